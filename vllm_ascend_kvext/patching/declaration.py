@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a patch is: a declaration, not code that runs.
+
+Knows nothing of vLLM; the ledger of all patches is ``vllm_ascend_kvext.patches.PATCHES``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""wrapt's signature: ``(wrapped, instance, args, kwargs) -> result``."""
+
+Install = Callable[[], Callable[[], None]]
+"""Uses an official hook of upstream and returns the function that undoes it."""
+
+
+class Kind(enum.Enum):
+    """How a patch takes effect, in order of preference."""
+
+    HOOK = "hook"
+    WRAP = "wrap"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One change to upstream: where, what, since when, and until when.
+
+    Attributes:
+        id: Stable name, for example ``KVX-101``; never reused.
+        target: ``module:qualname`` of the upstream attribute.
+        kind: Official hook, wrapper (calls upstream), or replacement (need not call it).
+        feature: The feature this patch belongs to; a feature applies as a whole or not at all.
+        vllm: Closed version ranges (PEP 440) of vLLM that have this target; elsewhere the
+            patch is not part of the feature.
+        why: The upstream behaviour that makes the patch necessary.
+        retire_when: The condition under which the patch can be deleted.
+        wrapper: For ``WRAP`` and ``REPLACE``.
+        install: For ``HOOK``.
+        relies_on: Further ``module:qualname`` of upstream functions whose behaviour the wrapper
+            counts on. They are fingerprinted like the target itself.
+    """
+
+    id: str
+    target: str
+    kind: Kind
+    feature: str
+    vllm: tuple[str, ...]
+    why: str
+    retire_when: str
+    wrapper: Wrapper | None = None
+    install: Install | None = None
+    relies_on: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.HOOK) != (self.install is not None) or (
+            self.kind is Kind.HOOK
+        ) == (self.wrapper is not None):
+            raise ValueError(
+                f"{self.id}: a {self.kind.value} patch needs "
+                f"{'install' if self.kind is Kind.HOOK else 'wrapper'} and nothing else"
+            )
