@@ -1,6 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: every change this package makes to upstream, in one tuple."""
 
+from vllm_ascend_kvext.patches import (
+    block_pool,
+    envs,
+    kv_cache_coordinator,
+    kv_cache_manager,
+    single_type_kv_cache_manager,
+)
 from vllm_ascend_kvext.patching.declaration import Patch
 
-PATCHES: tuple[Patch, ...] = ()
+PATCHES: tuple[Patch, ...] = (
+    *block_pool.PATCHES,
+    *single_type_kv_cache_manager.PATCHES,
+    *kv_cache_coordinator.PATCHES,
+    *envs.PATCHES,
+    *kv_cache_manager.PATCHES,
+)

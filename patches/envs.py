@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/envs.py``: the retention interval is a variable that vLLM knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+
+
+def _interval() -> int | str | None:
+    text = os.environ.get(INTERVAL_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        # Refused when the block manager is built, where the nearest valid values are known.
+        return text
+
+
+def register_interval() -> Callable[[], None]:
+    from vllm import envs
+
+    known = INTERVAL_VARIABLE in envs.environment_variables
+    original = envs.environment_variables.get(INTERVAL_VARIABLE)
+    envs.environment_variables[INTERVAL_VARIABLE] = _interval
+
+    def undo() -> None:
+        if envs.environment_variables.get(INTERVAL_VARIABLE) is not _interval:
+            return
+        if known:
+            envs.environment_variables[INTERVAL_VARIABLE] = original
+        else:
+            del envs.environment_variables[INTERVAL_VARIABLE]
+
+    return undo
+
+
+PATCHES = (
+    Patch(
+        id="KVX-131",
+        target="vllm.envs:environment_variables",
+        kind=Kind.HOOK,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        install=register_interval,
+        why="vLLM 0.20.2 does not know the variable; 0.23.0 fails on a value that is no integer "
+        "before the hit unit, and so the remedy, is known.",
+        retire_when="the variable is gone upstream (vLLM >= 0.32 has a config field)",
+    ),
+)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/kv_cache_coordinator.py``: which blocks of which group are cached.
+
+Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.retention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.block_pool import RETAINING, discard
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.keeper import ManagedGroup, TailKeeper
+from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+_KEEPER = "_kvext_tail_keeper"
+_DENSE_MANAGERS = "_kvext_dense_managers"
+
+
+def tail_keeper(coordinator: KVCacheCoordinator) -> TailKeeper | None:
+    return getattr(coordinator, _KEEPER, None)
+
+
+def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
+    """The granularity at which this coordinator's lookup can hit.
+
+    vllm-ascend and vLLM 0.20.2 align hits to ``lcm_block_size`` (on Ascend with the compress
+    ratios), vLLM 0.23.0 to ``scheduler_block_size``, the coordinator of a single group to its
+    block size.
+    """
+    for name in ("lcm_block_size", "block_size", "scheduler_block_size"):
+        unit_tokens = getattr(coordinator, name, None)
+        if unit_tokens is not None:
+            return unit_tokens
+    raise AttributeError(f"{type(coordinator).__name__} names no unit of its prefix-cache hits")
+
+
+def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
+    """Start keeping tails only.
+
+    Args:
+        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
+
+    Raises:
+        ValueError: If the interval is not valid for this coordinator.
+    """
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.ascend_kvext.retention")
+    groups = _lookup_groups(coordinator) if coordinator.enable_caching else []
+    unit_tokens = hit_unit_tokens(coordinator) if groups else 1
+    is_sparse = any(geometry.kind is GroupKind.WINDOW for geometry, _ in groups)
+    interval_tokens = parse_interval(interval, unit_tokens, check_unit=is_sparse)
+    if not is_sparse:
+        if hasattr(coordinator, "retention_interval"):
+            coordinator.retention_interval = None
+        logger.info(
+            "VLLM_PREFIX_CACHE_RETENTION_INTERVAL is ignored: %s.",
+            "this model has no sliding-window KV cache group"
+            if coordinator.enable_caching
+            else "prefix caching is off",
+        )
+        return
+
+    managed: dict[GroupKind, list[ManagedGroup]] = {kind: [] for kind in GroupKind}
+    for index, (geometry, group_ids) in enumerate(groups):
+        for group_id in group_ids:
+            manager = coordinator.single_type_managers[group_id]
+            managed[geometry.kind].append(ManagedGroup(manager, index, geometry.block_tokens))
+    geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
+    keeper = TailKeeper(
+        policy=RetentionPolicy(geometry, interval_tokens),
+        window_groups=tuple(managed[GroupKind.WINDOW]),
+        full_groups=tuple(managed[GroupKind.FULL]),
+        discard=partial(discard, coordinator.block_pool),
+    )
+    setattr(coordinator, _KEEPER, keeper)
+    dense = tuple(group.manager for group in managed[GroupKind.STATE])
+    setattr(coordinator, _DENSE_MANAGERS, dense)
+    setattr(coordinator.block_pool, RETAINING, True)
+    logger.info(
+        "Prefix-cache retention: %s in %d sliding-window group(s); hits land on multiples of "
+        "%d tokens.",
+        f"a checkpoint per {interval_tokens} tokens" if interval_tokens else "last boundaries only",
+        len(keeper.window_groups),
+        unit_tokens,
+    )
+
+
+def _lookup_groups(coordinator: KVCacheCoordinator) -> list[tuple[GroupGeometry, list[int]]]:
+    """The coordinator's groups in its order of lookup, with the ids that share each entry."""
+    looks_ahead = coordinator.eagle_group_ids
+    if not hasattr(coordinator, "attention_groups"):
+        (manager,) = coordinator.single_type_managers
+        return [(_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead), [0])]
+    groups = []
+    for spec, group_ids, *_ in coordinator.attention_groups:
+        manager = coordinator.single_type_managers[group_ids[0]]
+        ahead = any(group_id in looks_ahead for group_id in group_ids)
+        groups.append((_group_geometry(coordinator, spec, manager, ahead), group_ids))
+    return groups
+
+
+def _group_geometry(
+    coordinator: KVCacheCoordinator,
+    spec: KVCacheSpec,
+    manager: SingleTypeKVCacheManager,
+    looks_ahead: bool,
+) -> GroupGeometry:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    is_ascend = type(coordinator).__module__.startswith("vllm_ascend.")
+    kind = GroupKind.STATE
+    if isinstance(spec, FullAttentionSpec):
+        kind = GroupKind.FULL
+    elif isinstance(spec, SlidingWindowSpec):
+        kind = GroupKind.WINDOW
+    return GroupGeometry(
+        kind=kind,
+        # On Ascend a block has block_size *rows*, each of compress_ratio tokens.
+        block_tokens=manager.block_size * (_compress_ratio(spec) if is_ascend else 1),
+        window_tokens=getattr(spec, "sliding_window", 0) if kind is GroupKind.WINDOW else 0,
+        looks_ahead=looks_ahead,
+        margin_tokens=0 if is_ascend and kind is GroupKind.STATE else spec.block_size,
+    )
+
+
+def _compress_ratio(spec: KVCacheSpec) -> int:
+    return max(1, getattr(spec, "compress_ratio", None) or 1)
+
+
+def cache_tails(
+    wrapped: Callable[..., None],
+    instance: KVCacheCoordinator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Let the keeper cache full-attention and sliding-window groups, upstream the others."""
+    keeper = tail_keeper(instance)
+    if keeper is None:
+        return wrapped(*args, **kwargs)
+    return _cache_tails(instance, keeper, *args, **kwargs)
+
+
+def _cache_tails(
+    coordinator: KVCacheCoordinator,
+    keeper: TailKeeper,
+    request: Request,
+    num_computed_tokens: int,
+) -> None:
+    keeper.cache(request, num_computed_tokens)
+    for manager in getattr(coordinator, _DENSE_MANAGERS):
+        manager.cache_blocks(
+            request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)
+        )
+
+
+def _densely_cached_tokens(
+    coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager, num_tokens: int
+) -> int:
+    """What upstream would cache of a group that retention leaves alone (Mamba, chunked-local)."""
+    unit_tokens = getattr(coordinator, "scheduler_block_size", None)
+    if unit_tokens is None or not hasattr(coordinator, "attention_groups"):
+        return num_tokens  # vLLM 0.20.2, and the coordinator of a single group
+    aligned = num_tokens // unit_tokens * unit_tokens
+    if aligned and manager.use_eagle:
+        return min(num_tokens, aligned + manager.block_size)
+    return aligned
+
+
+def save_leaving_blocks(
+    wrapped: Callable[..., None],
+    instance: KVCacheCoordinator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    keeper = tail_keeper(instance)
+    if keeper is not None:
+        keeper.before_skip(*args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+def accept_any_interval(
+    wrapped: Callable[..., None], instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """`retain` validates, against the unit of the lookup."""
+
+
+_BOTH = ("==0.20.2.*", "==0.23.0.*")
+_MODULE = "vllm.v1.core.kv_cache_coordinator"
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_CACHES_WHAT_CANNOT_HIT = (
+    "0.20.2 caches every sliding-window block. 0.23.0 caches tails, but at boundaries that an "
+    "EAGLE group, an aligned prompt, a next turn or a preempted request cannot hit, and on Ascend "
+    "at boundaries that nothing can hit."
+)
+
+PATCHES = (
+    Patch(
+        id="KVX-121",
+        target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
+        kind=Kind.REPLACE,
+        feature="retention",
+        vllm=_BOTH,
+        wrapper=cache_tails,
+        why=_CACHES_WHAT_CANNOT_HIT,
+        retire_when="upstream derives what it keeps from its lookup",
+        relies_on=(
+            f"{_MODULE}:HybridKVCacheCoordinator.find_longest_cache_hit",
+            f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
+            f"{_MODULE}:UnitaryKVCacheCoordinator.find_longest_cache_hit",
+            f"{_MANAGERS}:FullAttentionManager.find_longest_cache_hit",
+            f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
+            f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
+            f"{_MANAGERS}:SingleTypeKVCacheManager.cache_blocks",
+        ),
+    ),
+    Patch(
+        id="KVX-122",
+        target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks",
+        kind=Kind.REPLACE,
+        feature="retention",
+        vllm=("==0.23.0.*",),
+        wrapper=cache_tails,
+        why=_CACHES_WHAT_CANNOT_HIT,
+        retire_when="upstream derives what it keeps from its lookup",
+    ),
+    Patch(
+        id="KVX-123",
+        target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_BOTH,
+        wrapper=save_leaving_blocks,
+        why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
+        "window.",
+        retire_when="upstream derives what it keeps from its lookup",
+        relies_on=(f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",),
+    ),
+    Patch(
+        id="KVX-124",
+        target=f"{_MODULE}:_validate_prefix_cache_retention_interval",
+        kind=Kind.REPLACE,
+        feature="retention",
+        vllm=("==0.23.0.*",),
+        wrapper=accept_any_interval,
+        why="Upstream refuses to start a model without a sliding window when the variable is set, "
+        "and on Ascend validates against a number that is not the unit of its hits.",
+        retire_when="vLLM >= 0.32, which ignores the interval where nothing is sparse",
+    ),
+)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/kv_cache_manager.py``: retention begins with the manager, ends with a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.envs import INTERVAL_VARIABLE
+from vllm_ascend_kvext.patches.kv_cache_coordinator import retain, tail_keeper
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+def start_retaining(
+    wrapped: Callable[..., None],
+    instance: KVCacheManager,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Read the interval when a block manager is built; refuse it here if it is wrong."""
+    wrapped(*args, **kwargs)
+    interval = os.environ.get(INTERVAL_VARIABLE)
+    if interval is not None:
+        retain(instance.coordinator, interval)
+
+
+def release_request(
+    wrapped: Callable[..., None],
+    instance: KVCacheManager,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Settle what a finished or preempted request leaves in the prefix cache."""
+    keeper = tail_keeper(instance.coordinator)
+    if keeper is not None:
+        keeper.release(*args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+PATCHES = (
+    Patch(
+        id="KVX-141",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=start_retaining,
+        why="The unit at which the prefix cache can hit is known once the coordinator exists; "
+        "upstream validates the interval against another number on Ascend.",
+        retire_when="upstream validates against the unit of its lookup",
+    ),
+    Patch(
+        id="KVX-142",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=release_request,
+        why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
+        "decoding, or extended by a next turn, resumes far behind what it computed.",
+        retire_when="upstream keeps the boundary of the last computed token",
+    ),
+)

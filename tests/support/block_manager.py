@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds vLLM's real ``KVCacheManager`` and serves requests on it, without scheduler or model.
+
+For tests that enumerate lengths: one request at a time, every step spelled out. For batches,
+priorities and asynchronous scheduling there is the scheduler harness.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+
+_request_ids = itertools.count()
+init_none_hash(sha256)
+
+
+def full(block_tokens: int) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+
+
+def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> SlidingWindowSpec:
+    """``head_size`` tells groups of equal window apart."""
+    return SlidingWindowSpec(
+        block_size=block_tokens,
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=torch.float32,
+        sliding_window=window_tokens,
+    )
+
+
+def mamba(block_tokens: int) -> MambaSpec:
+    return MambaSpec(
+        block_size=block_tokens,
+        shapes=((1, 1),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The groups of a model, with ids of those that look ahead (EAGLE/MTP)."""
+
+    specs: tuple[KVCacheSpec, ...]
+    eagle_group_ids: frozenset[int] = frozenset()
+
+    def kv_cache_config(self, num_blocks: int) -> KVCacheConfig:
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in self.eagle_group_ids)
+                for i, spec in enumerate(self.specs)
+            ],
+        )
+
+
+@contextmanager
+def retention_interval(interval: int | str | None) -> Iterable[None]:
+    """The environment as a block manager finds it when it is built."""
+    before = os.environ.pop(INTERVAL_VARIABLE, None)
+    if interval is not None:
+        os.environ[INTERVAL_VARIABLE] = str(interval)
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERVAL_VARIABLE, None)
+        if before is not None:
+            os.environ[INTERVAL_VARIABLE] = before
+
+
+class BlockManager:
+    """A ``KVCacheManager`` that is told each step of each request.
+
+    Args:
+        layout: The model's groups.
+        interval: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` while the manager is built.
+        num_blocks: Size of the pool, including the null block.
+        events: Whether the pool emits KV cache events.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        interval: int | str | None = None,
+        num_blocks: int = 4096,
+        events: bool = False,
+        scheduler_block_size: int | None = None,
+        hash_block_size: int | None = None,
+    ) -> None:
+        sizes = [spec.block_size for spec in layout.specs]
+        self.hash_block_size = hash_block_size or math.gcd(*sizes)
+        arguments = {
+            "kv_cache_config": layout.kv_cache_config(num_blocks),
+            "max_model_len": 1 << 20,
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": True,
+            "use_eagle": bool(layout.eagle_group_ids),
+            "log_stats": False,
+            "enable_kv_cache_events": events,
+        }
+        if "scheduler_block_size" in inspect.signature(KVCacheManager).parameters:
+            arguments["scheduler_block_size"] = scheduler_block_size or math.lcm(*sizes)
+        with retention_interval(interval):
+            self.manager = KVCacheManager(**arguments)
+        self.pool = self.manager.block_pool
+        self._hasher = get_request_block_hasher(self.hash_block_size, sha256)
+
+    def request(self, token_ids: Sequence[int], **arguments: object) -> Request:
+        request = Request(
+            request_id=f"request-{next(_request_ids)}",
+            prompt_token_ids=list(token_ids),
+            sampling_params=SamplingParams(max_tokens=1 << 20),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **arguments,
+        )
+        request.status = RequestStatus.RUNNING
+        return request
+
+    def hit_tokens(self, request: Request) -> int:
+        """Tokens that the request would hit if it were scheduled for the first time."""
+        return self.manager.get_computed_blocks(request)[1]
+
+    def admit(self, request: Request, chunk_tokens: int) -> int:
+        """Look up, and schedule the first chunk; returns the tokens hit."""
+        blocks, hit_tokens = self.manager.get_computed_blocks(request)
+        num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
+        allocated = self.manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks)
+        assert allocated is not None
+        request.num_computed_tokens = hit_tokens + num_new_tokens
+        return hit_tokens
+
+    def step(self, request: Request, chunk_tokens: int = 1) -> None:
+        """Schedule the next tokens of a running request."""
+        num_new_tokens = min(chunk_tokens, request.num_tokens - request.num_computed_tokens)
+        allocated = self.manager.allocate_slots(request, num_new_tokens)
+        assert allocated is not None
+        request.num_computed_tokens += num_new_tokens
+
+    def prefill(self, request: Request, chunk_tokens: int) -> int:
+        """Admit a request and compute all its tokens; returns the tokens hit."""
+        hit_tokens = self.admit(request, chunk_tokens)
+        while request.num_computed_tokens < request.num_tokens:
+            self.step(request, chunk_tokens)
+        return hit_tokens
+
+    def decode(self, request: Request, token_ids: Iterable[int]) -> None:
+        """Append tokens; each is computed in the step after the one that sampled it."""
+        for token_id in token_ids:
+            if request.num_computed_tokens < request.num_tokens:
+                self.step(request)
+            request.append_output_token_ids(token_id)
+
+    def preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+
+    def finish(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.manager.free(request)
+
+    def reset(self) -> None:
+        assert self.manager.reset_prefix_cache()
+
+    def cached_blocks(self) -> dict[int, int]:
+        """Number of cached blocks per group id."""
+        counts = dict.fromkeys(range(len(self.manager.coordinator.single_type_managers)), 0)
+        for block in self.pool.blocks:
+            if block.block_hash is not None:
+                counts[int.from_bytes(block.block_hash[-4:], "big")] += 1
+        return counts

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefix-cache lookup can hit, and which blocks it reads to do so.
+
+The lookup of vLLM (``HybridKVCacheCoordinator.find_longest_cache_hit`` and the ``Unitary`` one)
+lowers one candidate length until every group accepts it. This module does the same arithmetic on
+integers, for a cache that holds everything. It knows no blocks, no hashes and no requests.
+
+Terms: a *boundary* is a token count at which a lookup can end; the *tail* of a boundary is the run
+of blocks that a sliding-window group has to have cached for it; a group that *looks ahead* (an
+EAGLE/MTP group) must match one block past the boundary, which the lookup then drops.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+class GroupKind(enum.Enum):
+    """How a group's hit is decided."""
+
+    FULL = "full"
+    """Every block from the first token on (full attention, MLA, compressed MLA)."""
+
+    WINDOW = "window"
+    """The last ``window_tokens - 1`` tokens before the boundary."""
+
+    STATE = "state"
+    """The one block that ends at the boundary (Mamba), or fewer; never looks ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """One group as the lookup sees it. Groups of equal spec are looked up, and listed, as one.
+
+    Attributes:
+        kind: How its hit is decided.
+        block_tokens: Tokens that one block covers: on Ascend, rows times compress ratio.
+        window_tokens: Sliding window; 0 unless ``kind`` is ``WINDOW``.
+        looks_ahead: Whether it is an EAGLE/MTP group.
+        margin_tokens: How far past the candidate the coordinator lets a group that looks ahead
+            search. Upstream passes ``spec.block_size``, which on Ascend counts rows.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int = 0
+    looks_ahead: bool = False
+    margin_tokens: int = 0
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that the window before a boundary spans, without the look-ahead block."""
+        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+
+    @property
+    def drops_last_block(self) -> bool:
+        """Whether its lookup drops the look-ahead block; the Mamba lookup never does."""
+        return self.looks_ahead and self.kind is not GroupKind.STATE
+
+    def longest_hit_tokens(self, max_tokens: int, unit_tokens: int, drop: bool) -> int:
+        """The hit of this group alone when all its blocks are cached.
+
+        Args:
+            max_tokens: Upper bound of the search, before the look-ahead block is dropped.
+            unit_tokens: Alignment of the result.
+            drop: Whether to drop the last matched block.
+        """
+        num_blocks = max_tokens // self.block_tokens
+        if not drop:
+            return _floor(num_blocks * self.block_tokens, unit_tokens)
+        if num_blocks == 0:
+            return 0
+        boundary = _floor((num_blocks - 1) * self.block_tokens, unit_tokens)
+        if self.kind is GroupKind.WINDOW and self._is_clipped(boundary, unit_tokens):
+            # Fewer blocks than a window match only as a prefix of the prompt; aligning that
+            # prefix and then dropping a block costs one unit more.
+            return max(0, boundary - unit_tokens)
+        return boundary
+
+    def tail(self, boundary_tokens: int, unit_tokens: int) -> range:
+        """Indices of the blocks that a hit at ``boundary_tokens`` reads in a window group."""
+        end_block = boundary_tokens // self.block_tokens
+        start_block = max(0, end_block - self.window_blocks)
+        if self.looks_ahead:
+            if self._is_clipped(boundary_tokens, unit_tokens):
+                end_block += unit_tokens // self.block_tokens
+            end_block += 1
+        return range(start_block, end_block)
+
+    def _is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
+        """Whether the window plus look-ahead would start before the first token."""
+        return (
+            self.block_tokens != unit_tokens
+            and boundary_tokens // self.block_tokens < self.window_blocks
+        )
+
+
+class HitGeometry:
+    """The lookup of one coordinator, for a cache that holds everything.
+
+    Args:
+        groups: In the coordinator's order of lookup: full attention first.
+        unit_tokens: The granularity of its hits; a multiple of every ``block_tokens``.
+    """
+
+    def __init__(self, groups: tuple[GroupGeometry, ...], unit_tokens: int) -> None:
+        self.groups = groups
+        self.unit_tokens = unit_tokens
+        self._step_tokens = math.gcd(*(group.block_tokens for group in groups))
+        # From here on no window is clipped by the start of the prompt, so that everything
+        # repeats with a period of one unit.
+        widest_tokens = max(group.window_blocks * group.block_tokens for group in groups)
+        self._steady_tokens = _floor(widest_tokens, unit_tokens) + unit_tokens
+        self._lookup = lru_cache(maxsize=4096)(self._look_up)
+        self._opens_at = lru_cache(maxsize=1024)(self._find_opening)
+        self._full = lru_cache(maxsize=1024)(self._find_full)
+        self._lag_tokens = self._opens_at(self._steady_tokens) - self._steady_tokens
+
+    def reachable_tokens(self, limit_tokens: int) -> int:
+        """The longest hit of a lookup that may look at ``limit_tokens`` tokens."""
+        steady = _floor(limit_tokens - self._lag_tokens, self.unit_tokens)
+        if steady >= self._steady_tokens:
+            return steady
+        return self._lookup(_floor(limit_tokens, self._step_tokens))[0]
+
+    def opens_at_tokens(self, boundary_tokens: int) -> int:
+        """The smallest limit at which a lookup reaches ``boundary_tokens`` or more."""
+        if boundary_tokens >= self._steady_tokens:
+            return boundary_tokens + self._lag_tokens
+        return self._opens_at(boundary_tokens)
+
+    def is_boundary(self, boundary_tokens: int) -> bool:
+        """Whether some lookup ends exactly at ``boundary_tokens``."""
+        return self.reachable_tokens(self.opens_at_tokens(boundary_tokens)) == boundary_tokens
+
+    def tails(self, boundary_tokens: int) -> tuple[range, ...]:
+        """The blocks that each ``WINDOW`` group has to have cached for a hit at a boundary.
+
+        Returns:
+            One range of block indices per group; empty for groups of another kind.
+        """
+        if boundary_tokens <= 0:
+            return (range(0),) * len(self.groups)
+        tails = [
+            group.tail(boundary_tokens, self.unit_tokens)
+            if group.kind is GroupKind.WINDOW
+            else range(0)
+            for group in self.groups
+        ]
+        if boundary_tokens < self._steady_tokens:
+            # While a window is clipped, another group may have to accept more at first.
+            read = self._lookup(self.opens_at_tokens(boundary_tokens))[1]
+            for index, group in enumerate(self.groups):
+                end_block = read[index] // group.block_tokens
+                if tails[index] and end_block > tails[index].stop:
+                    tails[index] = range(tails[index].start, end_block)
+        return tuple(tails)
+
+    def full_tokens(self, boundary_tokens: int) -> tuple[int, ...]:
+        """How far each group of kind ``FULL`` has to be cached for a hit at ``boundary_tokens``.
+
+        Returns:
+            One token count per group; 0 for groups of another kind. More than the boundary where
+            this group, or one that is looked up after it, looks ahead.
+        """
+        if boundary_tokens <= 0:
+            return (0,) * len(self.groups)
+        steady = min(boundary_tokens, self._steady_tokens)
+        shift = boundary_tokens - steady
+        return tuple(
+            tokens + shift if group.kind is GroupKind.FULL else 0
+            for group, tokens in zip(self.groups, self._full(steady), strict=True)
+        )
+
+    def _find_opening(self, boundary_tokens: int) -> int:
+        low = boundary_tokens // self._step_tokens
+        high = low + 2 * (len(self.groups) + 1) * self.unit_tokens // self._step_tokens
+        while low < high:
+            middle = (low + high) // 2
+            if self._lookup(middle * self._step_tokens)[0] >= boundary_tokens:
+                high = middle
+            else:
+                low = middle + 1
+        return low * self._step_tokens
+
+    def _find_full(self, boundary_tokens: int) -> tuple[int, ...]:
+        opening = self._opens_at(boundary_tokens)
+        cached = list(self._lookup(opening)[1])
+        for index, group in enumerate(self.groups):
+            if group.kind is not GroupKind.FULL:
+                continue
+            needed = boundary_tokens + group.looks_ahead * group.block_tokens
+            if needed < cached[index]:
+                trial = (*cached[:index], needed, *cached[index + 1 :])
+                if self._look_up(opening, trial)[0] == boundary_tokens:
+                    cached[index] = needed
+        return tuple(cached)
+
+    def _look_up(
+        self, limit_tokens: int, cached_tokens: tuple[int, ...] | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        """Lower a candidate until every group accepts it, as upstream's fixed point does.
+
+        Args:
+            limit_tokens: The tokens that the lookup may look at.
+            cached_tokens: How far each ``FULL`` group is cached; everything if omitted.
+
+        Returns:
+            The hit, and how far each group was read at first.
+        """
+        groups = self.groups
+        read: list[int] = []
+        verified: set[int] = set()
+        hit = limit_tokens
+        while True:
+            candidate = hit
+            for index, group in enumerate(groups):
+                if group.kind is GroupKind.FULL and len(read) == len(groups):
+                    # Full attention is looked up once and trimmed from then on.
+                    candidate = _floor(candidate, group.block_tokens)
+                    continue
+                looks_ahead = group.looks_ahead and index not in verified
+                bound = candidate
+                if looks_ahead:
+                    bound = min(candidate + group.margin_tokens, limit_tokens)
+                if cached_tokens is not None and group.kind is GroupKind.FULL:
+                    bound = min(bound, cached_tokens[index])
+                drop = looks_ahead and group.drops_last_block
+                accepted = group.longest_hit_tokens(bound, self.unit_tokens, drop)
+                if looks_ahead:
+                    verified.add(index)
+                elif accepted < candidate:
+                    verified.clear()
+                candidate = accepted
+                if len(read) == index:
+                    read.append(accepted + drop * group.block_tokens)
+            if candidate >= hit:
+                return hit, tuple(read)
+            hit = candidate
+            if len(groups) == 2 and groups[0].kind is GroupKind.FULL:
+                # One full group and one other converge in a single pass; upstream stops there.
+                return hit, tuple(read)
+
+
+def _floor(tokens: int, multiple: int) -> int:
+    return tokens // multiple * multiple
