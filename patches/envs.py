@@ -13,7 +13,7 @@ INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 def _interval() -> int | str | None:
     text = os.environ.get(INTERVAL_VARIABLE)
-    if text is None:
+    if not text:
         return None
     try:
         return int(text)

@@ -101,7 +101,9 @@ def _lookup_groups(coordinator: KVCacheCoordinator) -> list[tuple[GroupGeometry,
     looks_ahead = coordinator.eagle_group_ids
     if not hasattr(coordinator, "attention_groups"):
         (manager,) = coordinator.single_type_managers
-        return [(_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead), [0])]
+        return [
+            (_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead), [0])
+        ]
     groups = []
     for spec, group_ids, *_ in coordinator.attention_groups:
         manager = coordinator.single_type_managers[group_ids[0]]

@@ -24,7 +24,7 @@ def start_retaining(
     """Read the interval when a block manager is built; refuse it here if it is wrong."""
     wrapped(*args, **kwargs)
     interval = os.environ.get(INTERVAL_VARIABLE)
-    if interval is not None:
+    if interval:
         retain(instance.coordinator, interval)
 
 

@@ -173,7 +173,7 @@ class TailKeeper:
         if previous is not None:
             hit = geometry.tails(progress.boundary_tokens)
             for group, rolling in zip(self.window_groups, progress.rolling, strict=True):
-                self._drop(progress, group, rolling, [hit[group.geometry_index]])
+                self._drop(progress, group, rolling, _outside(rolling, [hit[group.geometry_index]]))
         return progress
 
     def _advance(self, progress: _Progress, reach_tokens: int, releasing: bool = False) -> None:
@@ -203,7 +203,8 @@ class TailKeeper:
             for block_index in _indices(lasting_runs):
                 rolling.pop(block_index, None)
             self._store(progress, group, [latest[0][index]], rolling)
-            self._drop(progress, group, rolling, [tails[index] for tails in latest + coming])
+            keep = [tails[index] for tails in latest + coming]
+            self._drop(progress, group, rolling, _outside(rolling, keep))
             group.manager.num_cached_block[request.request_id] = (
                 progress.cached_tokens // group.block_tokens
             )
@@ -236,6 +237,8 @@ class TailKeeper:
                     kv_cache_group_id=manager.kv_cache_group_id,
                 )
                 if rolling is not None:
+                    # A resumed request computes the block behind its hit again.
+                    self._drop(progress, group, rolling, [i for i in part if i in rolling])
                     for block_index in part:
                         block = blocks[block_index]
                         rolling[block_index] = (block, block.block_hash)
@@ -245,12 +248,12 @@ class TailKeeper:
         progress: _Progress,
         group: ManagedGroup,
         rolling: dict[int, tuple[Block, bytes]],
-        keep: Sequence[range],
+        block_indices: Iterable[int],
     ) -> None:
-        """Uncache the remembered blocks that no run of ``keep`` covers."""
+        """Uncache remembered blocks, unless another request reads them."""
         blocks = group.manager.req_to_blocks[progress.request.request_id]
         useless: list[Block] = []
-        for block_index in [i for i in rolling if not any(i in run for run in keep)]:
+        for block_index in block_indices:
             block, block_hash = rolling.pop(block_index)
             if block.block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
@@ -303,6 +306,10 @@ def _uncached_parts(blocks: Sequence[Block], run: range, num_full_blocks: int) -
             start = index
     if start is not None:
         yield range(start, stop)
+
+
+def _outside(block_indices: Iterable[int], runs: Sequence[range]) -> list[int]:
+    return [index for index in block_indices if not any(index in run for run in runs)]
 
 
 def _indices(runs: Iterable[range]) -> Iterator[int]:

@@ -6,6 +6,7 @@ Knows no blocks: `HitGeometry` turns a boundary into blocks, `TailKeeper` acts o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
@@ -31,19 +32,16 @@ class RetentionPolicy:
     def lasting_boundaries(
         self, num_prompt_tokens: int, after_tokens: int, upto_tokens: int
     ) -> list[int]:
-        """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request."""
-        boundaries: list[int] = []
+        """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted."""
+        boundaries = {self.replay_boundary_tokens(num_prompt_tokens)}
         if self.interval_tokens:
             first = (after_tokens // self.interval_tokens + 1) * self.interval_tokens
-            boundaries.extend(
+            boundaries.update(
                 boundary
                 for boundary in range(first, upto_tokens + 1, self.interval_tokens)
                 if self.geometry.is_boundary(boundary)
             )
-        replay_tokens = self.replay_boundary_tokens(num_prompt_tokens)
-        if after_tokens < replay_tokens <= upto_tokens:
-            boundaries.append(replay_tokens)
-        return boundaries
+        return sorted(tokens for tokens in boundaries if after_tokens < tokens <= upto_tokens)
 
 
 def parse_interval(text: str, unit_tokens: int, check_unit: bool = True) -> int:
@@ -63,24 +61,24 @@ def parse_interval(text: str, unit_tokens: int, check_unit: bool = True) -> int:
     try:
         interval_tokens = int(text)
     except ValueError:
-        interval_tokens = None
-    if (
-        interval_tokens is not None
-        and interval_tokens >= 0
-        and (not check_unit or interval_tokens % unit_tokens == 0)
-    ):
-        return interval_tokens
-    below = max(0, interval_tokens or 0) // unit_tokens * unit_tokens
-    problem = (
-        "not an integer"
-        if interval_tokens is None
-        else "negative"
-        if interval_tokens < 0
-        else f"not a multiple of {unit_tokens}"
-    )
+        problem, nearby_tokens = "not an integer", _integer_near(text)
+    else:
+        if interval_tokens >= 0 and not (check_unit and interval_tokens % unit_tokens):
+            return interval_tokens
+        problem = "negative" if interval_tokens < 0 else f"not a multiple of {unit_tokens}"
+        nearby_tokens = max(0, interval_tokens)
+    below = nearby_tokens // unit_tokens * unit_tokens
     raise ValueError(
         f"VLLM_PREFIX_CACHE_RETENTION_INTERVAL={text!r} is {problem}. Expected 0 or a multiple of "
         f"{unit_tokens} tokens, the unit at which this model's prefix cache can hit. "
         f"The nearest valid values are {below} and {below + unit_tokens}; "
         "unset the variable to cache densely."
     )
+
+
+def _integer_near(text: str) -> int:
+    """The non-negative integer below a number; 0 where the text is no finite number."""
+    try:
+        return max(0, math.floor(float(text)))
+    except (ValueError, OverflowError):
+        return 0
