@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_ascend_kvext.retention.protocols import ManagedGroup
+
 RETAINING = "_kvext_retaining"
 """Attribute set on the block pool of a coordinator whose blocks are retained sparsely."""
 
@@ -21,10 +23,45 @@ def is_retaining(block_pool: BlockPool) -> bool:
     return getattr(block_pool, RETAINING, False)
 
 
-def discard(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-    """Uncache blocks; those that are free become the next ones to be allocated."""
-    block_pool.evict_blocks({block.block_id for block in blocks})
-    _move_to_front(block_pool, [block for block in blocks if block.ref_cnt == 0])
+class RetainedPool:
+    """A block pool as `vllm_ascend_kvext.retention` sees it."""
+
+    def __init__(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
+        self._block_pool.cache_full_blocks(
+            request=request,
+            blocks=group.manager.req_to_blocks[request.request_id],
+            num_cached_blocks=run.start,
+            num_full_blocks=run.stop,
+            block_size=group.block_tokens,
+            kv_cache_group_id=group.manager.kv_cache_group_id,
+        )
+
+    def find(self, request: Request, group: ManagedGroup, block_index: int) -> KVCacheBlock | None:
+        hashes = request.block_hashes
+        if group.block_tokens != self._block_pool.hash_block_size:
+            from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+            hashes = BlockHashListWithBlockSize(
+                hashes, self._block_pool.hash_block_size, group.block_tokens
+            )
+        if block_index >= len(hashes):
+            return None
+        found = self._block_pool.get_cached_block(
+            hashes[block_index], [group.manager.kv_cache_group_id]
+        )
+        return found[0] if found else None
+
+    def refresh(self, block: KVCacheBlock) -> None:
+        if block.ref_cnt == 0:
+            self._block_pool.free_block_queue.remove(block)
+            self._block_pool.free_block_queue.append(block)
+
+    def discard(self, blocks: list[KVCacheBlock]) -> None:
+        self._block_pool.evict_blocks({block.block_id for block in blocks})
+        _move_to_front(self._block_pool, [block for block in blocks if block.ref_cnt == 0])
 
 
 def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
@@ -174,7 +211,14 @@ PATCHES = (
         retire_when="vLLM >= 0.32, whose free_blocks splits for every caller",
         relies_on=(
             "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
             "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+        ),
+        ascend=(
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_append_n",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_prepend_n",
         ),
     ),
 )

@@ -7,14 +7,14 @@ Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.rete
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.block_pool import RETAINING, discard
+from vllm_ascend_kvext.patches.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
-from vllm_ascend_kvext.retention.keeper import ManagedGroup, TailKeeper
+from vllm_ascend_kvext.retention.keeper import TailKeeper
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
+from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -81,7 +81,7 @@ def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
         policy=RetentionPolicy(geometry, interval_tokens),
         window_groups=tuple(managed[GroupKind.WINDOW]),
         full_groups=tuple(managed[GroupKind.FULL]),
-        discard=partial(discard, coordinator.block_pool),
+        pool=RetainedPool(coordinator.block_pool),
     )
     setattr(coordinator, _KEEPER, keeper)
     dense = tuple(group.manager for group in managed[GroupKind.STATE])
@@ -200,6 +200,10 @@ def accept_any_interval(
 _BOTH = ("==0.20.2.*", "==0.23.0.*")
 _MODULE = "vllm.v1.core.kv_cache_coordinator"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_ASCEND_COORDINATOR = (
+    "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
+)
+_ASCEND_MANAGERS = "vllm_ascend.core.single_type_kv_cache_manager"
 _CACHES_WHAT_CANNOT_HIT = (
     "0.20.2 caches every sliding-window block. 0.23.0 caches tails, but at boundaries that an "
     "EAGLE group, an aligned prompt, a next turn or a preempted request cannot hit, and on Ascend "
@@ -224,6 +228,16 @@ PATCHES = (
             f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
             f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
             f"{_MANAGERS}:SingleTypeKVCacheManager.cache_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_COORDINATOR}.__init__",
+            f"{_ASCEND_COORDINATOR}._get_effective_block_size",
+            f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
+            f"{_ASCEND_COORDINATOR}.verify_and_split_kv_cache_groups",
+            f"{_ASCEND_MANAGERS}:CompressAttentionManager.cache_blocks",
+            f"{_ASCEND_MANAGERS}:CompressAttentionManager.find_longest_cache_hit",
+            "vllm_ascend.patch.platform.patch_mamba_manager:"
+            "AscendMambaManager.find_longest_cache_hit",
         ),
     ),
     Patch(

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What retention needs of the block manager; upstream's objects have it in every version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Block(Protocol):
+    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``."""
+
+    block_id: int
+    ref_cnt: int
+    is_null: bool
+
+    @property
+    def block_hash(self) -> bytes | None: ...
+
+
+class Request(Protocol):
+    """``vllm.v1.request.Request``."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def is_finished(self) -> bool: ...
+
+
+class GroupManager(Protocol):
+    """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
+
+    kv_cache_group_id: int
+    req_to_blocks: dict[str, list[Any]]
+    num_cached_block: dict[str, int]
+
+    def cache_blocks(self, request: Any, num_tokens: int) -> None: ...
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedGroup:
+    """A KV cache group.
+
+    Attributes:
+        manager: Upstream's manager of its blocks.
+        geometry_index: Its place in ``HitGeometry.groups``.
+        block_tokens: Tokens that one block covers.
+    """
+
+    manager: GroupManager
+    geometry_index: int
+    block_tokens: int
+
+
+class Pool(Protocol):
+    """The block pool, adapted in ``vllm_ascend_kvext.patches.block_pool``."""
+
+    def cache(self, request: Any, group: ManagedGroup, run: range) -> None:
+        """Cache a run of a request's blocks, all full and none cached yet."""
+
+    def find(self, request: Any, group: ManagedGroup, block_index: int) -> Block | None:
+        """The cached block that holds what a request's block holds, if there is one."""
+
+    def refresh(self, block: Block) -> None:
+        """Make a free block the last to be reallocated."""
+
+    def discard(self, blocks: list[Block]) -> None:
+        """Uncache blocks; those that are free become the next ones to be reallocated."""

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that one request keeps cached in one sliding-window group.
+
+Knows which blocks it cached, and which of them only for the latest boundary; it does not know
+which boundaries there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Request
+
+
+class GroupTails:
+    """Caches and uncaches blocks of one request in one group."""
+
+    __slots__ = ("_behind_hit", "_group", "_pool", "_request", "_rolling")
+
+    def __init__(self, request: Request, group: ManagedGroup, pool: Pool) -> None:
+        self._request = request
+        self._group = group
+        self._pool = pool
+        self._behind_hit = range(0)
+        # Blocks cached for now, by index, with their hash at the time.
+        self._rolling: dict[int, tuple[Block, bytes | None]] = {}
+
+    def admit(self, behind_hit: range) -> None:
+        """Begin, or begin again after a preemption.
+
+        Args:
+            behind_hit: Indices of the blocks that the request's lookup read and then dropped
+                from its hit. They are cached, and the request computes them again.
+        """
+        self._behind_hit = behind_hit
+        for block_index in behind_hit:
+            block = self._pool.find(self._request, self._group, block_index)
+            if block is not None:
+                self._pool.refresh(block)
+
+    def keep(self, runs: Iterable[range], cached_tokens: int) -> None:
+        """Cache blocks for good.
+
+        Args:
+            runs: Indices of blocks; those that are not full yet are left out.
+            cached_tokens: The tokens whose blocks may be cached.
+        """
+        for run in runs:
+            self._cache(run, cached_tokens, lasting=True)
+            for block_index in run:
+                self._rolling.pop(block_index, None)
+
+    def keep_for_now(self, run: range, cached_tokens: int) -> None:
+        """Cache blocks until `drop_all_but` leaves them out."""
+        blocks = self._blocks
+        for part in self._cache(run, cached_tokens, lasting=False):
+            for block_index in part:
+                block = blocks[block_index]
+                self._rolling[block_index] = (block, block.block_hash)
+
+    def keep_leaving(self, run: range, total_computed_tokens: int, cached_tokens: int) -> None:
+        """Cache for now those blocks of a run that are about to leave the window."""
+        skipped_tokens = self._group.manager.get_num_skipped_tokens(total_computed_tokens)
+        leaving = range(run.start, min(run.stop, skipped_tokens // self._group.block_tokens))
+        if leaving:
+            self.keep_for_now(leaving, cached_tokens)
+
+    def drop_all_but(self, runs: Sequence[range]) -> None:
+        """Uncache the blocks kept for now outside ``runs``, unless another request reads them."""
+        blocks = self._blocks
+        useless: list[Block] = []
+        for block_index in list(self._rolling):
+            if any(block_index in run for run in runs):
+                continue
+            block, block_hash = self._rolling.pop(block_index)
+            if block.block_hash is not block_hash:
+                continue  # evicted since, and perhaps reused
+            own_references = block_index < len(blocks) and blocks[block_index] is block
+            if block.ref_cnt <= own_references:
+                useless.append(block)
+        if useless:
+            self._pool.discard(useless)
+
+    @property
+    def _blocks(self) -> Sequence[Block]:
+        return self._group.manager.req_to_blocks[self._request.request_id]
+
+    def _cache(self, run: range, cached_tokens: int, lasting: bool) -> list[range]:
+        stop = min(run.stop, len(self._blocks), cached_tokens // self._group.block_tokens)
+        parts = list(self._uncached_parts(range(run.start, stop), lasting))
+        for part in parts:
+            self._pool.cache(self._request, self._group, part)
+        return parts
+
+    def _uncached_parts(self, run: range, lasting: bool) -> Iterator[range]:
+        """Maximal parts of a run whose blocks hold KV and are not cached."""
+        blocks = self._blocks
+        start = run.start
+        for block_index in run:
+            block = blocks[block_index]
+            if block.is_null or block.block_hash is not None or self._copy(block_index, lasting):
+                if start < block_index:
+                    yield range(start, block_index)
+                start = block_index + 1
+        if start < run.stop:
+            yield range(start, run.stop)
+
+    def _copy(self, block_index: int, lasting: bool) -> bool:
+        """Whether the block behind a hit, which this request computed again, is still cached.
+
+        What is to last is left to a copy only where the copy is this request's own.
+        """
+        if block_index not in self._behind_hit:
+            return False
+        block = self._pool.find(self._request, self._group, block_index)
+        if block is None:
+            return False
+        return not lasting or block is self._rolling.get(block_index, (None,))[0]
