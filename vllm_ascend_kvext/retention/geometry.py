@@ -74,7 +74,7 @@ class GroupGeometry:
         if num_blocks == 0:
             return 0
         boundary = _floor((num_blocks - 1) * self.block_tokens, unit_tokens)
-        if self.kind is GroupKind.WINDOW and self._is_clipped(boundary, unit_tokens):
+        if self.is_clipped(boundary, unit_tokens):
             # Fewer blocks than a window match only as a prefix of the prompt; aligning that
             # prefix and then dropping a block costs one unit more.
             return max(0, boundary - unit_tokens)
@@ -85,15 +85,16 @@ class GroupGeometry:
         end_block = boundary_tokens // self.block_tokens
         start_block = max(0, end_block - self.window_blocks)
         if self.looks_ahead:
-            if self._is_clipped(boundary_tokens, unit_tokens):
+            if self.is_clipped(boundary_tokens, unit_tokens):
                 end_block += unit_tokens // self.block_tokens
             end_block += 1
         return range(start_block, end_block)
 
-    def _is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
+    def is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
         """Whether the window plus look-ahead would start before the first token."""
         return (
-            self.block_tokens != unit_tokens
+            self.kind is GroupKind.WINDOW
+            and self.block_tokens != unit_tokens
             and boundary_tokens // self.block_tokens < self.window_blocks
         )
 
@@ -150,8 +151,11 @@ class HitGeometry:
             else range(0)
             for group in self.groups
         ]
-        if boundary_tokens < self._steady_tokens:
-            # While a window is clipped, another group may have to accept more at first.
+        if any(
+            group.looks_ahead and group.is_clipped(boundary_tokens, self.unit_tokens)
+            for group in self.groups
+        ):
+            # While a clipped window loses a unit, the other groups have to accept more at first.
             read = self._lookup(self.opens_at_tokens(boundary_tokens))[1]
             for index, group in enumerate(self.groups):
                 end_block = read[index] // group.block_tokens

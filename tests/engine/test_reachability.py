@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interval 0 hits exactly what dense caching hits, for every length and choice of EAGLE groups.
+
+On vLLM's real block manager. The same cases on vllm-ascend's are in tests/ascend.
+"""
+
+from __future__ import annotations
+
+import pytest
+import vllm
+from support.block_manager import BlockManager, Layout, full, window
+from support.installed import retention_installed
+from support.reachability import (
+    Difference,
+    Price,
+    eagle_sets,
+    serve_conversation,
+    serve_prompt_only,
+)
+
+NUM_BLOCKS = 800
+
+LAYOUTS = {
+    "one full, one window": (full(4), window(4, 9)),
+    "one full, two windows": (full(4), window(4, 13), window(4, 13, head_size=2)),
+    "window of half a unit": (full(8), window(4, 5), window(2, 5)),
+    "three block sizes": (full(8), window(4, 7), window(2, 5)),
+    "window wider than the unit": (full(8), window(2, 23)),
+    "two wide windows": (full(8), window(2, 19), window(4, 30)),
+    "window only": (window(4, 11),),
+    "compressor states": (full(32), window(8, 16), window(2, 4), window(4, 16)),
+}
+
+
+def unit_of(specs: tuple[object, ...]) -> int:
+    return max(spec.block_size for spec in specs)  # each divides the largest
+
+
+def longest_window(specs: tuple[object, ...]) -> int:
+    return max(getattr(spec, "sliding_window", None) or 0 for spec in specs)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_hits_what_dense_caching_hits(layout_name: str) -> None:
+    specs = LAYOUTS[layout_name]
+    unit_tokens = unit_of(specs)
+    difference = Difference()
+    with retention_installed():
+        for eagle_group_ids in eagle_sets(len(specs)):
+            layout = Layout(specs, eagle_group_ids)
+            dense = BlockManager(layout, None, NUM_BLOCKS)
+            sparse = BlockManager(layout, 0, NUM_BLOCKS)
+            for length in range(1, 3 * unit_tokens + longest_window(specs) + 2):
+                case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
+                for serve in (
+                    lambda world, n=length: serve_conversation(world, n, unit_tokens, 5),
+                    lambda world, n=length: serve_prompt_only(world, n),
+                ):
+                    dense.reset()
+                    sparse.reset()
+                    difference.compare(case, serve(dense), serve(sparse))
+    print(f"{layout_name}: {difference.num_cases} cases")
+    assert not difference.examples
+
+
+@pytest.mark.skipif(vllm.__version__.startswith("0.20"), reason="0.20 has no retention")
+def test_stock_loses_hits() -> None:
+    """The same comparison on vLLM's own interval 0 is red, in each of the known ways."""
+    difference = Difference()
+    for specs in LAYOUTS.values():
+        unit_tokens = unit_of(specs)
+        for eagle_group_ids in eagle_sets(len(specs)):
+            layout = Layout(specs, eagle_group_ids)
+            dense = BlockManager(layout, None, NUM_BLOCKS)
+            sparse = BlockManager(layout, 0, NUM_BLOCKS)
+            for length in range(1, 5 * unit_tokens + 2, 3):
+                dense.reset()
+                sparse.reset()
+                case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
+                difference.compare(
+                    case, serve_prompt_only(dense, length), serve_prompt_only(sparse, length)
+                )
+                dense.reset()
+                sparse.reset()
+                difference.compare(
+                    case,
+                    serve_conversation(dense, length, unit_tokens, unit_tokens),
+                    serve_conversation(sparse, length, unit_tokens, unit_tokens),
+                )
+    print(f"stock differs in {difference.num_different} of {difference.num_cases} cases")
+    assert {"resend", "prompt extended", "next turn", "resume"} <= set(difference.examples)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_costs_two_tails(layout_name: str) -> None:
+    """At most two tails per group and request; while it runs, one more in the making.
+
+    A tail is in the making from the moment its blocks begin to leave the window until every group
+    that looks ahead has its block past the boundary. Below one window's length the tails of
+    different groups are entangled, and no more than that window is kept.
+    """
+    specs = LAYOUTS[layout_name]
+    unit_tokens = unit_of(specs)
+    window_tokens = longest_window(specs)
+    with retention_installed():
+        for eagle_group_ids in eagle_sets(len(specs)):
+            sparse = BlockManager(Layout(specs, eagle_group_ids), 0, NUM_BLOCKS)
+            price = Price(sparse)
+            first = window_tokens + 3 * unit_tokens
+            for length in range(first, first + 2 * unit_tokens + 2, 3):
+                sparse.reset()
+                serve_conversation(sparse, length, unit_tokens, 7, price.observe)
+            in_the_making = 1 if eagle_group_ids else 0
+            assert price.excess_tails["running"] <= in_the_making, sorted(eagle_group_ids)
+            assert price.excess_tails["released"] <= 0, sorted(eagle_group_ids)
