@@ -2,6 +2,7 @@
 """The ledger: every change this package makes to upstream, in one tuple."""
 
 from vllm_ascend_kvext.patches import (
+    ascend_single_type_kv_cache_manager,
     block_pool,
     envs,
     kv_cache_coordinator,
@@ -16,4 +17,5 @@ PATCHES: tuple[Patch, ...] = (
     *kv_cache_coordinator.PATCHES,
     *envs.PATCHES,
     *kv_cache_manager.PATCHES,
+    *ascend_single_type_kv_cache_manager.PATCHES,
 )

@@ -12,7 +12,7 @@ from vllm_ascend_kvext.patches.kv_cache_coordinator import retain, tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 
 def start_retaining(
@@ -41,6 +41,23 @@ def release_request(
     return wrapped(*args, **kwargs)
 
 
+def trim_full_groups(
+    wrapped: Callable[..., tuple[KVCacheBlocks, int]],
+    instance: KVCacheManager,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[KVCacheBlocks, int]:
+    """Hand out no block past the hit, in any full-attention group."""
+    blocks, hit_tokens = wrapped(*args, **kwargs)
+    keeper = tail_keeper(instance.coordinator)
+    if keeper is not None:
+        for group in keeper.full_groups:
+            group_blocks = blocks.blocks[group.manager.kv_cache_group_id]
+            if len(group_blocks) * group.block_tokens > hit_tokens:
+                del group_blocks[hit_tokens // group.block_tokens :]
+    return blocks, hit_tokens
+
+
 PATCHES = (
     Patch(
         id="KVX-141",
@@ -63,5 +80,16 @@ PATCHES = (
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
         "decoding, or extended by a next turn, resumes far behind what it computed.",
         retire_when="upstream keeps the boundary of the last computed token",
+    ),
+    Patch(
+        id="KVX-143",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=trim_full_groups,
+        why="Upstream trims the first full-attention group to the hit; the others hand out cached "
+        "blocks past it, which the request then writes into.",
+        retire_when="vLLM >= 0.32, which trims every full-attention group",
     ),
 )

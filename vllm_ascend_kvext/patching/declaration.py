@@ -26,6 +26,19 @@ class Kind(enum.Enum):
     REPLACE = "replace"
 
 
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Patches that make sense together only.
+
+    Attributes:
+        name: What `Patch.feature` names.
+        default_on: Whether it is installed without being asked for.
+    """
+
+    name: str
+    default_on: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
     """One change to upstream: where, what, since when, and until when.
@@ -43,6 +56,8 @@ class Patch:
         install: For ``HOOK``.
         relies_on: Further ``module:qualname`` of upstream functions whose behaviour the wrapper
             counts on. They are fingerprinted like the target itself.
+        ascend: The same for functions of vLLM-Ascend, which are compared where it is installed.
+            A target or a function relied on that vLLM-Ascend has replaced by one of them fits.
     """
 
     id: str
@@ -55,12 +70,27 @@ class Patch:
     wrapper: Wrapper | None = None
     install: Install | None = None
     relies_on: tuple[str, ...] = ()
+    ascend: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.kind is Kind.HOOK) != (self.install is not None) or (
-            self.kind is Kind.HOOK
-        ) == (self.wrapper is not None):
+        if (self.kind is Kind.HOOK) != (self.install is not None) or (self.kind is Kind.HOOK) == (
+            self.wrapper is not None
+        ):
             raise ValueError(
                 f"{self.id}: a {self.kind.value} patch needs "
                 f"{'install' if self.kind is Kind.HOOK else 'wrapper'} and nothing else"
             )
+
+    @property
+    def is_for_vllm_ascend(self) -> bool:
+        """Whether the target is vLLM-Ascend's own, and with it all that is fingerprinted."""
+        return self.target.startswith("vllm_ascend.")
+
+    @property
+    def fingerprinted(self) -> tuple[str, ...]:
+        """The functions of vLLM that have to be the ones this patch was written against.
+
+        The target of a hook need not be a function; to exist is enough.
+        """
+        target = () if self.kind is Kind.HOOK else (self.target,)
+        return target + self.relies_on

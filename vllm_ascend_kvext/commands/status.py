@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activate the package in this process, as vLLM would, and show every patch.
+
+Exit status: 0 (ok) if everything fits; 1 (degraded) if something that was not asked for does not,
+or upstream is missing or unsupported; 2 (failed) if something that was asked for is impossible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+from vllm_ascend_kvext import __version__, activation
+from vllm_ascend_kvext.activation import Activation
+from vllm_ascend_kvext.commands.table import render_table
+from vllm_ascend_kvext.errors import KvextError, PatchError
+from vllm_ascend_kvext.patching.plan import State, digest
+from vllm_ascend_kvext.settings import Mode, Settings
+
+_ENTRY_POINT_GROUP = "vllm.general_plugins"
+_ENTRY_POINT = "ascend_kvext"
+
+
+class Verdict(enum.Enum):
+    """The value is the exit status."""
+
+    OK = 0
+    DEGRADED = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PatchRow:
+    """One patch of the report; `state` is a value of `State`."""
+
+    id: str
+    feature: str
+    kind: str
+    target: str
+    state: str
+    reason: str
+
+
+@dataclass(slots=True)
+class StatusReport:
+    """The answer of the command; its fields are the keys of ``--json``."""
+
+    version: str = __version__
+    verdict: str = Verdict.OK.name.lower()
+    mode: str = ""
+    requested: dict[str, str] = field(default_factory=dict)
+    upstream: dict[str, str | bool | None] = field(default_factory=dict)
+    supported: bool = False
+    plan: str = ""
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+    patches: list[PatchRow] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # vLLM logs to standard output, which is for the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = diagnose()
+    print(json.dumps(asdict(report), indent=2) if arguments.json else render(report))
+    return Verdict[report.verdict.upper()].value
+
+
+def diagnose() -> StatusReport:
+    """Activate, and describe what came of it."""
+    report = StatusReport()
+    try:
+        settings = Settings.from_environ(os.environ)
+        report.mode = settings.mode.value
+        report.requested = {name: os.environ[name] for name in settings.requests.values()}
+        surveyed = activation.survey(settings, plan_everything=True)
+    except KvextError as error:
+        return _failed(report, error)
+    report.upstream = asdict(surveyed.upstream)
+    report.supported = surveyed.support.ok
+    try:
+        activation.install(surveyed)
+    except KvextError as error:
+        _failed(report, error)
+    report.plan = digest(surveyed.plans)
+    report.patches = _rows(surveyed)
+    if not report.error:
+        report.notes = _complaints(surveyed)
+        verdict = Verdict.DEGRADED if report.notes else Verdict.OK
+        report.verdict = verdict.name.lower()
+    return report
+
+
+def _failed(report: StatusReport, error: KvextError) -> StatusReport:
+    report.error = str(error)
+    report.verdict = Verdict.FAILED.name.lower()
+    if isinstance(error, PatchError) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__, file=sys.stderr)
+    return report
+
+
+def _rows(surveyed: Activation) -> list[PatchRow]:
+    return [
+        PatchRow(
+            id=finding.patch.id,
+            feature=finding.patch.feature,
+            kind=finding.patch.kind.value,
+            target=finding.patch.target,
+            state=activation.BOOK.state(finding).value,
+            reason=activation.BOOK.failures.get(finding.patch.id, finding.reason),
+        )
+        for plan in surveyed.plans
+        for finding in plan.findings
+    ]
+
+
+def _complaints(surveyed: Activation) -> list[str]:
+    """What is wrong although nothing that was asked for is."""
+    if surveyed.settings.mode is Mode.OFF:
+        return []
+    if not surveyed.support.ok:
+        return [surveyed.support.reason]
+    complaints = [
+        f"the feature {plan.feature!r} does not fit" for plan in surveyed.plans if not plan.fits
+    ]
+    complaints += [
+        f"{finding.patch.id} is shadowed: another patch has replaced {finding.patch.target}"
+        for plan in surveyed.plans
+        for finding in plan.findings
+        if activation.BOOK.state(finding) is State.SHADOWED
+    ]
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and _ENTRY_POINT not in plugins.split(","):
+        complaints.append(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading {_ENTRY_POINT!r}")
+    if not metadata.entry_points(group=_ENTRY_POINT_GROUP, name=_ENTRY_POINT):
+        complaints.append("the package is importable and not installed: vLLM does not find it")
+    return complaints
+
+
+def render(report: StatusReport) -> str:
+    """The report for a person."""
+    requested = [f"{name}={value}" for name, value in report.requested.items()]
+    upstream = report.upstream
+    lines = [
+        f"vllm-ascend-kvext {report.version}: {report.verdict}",
+        f"  mode       {report.mode or '?'}",
+        f"  requested  {', '.join(requested) or 'nothing'}",
+        f"  supported  {'yes' if report.supported else 'no'}",
+        f"  vLLM       {upstream.get('vllm') or 'not found'}",
+        f"  Ascend     {upstream.get('vllm_ascend') or 'not found'}",
+    ]
+    lines += [f"  note       {note}" for note in report.notes]
+    if report.error:
+        lines += ["", report.error]
+    if report.patches:
+        lines += ["", f"patches (plan {report.plan}):"]
+        rows = [(row.id, row.state, row.target, row.reason) for row in report.patches]
+        lines += render_table(("id", "state", "target", "reason"), rows)
+    elif not report.error:
+        lines += ["", "No patch was examined."]
+    return "\n".join(lines)

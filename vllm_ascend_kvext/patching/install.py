@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase two: install a feature as a whole or not at all, and take it back.
+
+wrapt wraps; this module keeps the books. Whether a wrapper is in place is read off the attribute
+itself, so that it does not matter who else patched it in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from vllm_ascend_kvext.errors import PatchError
+from vllm_ascend_kvext.patching.declaration import Patch, Wrapper
+from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State
+from vllm_ascend_kvext.patching.target import Target, resolve, wrapper_chain
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """A wrapper of ours in an attribute of upstream.
+
+    Attributes:
+        patch: Its declaration.
+        target: The attribute as it was found.
+        wrapper: A plain wrapt wrapper; a subclass would double the price of each call.
+        switch: The wrapper calls straight through while this is not set.
+    """
+
+    patch: Patch
+    target: Target
+    wrapper: wrapt.FunctionWrapper[..., Any]
+    switch: threading.Event
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a call of the attribute still gets to the wrapper, as far as one can tell."""
+        return any(layer is self.wrapper for layer in wrapper_chain(self.target.current))
+
+    def state(self) -> State:
+        return State.APPLIED if self.is_reachable and self.switch.is_set() else State.SHADOWED
+
+    def revert(self) -> State:
+        """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
+        self.switch.clear()
+        if self.target.current is not self.wrapper:
+            return State.SHADOWED
+        if self.target.was_local:
+            setattr(self.target.parent, self.target.attribute, self.target.found)
+        else:
+            delattr(self.target.parent, self.target.attribute)
+        return State.INERT
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooking:
+    """An official hook of upstream in use."""
+
+    patch: Patch
+    undo: Callable[[], None]
+
+    def state(self) -> State:
+        return State.APPLIED
+
+    def revert(self) -> State:
+        self.undo()
+        return State.INERT
+
+
+class PatchBook:
+    """What is installed in this process.
+
+    Attributes:
+        failures: Why the patch with this id could not be installed when that was last tried.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self._entries: dict[str, _Wrapping | _Hooking] = {}
+        self._lock = threading.RLock()
+
+    def apply(self, plan: FeaturePlan) -> tuple[str, ...]:
+        """Install a feature. Atomic: if this raises, nothing of it is in place.
+
+        Args:
+            plan: Has to fit.
+
+        Returns:
+            The ids of the patches that were not in effect before; none on a second call.
+
+        Raises:
+            PatchError: If the plan does not fit, or installing a patch raises.
+        """
+        if not plan.fits:
+            raise PatchError(f"The feature {plan.feature!r} does not fit; see its plan.")
+        with self._lock:
+            installed: list[str] = []
+            for finding in plan.fitting:
+                patch = finding.patch
+                self.failures.pop(patch.id, None)
+                try:
+                    if self._install(patch):
+                        installed.append(patch.id)
+                except Exception as error:
+                    for patch_id in reversed(installed):
+                        self._revert(patch_id)
+                    self.failures[patch.id] = f"{type(error).__name__}: {error}"
+                    raise PatchError(
+                        f"{patch.id} cannot be installed at {patch.target}: "
+                        f"{self.failures[patch.id]}. Nothing of {plan.feature!r} is in place."
+                    ) from error
+            return tuple(installed)
+
+    def revert(self, feature: str) -> dict[str, State]:
+        """Take back a feature, last patch first.
+
+        Returns:
+            INERT for each patch whose attribute is what it was; SHADOWED where someone else has
+            patched over ours, which then stays in place, switched off.
+        """
+        with self._lock:
+            ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
+            return {patch_id: self._revert(patch_id) for patch_id in reversed(ids)}
+
+    def state(self, finding: Finding) -> State:
+        """Where a planned patch stands at this moment."""
+        if finding.patch.id in self.failures:
+            return State.FAILED
+        entry = self._entries.get(finding.patch.id)
+        return finding.state if entry is None else entry.state()
+
+    def _install(self, patch: Patch) -> bool:
+        entry = self._entries.get(patch.id)
+        if isinstance(entry, _Hooking):
+            return False
+        if isinstance(entry, _Wrapping) and entry.is_reachable:
+            was_on = entry.switch.is_set()
+            entry.switch.set()
+            return not was_on
+        if patch.install is not None:
+            self._entries[patch.id] = _Hooking(patch, undo=patch.install())
+        elif patch.wrapper is not None:
+            self._entries[patch.id] = _wrap(patch, patch.wrapper)
+        return True
+
+    def _revert(self, patch_id: str) -> State:
+        state = self._entries[patch_id].revert()
+        if state is State.INERT:
+            del self._entries[patch_id]
+        return state
+
+
+def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
+    # Looked up again and not taken from the plan: an earlier patch may have the same target.
+    target = resolve(patch.target)
+    switch = threading.Event()
+    function = wrapt.FunctionWrapper(target.found, wrapper, enabled=switch.is_set)
+    setattr(target.parent, target.attribute, function)
+    switch.set()
+    return _Wrapping(patch, target, function, switch)
+
+
+BOOK = PatchBook()
+"""The patches of this process."""

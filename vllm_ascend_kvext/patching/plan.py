@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase one: does every patch of a feature fit the upstream at hand? Changes nothing."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.compat import (
+    VLLM,
+    VLLM_ASCEND,
+    Upstream,
+    package_folder,
+    version_in,
+)
+from vllm_ascend_kvext.errors import FingerprintError, PatchError
+from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.fingerprint import (
+    fingerprint_live,
+    fingerprint_source,
+    forget_sources,
+)
+from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.patching.target import (
+    MissingTargetError,
+    describe,
+    resolve,
+    wrapper_chain,
+)
+
+
+class State(enum.Enum):
+    """Where a patch stands in this process."""
+
+    APPLIED = "applied"
+    """In effect."""
+    INERT = "inert"
+    """Fits, and is not installed."""
+    SKIPPED_VERSION = "skipped_version"
+    """Not part of its feature in this version of upstream."""
+    DRIFTED = "drifted"
+    """A function is not the one the patch was written against."""
+    MISSING_TARGET = "missing_target"
+    """Upstream has no attribute of that name."""
+    SHADOWED = "shadowed"
+    """Someone else has put another function in front of ours or in its place."""
+    FAILED = "failed"
+    """Installing it raised; its whole feature was taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One patch against the upstream at hand.
+
+    Attributes:
+        patch: The declaration.
+        state: INERT if it fits, otherwise why not.
+        reason: Where, expected and found, if it does not fit.
+        fingerprints: Those of the functions it fits, in the order of the declaration.
+    """
+
+    patch: Patch
+    state: State
+    reason: str = ""
+    fingerprints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlan:
+    """The findings for all patches of one feature."""
+
+    feature: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def fitting(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.state is State.INERT)
+
+    @property
+    def misfits(self) -> tuple[Finding, ...]:
+        """What keeps the feature from being installed."""
+        skipped = (State.INERT, State.SKIPPED_VERSION)
+        return tuple(finding for finding in self.findings if finding.state not in skipped)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.fitting) and not self.misfits
+
+
+def plan_feature(
+    feature: str, ledger: Iterable[Patch], upstream: Upstream, store: FingerprintStore
+) -> FeaturePlan:
+    """Check all patches of a feature; their targets' modules are imported."""
+    check = _Check(upstream, store)
+    try:
+        return FeaturePlan(
+            feature, tuple(check(patch) for patch in ledger if patch.feature == feature)
+        )
+    finally:
+        forget_sources()
+
+
+def digest(plans: Iterable[FeaturePlan]) -> str:
+    """A short name for what was planned, equal in every process that plans the same."""
+    lines = sorted(
+        f"{finding.patch.id} {finding.state.value} {' '.join(finding.fingerprints)}"
+        for plan in plans
+        for finding in plan.findings
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+class _DriftError(PatchError):
+    """A function differs from the one that was read."""
+
+    def __init__(self, name: str, expected: frozenset[str], found: str) -> None:
+        wanted = (
+            " or ".join(sorted(expected)) or "a fingerprint of this version, and none is stored"
+        )
+        super().__init__(f"{name}: expected {wanted}; found {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    upstream: Upstream
+    store: FingerprintStore
+
+    def __call__(self, patch: Patch) -> Finding:
+        version = self.upstream.vllm or ""
+        if not any(version_in(version, versions) for versions in patch.vllm):
+            return Finding(patch, State.SKIPPED_VERSION, f"for vLLM {' or '.join(patch.vllm)} only")
+        if patch.is_for_vllm_ascend and self.upstream.vllm_ascend is None:
+            return Finding(patch, State.SKIPPED_VERSION, "for vLLM-Ascend only")
+        try:
+            resolve(patch.target)
+            fingerprints = [self._live(name, patch) for name in patch.fingerprinted]
+            fingerprints += [self._of_vllm_ascend(name) for name in patch.ascend]
+        except MissingTargetError as error:
+            return Finding(patch, State.MISSING_TARGET, str(error))
+        except _DriftError as error:
+            return Finding(patch, State.DRIFTED, str(error))
+        return Finding(patch, State.INERT, fingerprints=tuple(fingerprints))
+
+    def _live(self, name: str, patch: Patch) -> str:
+        """The function in place has to be the one of vLLM, or one of vLLM-Ascend's for it."""
+        if patch.is_for_vllm_ascend:
+            expected = self._expected_of_vllm_ascend(name)
+        else:
+            expected = self.store.expected(VLLM, self.upstream.vllm or "", name)
+        for replacement in patch.ascend:
+            expected |= self._expected_of_vllm_ascend(replacement)
+        function = wrapper_chain(resolve(name).found)[-1]
+        try:
+            found = fingerprint_live(function)
+        except FingerprintError as error:
+            raise _DriftError(name, expected, f"{describe(function)}: {error}") from error
+        if found not in expected:
+            raise _DriftError(name, expected, f"{found} ({describe(function)})")
+        return found
+
+    def _of_vllm_ascend(self, name: str) -> str:
+        """The installed file has to say what it said when it was read, or lack it as it did then.
+
+        The file is read and not imported: an import would apply vLLM-Ascend's patches.
+        """
+        folder = package_folder("vllm_ascend")
+        if self.upstream.vllm_ascend is None or folder is None:
+            return ""
+        expected = self._expected_of_vllm_ascend(name)
+        try:
+            found = fingerprint_source(folder.parent, name)
+        except FingerprintError as error:
+            if expected:
+                raise _DriftError(name, expected, str(error)) from error
+            return ""
+        if found not in expected:
+            raise _DriftError(name, expected, f"{found} (in {folder})")
+        return found
+
+    def _expected_of_vllm_ascend(self, name: str) -> frozenset[str]:
+        return self.store.expected(VLLM_ASCEND, self.upstream.vllm_ascend or "", name)
