@@ -19,7 +19,7 @@ from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching import report
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.install import BOOK
-from vllm_ascend_kvext.patching.plan import FeaturePlan, State, digest, plan_feature
+from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State, digest, plan_feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import Mode, Settings, own_variables
 
@@ -147,15 +147,24 @@ def apply_feature(feature: str) -> tuple[str, ...]:
     activation = survey(settings)
     if not activation.support.ok:
         raise PatchError(f"Unsupported upstream: {activation.support.reason}.")
-    plan = next(plan for plan in activation.plans if plan.feature == feature)
-    if not plan.fits:
-        raise PatchError(report.explain_misfits([plan], activation.upstream, settings))
-    return BOOK.apply(plan)
+    plans = {plan.feature: plan for plan in activation.plans}
+    if feature not in plans:
+        raise PatchError(f"There is no feature {feature!r}; there are: {', '.join(plans)}.")
+    if not plans[feature].fits:
+        raise PatchError(report.explain_misfits([plans[feature]], activation.upstream, settings))
+    return BOOK.apply(plans[feature])
 
 
 def revert_feature(feature: str) -> dict[str, State]:
     """Take a feature back; see `PatchBook.revert`."""
     return BOOK.revert(feature)
+
+
+def current_findings(activation: Activation) -> tuple[Finding, ...]:
+    """Every planned patch as it stands at this moment, installed or not."""
+    return tuple(
+        BOOK.bring_up_to_date(finding) for plan in activation.plans for finding in plan.findings
+    )
 
 
 def _report_unsupported(activation: Activation) -> None:

@@ -96,7 +96,7 @@ def check_support(upstream: Upstream) -> Support:
 def supported_versions() -> str:
     """The supported pairs in words."""
     return "; ".join(
-        f"vLLM {release.vllm} (with vLLM-Ascend {release.vllm_ascend} or without)"
+        f"vLLM {release.vllm} with or without vLLM-Ascend {release.vllm_ascend}"
         for release in SUPPORTED
     )
 

@@ -63,7 +63,7 @@ def _patches(ledger: Iterable[Patch]) -> list[str]:
         (
             patch.id,
             patch.feature,
-            f"`{patch.target.removeprefix('vllm.')}`",
+            f"`{patch.target}`",
             patch.kind.value,
             " ".join(f"`{versions}`" for versions in patch.vllm),
             patch.why,
@@ -71,7 +71,7 @@ def _patches(ledger: Iterable[Patch]) -> list[str]:
         )
         for patch in ledger
     ]
-    header = ("id", "feature", "target in `vllm.`", "kind", "vLLM", "why", "until")
+    header = ("id", "feature", "target", "kind", "vLLM", "why", "until")
     return render_markdown_table(header, rows)
 
 

@@ -14,14 +14,15 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 
 from vllm_ascend_kvext import __version__, activation
 from vllm_ascend_kvext.activation import Activation
 from vllm_ascend_kvext.commands.table import render_table
-from vllm_ascend_kvext.errors import KvextError, PatchError
-from vllm_ascend_kvext.patching.plan import State, digest
+from vllm_ascend_kvext.errors import KvextError
+from vllm_ascend_kvext.patching.plan import Finding, State, digest
 from vllm_ascend_kvext.settings import Mode, Settings
 
 _ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -84,47 +85,46 @@ def diagnose() -> StatusReport:
         report.mode = settings.mode.value
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
         surveyed = activation.survey(settings, plan_everything=True)
-    except KvextError as error:
+    except Exception as error:
         return _failed(report, error)
     report.upstream = asdict(surveyed.upstream)
     report.supported = surveyed.support.ok
     try:
         activation.install(surveyed)
-    except KvextError as error:
+    except Exception as error:
         _failed(report, error)
     report.plan = digest(surveyed.plans)
-    report.patches = _rows(surveyed)
+    findings = activation.current_findings(surveyed)
+    report.patches = [_row(finding) for finding in findings]
     if not report.error:
-        report.notes = _complaints(surveyed)
+        report.notes = _complaints(surveyed, findings)
         verdict = Verdict.DEGRADED if report.notes else Verdict.OK
         report.verdict = verdict.name.lower()
     return report
 
 
-def _failed(report: StatusReport, error: KvextError) -> StatusReport:
-    report.error = str(error)
+def _failed(report: StatusReport, error: Exception) -> StatusReport:
+    is_expected = isinstance(error, KvextError)
+    report.error = str(error) if is_expected else f"{type(error).__name__}: {error}"
     report.verdict = Verdict.FAILED.name.lower()
-    if isinstance(error, PatchError) and error.__cause__ is not None:
-        traceback.print_exception(error.__cause__, file=sys.stderr)
+    if not is_expected or error.__cause__ is not None:
+        traceback.print_exception(error, file=sys.stderr)
     return report
 
 
-def _rows(surveyed: Activation) -> list[PatchRow]:
-    return [
-        PatchRow(
-            id=finding.patch.id,
-            feature=finding.patch.feature,
-            kind=finding.patch.kind.value,
-            target=finding.patch.target,
-            state=activation.BOOK.state(finding).value,
-            reason=activation.BOOK.failures.get(finding.patch.id, finding.reason),
-        )
-        for plan in surveyed.plans
-        for finding in plan.findings
-    ]
+def _row(finding: Finding) -> PatchRow:
+    patch = finding.patch
+    return PatchRow(
+        id=patch.id,
+        feature=patch.feature,
+        kind=patch.kind.value,
+        target=patch.target,
+        state=finding.state.value,
+        reason=finding.reason,
+    )
 
 
-def _complaints(surveyed: Activation) -> list[str]:
+def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
     """What is wrong although nothing that was asked for is."""
     if surveyed.settings.mode is Mode.OFF:
         return []
@@ -135,9 +135,8 @@ def _complaints(surveyed: Activation) -> list[str]:
     ]
     complaints += [
         f"{finding.patch.id} is shadowed: another patch has replaced {finding.patch.target}"
-        for plan in surveyed.plans
-        for finding in plan.findings
-        if activation.BOOK.state(finding) is State.SHADOWED
+        for finding in findings
+        if finding.state is State.SHADOWED
     ]
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY_POINT not in plugins.split(","):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import wrapt
@@ -72,14 +72,11 @@ class _Hooking:
 
 
 class PatchBook:
-    """What is installed in this process.
-
-    Attributes:
-        failures: Why the patch with this id could not be installed when that was last tried.
-    """
+    """What is installed in this process."""
 
     def __init__(self) -> None:
-        self.failures: dict[str, str] = {}
+        # Why the patch with this id could not be installed when that was last tried.
+        self._failures: dict[str, str] = {}
         self._entries: dict[str, _Wrapping | _Hooking] = {}
         self._lock = threading.RLock()
 
@@ -101,17 +98,17 @@ class PatchBook:
             installed: list[str] = []
             for finding in plan.fitting:
                 patch = finding.patch
-                self.failures.pop(patch.id, None)
+                self._failures.pop(patch.id, None)
                 try:
                     if self._install(patch):
                         installed.append(patch.id)
                 except Exception as error:
                     for patch_id in reversed(installed):
                         self._revert(patch_id)
-                    self.failures[patch.id] = f"{type(error).__name__}: {error}"
+                    self._failures[patch.id] = f"{type(error).__name__}: {error}"
                     raise PatchError(
                         f"{patch.id} cannot be installed at {patch.target}: "
-                        f"{self.failures[patch.id]}. Nothing of {plan.feature!r} is in place."
+                        f"{self._failures[patch.id]}. Nothing of {plan.feature!r} is in place."
                     ) from error
             return tuple(installed)
 
@@ -128,10 +125,15 @@ class PatchBook:
 
     def state(self, finding: Finding) -> State:
         """Where a planned patch stands at this moment."""
-        if finding.patch.id in self.failures:
-            return State.FAILED
+        return self.bring_up_to_date(finding).state
+
+    def bring_up_to_date(self, finding: Finding) -> Finding:
+        """What was planned, with the state at this moment."""
+        failure = self._failures.get(finding.patch.id)
+        if failure is not None:
+            return replace(finding, state=State.FAILED, reason=failure)
         entry = self._entries.get(finding.patch.id)
-        return finding.state if entry is None else entry.state()
+        return finding if entry is None else replace(finding, state=entry.state())
 
     def _install(self, patch: Patch) -> bool:
         entry = self._entries.get(patch.id)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs below .venv/, from the package index that pip is configured
+# for. `make clean` starts over.
+
+PYTHON ?= python3
+
+# Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
+UPSTREAMS := 0.23.0:0.23.0 0.20.2:0.20.2rc1
+# Where one of these is found, the package is also tested on it, alone.
+OTHER_PYTHONS := $(shell for v in 3.10 3.11 3.12 3.13; do \
+	python$$v -c "print('$$v')" 2>/dev/null || true; done)
+
+VLLM_VERSIONS := $(foreach u,$(UPSTREAMS),$(firstword $(subst :, ,$u)))
+ASCEND_VERSIONS := $(foreach u,$(UPSTREAMS),$(lastword $(subst :, ,$u)))
+MAIN_VLLM := $(firstword $(VLLM_VERSIONS))
+MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
+MAIN_PYTHON := $(MAIN_ENV)/bin/python
+
+MAKE_ENV := $(PYTHON) tools/make_env.py
+# Folders are listed too, so that a deleted file counts as a change.
+SOURCES := pyproject.toml README.md LICENSE \
+	$(shell find vllm_ascend_kvext patches -name __pycache__ -prune -o -print)
+VLLM_PACKAGES := $(VLLM_VERSIONS:%=.venv/vllm-%/.package)
+PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
+ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
+RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
+
+.PHONY: help demo test test-pythons lint bench clean
+.SECONDARY:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
+
+demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine, with and without retention
+	$(MAIN_PYTHON) examples/retention.py
+
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test on every supported version
+	$(RUN_TESTS)
+
+test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
+	$(RUN_TESTS) --only "Python"
+
+lint: .venv/lint/.package ## Check style and types
+	.venv/lint/bin/ruff check .
+	.venv/lint/bin/ruff format --check .
+	.venv/lint/bin/mypy
+
+bench: $(MAIN_ENV)/.package ## Measure what the README claims
+	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
+
+clean: ## Remove all that make has made, the environments included
+	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+$(MAIN_ENV)/.made:
+	$(MAKE_ENV) vllm $(@D) --version $(MAIN_VLLM)
+	touch $@
+
+.venv/vllm-%/.made: $(MAIN_ENV)/.made
+	$(MAKE_ENV) vllm $(@D) --version $* --like $(MAIN_ENV)
+	touch $@
+
+.venv/vllm-ascend-%/.unpacked:
+	$(MAKE_ENV) ascend $(@D) --version $*
+	touch $@
+
+.venv/python-%/.made:
+	python$* tools/make_env.py plain $(@D)
+	touch $@
+
+.venv/lint/.made:
+	$(MAKE_ENV) plain $(@D)
+	touch $@
+
+.venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
+	$(MAKE_ENV) install $(@D) '.[test,demo]'
+	touch $@
+
+.venv/python-%/.package: .venv/python-%/.made $(SOURCES)
+	$(MAKE_ENV) install $(@D) '.[test]'
+	touch $@
+
+.venv/lint/.package: .venv/lint/.made pyproject.toml
+	$(MAKE_ENV) install $(@D) '.[dev]'
+	touch $@

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse retention does for chats on a hybrid model, shown on the real vLLM engine.
+
+Several conversations share a system prompt and take turns on an engine whose KV cache is too small
+to keep every block of all of them. Stock vLLM keeps every sliding-window block anyway, and so
+evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, a prompt leaves
+the blocks that a later request can hit, and no others. The model is a tiny Gemma 3 with random
+weights, so neither an accelerator nor a download is needed:
+
+    pip install "vllm-ascend-kvext[demo]"
+    python examples/retention.py
+
+Each run is a fresh process that executes ``serve`` below: an ordinary use of vLLM, without a
+line about the plugin, which is steered by environment variables alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WINDOW_TOKENS = 128
+BLOCK_TOKENS = 16
+POOL_BLOCKS = 1600
+VOCABULARY_TOKENS = 512
+
+CONVERSATIONS = 8
+TURNS = 6
+SYSTEM_PROMPT_TOKENS = 1024
+USER_TOKENS = (150, 400)
+REPLY_TOKENS = 32
+
+CHECKPOINT_TOKENS = 512
+LOGPROB_TOLERANCE = 1e-3
+PICTURE = Path("out/retention.png")
+
+INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
+REFERENCE = "no prefix caching"
+RUNS: dict[str, dict[str, str]] = {
+    REFERENCE: PLUGIN_OFF,
+    "vLLM": PLUGIN_OFF,
+    "vLLM's own interval 0": {**PLUGIN_OFF, INTERVAL: "0"},
+    "kvext, interval 0": {INTERVAL: "0"},
+    f"vLLM's own interval {CHECKPOINT_TOKENS}": {**PLUGIN_OFF, INTERVAL: f"{CHECKPOINT_TOKENS}"},
+    f"kvext, interval {CHECKPOINT_TOKENS}": {INTERVAL: f"{CHECKPOINT_TOKENS}"},
+}
+ENGINE_ENVIRON = {
+    "OMP_NUM_THREADS": "1",  # The model is so small that threads would wait for each other.
+    "TORCHDYNAMO_DISABLE": "1",  # Nothing worth compiling, and no C++ compiler needed.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # So that `serve` can look into the block pool.
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def write_model(folder: Path, window_tokens: int = WINDOW_TOKENS) -> None:
+    """Write a Gemma 3 of five sliding-window layers and one full layer, with random weights."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY_TOKENS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        sliding_window=window_tokens,
+        max_position_embeddings=8192,
+        query_pre_attn_scalar=8,  # Sharp attention, so that each cached token matters.
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+
+
+def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
+    """Hold the conversations; yield a record per request, and a last one about the cache."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        max_model_len=4096,
+        max_num_batched_tokens=1024,
+        num_gpu_blocks_override=POOL_BLOCKS,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    evicted = record_evictions(scheduler)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
+    )
+
+    rng = random.Random(0)
+    system_prompt = rng.choices(range(VOCABULARY_TOKENS), k=SYSTEM_PROMPT_TOKENS)
+    conversations = [list(system_prompt) for _ in range(CONVERSATIONS)]
+    for turn in range(TURNS):
+        for history in rng.sample(conversations, k=CONVERSATIONS):
+            history += rng.choices(range(VOCABULARY_TOKENS), k=rng.randint(*USER_TOKENS))
+            (output,) = llm.generate({"prompt_token_ids": history}, sampling, use_tqdm=False)
+            (reply,) = output.outputs
+            yield {
+                "prompt": list(history),
+                "reply": list(reply.token_ids),
+                "hit_tokens": output.num_cached_tokens or 0,
+                "logprobs": [
+                    {token: entry.logprob for token, entry in step.items()}
+                    for step in reply.logprobs
+                ],
+            }
+            history += reply.token_ids
+    yield {"kept_blocks": count_kept_blocks(scheduler), "evictions": len(evicted)}
+
+
+def record_evictions(scheduler: Any) -> list[int]:
+    """Return a list that grows by the id of every cached block that is put to another use."""
+    pool = scheduler.kv_cache_manager.block_pool
+    evict = pool._maybe_evict_cached_block
+    evicted: list[int] = []
+
+    def recording_evict(block: Any) -> bool:
+        if was_cached := evict(block):
+            evicted.append(block.block_id)
+        return was_cached
+
+    pool._maybe_evict_cached_block = recording_evict
+    return evicted
+
+
+def count_kept_blocks(scheduler: Any) -> list[int]:
+    """How many blocks of each KV cache group the prefix cache holds, full attention first."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    kept = Counter(get_group_id(block.block_hash) for block in blocks if block.block_hash)
+    groups = enumerate(scheduler.kv_cache_config.kv_cache_groups)
+    ordered = sorted(
+        groups, key=lambda group: not isinstance(group[1].kv_cache_spec, FullAttentionSpec)
+    )
+    return [kept[index] for index, _ in ordered]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run did."""
+
+    requests: Sequence[dict[str, Any]]
+    kept_blocks: Sequence[int]
+    evictions: int
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return [len(request["prompt"]) for request in self.requests]
+
+    @property
+    def hit_tokens(self) -> list[int]:
+        return [request["hit_tokens"] for request in self.requests]
+
+    def has_outputs_of(self, other: Record) -> bool:
+        """Whether each reply and the log-probabilities behind it are those of ``other``."""
+        return all(
+            mine["prompt"] == theirs["prompt"]
+            and mine["reply"] == theirs["reply"]
+            and all(map(are_close, mine["logprobs"], theirs["logprobs"]))
+            for mine, theirs in zip(self.requests, other.requests, strict=True)
+        )
+
+
+def are_close(left: dict[str, float], right: dict[str, float]) -> bool:
+    """Compare the top log-probabilities of one token; the last ranks may swap."""
+    return all(
+        abs(logprob - right.get(token, min(right.values()))) <= LOGPROB_TOLERANCE
+        for token, logprob in left.items()
+    )
+
+
+def execute(model: Path, name: str, progress: Any) -> Record:
+    """Run ``serve`` in a process of its own."""
+    inherited = {key: value for key, value in os.environ.items() if key != INTERVAL}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--model", str(model), "--serve", name],
+            env={**inherited, **ENGINE_ENVIRON, **RUNS[name]},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        records = []
+        for line in process.stdout:
+            if line.startswith("{"):
+                records.append(json.loads(line))
+                progress.update()
+            else:
+                log.write(line)
+        if process.wait():
+            log.seek(0)
+            raise SystemExit(f"{log.read()}\nThe run '{name}' failed; its log is above.")
+    return Record(records[:-1], **records[-1])
+
+
+def most_hit_tokens(requests: Sequence[dict[str, Any]]) -> list[int]:
+    """What each request would hit in a cache that never loses a block."""
+    seen: set[tuple[int, ...]] = set()
+    hits = []
+    for request in requests:
+        prompt, history = request["prompt"], request["prompt"] + request["reply"][:-1]
+        ends = range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
+        hits.append(max((end for end in ends if tuple(prompt[:end]) in seen), default=0))
+        seen |= {
+            tuple(history[:end]) for end in range(BLOCK_TOKENS, len(history) + 1, BLOCK_TOKENS)
+        }
+    return hits
+
+
+def print_table(records: dict[str, Record]) -> None:
+    reference = records[REFERENCE]
+    best = sum(most_hit_tokens(reference.requests))
+    print(
+        f"\n{CONVERSATIONS} conversations of {TURNS} turns, {POOL_BLOCKS} blocks of "
+        f"{BLOCK_TOKENS} tokens, window {WINDOW_TOKENS}. "
+        f"A cache without limit would hit {best} tokens.\n"
+    )
+    head = ("", "prompt", "hit", "computed", "blocks kept: full, windows", "evictions", "identical")
+    rows = [
+        (
+            name,
+            f"{sum(record.prompt_tokens)}",
+            f"{sum(record.hit_tokens)}",
+            f"{sum(record.prompt_tokens) - sum(record.hit_tokens)}",
+            " ".join(map(str, record.kept_blocks)),
+            f"{record.evictions}",
+            "yes" if record.has_outputs_of(reference) else "NO",
+        )
+        for name, record in records.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def draw(records: dict[str, Record], path: Path) -> None:
+    """Draw the tokens hit over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from itertools import accumulate
+
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    best = list(accumulate(most_hit_tokens(records[REFERENCE].requests)))
+    axes.plot(best, color="0.6", linestyle=":", label="a cache without limit")
+    for name, record in records.items():
+        if name != REFERENCE:
+            axes.plot(list(accumulate(record.hit_tokens)), label=name)
+    axes.set(xlabel="request", ylabel="prompt tokens hit so far")
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--serve", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        for record in serve(options.model, options.serve != REFERENCE):
+            print(json.dumps(record), flush=True)
+        return
+
+    from tqdm import tqdm
+
+    with tempfile.TemporaryDirectory() as model:
+        write_model(Path(model))
+        total = len(RUNS) * (CONVERSATIONS * TURNS + 1)
+        with tqdm(total=total, unit="request", smoothing=0) as progress:
+            records = {}
+            for name in RUNS:
+                progress.set_description(f"{name:24}")
+                records[name] = execute(Path(model), name, progress)
+    print_table(records)
+    draw(records, PICTURE)
+    print(f"\nThe picture of hits over time: {PICTURE.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache layouts of DeepSeek-V4 on Ascend, as the scheduler sees them.
+
+The true layouts come out of vllm-ascend's own planning; the small one has the same shape at sizes
+that can be enumerated. Built from the spec classes of the installed vllm-ascend, which must be
+active (see ``conftest.py``). Knows nothing of requests or retention.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from support.block_manager import Layout
+from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+try:
+    from vllm_ascend.core.kv_cache_interface import (
+        AscendMLAAttentionSpec,
+        AscendSlidingWindowMLASpec,
+    )
+except ImportError:  # vllm-ascend 0.20.2rc1 keeps its spec classes with its patches
+    from vllm_ascend.patch.platform.patch_kv_cache_interface import (
+        AscendMLAAttentionSpec,
+        AscendSlidingWindowMLASpec,
+    )
+
+WINDOW_TOKENS = 128
+HEAD_DIM = 512
+INDEXER_HEAD_DIM = 128
+
+NUM_LAYERS = 43
+"""A Flash-like model: two layers without compression, then ratios 4 and 128 in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """The block sizes that one ``--block-size`` stands for, in rows, and its page sizes.
+
+    Attributes:
+        mla: Of both compressed groups; a row covers ``compress_ratio`` tokens.
+        window: Of the sliding-window groups.
+        c4_state: Of the compressor states of ratio 4.
+        c128_state: Of the compressor states of ratio 128.
+        page_bytes: Page sizes of the indexer's planes and of all others.
+    """
+
+    mla: int
+    window: int
+    c4_state: int
+    c128_state: int
+    page_bytes: tuple[int, int]
+
+
+BLOCK_SIZES = {
+    128: BlockSizes(128, 128, 8, 32, (16640, 131072)),
+    32: BlockSizes(32, 32, 2, 8, (4160, 32768)),
+}
+
+HIT_UNIT_TOKENS = {128: 16384, 32: 4096}
+"""Per ``--block-size``: the least common multiple of the tokens per block of all groups."""
+
+SMALL_HIT_UNIT_TOKENS = 32
+
+
+def published_block_sizes() -> dict[int, BlockSizes]:
+    """The table in vllm-ascend's sources; empty for a version that has no such table.
+
+    Read as text: the module that holds it needs a device to import.
+    """
+    package = find_spec("vllm_ascend")
+    assert package is not None and package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0]) / "models/layer/attention/layer.py"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_DSV4_BLOCK_SIZES":
+            return {
+                block_size: BlockSizes(*sizes, page_bytes=tuple(page_bytes))
+                for block_size, (sizes, page_bytes) in ast.literal_eval(node.value).items()
+            }
+    return {}
+
+
+def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
+    """The layout that vLLM and vllm-ascend plan for the layers of a Flash-like DeepSeek-V4.
+
+    Args:
+        block_size: ``--block-size``, a key of `BLOCK_SIZES`.
+        num_blocks: Size of the pool.
+
+    Returns:
+        The configuration as the scheduler gets it: one spec per group.
+    """
+    vllm_config = VllmConfig(
+        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
+    )
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, layer_specs(block_size))
+    config = kv_cache_utils.get_kv_cache_config_from_groups(
+        vllm_config, groups, available_memory=1 << 40
+    )
+    return kv_cache_utils.generate_scheduler_kv_cache_config([config])
+
+
+def planned_layout(block_size: int, eagle_group_ids: frozenset[int] = frozenset()) -> Layout:
+    specs = tuple(group.kv_cache_spec for group in planned_config(block_size).kv_cache_groups)
+    return Layout(specs, eagle_group_ids)
+
+
+def resolved_block_sizes(config: KVCacheConfig, block_size: int) -> tuple[int, int]:
+    """``(scheduler_block_size, hash_block_size)`` as the engine resolves them."""
+    vllm_config = VllmConfig(cache_config=CacheConfig(block_size=block_size))
+    return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
+
+
+def layer_specs(block_size: int) -> dict[str, KVCacheSpec]:
+    """One spec per cache that the model registers, in the model's order."""
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}.self_attn"
+        if layer >= 2:
+            ratio = 4 if layer % 2 == 0 else 128
+            specs |= _compressed_layer_specs(prefix, ratio, BLOCK_SIZES[block_size])
+        specs[f"{prefix}.swa_cache"] = window_spec(
+            BLOCK_SIZES[block_size].window, WINDOW_TOKENS, model_version="deepseek_v4"
+        )
+    return specs
+
+
+def _compressed_layer_specs(prefix: str, ratio: int, sizes: BlockSizes) -> dict[str, KVCacheSpec]:
+    small_page_bytes, large_page_bytes = sizes.page_bytes
+    if ratio == 128:
+        return {
+            f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
+            f"{prefix}.compressor.state_cache": state_spec(
+                sizes.c128_state, 128, 2 * HEAD_DIM, large_page_bytes
+            ),
+        }
+    return {
+        f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
+        f"{prefix}.indexer.k_cache": compressed_spec(
+            sizes.mla,
+            ratio,
+            head_size=INDEXER_HEAD_DIM,
+            dtype=torch.int8,
+            scale_dim=1,
+            scale_dtype=torch.float16,
+        ),
+        f"{prefix}.compressor.state_cache": state_spec(
+            sizes.c4_state, 8, 4 * HEAD_DIM, large_page_bytes
+        ),
+        f"{prefix}.indexer.compressor.state_cache": state_spec(
+            sizes.c4_state, 8, 4 * INDEXER_HEAD_DIM, small_page_bytes
+        ),
+    }
+
+
+def compressed_spec(block_size: int, compress_ratio: int, **overrides: object) -> KVCacheSpec:
+    """A compressed MLA group: ``block_size`` rows, each of ``compress_ratio`` tokens."""
+    fields = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": HEAD_DIM,
+        "dtype": torch.bfloat16,
+        "model_version": "deepseek_v4",
+        "compress_ratio": compress_ratio,
+        "cache_dtype_str": "auto",
+    }
+    return AscendMLAAttentionSpec(**fields | overrides)
+
+
+def window_spec(block_size: int, window_tokens: int, **overrides: object) -> KVCacheSpec:
+    fields = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": HEAD_DIM,
+        "dtype": torch.bfloat16,
+        "sliding_window": window_tokens,
+    }
+    return AscendSlidingWindowMLASpec(**fields | overrides)
+
+
+def state_spec(block_size: int, window_tokens: int, state_dim: int, page_bytes: int) -> KVCacheSpec:
+    """Compressor states: to the scheduler, a sliding window like any other."""
+    return window_spec(
+        block_size,
+        window_tokens,
+        head_size=state_dim,
+        dtype=torch.float32,
+        page_size_padded=page_bytes,
+    )
+
+
+def small_layout(eagle_group_ids: frozenset[int] = frozenset(), window_tokens: int = 6) -> Layout:
+    """Group for group the shape of the true layout; hits land on multiples of 32 tokens."""
+    return Layout(
+        (
+            compressed_spec(4, 4),
+            compressed_spec(4, 8),
+            window_spec(4, window_tokens, model_version="deepseek_v4"),
+            window_spec(4, window_tokens, model_version="deepseek_v4"),
+            window_spec(2, 3, dtype=torch.float32),
+            window_spec(4, 16, dtype=torch.float32),
+        ),
+        eagle_group_ids,
+    )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the real vllm-ascend importable without an NPU, here or in a subprocess.
+
+``KVEXT_ASCEND_SOURCES`` names a folder that holds an unpacked ``vllm_ascend/``. Imports nothing
+of vLLM before `activate` is called: vllm-ascend 0.20.2 has to replace the spec classes before
+vLLM's block managers are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+SOURCES_VARIABLE = "KVEXT_ASCEND_SOURCES"
+STUB = Path(__file__).parent / "stub"
+
+ENVIRONMENT = {
+    # vllm-ascend 0.20.2rc1 leaves its coordinator out unless asked; later versions ignore this.
+    "VLLM_ASCEND_APPLY_DSV4_PATCH": "1",
+}
+
+
+def sources() -> Path | None:
+    """The folder that holds ``vllm_ascend/``, or None if the variable is not set.
+
+    Raises:
+        FileNotFoundError: If the variable names a folder without the package.
+    """
+    value = os.environ.get(SOURCES_VARIABLE)
+    if not value:
+        return None
+    folder = Path(value).resolve()
+    if not (folder / "vllm_ascend" / "__init__.py").is_file():
+        raise FileNotFoundError(
+            f"{SOURCES_VARIABLE}={value}: expected a folder that holds the package vllm_ascend "
+            "(an unpacked wheel), found none there"
+        )
+    return folder
+
+
+def activate(folder: Path) -> None:
+    """Apply vllm-ascend's platform patches to this process, as its own plugins do."""
+    os.environ.update(ENVIRONMENT)
+    # Last, so that a real torch_npu wins over the stub.
+    sys.path += [str(folder), str(STUB)]
+    importlib.import_module("vllm_ascend")._ensure_global_patch()
+    register_specs()
+
+
+def register_specs() -> None:
+    """vllm-ascend 0.23.0's platform registers its spec classes when an NPU is in use."""
+    try:
+        interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
+    except ModuleNotFoundError:
+        return  # 0.20.2rc1 rebinds upstream's names to its classes instead
+    interface.register_ascend_kv_cache_specs()
+
+
+def subprocess_environment(folder: Path, **variables: str) -> dict[str, str]:
+    """The environment in which a Python process can import vllm-ascend and the stub."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    python_path = os.pathsep.join([str(folder), str(STUB), *_inherited_python_path()])
+    return kept | ENVIRONMENT | {"PYTHONPATH": python_path} | variables
+
+
+def _inherited_python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vllm-ascend is in charge of this process, and the fixtures are its true layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "vllm_ascend",
+    reason="needs KVEXT_ASCEND_SOURCES and a pytest process that runs tests/ascend alone",
+)
+
+import ascend_geometry
+import vllm.v1.core.block_pool as block_pool
+import vllm.v1.core.kv_cache_manager as kv_cache_manager
+import vllm.v1.core.single_type_kv_cache_manager as single_type
+from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, BlockSizes
+from ascend_sources import subprocess_environment
+from packaging.specifiers import SpecifierSet
+from support.block_manager import BlockManager
+from vllm_ascend._version import __version__ as ascend_version
+
+from vllm_ascend_kvext.patches import PATCHES
+
+IS_0202 = ascend_version.startswith("0.20.2")
+
+VLLM_VERSION = "0.20.2" if IS_0202 else "0.23.0"
+RETENTION_PATCH_IDS = {
+    patch.id
+    for patch in PATCHES
+    if patch.feature == "retention"
+    and any(SpecifierSet(versions).contains(VLLM_VERSION) for versions in patch.vllm)
+}
+
+
+def test_patches_of_vllm_ascend_took_effect():
+    """0.20.2rc1 replaces the coordinator only; 0.23.0 the free list and Mamba as well."""
+    replaced = {
+        "coordinator": kv_cache_manager.get_kv_cache_coordinator,
+        "free_blocks": block_pool.BlockPool.free_blocks,
+        "mamba": single_type.MambaManager,
+    }
+    found = {name for name, value in replaced.items() if _is_from_vllm_ascend(value)}
+    assert found == ({"coordinator"} if IS_0202 else set(replaced))
+
+
+def _is_from_vllm_ascend(value: object) -> bool:
+    return value.__module__.startswith("vllm_ascend.")
+
+
+@pytest.mark.skipif(IS_0202, reason="vllm-ascend 0.20.2rc1 has one block size and no table of them")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_block_sizes_are_those_of_vllm_ascend(block_size):
+    assert ascend_geometry.published_block_sizes()[block_size] == BLOCK_SIZES[block_size]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_planning_gives_six_groups(block_size):
+    sizes: BlockSizes = BLOCK_SIZES[block_size]
+    config = ascend_geometry.planned_config(block_size, num_blocks=77)
+
+    assert config.num_blocks == 77
+    assert [_shape(group.kv_cache_spec) for group in config.kv_cache_groups] == [
+        ("AscendMLAAttentionSpec", sizes.mla, 4, None),
+        ("AscendMLAAttentionSpec", sizes.mla, 128, None),
+        ("AscendSlidingWindowMLASpec", sizes.window, 1, 128),
+        ("AscendSlidingWindowMLASpec", sizes.window, 1, 128),
+        ("AscendSlidingWindowMLASpec", sizes.c4_state, 1, 8),
+        ("AscendSlidingWindowMLASpec", sizes.c128_state, 1, 128),
+    ]
+    assert [len(group.layer_names) for group in config.kv_cache_groups] == [42, 20, 22, 21, 42, 20]
+
+
+def _shape(spec) -> tuple[str, int, int, int | None]:
+    window_tokens = getattr(spec, "sliding_window", None)
+    return type(spec).__name__, spec.block_size, spec.compress_ratio, window_tokens
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_engine_block_sizes_leave_out_the_compress_ratio(block_size):
+    """What the scheduler takes for its granularity is far below the unit of hits."""
+    config = ascend_geometry.planned_config(block_size)
+    assert ascend_geometry.resolved_block_sizes(config, block_size) == (
+        block_size,
+        BLOCK_SIZES[block_size].c4_state,
+    )
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_coordinator_in_charge_of_the_true_layout(block_size):
+    coordinator = BlockManager(ascend_geometry.planned_layout(block_size)).manager.coordinator
+    assert type(coordinator).__name__ == "AscendHybridKVCacheCoordinator"
+    assert coordinator.lcm_block_size == HIT_UNIT_TOKENS[block_size]
+    assert [type(manager).__name__ for manager in coordinator.single_type_managers] == [
+        *["CompressAttentionManager"] * 2,
+        *["SlidingWindowManager"] * 4,
+    ]
+
+
+def test_small_layout_has_the_shape_of_the_true_one():
+    small = BlockManager(ascend_geometry.small_layout()).manager.coordinator
+    true = BlockManager(ascend_geometry.planned_layout(128)).manager.coordinator
+    assert type(small) is type(true)
+    assert small.lcm_block_size == SMALL_HIT_UNIT_TOKENS
+    assert [group_ids for _, group_ids, _ in small.attention_groups] == [
+        group_ids for _, group_ids, _ in true.attention_groups
+    ]
+    assert [type(manager) for manager in small.single_type_managers] == [
+        type(manager) for manager in true.single_type_managers
+    ]
+
+
+@pytest.mark.parametrize("interval", [None, "0"])
+def test_status_accepts_this_combination(ascend_folder: Path, interval: str | None):
+    variables = {} if interval is None else {"VLLM_PREFIX_CACHE_RETENTION_INTERVAL": interval}
+    completed = subprocess.run(
+        [sys.executable, "-m", "vllm_ascend_kvext", "status", "--json"],
+        env=subprocess_environment(ascend_folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    states = {patch["id"]: patch["state"] for patch in json.loads(completed.stdout)["patches"]}
+    expected_state = "inert" if interval is None else "applied"
+    assert {states.get(patch_id) for patch_id in RETENTION_PATCH_IDS} == {expected_state}

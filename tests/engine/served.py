@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start ``serve_workload.py`` in a fresh process and read what it reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LOGPROB_TOLERANCE = 1e-4
+"""fp32; a prefill in other chunks has been seen to differ by 0, a wrong cached block by 2 to 3."""
+
+WINDOW_TOKENS = 64
+INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
+ENGINE_ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request brought back."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    reply: list[int]
+    logprobs: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The report of one process."""
+
+    report: Mapping[str, Any]
+    log: str
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.report["asked"])
+
+    def answers(self, label: str) -> list[Answer]:
+        return [Answer(**answer) for answer in self.report["asked"][label]["answers"]]
+
+    def hit_tokens(self, label: str) -> list[int]:
+        return [answer.hit_tokens for answer in self.answers(label)]
+
+    def kept_blocks(self, label: str, kind: str) -> list[int]:
+        """Cached blocks of each group of one kind, right after ``label`` was answered."""
+        return self.report["asked"][label]["kept_blocks"][kind]
+
+    def logprob_error(self, label: str, reference: Served) -> float:
+        """The largest difference of a top-5 log-probability from the reference's."""
+        return max(
+            abs(logprob - theirs.get(token, min(theirs.values())))
+            for mine, expected in zip(self.answers(label), reference.answers(label), strict=True)
+            for step, theirs in zip(mine.logprobs, expected.logprobs, strict=True)
+            for token, logprob in step.items()
+        )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and its output."""
+
+    exit_code: int
+    log: str
+
+
+def example() -> ModuleType:
+    """`examples/retention.py`, whose model the tests serve."""
+    path = Path(__file__).parents[2] / "examples" / "retention.py"
+    spec = importlib.util.spec_from_file_location("example_retention", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(
+    model: Path,
+    report: Path,
+    environ: Mapping[str, str],
+    engine: Mapping[str, Any],
+    scenarios: Sequence[str],
+) -> Ended:
+    """Run the workload to its end, in an environment that holds no settings but these."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != INTERVAL and not name.startswith("VLLM_ASCEND_KVEXT_")
+    }
+    script = Path(__file__).with_name("serve_workload.py")
+    options = json.dumps({"engine": engine, "scenarios": scenarios})
+    finished = subprocess.run(
+        [sys.executable, "-I", script, model, report, options],
+        env={**inherited, **ENGINE_ENVIRON, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return Ended(finished.returncode, finished.stdout)

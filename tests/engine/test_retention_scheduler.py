@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention under load: random workloads on vLLM's real scheduler, checked after every step.
+
+Chunked prefill, preemption, priorities, aborts, resets, asynchronous scheduling, drafts, KV
+connectors, images, adapters and cache salts, on layouts of every kind that has a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.engine import SchedulerEngine
+from support.invariants import (
+    CacheContents,
+    blocks_are_conserved,
+    null_block_is_left_alone,
+    useless_blocks_come_first,
+)
+from support.layouts import FULL_WINDOW, LAYOUTS, MAMBA_WINDOW, Layout
+from support.model_runner import ReadCheck, WrongKVError
+from support.options import Drafter
+from support.random_workloads import (
+    EAGLE_LAYOUTS,
+    random_workload,
+    without_upstream_defects,
+)
+from support.run import Check, run
+from support.transcript import Step
+from support.workload import Workload
+from support.worlds import INTERVAL_VARIABLE
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from vllm_ascend_kvext.activation import apply_feature, revert_feature
+
+NUM_SEEDS = 6
+WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
+
+by_name = {"ids": lambda layout: layout.name}
+
+
+@pytest.fixture
+def retention() -> Iterator[None]:
+    apply_feature("retention")
+    yield
+    revert_feature("retention")
+
+
+def workloads(layout: Layout) -> list[Workload]:
+    return [without_upstream_defects(random_workload(layout, s)) for s in range(NUM_SEEDS)]
+
+
+def all_checks(workload: Workload) -> list[Check]:
+    return [
+        null_block_is_left_alone,
+        blocks_are_conserved,
+        useless_blocks_come_first,
+        CacheContents(workload),
+    ]
+
+
+@pytest.mark.usefixtures("retention")
+@pytest.mark.parametrize("interval_units", [0, 2])
+@pytest.mark.parametrize("layout", WINDOW_LAYOUTS, **by_name)
+def test_invariants_hold(
+    layout: Layout, interval_units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERVAL_VARIABLE, str(interval_units * layout.unit_tokens))
+    counts: Counter[str] = Counter()
+    for workload in workloads(layout):
+        try:
+            result = run(workload, all_checks(workload), ReadCheck.EXCEPT_DRAFTS_IN_FLIGHT)
+        except AssertionError as error:
+            raise AssertionError(f"{workload.name}, {workload.options}: {error}") from error
+        assert not result.wrong_outputs(workload), workload.name
+        counts += result.transcript.counts
+    assert counts["hits"] > 10
+    assert counts["BlockStored"] > 100
+
+
+@pytest.mark.usefixtures("retention")
+@pytest.mark.xfail(
+    strict=True,
+    raises=WrongKVError,
+    reason="upstream frees window blocks as if drafts in flight had been accepted (vLLM #47728), "
+    "and retention hands them out at once",
+)
+def test_windows_outlive_drafts_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0")
+    for layout in WINDOW_LAYOUTS:
+        for workload in workloads(layout):
+            if workload.options.is_async and workload.options.drafter is Drafter.EAGLE:
+                run(workload, read_check=ReadCheck.ALL)
+
+
+def first_violation(
+    layout: Layout,
+    make_checks: Callable[[Workload], list[Check]],
+    read_check: ReadCheck = ReadCheck.NONE,
+) -> str:
+    """What the checks say about the first workload of a layout that violates them."""
+    for workload in workloads(layout):
+        try:
+            run(workload, make_checks(workload), read_check)
+        except AssertionError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make_checks", "violation"),
+    [
+        (lambda workload: [null_block_is_left_alone], "null block"),
+        (lambda workload: [useless_blocks_come_first], "free queue"),
+        (lambda workload: [CacheContents(workload)], "not a chain: BlockStored"),
+    ],
+    ids=["null-block", "free-queue", "events"],
+)
+def test_stock_violates(
+    make_checks: Callable[[Workload], list[Check]], violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.23.0 with its own interval 0; 0.20.2 does not know the variable."""
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0")
+    assert violation in first_violation(MAMBA_WINDOW, make_checks)
+
+
+def test_sees_cached_blocks_swapped() -> None:
+    def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
+        hashed = [block for block in step.free_queue if step.blocks[block][1] is not None]
+        if len(hashed) >= 2:
+            engine.runner.memory.swap(hashed[-1], hashed[-2])
+
+    violation = first_violation(FULL_WINDOW, lambda workload: [swap_the_last_two], ReadCheck.ALL)
+    assert WrongKVError.__name__ in violation
+    violation = first_violation(
+        FULL_WINDOW, lambda workload: [swap_the_last_two, CacheContents(workload)]
+    )
+    assert "does not hold what its key says" in violation
+
+
+def test_sees_blocks_cached_before_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_tokens = FULL_WINDOW.unit_tokens
+    allocate_slots = KVCacheManager.allocate_slots
+
+    def allocate_and_cache(
+        self: KVCacheManager, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        blocks = allocate_slots(self, request, num_new_tokens, *args, **kwargs)
+        if blocks is not None and not kwargs.get("delay_cache_blocks"):
+            num_tokens = request.num_computed_tokens + kwargs.get("num_new_computed_tokens", 0)
+            num_tokens += num_new_tokens
+            rounded_up = -(-num_tokens // block_tokens) * block_tokens
+            self.cache_blocks(request, min(rounded_up, request.num_tokens))
+        return blocks
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_cache)
+    violation = first_violation(FULL_WINDOW, lambda workload: [CacheContents(workload)])
+    assert "does not hold what its key says" in violation

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel, and what it does in an environment that has neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    built = run(sys.executable, *PIP, "wheel", "--no-deps", "-w", folder, ROOT, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the wheel and what it requires."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    installed = run(python, "-I", *PIP, "install", wheel, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    return python
+
+
+def test_holds_the_package_and_nothing_beside_it(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_ascend_kvext"}
+    assert "vllm_ascend_kvext/patches/__init__.py" in names
+    sources = (ROOT / "vllm_ascend_kvext").rglob("*.py")
+    assert {path.relative_to(ROOT).as_posix() for path in sources} <= set(names)
+    assert not [name for name in names if "test" in name or "__pycache__" in name]
+
+
+def test_fits_every_python_and_platform(wheel):
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_requires_neither_torch_nor_vllm(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(path).decode())
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(line.split(">")[0].split("<")[0] for line in required) == ["packaging", "wrapt"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_has_one_entry_point(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        lines = archive.read(path).decode().split("\n")
+    assert [line.replace(" ", "") for line in lines if line] == [
+        "[vllm.general_plugins]",
+        "ascend_kvext=vllm_ascend_kvext:register",
+    ]
+
+
+def test_import_is_light(python, tmp_path):
+    code = "import sys, vllm_ascend_kvext; print(sorted(sys.modules))"
+    imported = run(python, "-I", "-c", code, cwd=tmp_path)
+    assert imported.returncode == 0, imported.stderr
+    assert "'vllm_ascend_kvext'" in imported.stdout
+    assert "'wrapt'" not in imported.stdout
+
+
+def test_status_without_vllm_says_so_and_is_degraded(python, tmp_path):
+    status = run(python, "-I", "-m", "vllm_ascend_kvext", "status", cwd=tmp_path)
+    assert status.returncode == 1, status.stderr
+    assert "Traceback" not in status.stderr
+    assert "vLLM" in status.stdout
+    assert "not installed" in status.stdout
+    report = run(python, "-I", "-m", "vllm_ascend_kvext", "status", "--json", cwd=tmp_path)
+    assert report.returncode == 1, report.stderr
+    assert json.loads(report.stdout)
+
+
+def test_collect_env_always_prints(python, tmp_path):
+    report = run(python, "-I", "-m", "vllm_ascend_kvext", "collect-env", cwd=tmp_path)
+    assert report.returncode == 0, report.stderr
+    assert "python" in report.stdout.lower()
+
+
+def test_register_without_vllm_raises_nothing(python, tmp_path):
+    code = "import vllm_ascend_kvext; vllm_ascend_kvext.register()"
+    registered = run(python, "-I", "-c", code, cwd=tmp_path)
+    assert registered.returncode == 0, registered.stderr

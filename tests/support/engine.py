@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a workload on vLLM's real scheduler, in the order in which its engine core does.
+
+The one difference between the supported versions of vLLM is in ``_register_specs``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from .layouts import Layout
+from .model_runner import ModelRunner, ReadCheck
+from .options import EngineOptions, build_vllm_config
+from .transcript import Step, describe_schedule
+from .workload import RequestPlan
+
+_ENCODER_CACHE_TOKENS = 64
+_HASH_ALGORITHM = "sha256"
+
+
+def _register_specs(vllm_config: Any) -> None:
+    """vLLM 0.23.0 looks managers up in a registry that its engine core fills."""
+    from vllm.v1.core import single_type_kv_cache_manager
+
+    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
+    if register is not None:
+        register(vllm_config)
+
+
+class _EventRecorder:
+    """Stands in for the event publisher and keeps what is published."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events.extend(batch.events)
+
+    def take(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+    def shutdown(self) -> None:
+        pass
+
+
+class SchedulerEngine:
+    """One scheduler with its KV cache manager, and a model runner without a model.
+
+    Args:
+        layout: KV cache groups.
+        options: Everything else.
+        read_check: How closely the model runner looks at the KV that attention would read.
+
+    Attributes:
+        requests: Every request ever added.
+        last_events: KV cache events of the last step.
+    """
+
+    def __init__(
+        self, layout: Layout, options: EngineOptions, read_check: ReadCheck = ReadCheck.NONE
+    ) -> None:
+        self.layout = layout
+        self.options = options
+        vllm_config = build_vllm_config(layout, options)
+        _register_specs(vllm_config)
+        kv_cache_config = layout.to_config(options.num_blocks)
+        block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
+            kv_cache_config, vllm_config
+        )
+        hash_function = get_hash_fn_by_name(_HASH_ALGORITHM)
+        init_none_hash(hash_function)
+        self._block_hasher = get_request_block_hasher(self.hash_block_size, hash_function)
+        scheduler_class = AsyncScheduler if options.is_async else Scheduler
+        self.scheduler: Scheduler = scheduler_class(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=block_size,
+            hash_block_size=self.hash_block_size,
+        )
+        # The model is text-only as far as its config goes; images need an encoder budget.
+        self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_TOKENS
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_TOKENS)
+        self._events = _EventRecorder()
+        self.scheduler.kv_event_publisher = self._events
+        num_draft_tokens = options.num_draft_tokens if options.drafter else 0
+        self.runner = ModelRunner(layout.groups, num_draft_tokens, read_check)
+        self.requests: dict[str, Request] = {}
+        self.last_events: list[Any] = []
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def block_pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def managers(self) -> tuple[Any, ...]:
+        """The ``SingleTypeKVCacheManager`` of every group."""
+        return self.scheduler.kv_cache_manager.coordinator.single_type_managers
+
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    def add_request(self, plan: RequestPlan) -> Request:
+        """Queue a request, as the engine core does with one from the front end."""
+        adapter = plan.adapter
+        request = Request(
+            request_id=plan.request_id,
+            prompt_token_ids=list(plan.prompt),
+            sampling_params=SamplingParams(
+                max_tokens=plan.max_tokens, stop_token_ids=list(plan.stop_tokens)
+            ),
+            pooling_params=None,
+            arrival_time=float(plan.arrival_step),
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=image.identifier,
+                    mm_position=PlaceholderRange(image.offset_tokens, image.length_tokens),
+                )
+                for image in plan.images
+            ],
+            lora_request=LoRARequest(adapter, int(adapter[-1]) + 1, "unused") if adapter else None,
+            cache_salt=plan.cache_salt,
+            priority=plan.priority,
+            block_hasher=self._block_hasher,
+        )
+        self.requests[plan.request_id] = request
+        self.runner.expect(plan.request_id, plan.new_stream())
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """Returns whether the request was there to be aborted."""
+        aborted = self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        return bool(aborted)
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+
+    def step(self) -> Step:
+        """One step of the engine core: schedule, execute, and process the oldest output due."""
+        scheduler_output = None
+        if self.scheduler.has_requests():
+            scheduler_output = self.scheduler.schedule()
+            self._in_flight.append((scheduler_output, self.runner.execute(scheduler_output)))
+        # Asynchronous scheduling keeps one step in flight while it schedules the next.
+        keep = 1 if self.options.is_async and scheduler_output is not None else 0
+        results = {}
+        if len(self._in_flight) > keep:
+            results = self.scheduler.update_from_output(*self._in_flight.popleft())
+        if self.options.drafter is not None and not self.options.is_async:
+            self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
+        return self._record(scheduler_output, results)
+
+    def _record(self, scheduler_output: Any, results: dict[int, Any]) -> Step:
+        pool = self.block_pool
+        self.last_events = self._events.take()
+        return Step(
+            **describe_schedule(scheduler_output),
+            free_queue=tuple(b.block_id for b in pool.free_block_queue.get_all_free_blocks()),
+            blocks=tuple((b.ref_cnt, b.block_hash and b.block_hash.hex()) for b in pool.blocks),
+            events=tuple(map(repr, self.last_events)),
+            outputs=tuple(
+                (output.request_id, tuple(output.new_token_ids), str(output.finish_reason))
+                for outputs in results.values()
+                for output in outputs.outputs
+            ),
+        )

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to hold in a KV cache manager after every step, whatever the scheduler decided.
+
+Each check is a `support.run.Check`. They look at vLLM's objects and at the shadow memory of the
+model runner, never at this project's code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashListWithBlockSize,
+    KVCacheBlock,
+    generate_block_hash_extra_keys,
+    get_group_id,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
+
+from .engine import SchedulerEngine
+from .layouts import Attention
+from .token_stream import TokenStream
+from .transcript import Step
+from .workload import Workload
+
+
+class NullBlock(KVCacheBlock):
+    """A null block whose reference count reports every write to it."""
+
+    __slots__ = ()
+
+    @property
+    def ref_cnt(self) -> int:
+        return KVCacheBlock.ref_cnt.__get__(self)
+
+    @ref_cnt.setter
+    def ref_cnt(self, value: int) -> None:
+        raise AssertionError(f"the reference count of the null block is set to {value}")
+
+
+def null_block_is_left_alone(engine: SchedulerEngine, step: Step) -> None:
+    """Its reference count never moves and it is never free.
+
+    From the first step on the count cannot be written to at all, so that a decrement that an
+    increment makes up for is seen as well: ``BlockPool.free_blocks`` decrements all it is given.
+    """
+    null_block = engine.block_pool.null_block
+    null_block.__class__ = NullBlock
+    assert null_block.block_id not in step.free_queue
+    assert null_block.ref_cnt == 0
+    assert null_block.block_hash is None
+
+
+def blocks_are_conserved(engine: SchedulerEngine, step: Step) -> None:
+    """Every block is either free or referenced, as often as requests hold it."""
+    pool = engine.block_pool
+    assert len(set(step.free_queue)) == len(step.free_queue) == pool.get_num_free_blocks()
+    references: Counter[int] = Counter()
+    owner: dict[int, int] = {}
+    for group_id, manager in enumerate(engine.managers):
+        for request_id, blocks in manager.req_to_blocks.items():
+            ids = [block.block_id for block in blocks if not block.is_null]
+            assert len(set(ids)) == len(ids), f"{request_id} holds a block twice: {ids}"
+            references.update(ids)
+            for block_id in ids:
+                other = owner.setdefault(block_id, group_id)
+                assert other == group_id, f"block {block_id} is held by groups {other}, {group_id}"
+    free = set(step.free_queue)
+    for block in pool.blocks:
+        if block.is_null:
+            continue
+        held = references[block.block_id]
+        assert block.ref_cnt == held, f"{block} is held {held} times"
+        assert (block.block_id in free) == (held == 0), f"{block} is lost, or free while in use"
+        assert held < 2 or block.block_hash is not None, f"{block} is shared without a hash"
+
+
+def useless_blocks_come_first(engine: SchedulerEngine, step: Step) -> None:
+    """No block that cannot be hit stands behind one that can in the free queue."""
+    blocks = engine.block_pool.blocks
+    hashed = [blocks[block_id].block_hash is not None for block_id in step.free_queue]
+    assert hashed == sorted(hashed), f"free queue (hashed or not): {hashed}"
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedBlock:
+    """What a block of some hash has to hold and how an event has to describe it."""
+
+    digests: list[int]
+    tokens: list[int]
+    parent_hash: Any
+    extra_keys: tuple[Any, ...] | None
+    adapter: str | None
+
+
+class CacheContents:
+    """Checks of all cached blocks, and of all events, against the tokens of the requests.
+
+    Keeps every hash that a request of the workload could have, so it is the brute-force answer to
+    "what is in the block with this key".
+
+    Args:
+        workload: The workload that runs.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._streams: dict[str, TokenStream] = {
+            plan.request_id: plan.new_stream() for plan in workload.requests
+        }
+        self._adapters = {plan.request_id: plan.adapter for plan in workload.requests}
+        self._blocks: dict[tuple[int, Any], _CachedBlock] = {}
+        self._keys: dict[bytes, _CachedBlock] = {}
+        self._num_known: Counter[tuple[str, int]] = Counter()
+        self.num_cached_checked = 0
+        self.num_events_checked = 0
+
+    def __call__(self, engine: SchedulerEngine, step: Step) -> None:
+        self.learn(engine)
+        self.check_blocks(engine)
+        for event in engine.last_events:
+            if isinstance(event, BlockStored):
+                self.check_event(engine, event)
+
+    def learn(self, engine: SchedulerEngine) -> None:
+        """Take in the hashes of all blocks that requests have filled since the last step."""
+        for request_id, request in engine.requests.items():
+            stream = self._streams[request_id]
+            stream.extend(request.all_token_ids[len(stream) :])
+            for group_id, group in enumerate(engine.layout.groups):
+                hashes = request.block_hashes
+                if group.block_tokens != engine.hash_block_size:
+                    hashes = BlockHashListWithBlockSize(
+                        hashes, engine.hash_block_size, group.block_tokens
+                    )
+                for index in range(self._num_known[request_id, group_id], len(hashes)):
+                    self._learn_block(request, group_id, group.block_tokens, hashes, index)
+                self._num_known[request_id, group_id] = len(hashes)
+
+    def _learn_block(
+        self, request: Any, group_id: int, block_tokens: int, hashes: Any, index: int
+    ) -> None:
+        stream = self._streams[request.request_id]
+        start, stop = index * block_tokens, (index + 1) * block_tokens
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+        block = _CachedBlock(
+            digests=stream.digests[start:stop],
+            tokens=stream.tokens[start:stop],
+            parent_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
+            extra_keys=extra_keys,
+            adapter=self._adapters[request.request_id],
+        )
+        self._keys[make_block_hash_with_group_id(hashes[index], group_id)] = block
+        self._blocks[group_id, maybe_convert_block_hash(hashes[index])] = block
+
+    def check_blocks(self, engine: SchedulerEngine) -> None:
+        """Every cached block holds the KV of the tokens that its key stands for."""
+        for block in engine.block_pool.blocks:
+            if block.block_hash is None:
+                continue
+            group_id = get_group_id(block.block_hash)
+            group = engine.layout.groups[group_id]
+            expected = self._keys[block.block_hash].digests
+            if group.attention is Attention.MAMBA:
+                expected = expected[-1:]
+            found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))
+            self.num_cached_checked += 1
+            assert found == expected, (
+                f"block {block.block_id} of group {group_id} is cached, but does not hold what its "
+                f"key says: expected {expected}, found {found}"
+            )
+
+    def check_event(self, engine: SchedulerEngine, event: BlockStored) -> None:
+        """Hashes, parent, tokens and extra keys describe the same blocks."""
+        group_id = event.group_idx
+        assert group_id is not None
+        assert event.block_size == engine.layout.groups[group_id].block_tokens
+        assert event.block_hashes, f"an event without blocks: {event}"
+        blocks = [self._blocks[group_id, block_hash] for block_hash in event.block_hashes]
+        parent_hash = event.parent_block_hash
+        for block_hash, block in zip(event.block_hashes, blocks, strict=True):
+            assert block.parent_hash == parent_hash, f"not a chain: {event}"
+            parent_hash = block_hash
+        tokens = [token for block in blocks for token in block.tokens]
+        assert list(event.token_ids) == tokens, f"expected tokens {tokens}: {event}"
+        extra_keys = [block.extra_keys for block in blocks]
+        found_keys = event.extra_keys or [None] * len(blocks)
+        assert found_keys == extra_keys, f"expected extra keys {extra_keys}: {event}"
+        assert {event.lora_name} == {block.adapter for block in blocks}
+        self.num_events_checked += 1

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shadow of the KV cache: which content every row of every physical block holds.
+
+Knows blocks, rows and digests; nothing of requests or of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KVMemory:
+    """Content of physical blocks. A block belongs to one KV cache group at a time.
+
+    Writing to a block through another group's block table overwrites it, as it would on a device,
+    where the groups share one pool of bytes.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[int, int] = {}
+        self._rows: dict[int, list[int | None]] = {}
+
+    def write(
+        self,
+        block_id: int,
+        group_id: int,
+        block_tokens: int,
+        first_row: int,
+        digests: Sequence[int],
+    ) -> None:
+        """Put ``digests`` into consecutive rows, the first of them ``first_row``."""
+        if self._owner.get(block_id) != group_id:
+            self._owner[block_id] = group_id
+            self._rows[block_id] = [None] * block_tokens
+        self._rows[block_id][first_row : first_row + len(digests)] = digests
+
+    def read(self, block_id: int, group_id: int, first_row: int, num_rows: int) -> list[int | None]:
+        """Content of consecutive rows; ``None`` where this group has written nothing."""
+        if self._owner.get(block_id) != group_id:
+            return [None] * num_rows
+        return self._rows[block_id][first_row : first_row + num_rows]
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the content of two blocks: the corruption that the checks must see."""
+        for table in (self._owner, self._rows):
+            table[one], table[other] = table[other], table[one]

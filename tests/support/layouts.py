@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache layouts: the groups of a model, as the engine hands them to the scheduler.
+
+No layers, no tensors: the scheduler looks at the specs only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+
+class Attention(enum.Enum):
+    """Which earlier positions a token of this group reads."""
+
+    FULL = "full"
+    MLA = "mla"
+    WINDOW = "window"
+    WINDOW_MLA = "window_mla"
+    CHUNKED = "chunked"
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group.
+
+    Attributes:
+        attention: Kind of the layers in it.
+        block_tokens: Tokens per block.
+        span_tokens: Sliding window, or attention chunk; 0 where there is none.
+        is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
+    """
+
+    attention: Attention
+    block_tokens: int
+    span_tokens: int = 0
+    is_eagle: bool = False
+
+    @property
+    def has_window(self) -> bool:
+        return self.attention in (Attention.WINDOW, Attention.WINDOW_MLA)
+
+    def first_read_position(self, position: int) -> int:
+        """The first position that the token at ``position`` attends to."""
+        if self.has_window:
+            return max(0, position - self.span_tokens + 1)
+        if self.attention is Attention.CHUNKED:
+            return position // self.span_tokens * self.span_tokens
+        return 0
+
+    def to_spec(self) -> KVCacheSpec:
+        if self.attention is Attention.MAMBA:
+            return MambaSpec(
+                block_size=self.block_tokens,
+                shapes=((1,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+            )
+        sizes = {
+            "block_size": self.block_tokens,
+            "num_kv_heads": 1,
+            "head_size": 1,
+            "dtype": torch.float32,
+        }
+        if self.attention is Attention.FULL:
+            return FullAttentionSpec(**sizes)
+        if self.attention is Attention.MLA:
+            return MLAAttentionSpec(**sizes)
+        if self.attention is Attention.WINDOW:
+            return SlidingWindowSpec(sliding_window=self.span_tokens, **sizes)
+        if self.attention is Attention.WINDOW_MLA:
+            return SlidingWindowMLASpec(sliding_window=self.span_tokens, **sizes)
+        return ChunkedLocalAttentionSpec(attention_chunk_size=self.span_tokens, **sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of one model, under a name for test ids."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @property
+    def unit_tokens(self) -> int:
+        """Least common multiple of the block sizes."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def min_block_tokens(self) -> int:
+        return min(group.block_tokens for group in self.groups)
+
+    @property
+    def has_window(self) -> bool:
+        return any(group.has_window for group in self.groups)
+
+    @property
+    def has_mamba(self) -> bool:
+        return self._has(Attention.MAMBA)
+
+    @property
+    def supports_drafts(self) -> bool:
+        """Whether the scheduler can speculate: chunked-local groups refuse EAGLE."""
+        return not (self.has_mamba or self._has(Attention.CHUNKED))
+
+    def with_eagle(self, *group_ids: int) -> Layout:
+        """The same layout with these groups holding the drafter's layers."""
+        groups = tuple(replace(g, is_eagle=i in group_ids) for i, g in enumerate(self.groups))
+        return Layout(f"{self.name}-eagle{''.join(map(str, group_ids))}", groups)
+
+    def to_config(self, num_blocks: int) -> KVCacheConfig:
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer.{i}"], group.to_spec(), is_eagle_group=group.is_eagle)
+                for i, group in enumerate(self.groups)
+            ],
+        )
+
+    def _has(self, attention: Attention) -> bool:
+        return any(group.attention is attention for group in self.groups)
+
+
+def _full(block_tokens: int) -> Group:
+    return Group(Attention.FULL, block_tokens)
+
+
+def _window(block_tokens: int, window_tokens: int) -> Group:
+    return Group(Attention.WINDOW, block_tokens, window_tokens)
+
+
+def _mla_window(block_tokens: int, window_tokens: int) -> Group:
+    return Group(Attention.WINDOW_MLA, block_tokens, window_tokens)
+
+
+FULL = Layout("full", (_full(8),))
+WINDOW = Layout("window", (_window(4, 10),))
+FULL_WINDOW = Layout("full-window", (_full(4), _window(4, 10)))
+GEMMA = Layout("gemma", (_full(4), *(_window(4, 13) for _ in range(5))))
+MIXED_BLOCKS = Layout("mixed-blocks", (_full(16), _window(4, 9)))
+WIDE_WINDOW = Layout("wide-window", (_full(8), _window(4, 40)))
+TWO_WINDOWS = Layout("two-windows", (_window(4, 6), _window(8, 20)))
+TWO_FULL = Layout("two-full", (_full(4), Group(Attention.MLA, 16), _window(8, 12)))
+DEEPSEEK_V4 = Layout(
+    "deepseek-v4",
+    (
+        Group(Attention.MLA, 16),
+        _mla_window(8, 12),
+        _mla_window(8, 12),
+        _mla_window(2, 4),
+        _mla_window(4, 12),
+    ),
+)
+MAMBA = Layout("mamba", (_full(8), Group(Attention.MAMBA, 8)))
+MAMBA_WINDOW = Layout("mamba-window", (_full(8), Group(Attention.MAMBA, 8), _window(8, 12)))
+CHUNKED = Layout("chunked", (_full(8), Group(Attention.CHUNKED, 8, 24)))
+
+LAYOUTS = (
+    FULL,
+    WINDOW,
+    FULL_WINDOW,
+    GEMMA,
+    MIXED_BLOCKS,
+    WIDE_WINDOW,
+    TWO_WINDOWS,
+    TWO_FULL,
+    DEEPSEEK_V4,
+    MAMBA,
+    MAMBA_WINDOW,
+    CHUNKED,
+)

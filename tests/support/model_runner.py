@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model runner without a model: it knows what the scheduler tells it, as the real one does.
+
+From ``SchedulerOutput`` alone it keeps block tables and tokens, writes the digest of every computed
+position into the shadow of the KV cache, and checks that every position that attention would read
+holds the digest of the request's own tokens. Sampled tokens follow from the last digest.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+from .connector import Load
+from .kv_memory import KVMemory
+from .layouts import Attention, Group
+from .token_stream import TokenStream, draft_tokens, mix, next_token
+
+NULL_BLOCK_ID = 0
+
+
+class WrongKVError(AssertionError):
+    """A request would attend to KV that is not that of its own tokens."""
+
+
+class ReadCheck(enum.Enum):
+    """Which of the positions that attention would read are checked."""
+
+    NONE = "none"
+    EXCEPT_DRAFTS_IN_FLIGHT = "except drafts in flight"
+    """All but as many positions at the far end of a window as there are drafts.
+
+    The asynchronous scheduler frees window blocks as if all drafts in flight had been accepted
+    (vLLM #47728).
+    """
+    ALL = "all"
+
+
+@dataclass(slots=True)
+class _RequestState:
+    stream: TokenStream
+    num_computed_tokens: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request in one step: positions ``[start, end)``, the last of them drafts."""
+
+    request_id: str
+    state: _RequestState
+    start: int
+    end: int
+    drafts: list[int]
+    digests: list[int]
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether the prompt continues in a later step."""
+        return self.end < len(self.state.stream)
+
+
+class ModelRunner:
+    """Executes scheduler outputs on a ``KVMemory``.
+
+    Args:
+        groups: The KV cache groups.
+        num_draft_tokens: Draft tokens to propose after a step; 0 for none.
+        read_check: How closely to look at what attention would read.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_draft_tokens: int = 0,
+        read_check: ReadCheck = ReadCheck.ALL,
+    ) -> None:
+        self.memory = KVMemory()
+        self.counts: Counter[str] = Counter()
+        self._groups = list(enumerate(groups))
+        self._num_draft_tokens = num_draft_tokens
+        self._check_reads = read_check is not ReadCheck.NONE
+        self._unchecked_tokens = (
+            num_draft_tokens if read_check is ReadCheck.EXCEPT_DRAFTS_IN_FLIGHT else 0
+        )
+        self._streams: dict[str, TokenStream] = {}
+        self._states: dict[str, _RequestState] = {}
+        self._finished_sending: list[set[str]] = [set(), set()]
+
+    def expect(self, request_id: str, stream: TokenStream) -> None:
+        """Announce a request: its content depends on things no scheduler output mentions."""
+        self._streams[request_id] = stream
+
+    def execute(self, scheduler_output: Any) -> ModelRunnerOutput:
+        """Run one step: write, check, sample, in the order a forward pass does."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._states.pop(request_id, None)
+        self._update_states(scheduler_output)
+        connector_output = self._run_connector(scheduler_output.kv_connector_metadata)
+        rows = list(self._make_rows(scheduler_output))
+        for row in rows:
+            self._check_states(row)
+        for row in rows:
+            self._write_row(row)
+        for row in rows:
+            self._check_row(row)
+        sampled = [self._sample(row) for row in rows]
+        return ModelRunnerOutput(
+            req_ids=[row.request_id for row in rows],
+            req_id_to_index={row.request_id: i for i, row in enumerate(rows)},
+            sampled_token_ids=sampled,
+            kv_connector_output=connector_output,
+        )
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """Drafts of every request that has some, for a scheduler that is not asynchronous."""
+        drafts = {id: list(s.drafts) for id, s in self._states.items() if s.drafts}
+        return DraftTokenIds(list(drafts), list(drafts.values()))
+
+    def _update_states(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            state = _RequestState(self._streams[new.req_id], new.num_computed_tokens)
+            if state.stream.tokens != new.prompt_token_ids:
+                raise AssertionError(f"{new.req_id}: unexpected prompt {new.prompt_token_ids}")
+            state.block_tables = [list(ids) for ids in new.block_ids]
+            self._states[new.req_id] = state
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids, num_computed_tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            state = self._states[request_id]
+            if request_id in cached.resumed_req_ids:
+                state.block_tables = [list(ids) for ids in block_ids]
+                state.num_computed_tokens = num_computed_tokens
+                state.stream.replace(cached.all_token_ids[request_id])
+                state.drafts = []
+            elif block_ids is not None:
+                for table, ids in zip(state.block_tables, block_ids, strict=True):
+                    table.extend(ids)
+
+    def _make_rows(self, scheduler_output: Any) -> Iterator[_Row]:
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            state = self._states[request_id]
+            start, known = state.num_computed_tokens, len(state.stream)
+            drafts = list(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+            if -1 in drafts:
+                # Asynchronous scheduling leaves the drafts, and how many were accepted, to us.
+                drafts = state.drafts[: len(drafts)]
+            end = start + num_tokens
+            if end > known + len(drafts):
+                raise AssertionError(
+                    f"{request_id}: scheduled up to token {end}, but only {known} tokens and "
+                    f"{len(drafts)} drafts exist"
+                )
+            digests = list(state.stream.digests)
+            for token in drafts:
+                digests.append(mix(digests[-1], token))
+            yield _Row(request_id, state, start, end, drafts, digests)
+
+    def _sample(self, row: _Row) -> list[int]:
+        state = row.state
+        state.drafts = []
+        if row.is_chunk:
+            state.num_computed_tokens = row.end
+            return []
+        sampled: list[int] = []
+        for draft in (*row.drafts, None):
+            token = next_token(state.stream.last_digest)
+            sampled.append(token)
+            state.stream.extend((token,))
+            if token != draft:
+                break
+        num_rejected = len(row.drafts) + 1 - len(sampled)
+        self.counts["accepted drafts"] += len(sampled) - 1
+        self.counts["rejected drafts"] += num_rejected
+        state.num_computed_tokens = row.end - num_rejected
+        state.drafts = draft_tokens(state.stream.last_digest, self._num_draft_tokens)
+        return sampled
+
+    def _write_row(self, row: _Row) -> None:
+        for group_id, _ in self._groups:
+            table = row.state.block_tables[group_id]
+            self._write(table, group_id, row.digests, row.start, row.end)
+
+    def _write(
+        self, table: list[int], group_id: int, digests: list[int], start: int, end: int
+    ) -> None:
+        group = self._groups[group_id][1]
+        if group.attention is Attention.MAMBA:
+            block_id = table[(end - 1) // group.block_tokens]
+            self.memory.write(block_id, group_id, 1, 0, digests[end - 1 : end])
+            return
+        for block, low, high in _by_block(group.block_tokens, start, end):
+            if table[block] != NULL_BLOCK_ID:
+                first_row = low - block * group.block_tokens
+                self.memory.write(
+                    table[block], group_id, group.block_tokens, first_row, digests[low:high]
+                )
+
+    def _check_row(self, row: _Row) -> None:
+        """Every layer has written before any layer reads, across all requests of the step."""
+        for group_id, group in self._groups:
+            if not self._check_reads or group.attention is Attention.MAMBA:
+                continue
+            first = group.first_read_position(row.start)
+            if group.has_window:
+                first = min(row.start, first + self._unchecked_tokens)
+            table = row.state.block_tables[group_id]
+            for block, low, high in _by_block(group.block_tokens, first, row.end):
+                first_row = low - block * group.block_tokens
+                found = self.memory.read(table[block], group_id, first_row, high - low)
+                if table[block] == NULL_BLOCK_ID or found != row.digests[low:high]:
+                    raise WrongKVError(
+                        f"{row.request_id}, group {group_id} ({group.attention.value}): positions "
+                        f"[{low}, {high}) in block {table[block]} are not the request's own; step "
+                        f"computes [{row.start}, {row.end}); expected {row.digests[low:high]}, "
+                        f"found {found}"
+                    )
+
+    def _check_states(self, row: _Row) -> None:
+        """Recurrent layers read the state that the previous step left, before they write."""
+        for group_id, group in self._groups:
+            if group.attention is not Attention.MAMBA or row.start == 0:
+                continue
+            block_id = row.state.block_tables[group_id][(row.start - 1) // group.block_tokens]
+            found = self.memory.read(block_id, group_id, 0, 1)
+            if self._check_reads and found != row.digests[row.start - 1 : row.start]:
+                raise WrongKVError(
+                    f"{row.request_id}, group {group_id}: block {block_id} does not hold the "
+                    f"state after {row.start} tokens"
+                )
+
+    def _run_connector(self, metadata: Any) -> KVConnectorOutput | None:
+        if metadata is None:
+            return None
+        received = set()
+        for load in metadata.loads:
+            self._load(load)
+            if load.between_steps:
+                received.add(load.request_id)
+        self._finished_sending.append(set(metadata.sends))
+        return KVConnectorOutput(
+            finished_sending=self._finished_sending.pop(0) or None,
+            finished_recving=received or None,
+        )
+
+    def _load(self, load: Load) -> None:
+        self.counts["external loads"] += 1
+        digests = self._streams[load.request_id].digests
+        for group_id, group in self._groups:
+            first = max(load.start_tokens, group.first_read_position(load.end_tokens))
+            first = first // group.block_tokens * group.block_tokens
+            self._write(load.block_ids[group_id], group_id, digests, first, load.end_tokens)
+
+
+def _by_block(block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Split positions ``[start, end)`` into ``(block index, first, last + 1)``."""
+    while start < end:
+        block = start // block_tokens
+        stop = min(end, (block + 1) * block_tokens)
+        yield block, start, stop
+        start = stop

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine configurations that the harness can build, and how it builds them.
+
+Everything is local: the model is a ``config.json`` in a temporary directory, and nothing of it but
+the maximum length matters to a scheduler.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+
+from .layouts import Layout
+
+
+class Drafter(enum.Enum):
+    """Where draft tokens come from; only EAGLE has KV of its own."""
+
+    NGRAM = "ngram"
+    EAGLE = "eagle"
+
+
+class ExternalLoad(enum.Enum):
+    """What the KV connector does with prompts whose KV it claims to have."""
+
+    NEVER = "never"
+    IN_STEP = "in_step"
+    BETWEEN_STEPS = "between_steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """One engine configuration.
+
+    Attributes:
+        num_blocks: Size of the block pool, null block included.
+        max_num_seqs: As in ``SchedulerConfig``.
+        max_num_batched_tokens: Token budget of a step.
+        long_prefill_tokens: ``long_prefill_token_threshold``; 0 for none.
+        max_model_len: As in ``ModelConfig``, in tokens.
+        reserve_full_prompt: Admit a request only if all of its prompt fits the pool.
+        by_priority: Priority scheduling instead of first come, first served.
+        is_async: ``AsyncScheduler``, with two steps in flight.
+        drafter: Speculative decoding, or none.
+        num_draft_tokens: Draft tokens per step.
+        external_load: Behaviour of the KV connector; no connector if None.
+        extends_local_hits: Whether the connector adds tokens to a local hit.
+        caching: Automatic prefix caching.
+        events: KV cache events.
+    """
+
+    num_blocks: int
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    long_prefill_tokens: int = 0
+    max_model_len: int = 1024
+    reserve_full_prompt: bool = True
+    by_priority: bool = False
+    is_async: bool = False
+    drafter: Drafter | None = None
+    num_draft_tokens: int = 2
+    external_load: ExternalLoad | None = None
+    extends_local_hits: bool = True
+    caching: bool = True
+    events: bool = True
+
+
+@functools.cache
+def _model_config(architecture: str, max_model_len: int) -> ModelConfig:
+    path = Path(tempfile.mkdtemp(prefix="kvext-model-"))
+    config = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": max_model_len,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return ModelConfig(
+        model=str(path),
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        dtype="float32",
+        enforce_eager=True,
+    )
+
+
+def _speculative_config(options: EngineOptions, target: ModelConfig) -> SpeculativeConfig | None:
+    if options.drafter is None:
+        return None
+    common = {
+        "num_speculative_tokens": options.num_draft_tokens,
+        "target_model_config": target,
+        "target_parallel_config": ParallelConfig(),
+    }
+    if options.drafter is Drafter.NGRAM:
+        return SpeculativeConfig(method="ngram", prompt_lookup_max=3, **common)
+    draft = _model_config("EagleLlamaForCausalLM", options.max_model_len)
+    return SpeculativeConfig(method="eagle", model=draft.model, **common)
+
+
+def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
+    """A real ``VllmConfig`` for a layout, as the engine core would hold it."""
+    model_config = _model_config("LlamaForCausalLM", options.max_model_len)
+    config = VllmConfig(
+        device_config=DeviceConfig("cpu"),
+        model_config=model_config,
+        cache_config=CacheConfig(
+            block_size=layout.min_block_tokens,
+            enable_prefix_caching=options.caching,
+            mamba_cache_mode="align" if layout.has_mamba else "none",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            long_prefill_token_threshold=options.long_prefill_tokens,
+            enable_chunked_prefill=True,
+            scheduler_reserve_full_isl=options.reserve_full_prompt,
+            is_encoder_decoder=False,
+            policy="priority" if options.by_priority else "fcfs",
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        speculative_config=_speculative_config(options, model_config),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=options.events, publisher="null"),
+        lora_config=LoRAConfig(max_loras=2, max_lora_rank=8),
+        kv_transfer_config=_kv_transfer_config(layout, options),
+    )
+    # The CPU platform overrides both on its own account.
+    config.scheduler_config.async_scheduling = options.is_async
+    config.cache_config.enable_prefix_caching = options.caching
+    config.cache_config.num_gpu_blocks = options.num_blocks
+    return config
+
+
+def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferConfig | None:
+    if options.external_load is None:
+        return None
+    return KVTransferConfig(
+        kv_connector="ScriptedConnector",
+        kv_connector_module_path=f"{__package__}.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "external_load": options.external_load.value,
+            "extends_local_hits": options.extends_local_hits,
+            "unit_tokens": layout.unit_tokens,
+        },
+    )

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads, each determined by a layout and a seed.
+
+They are small (dozens of requests of up to some hundred tokens) and mean: pools in which requests
+preempt each other, prompts that end next to block boundaries, conversations that come back, and
+everything that changes the key of a block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import vllm
+
+from .layouts import DEEPSEEK_V4, FULL_WINDOW, GEMMA, LAYOUTS, MIXED_BLOCKS, Layout
+from .options import Drafter, EngineOptions, ExternalLoad
+from .token_stream import VOCAB_SIZE, Image
+from .workload import Abort, RequestPlan, ResetPrefixCache, Workload
+
+EAGLE_LAYOUTS = (
+    FULL_WINDOW.with_eagle(1),
+    GEMMA.with_eagle(0),
+    MIXED_BLOCKS.with_eagle(1),
+    DEEPSEEK_V4.with_eagle(1),
+    DEEPSEEK_V4.with_eagle(0),
+)
+"""Layouts whose drafter has its layers in known groups."""
+
+_ADAPTERS = (None, None, None, "adapter-0", "adapter-1")
+_SALTS = (None, None, None, "salt")
+_MAX_UNITS = 6
+_MAX_NEW_TOKENS = 40
+
+
+def random_workloads(seeds: range) -> Iterator[Workload]:
+    """One workload for every layout and seed."""
+    for layout in LAYOUTS + EAGLE_LAYOUTS:
+        for seed in seeds:
+            yield random_workload(layout, seed)
+
+
+def workload_of(name: str) -> Workload:
+    """The workload of that name."""
+    layout_name, _, seed = name.rpartition("-")
+    layout = next(layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.name == layout_name)
+    return random_workload(layout, int(seed))
+
+
+def random_workload(layout: Layout, seed: int) -> Workload:
+    """The workload of one layout and one seed."""
+    rng = random.Random(f"{layout.name}/{seed}")
+    name = f"{layout.name}-{seed}"
+    requests = tuple(_requests(rng, layout))
+    options = _options(rng, layout, requests)
+    last_step = max(plan.arrival_step for plan in requests) + 40
+    aborted = rng.sample(requests, k=rng.choice((0, 1, 3)))
+    return Workload(
+        name=name,
+        layout=layout,
+        options=options,
+        requests=requests,
+        aborts=tuple(
+            Abort(plan.arrival_step + rng.randrange(1, 30), plan.request_id) for plan in aborted
+        ),
+        resets=tuple(
+            ResetPrefixCache(
+                rng.randrange(last_step), _can_preempt_for_reset(options) and rng.random() < 0.7
+            )
+            for _ in range(rng.choice((0, 0, 1, 3)))
+        ),
+    )
+
+
+def without_upstream_defects(workload: Workload) -> Workload:
+    """The same workload, but for what stock vLLM answers with wrong tokens or wrong KV.
+
+    A connector that extends a local hit gets a block handed out twice: what one group hits is
+    evicted for what another group loads. And vLLM 0.20.2, scheduling asynchronously, drops a token
+    of requests that are preempted for a reset.
+    """
+    options = replace(workload.options, extends_local_hits=False)
+    resets = workload.resets
+    if options.is_async and vllm.__version__.startswith("0.20."):
+        resets = tuple(replace(reset, reset_running_requests=False) for reset in resets)
+    return replace(workload, options=options, resets=resets)
+
+
+def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
+    """Conversations: turns that extend each other, and others that share a beginning."""
+    max_prompt_tokens = max(_MAX_UNITS * layout.unit_tokens, 64)
+    roots = [_tokens(rng, _prompt_length(rng, layout, max_prompt_tokens // 2)) for _ in range(3)]
+    step = number = 0
+    for _ in range(rng.randrange(4, 9)):
+        prompt = rng.choice(roots)[: _prompt_length(rng, layout, max_prompt_tokens // 2)]
+        prompt += _tokens(rng, _prompt_length(rng, layout, max_prompt_tokens // 3))
+        adapter, salt = rng.choice(_ADAPTERS), rng.choice(_SALTS)
+        images = _images(rng, prompt)
+        for _ in range(rng.randrange(1, 4)):
+            plan = RequestPlan(
+                request_id=f"request-{number}",
+                arrival_step=step,
+                prompt=tuple(prompt),
+                max_tokens=rng.randrange(1, _MAX_NEW_TOKENS),
+                stop_tokens=(rng.randrange(VOCAB_SIZE),),
+                priority=rng.randrange(3),
+                adapter=adapter,
+                cache_salt=salt,
+                images=images,
+            )
+            yield plan
+            number += 1
+            step += rng.choice((0, 0, 1, 2, 10, 30))
+            if rng.random() < 0.3:
+                continue
+            prompt = prompt + plan.expected_output() + _tokens(rng, rng.randrange(1, 20))
+            prompt = prompt[:max_prompt_tokens]
+
+
+def _options(
+    rng: random.Random, layout: Layout, requests: tuple[RequestPlan, ...]
+) -> EngineOptions:
+    drafter = None
+    if layout.supports_drafts:
+        drafter = rng.choice((None, Drafter.NGRAM, Drafter.EAGLE, Drafter.EAGLE))
+    if any(group.is_eagle for group in layout.groups):
+        drafter = Drafter.EAGLE
+    is_async = rng.random() < 0.5 and drafter is not Drafter.NGRAM
+    external_load = None
+    if not layout.has_mamba:
+        external_load = rng.choice((None, None, *ExternalLoad))
+    max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
+    num_blocks = _blocks_for_longest(layout, requests, max_num_batched_tokens)
+    # Loads between steps hold their blocks without making progress: in a pool for one request
+    # they could block each other for ever.
+    least = 3.0 if external_load is ExternalLoad.BETWEEN_STEPS else 1.0
+    return EngineOptions(
+        num_blocks=int(num_blocks * (least + rng.choice((0, 0.3, 1.5)))) + 1,
+        max_num_seqs=rng.choice((2, 4, 16)),
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_tokens=rng.choice((0, 0, layout.unit_tokens + 1)),
+        reserve_full_prompt=rng.random() < 0.5,
+        by_priority=rng.random() < 0.3,
+        is_async=is_async,
+        drafter=drafter,
+        num_draft_tokens=rng.choice((1, 2, 3)),
+        external_load=external_load,
+    )
+
+
+def _blocks_for_longest(
+    layout: Layout, requests: tuple[RequestPlan, ...], max_num_batched_tokens: int
+) -> int:
+    """Blocks that the longest request needs when it runs alone."""
+    longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
+    num_blocks = 0
+    for group in layout.groups:
+        held_tokens = longest_tokens
+        if group.span_tokens:
+            held_tokens = min(held_tokens, group.span_tokens + max_num_batched_tokens)
+        num_blocks += -(-held_tokens // group.block_tokens) + 2
+    return num_blocks
+
+
+def _can_preempt_for_reset(options: EngineOptions) -> bool:
+    """Whether upstream can reset the prefix cache under running requests.
+
+    It refuses while a connector holds blocks, and with drafts in flight it counts the tokens to
+    discard as if they were steps.
+    """
+    drafts_in_flight = options.is_async and options.drafter is not None
+    return options.external_load is None and not drafts_in_flight
+
+
+def _prompt_length(rng: random.Random, layout: Layout, max_tokens: int) -> int:
+    """A length that often lies at a block boundary or one token beside it."""
+    if rng.random() < 0.5:
+        return rng.randrange(1, max_tokens)
+    step = rng.choice((layout.min_block_tokens, layout.unit_tokens))
+    boundary = rng.randrange(1, max(2, max_tokens // step + 1)) * step
+    return max(1, boundary + rng.choice((-1, 0, 1)))
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def _images(rng: random.Random, prompt: list[int]) -> tuple[Image, ...]:
+    if len(prompt) < 16 or rng.random() < 0.7:
+        return ()
+    length = rng.randrange(2, 9)
+    offset = rng.randrange(len(prompt) - length)
+    return (Image(f"image-{rng.randrange(3)}", offset, length),)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler decided, step by step: comparable, hashable, and readable where two differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request in one step, as the model runner is told."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    new_block_ids: tuple[tuple[int, ...], ...] | None
+    is_new_or_resumed: bool
+    draft_tokens: tuple[int, ...]
+    encoder_inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One scheduler step.
+
+    Attributes:
+        scheduled: In the scheduler's order.
+        preempted: Request ids, sorted.
+        finished: Ids of the requests the model runner is told to forget, sorted.
+        num_common_prefix_blocks: One count per group.
+        free_queue: Block ids, next to be allocated first.
+        blocks: Reference count and hash key (hexadecimal) of every block of the pool.
+        events: KV cache events published in this step.
+        outputs: New tokens and the reason to finish, per request.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+    num_common_prefix_blocks: tuple[int, ...]
+    free_queue: tuple[int, ...]
+    blocks: tuple[tuple[int, str | None], ...]
+    events: tuple[str, ...]
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass
+class Transcript:
+    """All steps of a run, and how often it exercised what."""
+
+    steps: list[Step] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def digest(self) -> str:
+        """A hash of every decision; equal runs have equal digests, in any process.
+
+        Needs ``PYTHONHASHSEED`` to be the same, on which vLLM's block hashes depend.
+        """
+        digest = hashlib.sha256()
+        for step in self.steps:
+            digest.update(repr(step).encode())
+        return digest.hexdigest()
+
+
+def describe_schedule(scheduler_output: Any | None) -> dict[str, Any]:
+    """The fields of a ``Step`` that a ``SchedulerOutput`` holds; empty ones for no output."""
+    if scheduler_output is None:
+        return {"scheduled": (), "preempted": (), "finished": (), "num_common_prefix_blocks": ()}
+    new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    cached_at = {request_id: i for i, request_id in enumerate(cached.req_ids)}
+    scheduled = []
+    for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+        if request_id in new:
+            block_ids = new[request_id].block_ids
+            num_computed_tokens = new[request_id].num_computed_tokens
+        else:
+            block_ids = cached.new_block_ids[cached_at[request_id]]
+            num_computed_tokens = cached.num_computed_tokens[cached_at[request_id]]
+        scheduled.append(
+            ScheduledRequest(
+                request_id,
+                num_tokens,
+                num_computed_tokens,
+                block_ids and tuple(map(tuple, block_ids)),
+                request_id in new or request_id in cached.resumed_req_ids,
+                tuple(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())),
+                tuple(scheduler_output.scheduled_encoder_inputs.get(request_id, ())),
+            )
+        )
+    return {
+        "scheduled": tuple(scheduled),
+        "preempted": tuple(sorted(scheduler_output.preempted_req_ids or ())),
+        "finished": tuple(sorted(scheduler_output.finished_req_ids)),
+        "num_common_prefix_blocks": tuple(scheduler_output.num_common_prefix_blocks),
+    }
+
+
+def first_difference(one: Transcript, other: Transcript) -> str | None:
+    """The first step and field in which two runs differ, or None."""
+    for number, (a, b) in enumerate(zip(one.steps, other.steps)):  # noqa: B905
+        for item in fields(Step):
+            left, right = getattr(a, item.name), getattr(b, item.name)
+            if left != right:
+                return f"step {number}, {item.name}: {_shorten(left)} != {_shorten(right)}"
+    if len(one.steps) != len(other.steps):
+        return f"{len(one.steps)} steps != {len(other.steps)} steps"
+    return None
+
+
+def _shorten(value: Any, limit: int = 600) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

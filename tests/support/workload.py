@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a workload is: requests with their arrival, and what happens to the engine meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layouts import Layout
+from .options import EngineOptions
+from .token_stream import Image, TokenStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """One request.
+
+    Attributes:
+        request_id: ``<name>-<number>``; the connector goes by the number.
+        arrival_step: Engine step before which it is added.
+        prompt: Prompt token ids.
+        max_tokens: Limit on generated tokens.
+        stop_tokens: Tokens that end the generation.
+        priority: Lower is scheduled first, where the policy is by priority.
+        adapter: Name of a LoRA adapter, or None.
+        cache_salt: As in the API, or None.
+        images: Multi-modal items.
+    """
+
+    request_id: str
+    arrival_step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+    priority: int = 0
+    adapter: str | None = None
+    cache_salt: str | None = None
+    images: tuple[Image, ...] = ()
+
+    def new_stream(self) -> TokenStream:
+        """A stream that holds the prompt."""
+        return TokenStream(self.prompt, f"{self.adapter}/{self.cache_salt}", self.images)
+
+    def expected_output(self) -> list[int]:
+        """What this request generates, however it is scheduled."""
+        return self.new_stream().generate(self.max_tokens, self.stop_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client of a request goes away before a step."""
+
+    step: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """``reset_prefix_cache`` is called before a step."""
+
+    step: int
+    reset_running_requests: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Everything that determines a run."""
+
+    name: str
+    layout: Layout
+    options: EngineOptions
+    requests: tuple[RequestPlan, ...]
+    aborts: tuple[Abort, ...] = ()
+    resets: tuple[ResetPrefixCache, ...] = ()

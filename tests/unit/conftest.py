@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstreams written to disk."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import small_upstream
+from small_upstream import AddPackage
+from small_vllm import World
+
+from vllm_ascend_kvext.patching.fingerprint import forget_sources
+
+
+@pytest.fixture
+def add_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AddPackage]:
+    """Writes modules below one folder of ``sys.path``; they are forgotten after the test.
+
+    ``add_package("pkg", {"mod": "source"})`` returns the folder that holds ``pkg``.
+    """
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imported: set[str] = set()
+
+    def add(package: str, modules: dict[str, str]) -> Path:
+        for name in _modules_of(package):
+            if package in imported:
+                del sys.modules[name]
+            else:
+                monkeypatch.delitem(sys.modules, name)  # a real one, back after the test
+        forget_sources()
+        imported.add(package)
+        for name, source in {"__init__": "", **modules}.items():
+            path = tmp_path.joinpath(package, *name.split(".")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source, encoding="utf-8")
+        return tmp_path
+
+    yield add
+    for package in imported:
+        for name in _modules_of(package):
+            del sys.modules[name]
+
+
+def _modules_of(package: str) -> list[str]:
+    return [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+
+
+@pytest.fixture
+def upstream_root(add_package: AddPackage) -> Path:
+    """The folder that holds the package ``fake_upstream``; nothing of it is imported."""
+    return add_package(small_upstream.PACKAGE, {"pool": small_upstream.SOURCE})
+
+
+@pytest.fixture
+def world(add_package: AddPackage, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(add_package, monkeypatch)
+    handler = logging.Handler()
+    handler.emit = world.records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.ascend_kvext")
+    logger.addHandler(handler)
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    yield world
+    logger.removeHandler(handler)

