@@ -103,6 +103,7 @@ class Scenario:
         prompt_tokens: Range of prompt lengths; half of a prompt is shared with others.
         new_tokens: Generated tokens per request.
         batched_tokens: Token budget of a step.
+        warm_up_steps: Steps until the load is what it will stay.
     """
 
     name: str
@@ -110,11 +111,12 @@ class Scenario:
     prompt_tokens: tuple[int, int]
     new_tokens: int
     batched_tokens: int
+    warm_up_steps: int
 
 
 SCENARIOS = (
-    Scenario("decode", 64, (500, 1500), 100_000, 8192),
-    Scenario("prefill", 16, (2000, 6000), 16, 2048),
+    Scenario("decode", 64, (500, 1500), 100_000, 8192, 20),
+    Scenario("prefill", 16, (2000, 6000), 16, 2048, 60),
 )
 
 
@@ -142,12 +144,6 @@ class Bench:
         self._engine = SchedulerEngine(layout, options)
         self._scheduler = self._engine.scheduler
 
-    def warm_up(self) -> None:
-        """Bring the load to its steady state: every request of the first batch has decoded."""
-        self.run(2)
-        while any(request.num_output_tokens < 2 for request in self._scheduler.running):
-            self.run(1)
-
     def run(self, num_steps: int) -> float:
         """Microseconds of CPU time per step."""
         elapsed_ns = 0
@@ -167,7 +163,7 @@ class Bench:
 
     def _refill(self) -> None:
         while len(self._scheduler.requests) < self._scenario.num_running + 2:
-            self._engine.add_request(next(self._plans))
+            self._scheduler.add_request(self._engine.make_request(next(self._plans)))
 
     def _execute(self, scheduler_output: Any) -> ModelRunnerOutput:
         request_ids = list(scheduler_output.num_scheduled_tokens)
@@ -230,7 +226,7 @@ def measure(layout: Layout, scenario: Scenario, plan: Any, num_rounds: int) -> l
     for variant in VARIANTS:
         with entered(variant, plan, layout):
             benches[variant] = Bench(layout, scenario, num_rounds * STEPS_PER_TURN)
-            benches[variant].warm_up()
+            benches[variant].run(scenario.warm_up_steps)
     times: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
     order = list(VARIANTS)
     rng = random.Random(1)

@@ -102,7 +102,7 @@ def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
         dtype="float32",
         enforce_eager=True,
         block_size=BLOCK_TOKENS,
-        max_model_len=4096,
+        max_model_len=8192,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=POOL_BLOCKS,
         enable_prefix_caching=enable_prefix_caching,
@@ -116,7 +116,7 @@ def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
     rng = random.Random(0)
     system_prompt = rng.choices(range(VOCABULARY_TOKENS), k=SYSTEM_PROMPT_TOKENS)
     conversations = [list(system_prompt) for _ in range(CONVERSATIONS)]
-    for turn in range(TURNS):
+    for _ in range(TURNS):
         for history in rng.sample(conversations, k=CONVERSATIONS):
             history += rng.choices(range(VOCABULARY_TOKENS), k=rng.randint(*USER_TOKENS))
             (output,) = llm.generate({"prompt_token_ids": history}, sampling, use_tqdm=False)
@@ -136,16 +136,16 @@ def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
 
 def record_evictions(scheduler: Any) -> list[int]:
     """Return a list that grows by the id of every cached block that is put to another use."""
-    pool = scheduler.kv_cache_manager.block_pool
-    evict = pool._maybe_evict_cached_block
+    queue = scheduler.kv_cache_manager.block_pool.free_block_queue
+    take = queue.popleft_n
     evicted: list[int] = []
 
-    def recording_evict(block: Any) -> bool:
-        if was_cached := evict(block):
-            evicted.append(block.block_id)
-        return was_cached
+    def recording_take(num_blocks: int) -> list[Any]:
+        blocks = take(num_blocks)
+        evicted.extend(block.block_id for block in blocks if block.block_hash is not None)
+        return blocks
 
-    pool._maybe_evict_cached_block = recording_evict
+    queue.popleft_n = recording_take
     return evicted
 
 

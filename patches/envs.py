@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable
 
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-
-INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE
 
 
 def _interval() -> int | str | None:
-    text = os.environ.get(INTERVAL_VARIABLE)
+    text = os.environ.get(RETENTION_INTERVAL_VARIABLE)
     if not text:
         return None
     try:
@@ -25,17 +24,17 @@ def _interval() -> int | str | None:
 def register_interval() -> Callable[[], None]:
     from vllm import envs
 
-    known = INTERVAL_VARIABLE in envs.environment_variables
-    original = envs.environment_variables.get(INTERVAL_VARIABLE)
-    envs.environment_variables[INTERVAL_VARIABLE] = _interval
+    known = RETENTION_INTERVAL_VARIABLE in envs.environment_variables
+    original = envs.environment_variables.get(RETENTION_INTERVAL_VARIABLE)
+    envs.environment_variables[RETENTION_INTERVAL_VARIABLE] = _interval
 
     def undo() -> None:
-        if envs.environment_variables.get(INTERVAL_VARIABLE) is not _interval:
+        if envs.environment_variables.get(RETENTION_INTERVAL_VARIABLE) is not _interval:
             return
         if known:
-            envs.environment_variables[INTERVAL_VARIABLE] = original
+            envs.environment_variables[RETENTION_INTERVAL_VARIABLE] = original
         else:
-            del envs.environment_variables[INTERVAL_VARIABLE]
+            del envs.environment_variables[RETENTION_INTERVAL_VARIABLE]
 
     return undo
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.envs import INTERVAL_VARIABLE
 from vllm_ascend_kvext.patches.kv_cache_coordinator import retain, tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -23,7 +23,7 @@ def start_retaining(
 ) -> None:
     """Read the interval when a block manager is built; refuse it here if it is wrong."""
     wrapped(*args, **kwargs)
-    interval = os.environ.get(INTERVAL_VARIABLE)
+    interval = os.environ.get(RETENTION_INTERVAL_VARIABLE)
     if interval:
         retain(instance.coordinator, interval)
 

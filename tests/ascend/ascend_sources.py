@@ -13,6 +13,8 @@ import os
 import sys
 from pathlib import Path
 
+from vllm_ascend_kvext.compat import check_support, detect
+
 SOURCES_VARIABLE = "KVEXT_ASCEND_SOURCES"
 STUB = Path(__file__).parent / "stub"
 
@@ -26,25 +28,35 @@ def sources() -> Path | None:
     """The folder that holds ``vllm_ascend/``, or None if the variable is not set.
 
     Raises:
-        FileNotFoundError: If the variable names a folder without the package.
+        ValueError: If the variable names a folder that cannot be used.
     """
     value = os.environ.get(SOURCES_VARIABLE)
     if not value:
         return None
     folder = Path(value).resolve()
+    expected = f"{SOURCES_VARIABLE}={value}: expected a folder that holds the package vllm_ascend"
     if not (folder / "vllm_ascend" / "__init__.py").is_file():
-        raise FileNotFoundError(
-            f"{SOURCES_VARIABLE}={value}: expected a folder that holds the package vllm_ascend "
-            "(an unpacked wheel), found none there"
+        raise ValueError(f"{expected}, found none there; unpack a vllm-ascend wheel into it")
+    if metadata := sorted(folder.glob("vllm_ascend-*.dist-info")):
+        raise ValueError(
+            f"{expected} alone, found {metadata[0].name} too: with it vLLM takes the NPU for its "
+            "platform; remove it"
         )
     return folder
 
 
 def activate(folder: Path) -> None:
-    """Apply vllm-ascend's platform patches to this process, as its own plugins do."""
+    """Apply vllm-ascend's platform patches to this process, as its own plugins do.
+
+    Raises:
+        ValueError: If this vllm-ascend is not the one for the installed vLLM.
+    """
     os.environ.update(ENVIRONMENT)
     # Last, so that a real torch_npu wins over the stub.
     sys.path += [str(folder), str(STUB)]
+    support = check_support(detect(os.environ))
+    if not support.ok:
+        raise ValueError(f"{SOURCES_VARIABLE}={folder}: {support.reason}")
     importlib.import_module("vllm_ascend")._ensure_global_patch()
     register_specs()
 

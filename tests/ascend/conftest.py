@@ -14,9 +14,12 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder = ascend_sources.sources()
-    if folder is not None and _is_alone(config):
-        ascend_sources.activate(folder)
+    try:
+        folder = ascend_sources.sources()
+        if folder is not None and _is_alone(config):
+            ascend_sources.activate(folder)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _is_alone(config: pytest.Config) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.engine import SchedulerEngine
+from support.installed import retention_installed
 from support.invariants import (
     CacheContents,
     blocks_are_conserved,
@@ -34,8 +35,6 @@ from support.worlds import INTERVAL_VARIABLE
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from vllm_ascend_kvext.activation import apply_feature, revert_feature
-
 NUM_SEEDS = 6
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
 
@@ -44,9 +43,8 @@ by_name = {"ids": lambda layout: layout.name}
 
 @pytest.fixture
 def retention() -> Iterator[None]:
-    apply_feature("retention")
-    yield
-    revert_feature("retention")
+    with retention_installed():
+        yield
 
 
 def workloads(layout: Layout) -> list[Workload]:

@@ -120,8 +120,16 @@ class SchedulerEngine:
 
     def add_request(self, plan: RequestPlan) -> Request:
         """Queue a request, as the engine core does with one from the front end."""
+        request = self.make_request(plan)
+        self.requests[plan.request_id] = request
+        self.runner.expect(plan.request_id, plan.new_stream())
+        self.scheduler.add_request(request)
+        return request
+
+    def make_request(self, plan: RequestPlan) -> Request:
+        """vLLM's form of a request, with its block hashes."""
         adapter = plan.adapter
-        request = Request(
+        return Request(
             request_id=plan.request_id,
             prompt_token_ids=list(plan.prompt),
             sampling_params=SamplingParams(
@@ -143,10 +151,6 @@ class SchedulerEngine:
             priority=plan.priority,
             block_hasher=self._block_hasher,
         )
-        self.requests[plan.request_id] = request
-        self.runner.expect(plan.request_id, plan.new_stream())
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> bool:
         """Returns whether the request was there to be aborted."""

@@ -98,6 +98,7 @@ class TestStatus:
         exit_status, report = self.status(capsys)
         assert exit_status == 2
         assert MODE_VARIABLE in report["error"]
+        assert report["upstream"]["vllm"] == "0.23.0"
 
     def test_an_unexpected_failure_has_failed(
         self, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 
-from vllm_ascend_kvext import __version__, activation
+from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
 from vllm_ascend_kvext.commands.table import render_table
 from vllm_ascend_kvext.errors import KvextError
@@ -81,14 +81,15 @@ def diagnose() -> StatusReport:
     """Activate, and describe what came of it."""
     report = StatusReport()
     try:
+        upstream = compat.detect(os.environ)
+        report.upstream = asdict(upstream)
+        report.supported = compat.check_support(upstream).ok
         settings = Settings.from_environ(os.environ)
         report.mode = settings.mode.value
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
         surveyed = activation.survey(settings, plan_everything=True)
     except Exception as error:
         return _failed(report, error)
-    report.upstream = asdict(surveyed.upstream)
-    report.supported = surveyed.support.ok
     try:
         activation.install(surveyed)
     except Exception as error:
