@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package costs the scheduler: microseconds per step, side by side in one run.
 
-    python benchmarks/scheduler_overhead.py [--json FILE] [--rounds N] [--layout NAME]
+    python benchmarks/scheduler_overhead.py [--json FILE] [--turns N] [--layout NAME]
 
 vLLM's real scheduler runs the same requests once per variant, without a model. The variants take
 turns every few steps, and the patches are installed and taken back at every turn, so that whatever
@@ -44,6 +44,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_ascend_kvext import register
 from vllm_ascend_kvext.activation import revert_feature, survey
 from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.patching.plan import FeaturePlan, State
 from vllm_ascend_kvext.settings import Mode, Settings
 
 INERT_LIMIT = 1.02
@@ -93,105 +94,14 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A load that stays the same for as long as it is measured.
-
-    Attributes:
-        name: As printed.
-        num_running: Requests in the batch, always.
-        prompt_tokens: Range of prompt lengths; half of a prompt is shared with others.
-        new_tokens: Generated tokens per request.
-        batched_tokens: Token budget of a step.
-        warm_up_steps: Steps until the load is what it will stay.
-    """
-
-    name: str
-    num_running: int
-    prompt_tokens: tuple[int, int]
-    new_tokens: int
-    batched_tokens: int
-    warm_up_steps: int
-
-
 SCENARIOS = (
     Scenario("decode", 64, (500, 1500), 100_000, 8192, 20),
     Scenario("prefill", 16, (2000, 6000), 16, 2048, 60),
 )
 
 
-class Bench:
-    """One variant's engine under a scenario's load.
-
-    Args:
-        layout: KV cache groups.
-        scenario: The load.
-    """
-
-    def __init__(self, layout: Layout, scenario: Scenario, num_steps: int) -> None:
-        self._scenario = scenario
-        self._plans = _endless_plans(scenario)
-        longest = scenario.prompt_tokens[1] + min(scenario.new_tokens, num_steps + 100)
-        options = EngineOptions(
-            num_blocks=1
-            + scenario.num_running
-            * sum(longest // group.block_tokens + 2 for group in layout.groups),
-            max_num_seqs=scenario.num_running,
-            max_num_batched_tokens=scenario.batched_tokens,
-            max_model_len=131_072,
-            events=False,
-        )
-        self._engine = SchedulerEngine(layout, options)
-        self._scheduler = self._engine.scheduler
-
-    def run(self, num_steps: int) -> float:
-        """Microseconds of CPU time per step."""
-        elapsed_ns = 0
-        for _ in range(num_steps):
-            self._refill()
-            start_ns = time.thread_time_ns()
-            scheduler_output = self._scheduler.schedule()
-            elapsed_ns += time.thread_time_ns() - start_ns
-            model_output = self._execute(scheduler_output)
-            start_ns = time.thread_time_ns()
-            self._scheduler.update_from_output(scheduler_output, model_output)
-            elapsed_ns += time.thread_time_ns() - start_ns
-        return elapsed_ns / num_steps / 1000
-
-    def close(self) -> None:
-        self._engine.shutdown()
-
-    def _refill(self) -> None:
-        while len(self._scheduler.requests) < self._scenario.num_running + 2:
-            self._scheduler.add_request(self._engine.make_request(next(self._plans)))
-
-    def _execute(self, scheduler_output: Any) -> ModelRunnerOutput:
-        request_ids = list(scheduler_output.num_scheduled_tokens)
-        requests = self._scheduler.requests
-        return ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[[] if requests[id].is_prefill_chunk else [1] for id in request_ids],
-        )
-
-
-def _endless_plans(scenario: Scenario) -> Iterator[RequestPlan]:
-    rng = random.Random(0)
-    shared = [[rng.randrange(1000) for _ in range(scenario.prompt_tokens[1])] for _ in range(8)]
-    for number in itertools.count():
-        num_tokens = rng.randrange(*scenario.prompt_tokens)
-        prompt = rng.choice(shared)[: num_tokens // 2]
-        prompt = prompt + [rng.randrange(1000) for _ in range(num_tokens - len(prompt))]
-        yield RequestPlan(
-            request_id=f"request-{number}",
-            arrival_step=0,
-            prompt=tuple(prompt),
-            max_tokens=scenario.new_tokens,
-        )
-
-
 @contextmanager
-def entered(variant: Variant, plan: Any, layout: Layout) -> Iterator[None]:
+def entered(variant: Variant, plan: FeaturePlan, layout: Layout) -> Iterator[None]:
     """Make this process that of a variant, for a while."""
     os.environ.pop(INTERVAL_VARIABLE, None)
     if variant.interval_units is not None:
@@ -200,6 +110,9 @@ def entered(variant: Variant, plan: Any, layout: Layout) -> Iterator[None]:
         BOOK.apply(plan)
     elif variant is REGISTERED:
         register()
+        patched = [f.patch.id for f in plan.findings if BOOK.state(f) is State.APPLIED]
+        if patched:
+            raise RuntimeError(f"nothing is configured, and yet {patched} are in effect")
     try:
         yield
     finally:
@@ -220,26 +133,16 @@ class Result:
     ratio_quartiles: tuple[float, float]
 
 
-def measure(layout: Layout, scenario: Scenario, plan: Any, num_rounds: int) -> list[Result]:
-    """All variants under one load."""
-    benches = {}
-    for variant in VARIANTS:
-        with entered(variant, plan, layout):
-            benches[variant] = Bench(layout, scenario, num_rounds * STEPS_PER_TURN)
-            benches[variant].run(scenario.warm_up_steps)
+def measure(layout: Layout, scenario: Scenario, plan: FeaturePlan, num_turns: int) -> list[Result]:
+    """All variants under one load.
+
+    Every pass builds its engines anew and in another order: where an engine's objects happen to
+    lie in memory is worth a few per cent, and stays with it.
+    """
     times: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
-    order = list(VARIANTS)
-    rng = random.Random(1)
-    gc.collect()
-    gc.disable()
-    for _ in range(num_rounds):
-        rng.shuffle(order)
-        for variant in order:
-            with entered(variant, plan, layout):
-                times[variant].append(benches[variant].run(STEPS_PER_TURN))
-    gc.enable()
-    for bench in benches.values():
-        bench.close()
+    for first in range(len(VARIANTS)):
+        order = [*VARIANTS[first:], *VARIANTS[:first]]
+        measure_once(layout, scenario, plan, order, num_turns, times)
     results = []
     for variant in VARIANTS:
         pairs = zip(times[variant], times[STOCK], strict=True)
@@ -249,6 +152,33 @@ def measure(layout: Layout, scenario: Scenario, plan: Any, num_rounds: int) -> l
             Result(layout.name, scenario.name, variant.name, step_us, ratio, (low, high))
         )
     return results
+
+
+def measure_once(
+    layout: Layout,
+    scenario: Scenario,
+    plan: FeaturePlan,
+    order: list[Variant],
+    num_turns: int,
+    times: dict[Variant, list[float]],
+) -> None:
+    """One pass; appends the time per step of every turn to ``times``."""
+    benches = {}
+    for variant in order:
+        with entered(variant, plan, layout):
+            benches[variant] = Bench(layout, scenario, num_turns * STEPS_PER_TURN)
+            benches[variant].run(scenario.warm_up_steps)
+    rng = random.Random(1)
+    gc.collect()
+    gc.disable()
+    for _ in range(num_turns):
+        rng.shuffle(order)
+        for variant in order:
+            with entered(variant, plan, layout):
+                times[variant].append(benches[variant].run(STEPS_PER_TURN))
+    gc.enable()
+    for bench in benches.values():
+        bench.close()
 
 
 def print_results(results: list[Result]) -> None:
@@ -267,7 +197,7 @@ def print_results(results: list[Result]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
-    parser.add_argument("--rounds", type=int, default=150, help="turns of each variant")
+    parser.add_argument("--turns", type=int, default=40, help="per variant and pass")
     parser.add_argument("--layout", default="", help="only layouts whose name contains this")
     arguments = parser.parse_args()
 
@@ -279,17 +209,21 @@ def main() -> int:
         if arguments.layout not in layout.name:
             continue
         for scenario in SCENARIOS:
-            results += measure(layout, scenario, plan, arguments.rounds)
+            results += measure(layout, scenario, plan, arguments.turns)
             print_results(results[-len(VARIANTS) :])
 
     worst = max(result.ratio for result in results if result.variant == REGISTERED.name)
     verdict = "within" if worst <= INERT_LIMIT else "ABOVE"
-    print(f"\nInert (registered): at most {worst:.3f} of stock, {verdict} {INERT_LIMIT}.")
+    print(
+        "\nInert (registered, nothing configured): no attribute of vLLM is patched; measured at "
+        f"most {worst:.3f} of stock, {verdict} {INERT_LIMIT}."
+    )
     if arguments.json:
         report = {
             "vllm": vllm.__version__,
             "python": platform.python_version(),
-            "rounds": arguments.rounds,
+            "passes": len(VARIANTS),
+            "turns": arguments.turns,
             "steps_per_turn": STEPS_PER_TURN,
             "results": [asdict(result) for result in results],
         }

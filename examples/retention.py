@@ -26,19 +26,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-WINDOW_TOKENS = 128
+WINDOW_TOKENS = 64
 BLOCK_TOKENS = 16
-POOL_BLOCKS = 1600
+POOL_BLOCKS = 2600
 VOCABULARY_TOKENS = 512
 
 CONVERSATIONS = 8
-TURNS = 6
-SYSTEM_PROMPT_TOKENS = 1024
-USER_TOKENS = (150, 400)
-REPLY_TOKENS = 32
+TURNS = 5
+SYSTEM_PROMPT_TOKENS = 512
+USER_TOKENS = (400, 800)
+REPLY_TOKENS = 64
 
 CHECKPOINT_TOKENS = 512
 LOGPROB_TOLERANCE = 1e-3
@@ -47,13 +48,14 @@ PICTURE = Path("out/retention.png")
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 REFERENCE = "no prefix caching"
+# vLLM 0.23.0 reads the variable too, so it is compared at the same settings with the plugin off.
 RUNS: dict[str, dict[str, str]] = {
     REFERENCE: PLUGIN_OFF,
     "vLLM": PLUGIN_OFF,
-    "vLLM's own interval 0": {**PLUGIN_OFF, INTERVAL: "0"},
+    "vLLM, interval 0": {**PLUGIN_OFF, INTERVAL: "0"},
     "kvext, interval 0": {INTERVAL: "0"},
-    f"vLLM's own interval {CHECKPOINT_TOKENS}": {**PLUGIN_OFF, INTERVAL: f"{CHECKPOINT_TOKENS}"},
-    f"kvext, interval {CHECKPOINT_TOKENS}": {INTERVAL: f"{CHECKPOINT_TOKENS}"},
+    f"vLLM, interval {CHECKPOINT_TOKENS}": {**PLUGIN_OFF, INTERVAL: str(CHECKPOINT_TOKENS)},
+    f"kvext, interval {CHECKPOINT_TOKENS}": {INTERVAL: str(CHECKPOINT_TOKENS)},
 }
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",  # The model is so small that threads would wait for each other.
@@ -67,9 +69,11 @@ ENGINE_ENVIRON = {
 def write_model(folder: Path, window_tokens: int = WINDOW_TOKENS) -> None:
     """Write a Gemma 3 of five sliding-window layers and one full layer, with random weights."""
     import torch
+    from safetensors.torch import save_file
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
         vocab_size=VOCABULARY_TOKENS,
         hidden_size=128,
         intermediate_size=256,
@@ -89,7 +93,8 @@ def write_model(folder: Path, window_tokens: int = WINDOW_TOKENS) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.2)
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def serve(model: Path, enable_prefix_caching: bool) -> Iterator[dict[str, Any]]:
@@ -236,47 +241,35 @@ def most_hit_tokens(requests: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def print_table(records: dict[str, Record]) -> None:
-    reference = records[REFERENCE]
-    best = sum(most_hit_tokens(reference.requests))
-    print(
-        f"\n{CONVERSATIONS} conversations of {TURNS} turns, {POOL_BLOCKS} blocks of "
-        f"{BLOCK_TOKENS} tokens, window {WINDOW_TOKENS}. "
-        f"A cache without limit would hit {best} tokens.\n"
-    )
-    head = ("", "prompt", "hit", "computed", "blocks kept: full, windows", "evictions", "identical")
-    rows = [
-        (
-            name,
-            f"{sum(record.prompt_tokens)}",
-            f"{sum(record.hit_tokens)}",
-            f"{sum(record.prompt_tokens) - sum(record.hit_tokens)}",
-            " ".join(map(str, record.kept_blocks)),
-            f"{record.evictions}",
-            "yes" if record.has_outputs_of(reference) else "NO",
-        )
-        for name, record in records.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+    head = ("run", "prompt", "hit", "computed", "full", "each window", "evictions", "identical")
+    rows = [("", "tokens", "", "", "blocks kept", "", "", "outputs"), head]
+    for name, record in records.items():
+        prompt, hit = sum(record.prompt_tokens), sum(record.hit_tokens)
+        full, *windows = record.kept_blocks
+        outputs = "yes" if record.has_outputs_of(records[REFERENCE]) else "NO"
+        row = (name, prompt, hit, prompt - hit, full, "/".join(map(str, windows)))
+        rows.append((*map(str, row), str(record.evictions), outputs))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        print(name.ljust(widths[0]), *aligned, sep="  ")
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
-    """Draw the tokens hit over time."""
+    """Draw the tokens hit over time, one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from itertools import accumulate
-
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    best = list(accumulate(most_hit_tokens(records[REFERENCE].requests)))
-    axes.plot(best, color="0.6", linestyle=":", label="a cache without limit")
-    for name, record in records.items():
-        if name != REFERENCE:
-            axes.plot(list(accumulate(record.hit_tokens)), label=name)
-    axes.set(xlabel="request", ylabel="prompt tokens hit so far")
+    best = Record(records[REFERENCE].requests, [], 0)
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    lines = {"a cache without limit": most_hit_tokens(records[REFERENCE].requests)}
+    lines |= {name: record.hit_tokens for name, record in records.items() if name != REFERENCE}
+    for name, hit_tokens in lines.items():
+        style = {"color": "0.8", "linewidth": 6} if name not in records else {}
+        style |= {"linestyle": "--"} if name in records and records[name] else {}
+        axes.plot(list(accumulate(hit_tokens)), label=f"{name}: {sum(hit_tokens):,}", **style)
     axes.legend()
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -82,6 +82,7 @@ def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
         window_groups=tuple(managed[GroupKind.WINDOW]),
         full_groups=tuple(managed[GroupKind.FULL]),
         pool=RetainedPool(coordinator.block_pool),
+        skips_by_tokens=not _is_ascend(coordinator),
     )
     setattr(coordinator, _KEEPER, keeper)
     dense = tuple(group.manager for group in managed[GroupKind.STATE])
@@ -120,7 +121,7 @@ def _group_geometry(
 ) -> GroupGeometry:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    is_ascend = type(coordinator).__module__.startswith("vllm_ascend.")
+    is_ascend = _is_ascend(coordinator)
     kind = GroupKind.STATE
     if isinstance(spec, FullAttentionSpec):
         kind = GroupKind.FULL
@@ -134,6 +135,10 @@ def _group_geometry(
         looks_ahead=looks_ahead,
         margin_tokens=0 if is_ascend and kind is GroupKind.STATE else spec.block_size,
     )
+
+
+def _is_ascend(coordinator: KVCacheCoordinator) -> bool:
+    return type(coordinator).__module__.startswith("vllm_ascend.")
 
 
 def _compress_ratio(spec: KVCacheSpec) -> int:
@@ -185,10 +190,10 @@ def save_leaving_blocks(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    """Call upstream only if a block leaves a window, and first save what is needed later."""
     keeper = tail_keeper(instance)
-    if keeper is not None:
-        keeper.before_skip(*args, **kwargs)
-    return wrapped(*args, **kwargs)
+    if keeper is None or keeper.before_skip(*args, **kwargs) or getattr(instance, _DENSE_MANAGERS):
+        wrapped(*args, **kwargs)
 
 
 def accept_any_interval(

@@ -7,7 +7,7 @@ On the small layout, where every block can be looked at.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -163,21 +163,37 @@ def released_blocks(world: BlockManager) -> tuple[list[int], list[int]]:
 class TestNullBlock:
     """The null block is in nobody's books."""
 
-    def test_stock_counts_its_references(self):
+    def test_stock_frees_it_and_counts_its_references(self):
         world = small_world(None)
         before = world.pool.null_block.ref_cnt
-        serve(world, 4 * UNIT_TOKENS, 5)
+        assert null_blocks_freed(world, [4 * UNIT_TOKENS]) > 0
         assert world.pool.null_block.ref_cnt != before
 
     @pytest.mark.usefixtures("retention")
     @pytest.mark.parametrize("eagle", EAGLE_SETS)
-    def test_references_do_not_move(self, eagle):
+    def test_is_never_freed(self, eagle):
         world = small_world(0, EAGLE_SETS[eagle])
         before = world.pool.null_block.ref_cnt
-        for num_prompt_tokens in LENGTHS:
-            serve(world, num_prompt_tokens, NUM_OUTPUT_TOKENS)
-            assert world.pool.null_block.ref_cnt == before
+        assert null_blocks_freed(world, LENGTHS) == 0
+        assert world.pool.null_block.ref_cnt == before
         assert world.pool.null_block not in world.pool.free_block_queue.get_all_free_blocks()
+
+
+def null_blocks_freed(world: BlockManager, lengths: Iterable[int]) -> int:
+    """How often the null block is handed to ``free_blocks`` while requests are served."""
+    free_blocks = world.pool.free_blocks
+    count = 0
+
+    def observe(ordered_blocks: Iterable[KVCacheBlock], *args: object, **kwargs: object) -> None:
+        nonlocal count
+        blocks = list(ordered_blocks)
+        count += sum(block.is_null for block in blocks)
+        free_blocks(blocks, *args, **kwargs)
+
+    world.pool.free_blocks = observe
+    for num_prompt_tokens in lengths:
+        serve(world, num_prompt_tokens, NUM_OUTPUT_TOKENS)
+    return count
 
 
 class TestEvents:

@@ -37,7 +37,7 @@ COMPRESSED_GROUPS = frozenset({0, 1})
 
 TRUE_EAGLE_SETS = {
     "none": frozenset(),
-    "MTP": frozenset({3}),  # the group of the model's last layer
+    "MTP": frozenset({3}),  # the group that holds the MTP layer
     "all": frozenset(range(6)),  # what vllm-ascend falls back to when none is flagged
 }
 

@@ -24,7 +24,7 @@ from vllm_ascend._version import __version__ as ascend_version
 
 UNIT_TOKENS = HIT_UNIT_TOKENS[128]
 C4, C128, WINDOW_A, WINDOW_B, C4_STATE, C128_STATE = range(6)
-MTP = frozenset({WINDOW_B})  # the group of the model's last layer
+MTP = frozenset({WINDOW_B})  # the group that holds the MTP layer
 
 upstream_has_retention = pytest.mark.skipif(
     ascend_version.startswith("0.20."), reason="this upstream has no retention of its own"

@@ -179,6 +179,17 @@ class HitGeometry:
             for group, tokens in zip(self.groups, self._full(steady), strict=True)
         )
 
+    def next_skip_tokens(self, computed_tokens: int) -> int:
+        """The number of computed tokens at which the next block leaves a window."""
+        return min(
+            _floor(max(0, computed_tokens - group.window_tokens + 1), group.block_tokens)
+            + group.block_tokens
+            + group.window_tokens
+            - 1
+            for group in self.groups
+            if group.kind is GroupKind.WINDOW
+        )
+
     def _find_opening(self, boundary_tokens: int) -> int:
         low = boundary_tokens // self._step_tokens
         high = low + 2 * (len(self.groups) + 1) * self.unit_tokens // self._step_tokens

@@ -25,6 +25,7 @@ class _Progress:
         tails: Per sliding-window group.
         boundary_tokens: The latest boundary; its tails are cached.
         next_event_tokens: The smallest reach at which there is something to do.
+        next_skip_tokens: The smallest number of computed tokens at which a block leaves a window.
         cached_tokens: How many tokens the scheduler has asked to cache.
         holds_blocks: False while the request is preempted.
     """
@@ -33,6 +34,7 @@ class _Progress:
     tails: tuple[GroupTails, ...]
     boundary_tokens: int = 0
     next_event_tokens: int = 0
+    next_skip_tokens: int = 0
     cached_tokens: int = 0
     holds_blocks: bool = False
 
@@ -46,12 +48,15 @@ class TailKeeper:
         window_groups: The sparse groups.
         full_groups: Cached from the first token up to what the latest boundary needs.
         pool: The pool of all groups' blocks.
+        skips_by_tokens: Whether the blocks that leave a window follow from the number of computed
+            tokens alone. On Ascend they depend on the steps in flight as well.
     """
 
     policy: RetentionPolicy
     window_groups: tuple[ManagedGroup, ...]
     full_groups: tuple[ManagedGroup, ...]
     pool: Pool
+    skips_by_tokens: bool = True
     _progress: dict[str, _Progress] = field(init=False, default_factory=dict)
 
     def cache(self, request: Request, num_tokens: int) -> None:
@@ -66,21 +71,29 @@ class TailKeeper:
         if reach_tokens >= progress.next_event_tokens:
             self._advance(progress, reach_tokens)
 
-    def before_skip(self, request_id: str, total_computed_tokens: int) -> None:
+    def before_skip(self, request_id: str, total_computed_tokens: int) -> bool:
         """Save blocks that leave the window although a coming boundary needs them.
 
         A boundary opens only when every group that looks ahead has its block past it. By then
         the first blocks of a tail may have left the window.
+
+        Returns:
+            Whether a block can leave a window at all; most steps of a decode move none.
         """
         progress = self._progress.get(request_id)
         if progress is None or not progress.holds_blocks:
-            return
+            return True
+        if total_computed_tokens < progress.next_skip_tokens:
+            return False
         geometry = self.policy.geometry
         for boundary in self._coming_boundaries(progress, total_computed_tokens):
             runs = geometry.tails(boundary)
             for group, tails in zip(self.window_groups, progress.tails, strict=True):
                 run = runs[group.geometry_index]
                 tails.keep_leaving(run, total_computed_tokens, progress.cached_tokens)
+        if self.skips_by_tokens:
+            progress.next_skip_tokens = geometry.next_skip_tokens(total_computed_tokens)
+        return True
 
     def release(self, request: Request) -> None:
         """Settle what a request leaves behind; call it before its blocks are freed."""
@@ -109,7 +122,7 @@ class TailKeeper:
         group = self.window_groups[0]
         hit_tokens = group.manager.num_cached_block.get(request.request_id, 0) * group.block_tokens
         progress.boundary_tokens = hit_tokens // geometry.unit_tokens * geometry.unit_tokens
-        progress.next_event_tokens = 0
+        progress.next_event_tokens = progress.next_skip_tokens = 0
         progress.holds_blocks = True
         runs = geometry.tails(progress.boundary_tokens)
         for group, tails in zip(self.window_groups, progress.tails, strict=True):

@@ -109,6 +109,21 @@ def test_opens_at_the_smallest_limit(geometry: HitGeometry) -> None:
         assert geometry.reachable_tokens(limit - 1) < boundary
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_next_skip(geometry: HitGeometry) -> None:
+    """Between two calls no group's window moves past a block; at the second one's does."""
+    windows = [group for group in geometry.groups if group.kind is WINDOW]
+    if not windows:
+        return
+
+    def skipped(computed_tokens: int) -> list[int]:
+        return [max(0, computed_tokens - g.window_tokens + 1) // g.block_tokens for g in windows]
+
+    for computed in range(9 * geometry.unit_tokens):
+        following = geometry.next_skip_tokens(computed)
+        assert skipped(following - 1) == skipped(computed) != skipped(following)
+
+
 @st.composite
 def random_geometry(draw: st.DrawFn) -> HitGeometry:
     unit_tokens = draw(st.sampled_from([4, 8, 12]))
