@@ -51,7 +51,7 @@ REFERENCE = "no prefix caching"
 # vLLM 0.23.0 reads the variable too, so it is compared at the same settings with the plugin off.
 RUNS: dict[str, dict[str, str]] = {
     REFERENCE: PLUGIN_OFF,
-    "vLLM": PLUGIN_OFF,
+    "vLLM, dense": PLUGIN_OFF,
     "vLLM, interval 0": {**PLUGIN_OFF, INTERVAL: "0"},
     "kvext, interval 0": {INTERVAL: "0"},
     f"vLLM, interval {CHECKPOINT_TOKENS}": {**PLUGIN_OFF, INTERVAL: str(CHECKPOINT_TOKENS)},
@@ -157,15 +157,12 @@ def record_evictions(scheduler: Any) -> list[int]:
 def count_kept_blocks(scheduler: Any) -> list[int]:
     """How many blocks of each KV cache group the prefix cache holds, full attention first."""
     from vllm.v1.core.kv_cache_utils import get_group_id
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     blocks = scheduler.kv_cache_manager.block_pool.blocks
     kept = Counter(get_group_id(block.block_hash) for block in blocks if block.block_hash)
-    groups = enumerate(scheduler.kv_cache_config.kv_cache_groups)
-    ordered = sorted(
-        groups, key=lambda group: not isinstance(group[1].kv_cache_spec, FullAttentionSpec)
-    )
-    return [kept[index] for index, _ in ordered]
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    return [kept[index] for index in sorted(range(len(kinds)), key=kinds.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -185,26 +182,36 @@ class Record:
         return [request["hit_tokens"] for request in self.requests]
 
     def has_outputs_of(self, other: Record) -> bool:
-        """Whether each reply and the log-probabilities behind it are those of ``other``."""
+        """Whether each reply and the top log-probabilities behind it are those of ``other``."""
         return all(
             mine["prompt"] == theirs["prompt"]
             and mine["reply"] == theirs["reply"]
-            and all(map(are_close, mine["logprobs"], theirs["logprobs"]))
+            and all(
+                # The last ranks may swap.
+                abs(logprob - expected.get(token, min(expected.values()))) <= LOGPROB_TOLERANCE
+                for step, expected in zip(mine["logprobs"], theirs["logprobs"], strict=True)
+                for token, logprob in step.items()
+            )
             for mine, theirs in zip(self.requests, other.requests, strict=True)
         )
 
-
-def are_close(left: dict[str, float], right: dict[str, float]) -> bool:
-    """Compare the top log-probabilities of one token; the last ranks may swap."""
-    return all(
-        abs(logprob - right.get(token, min(right.values()))) <= LOGPROB_TOLERANCE
-        for token, logprob in left.items()
-    )
+    def most_hit_tokens(self) -> list[int]:
+        """What each request would hit in a cache that never loses a block."""
+        seen: set[tuple[int, ...]] = set()
+        hits = []
+        for request in self.requests:
+            tokens, limit = request["prompt"] + request["reply"], len(request["prompt"]) - 1
+            ends = range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
+            hits.append(
+                max((e for e in ends if e <= limit and tuple(tokens[:e]) in seen), default=0)
+            )
+            seen.update(tuple(tokens[:end]) for end in ends)
+        return hits
 
 
 def execute(model: Path, name: str, progress: Any) -> Record:
     """Run ``serve`` in a process of its own."""
-    inherited = {key: value for key, value in os.environ.items() if key != INTERVAL}
+    inherited = {key: os.environ[key] for key in os.environ.keys() - {INTERVAL, *PLUGIN_OFF}}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, "--model", str(model), "--serve", name],
@@ -217,7 +224,7 @@ def execute(model: Path, name: str, progress: Any) -> Record:
         for line in process.stdout:
             if line.startswith("{"):
                 records.append(json.loads(line))
-                progress.update()
+                progress.update("reply" in records[-1])
             else:
                 log.write(line)
         if process.wait():
@@ -226,21 +233,8 @@ def execute(model: Path, name: str, progress: Any) -> Record:
     return Record(records[:-1], **records[-1])
 
 
-def most_hit_tokens(requests: Sequence[dict[str, Any]]) -> list[int]:
-    """What each request would hit in a cache that never loses a block."""
-    seen: set[tuple[int, ...]] = set()
-    hits = []
-    for request in requests:
-        prompt, history = request["prompt"], request["prompt"] + request["reply"][:-1]
-        ends = range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
-        hits.append(max((end for end in ends if tuple(prompt[:end]) in seen), default=0))
-        seen |= {
-            tuple(history[:end]) for end in range(BLOCK_TOKENS, len(history) + 1, BLOCK_TOKENS)
-        }
-    return hits
-
-
 def print_table(records: dict[str, Record]) -> None:
+    """Print one row per run; `each window` lists the sliding-window groups."""
     head = ("run", "prompt", "hit", "computed", "full", "each window", "evictions", "identical")
     rows = [("", "tokens", "", "", "blocks kept", "", "", "outputs"), head]
     for name, record in records.items():
@@ -256,21 +250,34 @@ def print_table(records: dict[str, Record]) -> None:
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
-    """Draw the tokens hit over time, one line per run."""
+    """Draw the tokens hit over time: vLLM dashed, kvext solid, one color per setting."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    best = Record(records[REFERENCE].requests, [], 0)
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    lines = {"a cache without limit": most_hit_tokens(records[REFERENCE].requests)}
-    lines |= {name: record.hit_tokens for name, record in records.items() if name != REFERENCE}
-    for name, hit_tokens in lines.items():
-        style = {"color": "0.8", "linewidth": 6} if name not in records else {}
-        style |= {"linestyle": "--"} if name in records and records[name] else {}
-        axes.plot(list(accumulate(hit_tokens)), label=f"{name}: {sum(hit_tokens):,}", **style)
-    axes.legend()
+
+    def plot(name: str, hits: Sequence[int], **style: Any) -> None:
+        axes.plot([0, *accumulate(hits)], label=f"{name}: {sum(hits):,} tokens", **style)
+
+    plot("a cache without limit", records[REFERENCE].most_hit_tokens(), color="0.85", lw=7)
+    for name, record in records.items():
+        owner, _, setting = name.partition(", ")
+        color = {"dense": "0.3", "interval 0": "tab:orange"}.get(setting, "tab:blue")
+        if name != REFERENCE:
+            plot(name, record.hit_tokens, color=color, ls="-" if owner == "kvext" else "--", lw=2)
+    axes.set(
+        title=f"{CONVERSATIONS} chats on {POOL_BLOCKS:,} KV cache blocks",
+        xlabel="requests served",
+        ylabel="prompt tokens found in the cache, in total",
+        xlim=(0, CONVERSATIONS * TURNS),
+        ylim=(0, None),
+    )
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.93")
+    axes.legend(frameon=False, loc="upper left")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -287,17 +294,26 @@ def main() -> None:
 
     from tqdm import tqdm
 
+    print(
+        f"{CONVERSATIONS} chats of {TURNS} turns on {POOL_BLOCKS} KV cache blocks of "
+        f"{BLOCK_TOKENS} tokens; sliding window {WINDOW_TOKENS} tokens."
+    )
+    records: dict[str, Record] = {}
     with tempfile.TemporaryDirectory() as model:
         write_model(Path(model))
-        total = len(RUNS) * (CONVERSATIONS * TURNS + 1)
-        with tqdm(total=total, unit="request", smoothing=0) as progress:
-            records = {}
+        with tqdm(
+            total=len(RUNS) * CONVERSATIONS * TURNS,
+            unit=" requests",
+            mininterval=0.1 if sys.stderr.isatty() else 10,
+        ) as progress:
             for name in RUNS:
-                progress.set_description(f"{name:24}")
+                progress.set_description(name)
                 records[name] = execute(Path(model), name, progress)
     print_table(records)
     draw(records, PICTURE)
-    print(f"\nThe picture of hits over time: {PICTURE.resolve()}")
+    print(f"\nTokens hit over time: {PICTURE.resolve()}")
+    if not all(record.has_outputs_of(records[REFERENCE]) for record in records.values()):
+        raise SystemExit("Some outputs differ from those without prefix caching.")
 
 
 if __name__ == "__main__":

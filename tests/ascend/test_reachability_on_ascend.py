@@ -93,6 +93,25 @@ def test_small_layout_hits_what_dense_caching_hits(num_flagged, record_property)
     assert not difference.examples
 
 
+@pytest.mark.skipif(ascend_version.startswith("0.20"), reason="0.20 has no retention of its own")
+def test_stock_loses_hits(record_property):
+    """The same comparison is red on the interval 0 of vLLM and vllm-ascend."""
+    difference = Difference()
+    for eagle_group_ids in itertools.chain(small_eagle_sets(0), small_eagle_sets(1)):
+        layout = small_layout(eagle_group_ids)
+        dense = dense_world(layout, SMALL_NUM_BLOCKS)
+        sparse = BlockManager(layout, 0, SMALL_NUM_BLOCKS)
+        for length in SMALL_LENGTHS:
+            dense.reset()
+            sparse.reset()
+            case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
+            difference.compare(
+                case, serve_prompt_only(dense, length), serve_prompt_only(sparse, length)
+            )
+    record_property("different", f"{difference.num_different} of {difference.num_cases}")
+    assert {"resend", "prompt extended"} <= set(difference.examples)
+
+
 @pytest.mark.parametrize("eagle", TRUE_EAGLE_SETS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_true_layout_hits_what_dense_caching_hits(block_size, eagle, record_property):

@@ -43,11 +43,12 @@ class Scenario:
 
 
 class SteadyLoad:
-    """One variant's engine under a scenario's load.
+    """One engine under a scenario's load. The same scenario gives every engine the same requests.
 
     Args:
         layout: KV cache groups.
         scenario: The load.
+        num_steps: How many steps it will be run; the pool is large enough for that.
     """
 
     def __init__(self, layout: Layout, scenario: Scenario, num_steps: int) -> None:
