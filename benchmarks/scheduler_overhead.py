@@ -100,11 +100,6 @@ def entered(variant: Variant, plan: FeaturePlan, layout: Layout) -> Iterator[Non
         os.environ[INTERVAL_VARIABLE] = str(variant.interval_units * layout.unit_tokens)
     if variant.installed:
         BOOK.apply(plan)
-    elif variant is REGISTERED:
-        register()
-        patched = [f.patch.id for f in plan.findings if BOOK.state(f) is State.APPLIED]
-        if patched:
-            raise RuntimeError(f"nothing is configured, and yet {patched} are in effect")
     try:
         yield
     finally:
@@ -147,6 +142,14 @@ def measure(layout: Layout, scenario: Scenario, plan: FeaturePlan, num_turns: in
     return results
 
 
+def register_unconfigured(plan: FeaturePlan) -> None:
+    """What vLLM does at start-up where the package is installed and no variable is set."""
+    register()
+    patched = [f.patch.id for f in plan.findings if BOOK.state(f) is State.APPLIED]
+    if patched:
+        raise RuntimeError(f"nothing is configured, and yet {patched} are in effect")
+
+
 def measure_once(
     layout: Layout, scenario: Scenario, plan: FeaturePlan, order: list[Variant], num_turns: int
 ) -> dict[Variant, list[float]]:
@@ -154,7 +157,9 @@ def measure_once(
     loads = {}
     for variant in order:
         with entered(variant, plan, layout):
-            loads[variant] = SteadyLoad(layout, scenario, 2 * num_turns * STEPS_PER_TURN)
+            if variant is REGISTERED:
+                register_unconfigured(plan)
+            loads[variant] = SteadyLoad(layout, scenario, 2 * num_turns * (STEPS_PER_TURN + 1))
             loads[variant].run(scenario.warm_up_steps)
     times: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
     rng = random.Random(1)
@@ -168,6 +173,7 @@ def measure_once(
             loads[STOCK], loads[REGISTERED] = loads[REGISTERED], loads[STOCK]
             for variant in rng.sample(order, k=len(order)):
                 with entered(variant, plan, layout):
+                    loads[variant].run(1)  # not timed: warms the caches again
                     elapsed[variant] += loads[variant].run(STEPS_PER_TURN) / 2
         for variant in VARIANTS:
             times[variant].append(elapsed[variant])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -138,24 +138,30 @@ def _cache_runs(
     block_mask: list[bool] | None = None,
 ) -> None:
     hashes_per_block = block_size // block_pool.hash_block_size
-    start = num_cached_blocks
-    while start < num_full_blocks:
-        stop = start
-        while stop < num_full_blocks and not (
-            blocks[stop].is_null
-            or (block_mask is not None and not block_mask[stop - num_cached_blocks])
-        ):
-            stop += 1
-        if start < stop:
-            wrapped(
-                request=_RequestUpTo(request, stop * hashes_per_block),
-                blocks=blocks,
-                num_cached_blocks=start,
-                num_full_blocks=stop,
-                block_size=block_size,
-                kv_cache_group_id=kv_cache_group_id,
-            )
-        start = stop + 1
+    holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
+    if block_mask is not None:
+        holes = [hole or not kept for hole, kept in zip(holes, block_mask, strict=True)]
+    for run in _runs_between(holes):
+        stop = num_cached_blocks + run.stop
+        wrapped(
+            request=_RequestUpTo(request, stop * hashes_per_block),
+            blocks=blocks,
+            num_cached_blocks=num_cached_blocks + run.start,
+            num_full_blocks=stop,
+            block_size=block_size,
+            kv_cache_group_id=kv_cache_group_id,
+        )
+
+
+def _runs_between(holes: list[bool]) -> Iterator[range]:
+    """Maximal ranges of indices without a hole."""
+    start = 0
+    for hole in [i for i, is_hole in enumerate(holes) if is_hole] if True in holes else ():
+        if start < hole:
+            yield range(start, hole)
+        start = hole + 1
+    if start < len(holes):
+        yield range(start, len(holes))
 
 
 def free_useless_blocks_first(

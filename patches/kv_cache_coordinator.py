@@ -154,17 +154,16 @@ def cache_tails(
     """Let the keeper cache full-attention and sliding-window groups, upstream the others."""
     keeper = tail_keeper(instance)
     if keeper is None:
-        return wrapped(*args, **kwargs)
-    return _cache_tails(instance, keeper, *args, **kwargs)
+        wrapped(*args, **kwargs)
+        return
+    keeper.cache(*args, **kwargs)
+    if getattr(instance, _DENSE_MANAGERS):
+        _cache_densely(instance, *args, **kwargs)
 
 
-def _cache_tails(
-    coordinator: KVCacheCoordinator,
-    keeper: TailKeeper,
-    request: Request,
-    num_computed_tokens: int,
+def _cache_densely(
+    coordinator: KVCacheCoordinator, request: Request, num_computed_tokens: int
 ) -> None:
-    keeper.cache(request, num_computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.cache_blocks(
             request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)

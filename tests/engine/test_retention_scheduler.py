@@ -8,7 +8,7 @@ connectors, images, adapters and cache salts, on layouts of every kind that has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +32,9 @@ from support.run import Check, run
 from support.transcript import Step
 from support.workload import Workload
 from support.worlds import INTERVAL_VARIABLE
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 NUM_SEEDS = 6
@@ -157,3 +159,16 @@ def test_sees_blocks_cached_before_they_are_full(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_cache)
     violation = first_violation(FULL_WINDOW, lambda workload: [CacheContents(workload)])
     assert "does not hold what its key says" in violation
+
+
+@pytest.mark.parametrize("method", ["touch", "free_blocks"])
+def test_sees_lost_and_shared_blocks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that forgets to take hit blocks, or to give one back, does not go unnoticed."""
+    original = getattr(BlockPool, method)
+
+    def forget_one(self: BlockPool, blocks: Iterable[KVCacheBlock], **kwargs: Any) -> None:
+        original(self, list(blocks)[1:], **kwargs)
+
+    monkeypatch.setattr(BlockPool, method, forget_one)
+    violation = first_violation(FULL_WINDOW, lambda workload: [blocks_are_conserved])
+    assert " is held " in violation

@@ -59,15 +59,22 @@ class TailKeeper:
     skips_by_tokens: bool = True
     _progress: dict[str, _Progress] = field(init=False, default_factory=dict)
 
-    def cache(self, request: Request, num_tokens: int) -> None:
-        """Cache what is worth keeping once ``num_tokens`` tokens of a request are scheduled."""
+    def cache(self, request: Request, num_computed_tokens: int) -> None:
+        """Cache what is worth keeping once tokens of a request are scheduled.
+
+        Args:
+            num_computed_tokens: As upstream counts them: those being scheduled are included,
+                draft tokens are not.
+        """
         progress = self._progress.get(request.request_id)
         if progress is None or not progress.holds_blocks:
             progress = self._admit(request, progress)
-        progress.cached_tokens = num_tokens
+        progress.cached_tokens = num_computed_tokens
+        if num_computed_tokens < progress.next_event_tokens:
+            return
         # The request itself, should it be preempted, can hit all but its last token. A boundary
         # at its very end waits for the next token, or for the end of the request.
-        reach_tokens = min(num_tokens, request.num_tokens - 1)
+        reach_tokens = min(num_computed_tokens, request.num_tokens - 1)
         if reach_tokens >= progress.next_event_tokens:
             self._advance(progress, reach_tokens)
 

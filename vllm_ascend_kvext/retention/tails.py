@@ -7,6 +7,7 @@ which boundaries there are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Request
@@ -15,13 +16,15 @@ from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Req
 class GroupTails:
     """Caches and uncaches blocks of one request in one group."""
 
-    __slots__ = ("_behind_hit", "_group", "_pool", "_request", "_rolling")
+    __slots__ = ("_behind_hit", "_group", "_kept", "_pool", "_request", "_rolling")
 
     def __init__(self, request: Request, group: ManagedGroup, pool: Pool) -> None:
         self._request = request
         self._group = group
         self._pool = pool
         self._behind_hit = range(0)
+        # What `keep_for_now` has seen to: the next run mostly begins within it.
+        self._kept = range(0)
         # Blocks cached for now, by index, with their hash at the time.
         self._rolling: dict[int, tuple[Block, bytes | None]] = {}
 
@@ -33,6 +36,7 @@ class GroupTails:
                 from its hit. They are cached, and the request computes them again.
         """
         self._behind_hit = behind_hit
+        self._kept = range(0)
         for block_index in behind_hit:
             block = self._pool.find(self._request, self._group, block_index)
             if block is not None:
@@ -47,16 +51,21 @@ class GroupTails:
         """
         for run in runs:
             self._cache(run, cached_tokens, lasting=True)
-            for block_index in run:
-                self._rolling.pop(block_index, None)
+            for block_index in [i for i in self._rolling if i in run]:
+                del self._rolling[block_index]
 
     def keep_for_now(self, run: range, cached_tokens: int) -> None:
         """Cache blocks until `drop_all_but` leaves them out."""
         blocks = self._blocks
+        start = run.start
+        if start in self._kept:
+            run = range(self._kept.stop, run.stop)
         for part in self._cache(run, cached_tokens, lasting=False):
             for block_index in part:
                 block = blocks[block_index]
                 self._rolling[block_index] = (block, block.block_hash)
+        full_stop = min(run.stop, len(blocks), cached_tokens // self._group.block_tokens)
+        self._kept = range(start, max(start, full_stop))
 
     def keep_leaving(self, run: range, total_computed_tokens: int, cached_tokens: int) -> None:
         """Cache for now those blocks of a run that are about to leave the window."""
@@ -69,9 +78,8 @@ class GroupTails:
         """Uncache the blocks kept for now outside ``runs``, unless another request reads them."""
         blocks = self._blocks
         useless: list[Block] = []
-        for block_index in list(self._rolling):
-            if any(block_index in run for run in runs):
-                continue
+        kept = set(itertools.chain.from_iterable(runs))
+        for block_index in sorted(self._rolling.keys() - kept):
             block, block_hash = self._rolling.pop(block_index)
             if block.block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
@@ -95,23 +103,26 @@ class GroupTails:
     def _uncached_parts(self, run: range, lasting: bool) -> Iterator[range]:
         """Maximal parts of a run whose blocks hold KV and are not cached."""
         blocks = self._blocks
+        behind_hit = self._behind_hit
         start = run.start
         for block_index in run:
             block = blocks[block_index]
-            if block.is_null or block.block_hash is not None or self._copy(block_index, lasting):
+            if (
+                block.is_null
+                or block.block_hash is not None
+                or (block_index in behind_hit and self._has_copy(block_index, lasting))
+            ):
                 if start < block_index:
                     yield range(start, block_index)
                 start = block_index + 1
         if start < run.stop:
             yield range(start, run.stop)
 
-    def _copy(self, block_index: int, lasting: bool) -> bool:
-        """Whether the block behind a hit, which this request computed again, is still cached.
+    def _has_copy(self, block_index: int, lasting: bool) -> bool:
+        """Whether a block behind the hit, which this request computed again, is still cached.
 
         What is to last is left to a copy only where the copy is this request's own.
         """
-        if block_index not in self._behind_hit:
-            return False
         block = self._pool.find(self._request, self._group, block_index)
         if block is None:
             return False
