@@ -183,16 +183,32 @@ def _densely_cached_tokens(
     return aligned
 
 
-def save_leaving_blocks(
+def move_windows_on(
     wrapped: Callable[..., None],
     instance: KVCacheCoordinator,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Call upstream only if a block leaves a window, and first save what is needed later."""
+    """Free what has left a window, after saving what is needed later."""
     keeper = tail_keeper(instance)
-    if keeper is None or keeper.before_skip(*args, **kwargs) or getattr(instance, _DENSE_MANAGERS):
+    if keeper is None:
         wrapped(*args, **kwargs)
+    else:
+        _move_windows_on(keeper, getattr(instance, _DENSE_MANAGERS), *args, **kwargs)
+
+
+def _move_windows_on(
+    keeper: TailKeeper,
+    dense_managers: tuple[SingleTypeKVCacheManager, ...],
+    request_id: str,
+    total_computed_tokens: int,
+) -> None:
+    computed_tokens = keeper.before_skip(request_id, total_computed_tokens)
+    if computed_tokens is not None:
+        for group in keeper.window_groups:
+            group.manager.remove_skipped_blocks(request_id, computed_tokens)
+    for manager in dense_managers:
+        manager.remove_skipped_blocks(request_id, total_computed_tokens)
 
 
 def accept_any_interval(
@@ -257,14 +273,21 @@ PATCHES = (
     Patch(
         id="KVX-123",
         target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
-        kind=Kind.WRAP,
+        kind=Kind.REPLACE,
         feature="retention",
         vllm=_BOTH,
-        wrapper=save_leaving_blocks,
+        wrapper=move_windows_on,
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
-        "window.",
-        retire_when="upstream derives what it keeps from its lookup",
-        relies_on=(f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",),
+        "window. And windows move past draft tokens in flight, which may be rejected (vLLM issue "
+        "47728); a block that is freed too early must not be the next one to be reallocated.",
+        retire_when="upstream derives what it keeps from its lookup, and waits for drafts",
+        relies_on=(
+            f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
+            f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
+        ),
+        ascend=(
+            "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
+        ),
     ),
     Patch(
         id="KVX-124",

@@ -52,18 +52,22 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
         upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each.
         pythons: Versions, such as ``3.12``, that have an environment without vLLM.
     """
-    versions = [upstream.split(":") for upstream in upstreams]
+    main_environment = "vllm-" + upstreams[0].partition(":")[0]
     for python in pythons:
         yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",))
-    yield Suite("wheel", f"vllm-{versions[0][0]}", ("packaging",))
-    for vllm, _ in versions:
-        yield Suite(f"unit and contract, vLLM {vllm}", f"vllm-{vllm}", ("unit", "contract"))
-    for vllm, ascend in versions:
-        sources = ROOT / ".venv" / f"vllm-ascend-{ascend}"
-        found = {"KVEXT_ASCEND_SOURCES": str(sources)} if (sources / "vllm_ascend").is_dir() else {}
-        yield Suite(f"vLLM-Ascend {ascend} on vLLM {vllm}", f"vllm-{vllm}", ("ascend",), found)
-    for vllm, _ in versions:
-        yield Suite(f"engine, vLLM {vllm}", f"vllm-{vllm}", ("engine",))
+    yield Suite("wheel", main_environment, ("packaging",))
+    for paths in (("unit", "contract"), ("ascend",), ("engine",)):
+        for upstream in upstreams:
+            vllm, _, ascend = upstream.partition(":")
+            on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if paths == ("ascend",) else f"vLLM {vllm}"
+            name = f"{' and '.join(paths)}, {on}"
+            yield Suite(name, f"vllm-{vllm}", paths, ascend_sources(ascend))
+
+
+def ascend_sources(version: str) -> dict[str, str]:
+    """The variable by which tests find vLLM-Ascend; without it they skip."""
+    folder = ROOT / ".venv" / f"vllm-ascend-{version}"
+    return {"KVEXT_ASCEND_SOURCES": str(folder)} if (folder / "vllm_ascend").is_dir() else {}
 
 
 def run(suite: Suite) -> Result:
@@ -75,7 +79,8 @@ def run(suite: Suite) -> Result:
     # what is tested.
     command = [
         str(ROOT / ".venv" / suite.environment / "bin" / "python"),
-        *("-I", "-m", "pytest", "--quiet", f"--junitxml={report}"),
+        *("-I", "-m", "pytest", "--quiet"),
+        *(f"--junitxml={report}", "--override-ini=junit_family=xunit1"),
         *(str(ROOT / "tests" / path) for path in suite.paths),
     ]
     started_s = time.monotonic()

@@ -32,12 +32,6 @@ class ReadCheck(enum.Enum):
     """Which of the positions that attention would read are checked."""
 
     NONE = "none"
-    EXCEPT_DRAFTS_IN_FLIGHT = "except drafts in flight"
-    """All but as many positions at the far end of a window as there are drafts.
-
-    The asynchronous scheduler frees window blocks as if all drafts in flight had been accepted
-    (vLLM #47728).
-    """
     ALL = "all"
 
 
@@ -86,9 +80,6 @@ class ModelRunner:
         self._groups = list(enumerate(groups))
         self._num_draft_tokens = num_draft_tokens
         self._check_reads = read_check is not ReadCheck.NONE
-        self._unchecked_tokens = (
-            num_draft_tokens if read_check is ReadCheck.EXCEPT_DRAFTS_IN_FLIGHT else 0
-        )
         self._streams: dict[str, TokenStream] = {}
         self._states: dict[str, _RequestState] = {}
         self._finished_sending: list[set[str]] = [set(), set()]
@@ -209,8 +200,6 @@ class ModelRunner:
             if not self._check_reads or group.attention is Attention.MAMBA:
                 continue
             first = group.first_read_position(row.start)
-            if group.has_window:
-                first = min(row.start, first + self._unchecked_tokens)
             table = row.state.block_tables[group_id]
             for block, low, high in _by_block(group.block_tokens, first, row.end):
                 first_row = low - block * group.block_tokens

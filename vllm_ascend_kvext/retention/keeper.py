@@ -78,29 +78,32 @@ class TailKeeper:
         if reach_tokens >= progress.next_event_tokens:
             self._advance(progress, reach_tokens)
 
-    def before_skip(self, request_id: str, total_computed_tokens: int) -> bool:
+    def before_skip(self, request_id: str, total_computed_tokens: int) -> int | None:
         """Save blocks that leave the window although a coming boundary needs them.
 
         A boundary opens only when every group that looks ahead has its block past it. By then
         the first blocks of a tail may have left the window.
 
         Returns:
-            Whether a block can leave a window at all; most steps of a decode move none.
+            The computed tokens up to which windows may move on; None if no block leaves one, as
+            in most steps of a decode. Draft tokens that are still in flight do not count: where
+            they are rejected, the request needs the window before them (vLLM issue 47728).
         """
         progress = self._progress.get(request_id)
         if progress is None or not progress.holds_blocks:
-            return True
-        if total_computed_tokens < progress.next_skip_tokens:
-            return False
+            return total_computed_tokens
+        computed_tokens = total_computed_tokens - progress.request.num_output_placeholders
+        if computed_tokens < progress.next_skip_tokens:
+            return None
         geometry = self.policy.geometry
-        for boundary in self._coming_boundaries(progress, total_computed_tokens):
+        for boundary in self._coming_boundaries(progress, computed_tokens):
             runs = geometry.tails(boundary)
             for group, tails in zip(self.window_groups, progress.tails, strict=True):
                 run = runs[group.geometry_index]
-                tails.keep_leaving(run, total_computed_tokens, progress.cached_tokens)
+                tails.keep_leaving(run, computed_tokens, progress.cached_tokens)
         if self.skips_by_tokens:
-            progress.next_skip_tokens = geometry.next_skip_tokens(total_computed_tokens)
-        return True
+            progress.next_skip_tokens = geometry.next_skip_tokens(computed_tokens)
+        return computed_tokens
 
     def release(self, request: Request) -> None:
         """Settle what a request leaves behind; call it before its blocks are freed."""

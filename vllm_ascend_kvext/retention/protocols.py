@@ -23,6 +23,7 @@ class Request(Protocol):
 
     request_id: str
     num_computed_tokens: int
+    num_output_placeholders: int
     num_prompt_tokens: int
 
     @property
@@ -41,6 +42,8 @@ class GroupManager(Protocol):
     def cache_blocks(self, request: Any, num_tokens: int) -> None: ...
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int: ...
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
