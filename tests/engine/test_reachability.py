@@ -28,7 +28,7 @@ LAYOUTS = {
     "window wider than the unit": (full(8), window(2, 23)),
     "two wide windows": (full(8), window(2, 19), window(4, 30)),
     "window only": (window(4, 11),),
-    "compressor states": (full(32), window(8, 16), window(2, 4), window(4, 16)),
+    "compressor states": (full(16), window(4, 8), window(2, 4), window(4, 16)),
 }
 
 
