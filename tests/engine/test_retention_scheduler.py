@@ -27,6 +27,7 @@ from support.random_workloads import (
     EAGLE_LAYOUTS,
     random_workload,
     without_upstream_defects,
+    workload_of,
 )
 from support.run import Check, run
 from support.transcript import Step
@@ -107,13 +108,27 @@ def test_stock_windows_do_not_outlive_drafts_in_flight() -> None:
     assert read_wrong_kv_with_drafts_in_flight() > 0
 
 
+def test_forgets_what_a_preempted_request_did_not_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Upstream caches blocks when it schedules; a request preempted in that step leaves them."""
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0")
+    names = ("wide-window-43", "wide-window-45", "wide-window-58")
+    candidates = [without_upstream_defects(workload_of(name)) for name in names]
+    with retention_installed():
+        assert not first_violation(candidates, lambda workload: [CacheContents(workload)])
+    monkeypatch.delenv(INTERVAL_VARIABLE)
+    stock = first_violation(candidates, lambda workload: [CacheContents(workload)])
+    assert "does not hold what its key says" in stock
+
+
 def first_violation(
-    layout: Layout,
+    candidates: Iterable[Workload],
     make_checks: Callable[[Workload], list[Check]],
     read_check: ReadCheck = ReadCheck.NONE,
 ) -> str:
-    """What the checks say about the first workload of a layout that violates them."""
-    for workload in workloads(layout):
+    """What the checks say about the first workload that violates them."""
+    for workload in candidates:
         try:
             run(workload, make_checks(workload), read_check)
         except AssertionError as error:
@@ -135,7 +150,7 @@ def test_stock_violates(
 ) -> None:
     """0.23.0 with its own interval 0; 0.20.2 does not know the variable."""
     monkeypatch.setenv(INTERVAL_VARIABLE, "0")
-    assert violation in first_violation(MAMBA_WINDOW, make_checks)
+    assert violation in first_violation(workloads(MAMBA_WINDOW), make_checks)
 
 
 def test_sees_cached_blocks_swapped() -> None:
@@ -144,10 +159,12 @@ def test_sees_cached_blocks_swapped() -> None:
         if len(hashed) >= 2:
             engine.runner.memory.swap(hashed[-1], hashed[-2])
 
-    violation = first_violation(FULL_WINDOW, lambda workload: [swap_the_last_two], ReadCheck.ALL)
+    violation = first_violation(
+        workloads(FULL_WINDOW), lambda workload: [swap_the_last_two], ReadCheck.ALL
+    )
     assert WrongKVError.__name__ in violation
     violation = first_violation(
-        FULL_WINDOW, lambda workload: [swap_the_last_two, CacheContents(workload)]
+        workloads(FULL_WINDOW), lambda workload: [swap_the_last_two, CacheContents(workload)]
     )
     assert "does not hold what its key says" in violation
 
@@ -168,7 +185,7 @@ def test_sees_blocks_cached_before_they_are_full(monkeypatch: pytest.MonkeyPatch
         return blocks
 
     monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_and_cache)
-    violation = first_violation(FULL_WINDOW, lambda workload: [CacheContents(workload)])
+    violation = first_violation(workloads(FULL_WINDOW), lambda workload: [CacheContents(workload)])
     assert "does not hold what its key says" in violation
 
 
@@ -181,5 +198,5 @@ def test_sees_lost_and_shared_blocks(method: str, monkeypatch: pytest.MonkeyPatc
         original(self, list(blocks)[1:], **kwargs)
 
     monkeypatch.setattr(BlockPool, method, forget_one)
-    violation = first_violation(FULL_WINDOW, lambda workload: [blocks_are_conserved])
+    violation = first_violation(workloads(FULL_WINDOW), lambda workload: [blocks_are_conserved])
     assert " is held " in violation
