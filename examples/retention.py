@@ -214,7 +214,9 @@ def execute(model: Path, name: str, progress: Any) -> Record:
     inherited = {key: os.environ[key] for key in os.environ.keys() - {INTERVAL, *PLUGIN_OFF}}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--model", str(model), "--serve", name],
+            [sys.executable, str(Path(__file__).resolve()), "--model", str(model), "--serve", name],
+            # Away from the checkout: vLLM inspects models in a process that imports from here.
+            cwd=model,
             env={**inherited, **ENGINE_ENVIRON, **RUNS[name]},
             stdout=subprocess.PIPE,
             stderr=log,
