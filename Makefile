@@ -16,6 +16,10 @@ MAIN_VLLM := $(firstword $(VLLM_VERSIONS))
 MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
+MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
+# Options for the benchmark of `make bench-retention`, such as BENCH=--quick.
+BENCH ?=
+
 MAKE_ENV := $(PYTHON) tools/make_env.py
 # Folders are listed too, so that a deleted file counts as a change.
 SOURCES := pyproject.toml README.md LICENSE \
@@ -25,11 +29,11 @@ PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
 
-.PHONY: help demo test test-pythons lint bench clean
+.PHONY: help demo test test-pythons lint bench bench-retention clean
 .SECONDARY:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
 demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine, with and without retention
@@ -48,6 +52,9 @@ lint: .venv/lint/.package ## Check style and types
 
 bench: $(MAIN_ENV)/.package ## Measure what the README claims
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
+
+bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -4,7 +4,8 @@
 Several conversations share a system prompt and take turns on an engine whose KV cache is too small
 to keep every block of all of them. Stock vLLM keeps every sliding-window block anyway, and so
 evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, a prompt leaves
-the blocks that a later request can hit, and no others. The model is a tiny Gemma 3 with random
+the blocks that a later request can hit, and no others; with ``VLLM_ASCEND_KVEXT_RETENTION=adaptive``
+nobody has to choose an interval. The model is a tiny Gemma 3 with random
 weights, so neither an accelerator nor a download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
@@ -44,6 +45,7 @@ REPLY_TOKENS = 64
 CHECKPOINT_TOKENS = 512
 LOGPROB_TOLERANCE = 1e-3
 PICTURE = Path("out/retention.png")
+COLORS = {"dense": "0.3", "interval 0": "tab:orange", "adaptive": "tab:green"}
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
@@ -56,6 +58,7 @@ RUNS: dict[str, dict[str, str]] = {
     "kvext, interval 0": {INTERVAL: "0"},
     f"vLLM, interval {CHECKPOINT_TOKENS}": {**PLUGIN_OFF, INTERVAL: str(CHECKPOINT_TOKENS)},
     f"kvext, interval {CHECKPOINT_TOKENS}": {INTERVAL: str(CHECKPOINT_TOKENS)},
+    "kvext, adaptive": {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"},
 }
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",  # The model is so small that threads would wait for each other.
@@ -266,7 +269,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
     plot("a cache without limit", records[REFERENCE].most_hit_tokens(), color="0.85", lw=7)
     for name, record in records.items():
         owner, _, setting = name.partition(", ")
-        color = {"dense": "0.3", "interval 0": "tab:orange"}.get(setting, "tab:blue")
+        color = COLORS.get(setting, "tab:blue")
         if name != REFERENCE:
             plot(name, record.hit_tokens, color=color, ls="-" if owner == "kvext" else "--", lw=2)
     axes.set(

@@ -7,15 +7,27 @@ from vllm_ascend_kvext.patches import (
     envs,
     kv_cache_coordinator,
     kv_cache_manager,
+    loggers,
+    output_processor,
+    prefix_cache,
+    repairs,
+    scheduler,
     single_type_kv_cache_manager,
+    stats,
 )
 from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
+    *prefix_cache.PATCHES,
     *block_pool.PATCHES,
     *single_type_kv_cache_manager.PATCHES,
     *kv_cache_coordinator.PATCHES,
     *envs.PATCHES,
     *kv_cache_manager.PATCHES,
     *ascend_single_type_kv_cache_manager.PATCHES,
+    *repairs.PATCHES,
+    *stats.PATCHES,
+    *scheduler.PATCHES,
+    *loggers.PATCHES,
+    *output_processor.PATCHES,
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.block_pool import is_retaining
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ def cache_by_own_tokens(
     kwargs: dict[str, Any],
 ) -> None:
     """Key each compressed block with the hash of all the tokens that it holds."""
-    if not is_retaining(instance.block_pool):
-        return wrapped(*args, **kwargs)
     return _cache_by_own_tokens(instance, *args, **kwargs)
 
 
@@ -72,17 +69,14 @@ def _find_by_own_tokens(
     kv_cache_spec: KVCacheSpec,
     **arguments: Any,
 ) -> Any:
-    if is_retaining(block_pool):
-        from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
-        rows = kv_cache_spec.block_size
-        ratio = kv_cache_spec.compress_ratio
-        # Upstream counts rows: hand it one hash per block, and a length in rows.
-        block_hashes = BlockHashListWithBlockSize(block_hashes, rows, rows * ratio)
-        max_length //= ratio
+    rows = kv_cache_spec.block_size
+    ratio = kv_cache_spec.compress_ratio
+    # Upstream counts rows: hand it one hash per block, and a length in rows.
     return wrapped(
-        block_hashes=block_hashes,
-        max_length=max_length,
+        block_hashes=BlockHashListWithBlockSize(block_hashes, rows, rows * ratio),
+        max_length=max_length // ratio,
         kv_cache_group_ids=kv_cache_group_ids,
         block_pool=block_pool,
         kv_cache_spec=kv_cache_spec,
@@ -102,7 +96,7 @@ PATCHES = (
         id="KVX-151",
         target=f"{_MANAGER}.cache_blocks",
         kind=Kind.REPLACE,
-        feature="retention",
+        feature="compressed-block-keys",
         vllm=("==0.20.2.*",),
         wrapper=cache_by_own_tokens,
         why=_WHY,
@@ -112,7 +106,7 @@ PATCHES = (
         id="KVX-152",
         target=f"{_MANAGER}.find_longest_cache_hit",
         kind=Kind.WRAP,
-        feature="retention",
+        feature="compressed-block-keys",
         vllm=("==0.20.2.*",),
         wrapper=find_by_own_tokens,
         why=_WHY,

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.prefix_cache.block_pool import RequestUpTo
+from vllm_ascend_kvext.patches.prefix_cache.key_scheme import cached_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_ascend_kvext.retention.checkpoint_tree import CheckpointTree
     from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
 RETAINING = "_kvext_retaining"
 """Attribute set on the block pool of a coordinator whose blocks are retained sparsely."""
+
+_CHECKPOINTS = "_kvext_checkpoints"
 
 
 def is_retaining(block_pool: BlockPool) -> bool:
@@ -28,6 +34,39 @@ class RetainedPool:
 
     def __init__(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
+        self._checkpoints: CheckpointTree | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._block_pool.num_gpu_blocks
+
+    def evict_by(self, checkpoints: CheckpointTree) -> None:
+        """Let the checkpoints decide what is reallocated next."""
+        self._checkpoints = checkpoints
+        setattr(self._block_pool, _CHECKPOINTS, checkpoints)
+
+    def prefix_key(self, request: Request, num_tokens: int) -> bytes:
+        return request.block_hashes[num_tokens // self._block_pool.hash_block_size - 1]
+
+    def is_needed(self, block: KVCacheBlock) -> bool:
+        return self._checkpoints is not None and self._checkpoints.is_in_tail(block)
+
+    def count_useless(self, limit: int) -> int:
+        queue = self._block_pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        end = queue.fake_free_list_tail
+        count = 0
+        while count < limit and block is not end and block.block_hash is None:
+            block = block.next_free_block
+            count += 1
+        return count
+
+    def idle_cached_blocks(self) -> list[KVCacheBlock]:
+        return [
+            block
+            for block in self._block_pool.blocks
+            if not block.ref_cnt and block.block_hash is not None
+        ]
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
         self._block_pool.cache_full_blocks(
@@ -38,21 +77,22 @@ class RetainedPool:
             block_size=group.block_tokens,
             kv_cache_group_id=group.manager.kv_cache_group_id,
         )
+        # Mamba: a state must not be hit in the step that computes it.
+        new_this_step = getattr(group.manager, "cached_blocks_this_step", None)
+        if new_this_step is not None:
+            blocks = group.manager.req_to_blocks[request.request_id]
+            new_this_step.update(
+                block.block_hash for block in blocks[run.start : run.stop] if not block.is_null
+            )
 
     def find(self, request: Request, group: ManagedGroup, block_index: int) -> KVCacheBlock | None:
-        hashes = request.block_hashes
-        if group.block_tokens != self._block_pool.hash_block_size:
-            from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
-
-            hashes = BlockHashListWithBlockSize(
-                hashes, self._block_pool.hash_block_size, group.block_tokens
-            )
-        if block_index >= len(hashes):
-            return None
-        found = self._block_pool.get_cached_block(
-            hashes[block_index], [group.manager.kv_cache_group_id]
+        return cached_block(
+            self._block_pool,
+            request.block_hashes,
+            group.manager.kv_cache_group_id,
+            group.block_tokens,
+            block_index,
         )
-        return found[0] if found else None
 
     def refresh(self, block: KVCacheBlock) -> None:
         if block.ref_cnt == 0:
@@ -81,42 +121,6 @@ def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
     queue.num_free_blocks += len(blocks)
 
 
-class _HashesUpTo:
-    """The first ``length`` hashes of a request, without copying them.
-
-    Upstream slices "from here to the end" for every run it caches; on a long prompt that slice
-    costs more than everything else.
-    """
-
-    __slots__ = ("_hashes", "_length")
-
-    def __init__(self, hashes: Sequence[bytes], length: int) -> None:
-        self._hashes = hashes
-        self._length = min(length, len(hashes))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            return self._hashes[start:stop:step]
-        return self._hashes[index]
-
-
-class _RequestUpTo:
-    """A request whose block hashes end where a run ends; everything else is the request's."""
-
-    __slots__ = ("_request", "block_hashes")
-
-    def __init__(self, request: Request, num_hashes: int) -> None:
-        self._request = request
-        self.block_hashes = _HashesUpTo(request.block_hashes, num_hashes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
 def cache_runs(
     wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -141,27 +145,16 @@ def _cache_runs(
     holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
     if block_mask is not None:
         holes = [hole or not kept for hole, kept in zip(holes, block_mask, strict=True)]
-    for run in _runs_between(holes):
+    for run in runs_between(holes):
         stop = num_cached_blocks + run.stop
         wrapped(
-            request=_RequestUpTo(request, stop * hashes_per_block),
+            request=RequestUpTo(request, stop * hashes_per_block),
             blocks=blocks,
             num_cached_blocks=num_cached_blocks + run.start,
             num_full_blocks=stop,
             block_size=block_size,
             kv_cache_group_id=kv_cache_group_id,
         )
-
-
-def _runs_between(holes: list[bool]) -> Iterator[range]:
-    """Maximal ranges of indices without a hole."""
-    start = 0
-    for hole in [i for i, is_hole in enumerate(holes) if is_hole] if True in holes else ():
-        if start < hole:
-            yield range(start, hole)
-        start = hole + 1
-    if start < len(holes):
-        yield range(start, len(holes))
 
 
 def free_useless_blocks_first(
@@ -179,16 +172,60 @@ def _free_useless_blocks_first(
     ordered_blocks: Iterable[KVCacheBlock],
     prepend: bool = False,
 ) -> None:
-    kept: list[KVCacheBlock] = []
-    useless: list[KVCacheBlock] = []
-    for block in ordered_blocks:
-        if not block.is_null:
-            (useless if prepend or block.block_hash is None else kept).append(block)
-    if kept:
-        wrapped(kept)
-    if useless:
+    useless = [block for block in ordered_blocks if not block.is_null]
+    if not prepend:
+        blocks = useless
+        useless = [block for block in blocks if block._block_hash is None]
+        if len(useless) < len(blocks):
+            wrapped([block for block in blocks if block._block_hash is not None])
+    if not useless:
+        return
+    if hasattr(block_pool.free_block_queue, "prepend_n"):
+        wrapped(useless, prepend=True)
+    else:
         wrapped(useless)
-        _move_to_front(block_pool, [block for block in useless if block.ref_cnt == 0])
+        _turn_over(block_pool.free_block_queue, [b for b in useless if b.ref_cnt == 0])
+
+
+def _turn_over(queue: FreeKVCacheBlockQueue, last_blocks: list[KVCacheBlock]) -> None:
+    """Make the last blocks of a queue its first ones, in their order."""
+    if not last_blocks:
+        return
+    first, last = last_blocks[0], last_blocks[-1]
+    before, after = first.prev_free_block, last.next_free_block
+    head = queue.fake_free_list_head
+    if before is head:
+        return
+    before.next_free_block = after
+    after.prev_free_block = before
+    first.prev_free_block = head
+    last.next_free_block = head.next_free_block
+    head.next_free_block.prev_free_block = last
+    head.next_free_block = first
+
+
+def make_room_first(
+    wrapped: Callable[..., list[KVCacheBlock]],
+    instance: BlockPool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[KVCacheBlock]:
+    """Have the least useful checkpoints give way to what is allocated."""
+    checkpoints = getattr(instance, _CHECKPOINTS, None)
+    if checkpoints is not None:
+        checkpoints.make_room(*args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+def forget_checkpoints(
+    wrapped: Callable[..., bool], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """With the cache, forget its checkpoints."""
+    is_reset = wrapped(*args, **kwargs)
+    checkpoints = getattr(instance, _CHECKPOINTS, None)
+    if is_reset and checkpoints is not None:
+        checkpoints.clear()
+    return is_reset
 
 
 _VLLM = ("==0.20.2.*", "==0.23.0.*")
@@ -226,5 +263,27 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_append_n",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_prepend_n",
         ),
+    ),
+    Patch(
+        id="KVX-103",
+        target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=make_room_first,
+        why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
+        "goes before the full-attention blocks that it unlocks, which nothing can hit then.",
+        retire_when="upstream evicts the blocks of a boundary together",
+        relies_on=("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",),
+    ),
+    Patch(
+        id="KVX-104",
+        target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=forget_checkpoints,
+        why="What is known of the checkpoints goes with the cache.",
+        retire_when="KVX-103 is",
     ),
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.patches.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.journeys import Journeys
 from vllm_ascend_kvext.retention.keeper import TailKeeper
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
@@ -44,11 +45,14 @@ def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
     raise AttributeError(f"{type(coordinator).__name__} names no unit of its prefix-cache hits")
 
 
-def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
+def retain(
+    coordinator: KVCacheCoordinator, interval: str | None, is_adaptive: bool = False
+) -> None:
     """Start keeping tails only.
 
     Args:
         interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
+        is_adaptive: Whether requests decide what is kept besides.
 
     Raises:
         ValueError: If the interval is not valid for this coordinator.
@@ -58,14 +62,14 @@ def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
     logger = init_logger("vllm.ascend_kvext.retention")
     groups = _lookup_groups(coordinator) if coordinator.enable_caching else []
     unit_tokens = hit_unit_tokens(coordinator) if groups else 1
-    is_sparse = any(geometry.kind is GroupKind.WINDOW for geometry, _ in groups)
-    interval_tokens = parse_interval(interval, unit_tokens, check_unit=is_sparse)
+    is_sparse = any(geometry.is_sparse for geometry, _ in groups)
+    interval_tokens = parse_interval(interval or "0", unit_tokens, check_unit=is_sparse)
     if not is_sparse:
         if hasattr(coordinator, "retention_interval"):
             coordinator.retention_interval = None
         logger.info(
-            "VLLM_PREFIX_CACHE_RETENTION_INTERVAL is ignored: %s.",
-            "this model has no sliding-window KV cache group"
+            "Prefix-cache retention has nothing to do: %s.",
+            "this model has neither sliding-window nor state groups"
             if coordinator.enable_caching
             else "prefix caching is off",
         )
@@ -77,24 +81,45 @@ def retain(coordinator: KVCacheCoordinator, interval: str) -> None:
             manager = coordinator.single_type_managers[group_id]
             managed[geometry.kind].append(ManagedGroup(manager, index, geometry.block_tokens))
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
+    if is_adaptive and managed[GroupKind.UNMANAGED]:
+        logger.warning(
+            "Prefix-cache retention is not adaptive: this model has chunked-local attention, whose "
+            "blocks belong to no checkpoint. The retention interval decides."
+        )
+        is_adaptive = False
+    sparse_groups = (*managed[GroupKind.WINDOW], *managed[GroupKind.STATE])
+    full_groups = tuple(managed[GroupKind.FULL])
+    pool = RetainedPool(coordinator.block_pool)
     keeper = TailKeeper(
-        policy=RetentionPolicy(geometry, interval_tokens),
-        window_groups=tuple(managed[GroupKind.WINDOW]),
-        full_groups=tuple(managed[GroupKind.FULL]),
-        pool=RetainedPool(coordinator.block_pool),
-        skips_by_tokens=not _is_ascend(coordinator),
+        policy=RetentionPolicy(geometry, interval_tokens, is_adaptive),
+        sparse_groups=sparse_groups,
+        full_groups=full_groups,
+        pool=pool,
+        skips_by_tokens=not (_is_ascend(coordinator) or managed[GroupKind.STATE]),
     )
+    if is_adaptive:
+        journeys = Journeys.start(geometry, full_groups, sparse_groups, pool, keeper.stats)
+        keeper.journeys = journeys
+        pool.evict_by(journeys.tree)
     setattr(coordinator, _KEEPER, keeper)
-    dense = tuple(group.manager for group in managed[GroupKind.STATE])
+    dense = tuple(group.manager for group in managed[GroupKind.UNMANAGED])
     setattr(coordinator, _DENSE_MANAGERS, dense)
     setattr(coordinator.block_pool, RETAINING, True)
     logger.info(
-        "Prefix-cache retention: %s in %d sliding-window group(s); hits land on multiples of "
-        "%d tokens.",
-        f"a checkpoint per {interval_tokens} tokens" if interval_tokens else "last boundaries only",
-        len(keeper.window_groups),
+        "Prefix-cache retention: %s in %d sliding-window and %d state group(s); hits land on "
+        "multiples of %d tokens.",
+        describe_policy(keeper.policy),
+        len(managed[GroupKind.WINDOW]),
+        len(managed[GroupKind.STATE]),
         unit_tokens,
     )
+
+
+def describe_policy(policy: RetentionPolicy) -> str:
+    grid = f"a checkpoint per {policy.interval_tokens} tokens" if policy.interval_tokens else ""
+    if not policy.is_adaptive:
+        return grid or "last boundaries only"
+    return f"adaptive, and {grid}" if grid else "adaptive"
 
 
 def _lookup_groups(coordinator: KVCacheCoordinator) -> list[tuple[GroupGeometry, list[int]]]:
@@ -103,13 +128,14 @@ def _lookup_groups(coordinator: KVCacheCoordinator) -> list[tuple[GroupGeometry,
     if not hasattr(coordinator, "attention_groups"):
         (manager,) = coordinator.single_type_managers
         return [
-            (_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead), [0])
+            (_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead, 1), [0])
         ]
     groups = []
     for spec, group_ids, *_ in coordinator.attention_groups:
         manager = coordinator.single_type_managers[group_ids[0]]
         ahead = any(group_id in looks_ahead for group_id in group_ids)
-        groups.append((_group_geometry(coordinator, spec, manager, ahead), group_ids))
+        geometry = _group_geometry(coordinator, spec, manager, ahead, len(group_ids))
+        groups.append((geometry, group_ids))
     return groups
 
 
@@ -118,23 +144,33 @@ def _group_geometry(
     spec: KVCacheSpec,
     manager: SingleTypeKVCacheManager,
     looks_ahead: bool,
+    num_groups: int,
 ) -> GroupGeometry:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     is_ascend = _is_ascend(coordinator)
-    kind = GroupKind.STATE
+    kind = GroupKind.UNMANAGED
     if isinstance(spec, FullAttentionSpec):
         kind = GroupKind.FULL
     elif isinstance(spec, SlidingWindowSpec):
         kind = GroupKind.WINDOW
+    elif isinstance(spec, MambaSpec):
+        kind = GroupKind.STATE
+    has_margin = kind in (GroupKind.FULL, GroupKind.WINDOW)
     return GroupGeometry(
         kind=kind,
-        # On Ascend a block has block_size *rows*, each of compress_ratio tokens.
-        block_tokens=manager.block_size * (_compress_ratio(spec) if is_ascend else 1),
+        block_tokens=tokens_per_block(coordinator, manager),
         window_tokens=getattr(spec, "sliding_window", 0) if kind is GroupKind.WINDOW else 0,
         looks_ahead=looks_ahead,
-        margin_tokens=0 if is_ascend and kind is GroupKind.STATE else spec.block_size,
+        margin_tokens=0 if is_ascend and not has_margin else spec.block_size,
+        num_groups=num_groups,
     )
+
+
+def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> int:
+    """On Ascend a block has ``block_size`` *rows*, each of ``compress_ratio`` tokens."""
+    ratio = _compress_ratio(manager.kv_cache_spec) if _is_ascend(coordinator) else 1
+    return manager.block_size * ratio
 
 
 def _is_ascend(coordinator: KVCacheCoordinator) -> bool:
@@ -151,7 +187,7 @@ def cache_tails(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Let the keeper cache full-attention and sliding-window groups, upstream the others."""
+    """Let the keeper cache full-attention, window and state groups, upstream the others."""
     keeper = tail_keeper(instance)
     if keeper is None:
         wrapped(*args, **kwargs)
@@ -173,7 +209,7 @@ def _cache_densely(
 def _densely_cached_tokens(
     coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager, num_tokens: int
 ) -> int:
-    """What upstream would cache of a group that retention leaves alone (Mamba, chunked-local)."""
+    """What upstream would cache of a group that retention leaves alone (chunked-local)."""
     unit_tokens = getattr(coordinator, "scheduler_block_size", None)
     if unit_tokens is None or not hasattr(coordinator, "attention_groups"):
         return num_tokens  # vLLM 0.20.2, and the coordinator of a single group
@@ -205,7 +241,7 @@ def _move_windows_on(
 ) -> None:
     computed_tokens = keeper.before_skip(request_id, total_computed_tokens)
     if computed_tokens is not None:
-        for group in keeper.window_groups:
+        for group in keeper.sparse_groups:
             group.manager.remove_skipped_blocks(request_id, computed_tokens)
     for manager in dense_managers:
         manager.remove_skipped_blocks(request_id, total_computed_tokens)

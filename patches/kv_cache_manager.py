@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.kv_cache_coordinator import retain, tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE
+from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, Retention, parse_retention
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 def start_retaining(
@@ -24,8 +24,9 @@ def start_retaining(
     """Read the interval when a block manager is built; refuse it here if it is wrong."""
     wrapped(*args, **kwargs)
     interval = os.environ.get(RETENTION_INTERVAL_VARIABLE)
-    if interval:
-        retain(instance.coordinator, interval)
+    is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
+    if interval or is_adaptive:
+        retain(instance.coordinator, interval, is_adaptive)
 
 
 def release_request(
@@ -39,23 +40,6 @@ def release_request(
     if keeper is not None:
         keeper.release(*args, **kwargs)
     return wrapped(*args, **kwargs)
-
-
-def trim_full_groups(
-    wrapped: Callable[..., tuple[KVCacheBlocks, int]],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[KVCacheBlocks, int]:
-    """Hand out no block past the hit, in any full-attention group."""
-    blocks, hit_tokens = wrapped(*args, **kwargs)
-    keeper = tail_keeper(instance.coordinator)
-    if keeper is not None:
-        for group in keeper.full_groups:
-            group_blocks = blocks.blocks[group.manager.kv_cache_group_id]
-            if len(group_blocks) * group.block_tokens > hit_tokens:
-                del group_blocks[hit_tokens // group.block_tokens :]
-    return blocks, hit_tokens
 
 
 PATCHES = (
@@ -80,16 +64,5 @@ PATCHES = (
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
         "decoding, or extended by a next turn, resumes far behind what it computed.",
         retire_when="upstream keeps the boundary of the last computed token",
-    ),
-    Patch(
-        id="KVX-143",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        kind=Kind.WRAP,
-        feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
-        wrapper=trim_full_groups,
-        why="Upstream trims the first full-attention group to the hit; the others hand out cached "
-        "blocks past it, which the request then writes into.",
-        retire_when="vLLM >= 0.32, which trims every full-attention group",
     ),
 )

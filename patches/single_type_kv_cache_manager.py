@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.block_pool import is_retaining
+from vllm_ascend_kvext.patches.prefix_cache.single_type_kv_cache_manager import num_leading_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+
+_ANY_LENGTH_TOKENS = 1 << 40
 
 
 def free_real_blocks(
@@ -26,8 +30,13 @@ def free_real_blocks(
 
 
 def _drop_null_blocks(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    if blocks := manager.req_to_blocks.get(request_id):
-        manager.req_to_blocks[request_id] = [block for block in blocks if not block.is_null]
+    blocks = manager.req_to_blocks.get(request_id)
+    if not blocks or not manager.get_num_skipped_tokens(_ANY_LENGTH_TOKENS):
+        return  # full attention has no null blocks
+    num_nulls = num_leading_nulls(blocks)
+    manager.req_to_blocks[request_id] = (
+        blocks[num_nulls:] if num_nulls else [block for block in blocks if not block.is_null]
+    )
 
 
 _WHY = (

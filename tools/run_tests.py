@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test suite in its environment, one after the other, and add up the results.
+"""Run every test suite in its environment, one per processor core, and add up the results.
 
 A suite is one pytest process: some paths, an interpreter, environment variables. A suite that
-fails does not stop the others.
+fails does not stop the others. What a suite prints is shown when it has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -71,8 +72,7 @@ def ascend_sources(version: str) -> dict[str, str]:
 
 
 def run(suite: Suite) -> Result:
-    """Run one suite; its output goes to the terminal as it comes."""
-    print(f"\n=== {suite.name}", flush=True)
+    """Run one suite."""
     report = REPORTS / (suite.name.replace(" ", "-").replace(",", "") + ".xml")
     report.unlink(missing_ok=True)
     # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is
@@ -86,8 +86,16 @@ def run(suite: Suite) -> Result:
     started_s = time.monotonic()
     # Not in the checkout, so that neither do the processes which tests start import from it.
     finished = subprocess.run(
-        command, cwd=REPORTS, env={**os.environ, **suite.variables}, check=False
+        command,
+        cwd=REPORTS,
+        env={"OMP_NUM_THREADS": "1", **os.environ, **suite.variables},
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
+    print(f"\n=== {suite.name}\n{finished.stdout}", flush=True)
     return read_report(report, finished.returncode, time.monotonic() - started_s)
 
 
@@ -122,6 +130,9 @@ def print_totals(results: dict[str, Result]) -> None:
             f"{name:40} {result.passed:6} passed {result.failed:4} failed "
             f"{result.skipped:4} skipped {result.duration_s:6.0f} s"
         )
+    # On a line of its own, in the words of pytest.
+    total = lines["all"]
+    print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
 
 
 def main() -> int:
@@ -132,7 +143,10 @@ def main() -> int:
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
     chosen = [s for s in suites(options.upstream, options.python) if options.only in s.name]
-    results = {suite.name: run(suite) for suite in chosen}
+    # The longest come last in the table and first here, so that no core waits for one at the end.
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as executor:
+        running = {suite.name: executor.submit(run, suite) for suite in reversed(chosen)}
+    results = {suite.name: running[suite.name].result() for suite in chosen}
     print_totals(results)
     return 0 if results and all(result.is_green for result in results.values()) else 1
 

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV-cache reuse for hybrid models on vLLM and vLLM-Ascend."""
 
+import os
+
 __version__ = "0.1.0"
+
+# In a checkout, `patches/` lies beside this package and not in it. vLLM inspects models in a
+# process of its own that has the working directory first on its path: where vLLM is started in a
+# checkout, that process imports this file from there.
+_HERE = os.path.dirname(__file__)
+if not os.path.isdir(os.path.join(_HERE, "patches")):
+    __path__.append(os.path.dirname(_HERE))
 
 
 def register() -> None:

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from vllm_ascend_kvext import __version__, compat
 from vllm_ascend_kvext.compat import Support, Upstream
 from vllm_ascend_kvext.errors import KvextError, PatchError
+from vllm_ascend_kvext.features import FEATURES, with_requirements
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching import report
-from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.install import BOOK
-from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State, digest, plan_feature
+from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import Mode, Settings, own_variables
 
 # vLLM drops the records of loggers outside its own namespace.
 logger = logging.getLogger("vllm.ascend_kvext")
-
-FEATURES = (Feature("retention"),)
 
 
 def register() -> None:
@@ -63,9 +61,30 @@ class Activation:
     support: Support
     plans: tuple[FeaturePlan, ...] = ()
 
-    def wants(self, feature: str) -> bool:
+    @property
+    def wanted(self) -> frozenset[str]:
+        """What was asked for or is on by default, and all that is needed for it."""
         defaults = {declared.name for declared in FEATURES if declared.default_on}
-        return feature in self.settings.requests or feature in defaults
+        return with_requirements(
+            self.settings.requested_features
+            | self.settings.implied_features
+            | (defaults - self.settings.disabled),
+            FEATURES,
+        )
+
+    @property
+    def misfits(self) -> tuple[FeaturePlan, ...]:
+        """The plans that cannot be carried out and that the user has not dismissed."""
+        asked_for, dismissed = self.settings.requested_features, self.settings.disabled
+        return tuple(
+            plan
+            for plan in self.plans
+            if (plan.misfits and plan.feature not in dismissed)
+            or (not plan.fitting and plan.feature in asked_for)
+        )
+
+    def wants(self, feature: str) -> bool:
+        return feature in self.wanted
 
 
 def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
@@ -93,7 +112,7 @@ def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
         return activation
     _let_vllm_ascend_go_first(upstream, os.environ)
     store = FingerprintStore.load()
-    plans = tuple(plan_feature(feature, PATCHES, upstream, store) for feature in features)
+    plans = plan_features(features, PATCHES, upstream, store)
     return Activation(settings, upstream, activation.support, plans)
 
 
@@ -110,12 +129,9 @@ def install(activation: Activation) -> None:
     if not activation.support.ok:
         _report_unsupported(activation)
         return
-    refused = [plan for plan in activation.plans if not plan.fits]
-    fatal = [
-        plan
-        for plan in refused
-        if settings.mode is Mode.STRICT or plan.feature in settings.requests
-    ]
+    refused = activation.misfits
+    asked_for = with_requirements(settings.requested_features, FEATURES)
+    fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
     if fatal:
         raise PatchError(report.explain_misfits(fatal, activation.upstream, settings))
     if refused:
@@ -135,13 +151,15 @@ def install(activation: Activation) -> None:
 
 
 def apply_feature(feature: str) -> tuple[str, ...]:
-    """Install a feature whatever the environment asks for; for tests and benchmarks.
+    """Install a feature and what it requires, whatever the environment asks for.
+
+    For tests and benchmarks.
 
     Returns:
         The ids of the patches that were not in effect before.
 
     Raises:
-        PatchError: If it does not fit.
+        PatchError: If the feature, or one that it requires, does not fit.
     """
     settings = Settings(mode=Mode.STRICT)
     activation = survey(settings)
@@ -150,14 +168,29 @@ def apply_feature(feature: str) -> tuple[str, ...]:
     plans = {plan.feature: plan for plan in activation.plans}
     if feature not in plans:
         raise PatchError(f"There is no feature {feature!r}; there are: {', '.join(plans)}.")
-    if not plans[feature].fits:
-        raise PatchError(report.explain_misfits([plans[feature]], activation.upstream, settings))
-    return BOOK.apply(plans[feature])
+    needed = [plans[name] for name in _in_order(feature)]
+    refused = [plan for plan in needed if plan.misfits]
+    if refused:
+        raise PatchError(report.explain_misfits(refused, activation.upstream, settings))
+    installed: list[str] = []
+    for plan in needed:
+        if plan.fits:
+            installed += BOOK.apply(plan)
+    return tuple(installed)
 
 
 def revert_feature(feature: str) -> dict[str, State]:
-    """Take a feature back; see `PatchBook.revert`."""
-    return BOOK.revert(feature)
+    """Take back a feature and what it requires, last patch first; see `PatchBook.revert`."""
+    states: dict[str, State] = {}
+    for name in reversed(_in_order(feature)):
+        states |= BOOK.revert(name)
+    return states
+
+
+def _in_order(feature: str) -> list[str]:
+    """The feature and what it requires, in the order of installation."""
+    needed = with_requirements([feature], FEATURES)
+    return [declared.name for declared in FEATURES if declared.name in needed]
 
 
 def current_findings(activation: Activation) -> tuple[Finding, ...]:

@@ -11,12 +11,25 @@ import difflib
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.features import (
+    FAST_PREFIX_CACHE,
+    FEATURES,
+    REPAIRS,
+    with_requirements,
+)
 
 OWN_PREFIX = "VLLM_ASCEND_KVEXT_"
 MODE_VARIABLE = f"{OWN_PREFIX}MODE"
+DISABLE_VARIABLE = f"{OWN_PREFIX}DISABLE"
+RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
+FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+
+
+ChoiceT = TypeVar("ChoiceT", bound=enum.Enum)
 
 
 class Mode(enum.Enum):
@@ -25,6 +38,21 @@ class Mode(enum.Enum):
     OFF = "off"
     SAFE = "safe"
     STRICT = "strict"
+
+
+class Switch(enum.Enum):
+    """A feature that is implied by others, unless the user says what is to be."""
+
+    OFF = "0"
+    ON = "1"
+    AUTO = "auto"
+
+
+class Retention(enum.Enum):
+    """Who decides which boundaries stay in the prefix cache."""
+
+    INTERVAL = "interval"
+    ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +78,31 @@ VARIABLES = (
         "left out with one warning, unless its feature was asked for. `strict`: it stops vLLM.",
     ),
     Variable(
+        name=DISABLE_VARIABLE,
+        default="unset",
+        doc="Repairs of upstream defects to leave out, separated by commas: "
+        + ", ".join(f"`{repair.name}`" for repair in REPAIRS)
+        + ". Unset: all of them are in effect.",
+    ),
+    Variable(
+        name=RETENTION_VARIABLE,
+        default=Retention.INTERVAL.value,
+        doc="`interval`: the interval below decides alone. `adaptive`: what requests resume from, "
+        "share and name decides which blocks of sliding-window and state groups stay in the prefix "
+        "cache, and what gives way when it is full. An interval then adds a grid.",
+    ),
+    Variable(
         name=RETENTION_INTERVAL_VARIABLE,
         default="unset",
-        doc="Which blocks of sliding-window groups stay in the prefix cache. Unset: all of them. "
-        "`0`: those behind the last positions a request can be resumed at. `N`: also those "
-        "behind every N-th token.",
+        doc="Which blocks of sliding-window and state groups stay in the prefix cache. Unset: all "
+        "of them. `0`: those behind the last positions a request can be resumed at. `N`: also "
+        "those behind every N-th token.",
+    ),
+    Variable(
+        name=FAST_PREFIX_CACHE_VARIABLE,
+        default="auto",
+        doc="`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same "
+        "in less time. `0`: upstream's run. `auto`: with retention.",
     ),
 )
 
@@ -66,10 +114,16 @@ class Settings:
     Attributes:
         mode: Value of ``VLLM_ASCEND_KVEXT_MODE``.
         retention_interval: Raw text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None if unset.
+        retention: Value of ``VLLM_ASCEND_KVEXT_RETENTION``.
+        disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
+        fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
     """
 
     mode: Mode = Mode.SAFE
     retention_interval: str | None = None
+    retention: Retention = Retention.INTERVAL
+    disabled: frozenset[str] = frozenset()
+    fast_prefix_cache: Switch = Switch.AUTO
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -78,26 +132,57 @@ class Settings:
         With mode ``off`` no other variable is looked at.
 
         Raises:
-            SettingsError: If the mode is not one of `Mode`, or a ``VLLM_ASCEND_KVEXT_*`` variable
-                is not in `VARIABLES`.
+            SettingsError: If the mode is not one of `Mode`, a ``VLLM_ASCEND_KVEXT_*`` variable is
+                not in `VARIABLES`, a name to disable is not that of a repair, or a feature that is
+                asked for is built on a repair that is disabled.
         """
-        mode = _parse_mode(environ.get(MODE_VARIABLE, ""))
+        mode = _parse_choice(environ, MODE_VARIABLE, Mode.SAFE)
         if mode is Mode.OFF:
             return cls(mode=mode)
         _refuse_unknown_variables(environ)
-        return cls(mode=mode, retention_interval=environ.get(RETENTION_INTERVAL_VARIABLE))
+        settings = cls(
+            mode=mode,
+            retention_interval=environ.get(RETENTION_INTERVAL_VARIABLE),
+            retention=parse_retention(environ),
+            disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
+            fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
+        )
+        settings._refuse_contradictions()
+        return settings
 
     @property
     def requests(self) -> dict[str, str]:
         """The features that the user asked for, each with the variable that says so."""
-        if self.retention_interval is not None and self.retention_interval.strip():
-            return {"retention": RETENTION_INTERVAL_VARIABLE}
-        return {}
+        requests = {}
+        if self.retention is Retention.ADAPTIVE:
+            requests["retention"] = RETENTION_VARIABLE
+        elif self.retention_interval is not None and self.retention_interval.strip():
+            requests["retention"] = RETENTION_INTERVAL_VARIABLE
+        if self.fast_prefix_cache is Switch.ON:
+            requests[FAST_PREFIX_CACHE.name] = FAST_PREFIX_CACHE_VARIABLE
+        return requests
+
+    @property
+    def implied_features(self) -> frozenset[str]:
+        """What goes with the features asked for, where it fits."""
+        if self.fast_prefix_cache is Switch.AUTO and "retention" in self.requests:
+            return frozenset({FAST_PREFIX_CACHE.name})
+        return frozenset()
 
     @property
     def requested_features(self) -> frozenset[str]:
         """The features that the user asked for."""
         return frozenset(self.requests)
+
+    def _refuse_contradictions(self) -> None:
+        for feature, variable in self.requests.items():
+            missing = sorted(with_requirements([feature], FEATURES) & self.disabled)
+            if missing:
+                raise SettingsError(
+                    f"{DISABLE_VARIABLE} leaves out {', '.join(missing)}, on which the feature "
+                    f"{feature!r} is built, and {variable} asks for that. Take it off the list, or "
+                    f"unset {variable}."
+                )
 
 
 def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -108,17 +193,39 @@ def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _parse_mode(text: str) -> Mode:
+def parse_retention(environ: Mapping[str, str]) -> Retention:
+    """The value of ``VLLM_ASCEND_KVEXT_RETENTION``.
+
+    Raises:
+        SettingsError: If it is not one of `Retention`.
+    """
+    return _parse_choice(environ, RETENTION_VARIABLE, Retention.INTERVAL)
+
+
+def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:
+    text = environ.get(name, "")
     value = text.strip().lower()
     if not value:
-        return Mode.SAFE
-    modes = [mode.value for mode in Mode]
-    if value not in modes:
+        return default
+    choices = [choice.value for choice in type(default)]
+    if value not in choices:
         raise SettingsError(
-            f"{MODE_VARIABLE}={text!r} is not a mode: expected one of {', '.join(modes)}."
-            f"{_did_you_mean(value, modes)}"
+            f"{name}={text!r} is not one of its values: expected {', '.join(choices)}."
+            f"{_did_you_mean(value, choices)}"
         )
-    return Mode(value)
+    return type(default)(value)
+
+
+def _parse_disabled(text: str) -> frozenset[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [repair.name for repair in REPAIRS]
+    for name in names:
+        if name not in known:
+            raise SettingsError(
+                f"{DISABLE_VARIABLE}={text!r}: {name!r} is not a repair: expected some of "
+                f"{', '.join(known)}, separated by commas.{_did_you_mean(name, known)}"
+            )
+    return frozenset(names)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -95,8 +95,13 @@ def start(
     environ: Mapping[str, str],
     engine: Mapping[str, Any],
     scenarios: Sequence[str],
+    folder: Path | None = None,
 ) -> Ended:
-    """Run the workload to its end, in an environment that holds no settings but these."""
+    """Run the workload to its end, in an environment that holds no settings but these.
+
+    Args:
+        folder: The working directory; that of this process if None.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -107,6 +112,7 @@ def start(
     finished = subprocess.run(
         [sys.executable, "-I", script, model, report, options],
         env={**inherited, **ENGINE_ENVIRON, **environ},
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -38,7 +38,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_ascend_kvext.features import REPAIRS
+
 NUM_SEEDS = 6
+REPAIRED = frozenset(repair.name for repair in REPAIRS)
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
 
 by_name = {"ids": lambda layout: layout.name}
@@ -50,8 +53,10 @@ def retention() -> Iterator[None]:
         yield
 
 
-def workloads(layout: Layout) -> list[Workload]:
-    return [without_upstream_defects(random_workload(layout, s)) for s in range(NUM_SEEDS)]
+def workloads(layout: Layout, repaired: frozenset[str] = frozenset()) -> list[Workload]:
+    return [
+        without_upstream_defects(random_workload(layout, s), repaired) for s in range(NUM_SEEDS)
+    ]
 
 
 def all_checks(workload: Workload) -> list[Check]:
@@ -71,7 +76,7 @@ def test_invariants_hold(
 ) -> None:
     monkeypatch.setenv(INTERVAL_VARIABLE, str(interval_units * layout.unit_tokens))
     counts: Counter[str] = Counter()
-    for workload in workloads(layout):
+    for workload in workloads(layout, REPAIRED):
         try:
             result = run(workload, all_checks(workload), ReadCheck.ALL)
         except AssertionError as error:

@@ -11,9 +11,10 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -102,6 +103,7 @@ class BlockManager:
         interval: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` while the manager is built.
         num_blocks: Size of the pool, including the null block.
         events: Whether the pool emits KV cache events.
+        manager_arguments: Further arguments of ``KVCacheManager``.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class BlockManager:
         events: bool = False,
         scheduler_block_size: int | None = None,
         hash_block_size: int | None = None,
+        manager_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         sizes = [spec.block_size for spec in layout.specs]
         self.hash_block_size = hash_block_size or math.gcd(*sizes)
@@ -123,6 +126,7 @@ class BlockManager:
             "use_eagle": bool(layout.eagle_group_ids),
             "log_stats": False,
             "enable_kv_cache_events": events,
+            **(manager_arguments or {}),
         }
         if "scheduler_block_size" in inspect.signature(KVCacheManager).parameters:
             arguments["scheduler_block_size"] = scheduler_block_size or math.lcm(*sizes)

@@ -24,6 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
+
 from .layouts import Layout
 from .model_runner import ModelRunner, ReadCheck
 from .options import EngineOptions, build_vllm_config
@@ -41,6 +43,10 @@ def _register_specs(vllm_config: Any) -> None:
     register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
     if register is not None:
         register(vllm_config)
+
+
+def _hints(plan: RequestPlan) -> dict[str, Any] | None:
+    return {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else None
 
 
 class _EventRecorder:
@@ -133,7 +139,9 @@ class SchedulerEngine:
             request_id=plan.request_id,
             prompt_token_ids=list(plan.prompt),
             sampling_params=SamplingParams(
-                max_tokens=plan.max_tokens, stop_token_ids=list(plan.stop_tokens)
+                max_tokens=plan.max_tokens,
+                stop_token_ids=list(plan.stop_tokens),
+                extra_args=_hints(plan),
             ),
             pooling_params=None,
             arrival_time=float(plan.arrival_step),

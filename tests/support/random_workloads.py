@@ -73,16 +73,21 @@ def random_workload(layout: Layout, seed: int) -> Workload:
     )
 
 
-def without_upstream_defects(workload: Workload) -> Workload:
+def without_upstream_defects(
+    workload: Workload, repaired: frozenset[str] = frozenset()
+) -> Workload:
     """The same workload, but for what stock vLLM answers with wrong tokens or wrong KV.
 
-    A connector that extends a local hit gets a block handed out twice: what one group hits is
-    evicted for what another group loads. A request that is preempted, by priority, in the step that
+    Unless ``two-phase-allocation`` is among the repairs in effect: a connector that extends a local
+    hit gets a block handed out twice, since what one group hits is evicted for what another group
+    loads. A request that is preempted, by priority, in the step that
     scheduled it leaves blocks cached that it never computed; retention takes care of that except in
     Mamba groups, which it leaves to upstream. And vLLM 0.20.2, scheduling asynchronously, drops a
     token of requests that are preempted for a reset.
     """
-    options = replace(workload.options, extends_local_hits=False)
+    options = workload.options
+    if "two-phase-allocation" not in repaired:
+        options = replace(options, extends_local_hits=False)
     if workload.layout.has_mamba:
         options = replace(options, by_priority=False)
     resets = workload.resets

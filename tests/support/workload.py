@@ -24,6 +24,7 @@ class RequestPlan:
         adapter: Name of a LoRA adapter, or None.
         cache_salt: As in the API, or None.
         images: Multi-modal items.
+        checkpoint_tokens: Boundaries that the request names, for adaptive retention.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class RequestPlan:
     adapter: str | None = None
     cache_salt: str | None = None
     images: tuple[Image, ...] = ()
+    checkpoint_tokens: tuple[int, ...] = ()
 
     def new_stream(self) -> TokenStream:
         """A stream that holds the prompt."""

@@ -16,8 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+from vllm_ascend_kvext.features import FEATURES, REPAIRS
+from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Mode, Settings
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 _TESTS = Path(__file__).parents[1]
@@ -29,11 +33,14 @@ class World(enum.Enum):
     STOCK = "stock"
     """vLLM loads no plugin."""
 
-    PLUGIN = "plugin"
+    UNREPAIRED = "unrepaired"
+    """vLLM loads the plugin; every repair is switched off, and nothing else configured."""
+
+    REPAIRED = "repaired"
     """vLLM loads the plugin; nothing is configured."""
 
     INSTALLED = "installed"
-    """All retention patches are in place; no interval is set."""
+    """The same, and the patches of all features are in place; no interval is set."""
 
     INTERVAL_0 = "interval-0"
     """The same with interval 0: the perturbation that a comparison must see."""
@@ -45,12 +52,14 @@ class Outcome:
 
     Attributes:
         digests: ``Transcript.digest`` per workload.
+        defects: Per workload, the defects that it ran into; watched in the stock world only.
         counts: What the workloads exercised, in total.
         patches: Ids of the patches in effect.
         plugin_loaded: Whether vLLM has called the plugin.
     """
 
     digests: dict[str, str]
+    defects: dict[str, frozenset[str]]
     counts: Counter[str]
     patches: tuple[str, ...]
     plugin_loaded: bool
@@ -65,6 +74,7 @@ def run_world(world: World, num_seeds: int) -> Outcome:
         counts.update(workload["counts"])
     return Outcome(
         digests={workload["name"]: workload["digest"] for workload in workloads},
+        defects={workload["name"]: frozenset(workload["defects"]) for workload in workloads},
         counts=counts,
         patches=tuple(header["patches"]),
         plugin_loaded=header["plugin_loaded"],
@@ -95,8 +105,10 @@ def _spawn(world: World, *arguments: str) -> str:
         "PYTHONPATH": str(_TESTS),
         "PYTHONHASHSEED": "0",  # vLLM derives its block hashes from it
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_PLUGINS": "ascend_kvext" if world is World.PLUGIN else "",
+        "VLLM_PLUGINS": "" if world is World.STOCK else "ascend_kvext",
     }
+    if world is World.UNREPAIRED:
+        environ[DISABLE_VARIABLE] = ",".join(repair.name for repair in REPAIRS)
     if world is World.INTERVAL_0:
         environ[INTERVAL_VARIABLE] = "0"
     command = [sys.executable, "-m", "support.worlds", world.value, *arguments]
@@ -111,15 +123,23 @@ def _enter(world: World) -> dict[str, object]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    header: dict[str, object] = {
-        "plugin_loaded": "vllm_ascend_kvext.activation" in sys.modules,
-        "patches": [],
-    }
     if world in (World.INSTALLED, World.INTERVAL_0):
         from vllm_ascend_kvext.activation import apply_feature
 
-        header["patches"] = apply_feature("retention")
-    return header
+        for feature in FEATURES:
+            apply_feature(feature.name)
+    plugin_loaded = "vllm_ascend_kvext.activation" in sys.modules
+    return {
+        "plugin_loaded": plugin_loaded,
+        "patches": _patches_in_effect() if plugin_loaded else [],
+    }
+
+
+def _patches_in_effect() -> list[str]:
+    from vllm_ascend_kvext.activation import current_findings, survey
+
+    findings = current_findings(survey(Settings(mode=Mode.STRICT)))
+    return [finding.patch.id for finding in findings if finding.state.value == "applied"]
 
 
 def main() -> None:
@@ -131,6 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(json.dumps(_enter(arguments.world)))
 
+    from .defects import observed_defects
     from .random_workloads import random_workloads, workload_of
     from .run import run
 
@@ -139,10 +160,13 @@ def main() -> None:
         if arguments.workload
         else random_workloads(range(arguments.seeds))
     )
+    observe = observed_defects if arguments.world is World.STOCK else nullcontext
     for workload in chosen:
-        transcript = run(workload).transcript
+        with observe() as defects:
+            transcript = run(workload).transcript
         line = {
             "name": workload.name,
+            "defects": sorted(defects or ()),
             "digest": transcript.digest(),
             "counts": dict(transcript.counts),
         }

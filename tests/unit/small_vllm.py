@@ -14,7 +14,7 @@ from small_upstream import AddPackage, declare, record
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext import activation
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import Feature, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.install import PatchBook
 from vllm_ascend_kvext.patching.store import FingerprintStore
@@ -42,10 +42,14 @@ class World:
                 monkeypatch.delenv(name)
         monkeypatch.setitem(sys.modules, "torch_npu", None)
         monkeypatch.setattr(activation, "BOOK", PatchBook())
+        self.features(Feature("retention"))
         self.ledger(declare(TARGET, feature="retention", wrapper=record(self.calls)))
         root = self.upstream()
         store = FingerprintStore({"vllm": {"0.23.0": {TARGET: fingerprint_source(root, TARGET)}}})
         monkeypatch.setattr(FingerprintStore, "load", lambda: store)
+
+    def features(self, *features: Feature) -> None:
+        self.monkeypatch.setattr(activation, "FEATURES", features)
 
     def ledger(self, *patches: Patch) -> None:
         self.monkeypatch.setattr(activation, "PATCHES", patches)

@@ -23,7 +23,11 @@ from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.plan import State
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.settings import MODE_VARIABLE, RETENTION_INTERVAL_VARIABLE
+from vllm_ascend_kvext.settings import (
+    DISABLE_VARIABLE,
+    MODE_VARIABLE,
+    RETENTION_INTERVAL_VARIABLE,
+)
 
 
 def test_nothing_requested_costs_nothing(world: World) -> None:
@@ -104,10 +108,71 @@ class TestDrift:
         assert not world.is_patched
 
 
-def test_on_by_default_is_applied_unasked(world: World) -> None:
-    world.monkeypatch.setattr(activation, "FEATURES", (Feature("retention", default_on=True),))
-    world.register()
-    assert world.is_patched
+class TestRepairs:
+    """Features that are on by default, under the name of a real one: the switch knows no other."""
+
+    NAME = "two-phase-allocation"
+
+    @pytest.fixture(autouse=True)
+    def repair(self, world: World) -> None:
+        world.features(Feature("retention"), Feature(self.NAME, default_on=True))
+        world.ledger(declare(TARGET, feature=self.NAME, wrapper=record(world.calls)))
+
+    def test_on_by_default_is_applied_unasked(self, world: World) -> None:
+        world.register()
+        assert world.is_patched
+        assert len(world.logged(logging.INFO)) == 1
+
+    @pytest.mark.parametrize("mode", ["safe", "strict"])
+    def test_switched_off_is_left_out(self, world: World, mode: str) -> None:
+        world.set(mode=mode, **{DISABLE_VARIABLE: self.NAME})
+        world.register()
+        assert not world.is_patched
+        assert world.records == []
+
+    @pytest.mark.parametrize("mode", ["safe", "strict"])
+    def test_switched_off_may_have_drifted(self, world: World, mode: str) -> None:
+        world.upstream(engine=ENGINE.replace("self", "self, more=1"))
+        world.set(mode=mode, **{DISABLE_VARIABLE: self.NAME})
+        world.register()
+        assert world.records == []
+
+    @pytest.mark.parametrize("mode", ["safe", "strict"])
+    def test_for_other_releases_it_is_not_missed(self, world: World, mode: str) -> None:
+        patch = declare(TARGET, feature=self.NAME, vllm=("==0.20.2.*",))
+        world.ledger(patch)
+        world.set(mode=mode)
+        world.register()
+        assert world.records == []
+
+    def test_a_feature_brings_what_it_requires(self, world: World) -> None:
+        world.features(Feature("retention", requires=(self.NAME,)), Feature(self.NAME))
+        envs = declare("vllm.engine:Engine.rest", feature="retention")
+        world.upstream(engine=f"{ENGINE}    def rest(self):\n        pass\n")
+        store = FingerprintStore.load().replacing(
+            "vllm",
+            "0.23.0",
+            {name: fingerprint_source(Path(sys.path[0]), name) for name in (TARGET, envs.target)},
+        )
+        world.monkeypatch.setattr(FingerprintStore, "load", lambda: store)
+        world.ledger(*activation.PATCHES, envs)
+        applied = activation.apply_feature("retention")
+        assert set(applied) == {f"T-{TARGET}", envs.id}
+        assert world.is_patched
+        assert tuple(activation.revert_feature("retention")) == tuple(reversed(applied))
+        assert not world.is_patched
+        world.set(interval="0")
+        world.register()
+        assert world.is_patched
+
+    def test_a_requirement_that_does_not_fit_stops_the_request(self, world: World) -> None:
+        world.features(Feature("retention", requires=(self.NAME,)), Feature(self.NAME))
+        world.upstream(engine=ENGINE.replace("self", "self, more=1"))
+        world.set(interval="0")
+        with pytest.raises(PatchError, match=f"(?s){self.NAME}.*DRIFTED"):
+            world.register()
+        with pytest.raises(PatchError, match=f"(?s){self.NAME}.*DRIFTED"):
+            activation.apply_feature("retention")
 
 
 def test_off_does_nothing_whatever_else_is_set(world: World) -> None:

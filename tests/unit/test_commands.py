@@ -18,8 +18,14 @@ import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.commands import fingerprint, ledger
+from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.settings import MODE_VARIABLE, RETENTION_INTERVAL_VARIABLE, VARIABLES
+from vllm_ascend_kvext.settings import (
+    DISABLE_VARIABLE,
+    MODE_VARIABLE,
+    RETENTION_INTERVAL_VARIABLE,
+    VARIABLES,
+)
 
 FROZEN_CLASS = """\
 class Frozen(type):
@@ -169,7 +175,39 @@ class TestStatus:
         assert "vllm-ascend-kvext" in printed.splitlines()[0]
         assert printed.splitlines()[0].endswith(": ok")
         (row,) = [line for line in printed.splitlines() if line.startswith("T-")]
-        assert row.split() == [f"T-{TARGET}", "inert", TARGET]
+        assert row.split() == [f"T-{TARGET}", "retention", "inert", TARGET]
+
+    REPAIR = "drafts-in-flight"
+
+    @pytest.mark.parametrize(
+        ("disabled", "patch", "engine", "expected", "exit_status"),
+        [
+            ("", {}, ENGINE, "on", 0),
+            (REPAIR, {}, ENGINE, "off", 0),
+            (REPAIR, {}, DRIFTED_ENGINE, "off", 0),
+            ("", {}, DRIFTED_ENGINE, "amiss", 1),
+            ("", {"vllm": ("==0.20.2.*",)}, ENGINE, "not needed", 0),
+        ],
+    )
+    def test_repairs_are_listed(
+        self,
+        world: World,
+        capsys: pytest.CaptureFixture[str],
+        disabled: str,
+        patch: dict[str, Any],
+        engine: str,
+        expected: str,
+        exit_status: int,
+    ) -> None:
+        world.features(Feature(self.REPAIR, default_on=True))
+        world.ledger(declare(TARGET, feature=self.REPAIR, **patch))
+        world.upstream(engine=engine)
+        world.set(**{DISABLE_VARIABLE: disabled})
+        found, report = self.status(capsys)
+        assert report["repairs"] == {self.REPAIR: expected}
+        assert found == exit_status
+        main(["status"])
+        assert f"{self.REPAIR}: {expected}\n" in capsys.readouterr().out
 
 
 class TestFingerprint:

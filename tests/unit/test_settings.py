@@ -4,11 +4,15 @@ from __future__ import annotations
 import pytest
 
 from vllm_ascend_kvext.errors import KvextError, SettingsError
+from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.settings import (
+    DISABLE_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
+    RETENTION_VARIABLE,
     VARIABLES,
     Mode,
+    Retention,
     Settings,
     own_variables,
 )
@@ -45,6 +49,93 @@ def test_interval_is_kept_as_text_and_requests_retention(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "  "])
 def test_empty_interval_requests_nothing(text: str) -> None:
     assert not Settings.from_environ({RETENTION_INTERVAL_VARIABLE: text}).requested_features
+
+
+@pytest.mark.parametrize("text", ["interval", "adaptive", "ADAPTIVE", " adaptive "])
+def test_retention_is_read(text: str) -> None:
+    settings = Settings.from_environ({RETENTION_VARIABLE: text})
+    assert settings.retention is Retention(text.strip().lower())
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_empty_retention_is_the_default(text: str) -> None:
+    settings = Settings.from_environ({RETENTION_VARIABLE: text})
+    assert settings.retention is Retention.INTERVAL
+    assert not settings.requests
+
+
+def test_interval_retention_without_an_interval_requests_nothing() -> None:
+    settings = Settings.from_environ({RETENTION_VARIABLE: "interval"})
+    assert not settings.requests
+    settings = Settings.from_environ(
+        {RETENTION_VARIABLE: "interval", RETENTION_INTERVAL_VARIABLE: "0"}
+    )
+    assert settings.requests == {"retention": RETENTION_INTERVAL_VARIABLE}
+
+
+@pytest.mark.parametrize("interval", [None, "", "0", "4096"])
+def test_adaptive_retention_requests_retention_with_or_without_a_grid(interval: str | None) -> None:
+    environ = {RETENTION_VARIABLE: "adaptive"}
+    if interval is not None:
+        environ[RETENTION_INTERVAL_VARIABLE] = interval
+    settings = Settings.from_environ(environ)
+    assert settings.requests == {"retention": RETENTION_VARIABLE}
+    assert settings.requested_features == {"retention"}
+    assert settings.retention_interval == interval
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [("adaptiv", "adaptive"), ("intervall", "interval"), ("0", None), ("dense", None)],
+)
+def test_wrong_retention_names_the_values_and_the_nearest(
+    text: str, suggestion: str | None
+) -> None:
+    with pytest.raises(SettingsError, match="expected interval, adaptive") as raised:
+        Settings.from_environ({RETENTION_VARIABLE: text})
+    message = str(raised.value)
+    assert f"{RETENTION_VARIABLE}={text!r}" in message
+    assert ("Did you mean" in message) is (suggestion is not None)
+    assert suggestion is None or f"Did you mean {suggestion}?" in message
+
+
+def test_adaptive_retention_keeps_what_it_is_built_on() -> None:
+    environ = {DISABLE_VARIABLE: "trim-full-groups", RETENTION_VARIABLE: "adaptive"}
+    with pytest.raises(SettingsError, match="'retention' is built") as raised:
+        Settings.from_environ(environ)
+    assert f"unset {RETENTION_VARIABLE}" in str(raised.value)
+
+
+def test_disabled_repairs_are_read() -> None:
+    settings = Settings.from_environ(
+        {DISABLE_VARIABLE: " drafts-in-flight,, two-phase-allocation ,"}
+    )
+    assert settings.disabled == {"drafts-in-flight", "two-phase-allocation"}
+    assert not Settings.from_environ({DISABLE_VARIABLE: " "}).disabled
+
+
+@pytest.mark.parametrize("name", ["two-phase-alocation", "retention", "all"])
+def test_only_repairs_can_be_disabled(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"'{name}' is not a repair") as raised:
+        Settings.from_environ({DISABLE_VARIABLE: f"drafts-in-flight,{name}"})
+    message = str(raised.value)
+    assert all(repair.name in message for repair in REPAIRS)
+    assert ("Did you mean two-phase-allocation?" in message) is name.startswith("two")
+
+
+def test_what_was_asked_for_keeps_what_it_is_built_on() -> None:
+    environ = {DISABLE_VARIABLE: "trim-full-groups", RETENTION_INTERVAL_VARIABLE: "0"}
+    with pytest.raises(SettingsError, match=r"trim-full-groups.*'retention' is built") as raised:
+        Settings.from_environ(environ)
+    assert RETENTION_INTERVAL_VARIABLE in str(raised.value)
+    assert Settings.from_environ({DISABLE_VARIABLE: "trim-full-groups"}).disabled
+    environ[DISABLE_VARIABLE] = "two-phase-allocation"
+    assert Settings.from_environ(environ).disabled
+
+
+def test_every_repair_is_in_the_table_of_variables() -> None:
+    (variable,) = [variable for variable in VARIABLES if variable.name == DISABLE_VARIABLE]
+    assert all(f"`{repair.name}`" in variable.doc for repair in REPAIRS)
 
 
 def test_unknown_variable_names_itself_the_known_ones_and_the_nearest() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activate the package in this process, as vLLM would, and show every patch.
+"""Activate the package in this process, as vLLM would, and show every repair and every patch.
 
 Exit status: 0 (ok) if everything fits; 1 (degraded) if something that was not asked for does not,
 or upstream is missing or unsupported; 2 (failed) if something that was asked for is impossible.
@@ -57,6 +57,7 @@ class StatusReport:
     verdict: str = Verdict.OK.name.lower()
     mode: str = ""
     requested: dict[str, str] = field(default_factory=dict)
+    repairs: dict[str, str] = field(default_factory=dict)
     upstream: dict[str, str | bool | None] = field(default_factory=dict)
     supported: bool = False
     plan: str = ""
@@ -97,6 +98,7 @@ def diagnose() -> StatusReport:
     report.plan = digest(surveyed.plans)
     findings = activation.current_findings(surveyed)
     report.patches = [_row(finding) for finding in findings]
+    report.repairs = _repairs(surveyed, findings)
     if not report.error:
         report.notes = _complaints(surveyed, findings)
         verdict = Verdict.DEGRADED if report.notes else Verdict.OK
@@ -125,15 +127,31 @@ def _row(finding: Finding) -> PatchRow:
     )
 
 
+def _repairs(surveyed: Activation, findings: Sequence[Finding]) -> dict[str, str]:
+    """Each feature that is on by default: ``on``, ``off``, ``not needed`` here, or ``amiss``."""
+    defaults = {feature.name for feature in activation.FEATURES if feature.default_on}
+    repairs = {}
+    for plan in surveyed.plans:
+        if plan.feature not in defaults:
+            continue
+        states = {finding.state for finding in findings if finding.patch.feature == plan.feature}
+        states -= {State.SKIPPED_VERSION}
+        if not surveyed.wants(plan.feature):
+            repairs[plan.feature] = "off"
+        elif states:
+            repairs[plan.feature] = "on" if states == {State.APPLIED} else "amiss"
+        else:
+            repairs[plan.feature] = "not needed"
+    return repairs
+
+
 def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
     """What is wrong although nothing that was asked for is."""
     if surveyed.settings.mode is Mode.OFF:
         return []
     if not surveyed.support.ok:
         return [surveyed.support.reason]
-    complaints = [
-        f"the feature {plan.feature!r} does not fit" for plan in surveyed.plans if not plan.fits
-    ]
+    complaints = [f"the feature {plan.feature!r} does not fit" for plan in surveyed.misfits]
     complaints += [
         f"{finding.patch.id} is shadowed: another patch has replaced {finding.patch.target}"
         for finding in findings
@@ -155,6 +173,7 @@ def render(report: StatusReport) -> str:
         f"vllm-ascend-kvext {report.version}: {report.verdict}",
         f"  mode       {report.mode or '?'}",
         f"  requested  {', '.join(requested) or 'nothing'}",
+        *[f"  repair     {name}: {state}" for name, state in report.repairs.items()],
         f"  supported  {'yes' if report.supported else 'no'}",
         f"  vLLM       {upstream.get('vllm') or 'not found'}",
         f"  Ascend     {upstream.get('vllm_ascend') or 'not found'}",
@@ -164,8 +183,8 @@ def render(report: StatusReport) -> str:
         lines += ["", report.error]
     if report.patches:
         lines += ["", f"patches (plan {report.plan}):"]
-        rows = [(row.id, row.state, row.target, row.reason) for row in report.patches]
-        lines += render_table(("id", "state", "target", "reason"), rows)
+        rows = [(row.id, row.feature, row.state, row.target, row.reason) for row in report.patches]
+        lines += render_table(("id", "feature", "state", "target", "reason"), rows)
     elif not report.error:
         lines += ["", "No patch was examined."]
     return "\n".join(lines)

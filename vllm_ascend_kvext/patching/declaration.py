@@ -33,10 +33,12 @@ class Feature:
     Attributes:
         name: What `Patch.feature` names.
         default_on: Whether it is installed without being asked for.
+        requires: Features that are installed with it, whoever asked for it.
     """
 
     name: str
     default_on: bool = False
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.compat import (
@@ -89,14 +89,18 @@ class FeaturePlan:
         return bool(self.fitting) and not self.misfits
 
 
-def plan_feature(
-    feature: str, ledger: Iterable[Patch], upstream: Upstream, store: FingerprintStore
-) -> FeaturePlan:
-    """Check all patches of a feature; their targets' modules are imported."""
+def plan_features(
+    features: Iterable[str],
+    ledger: Collection[Patch],
+    upstream: Upstream,
+    store: FingerprintStore,
+) -> tuple[FeaturePlan, ...]:
+    """Check all patches of these features; their targets' modules are imported."""
     check = _Check(upstream, store)
     try:
-        return FeaturePlan(
-            feature, tuple(check(patch) for patch in ledger if patch.feature == feature)
+        return tuple(
+            FeaturePlan(name, tuple(check(patch) for patch in ledger if patch.feature == name))
+            for name in features
         )
     finally:
         forget_sources()

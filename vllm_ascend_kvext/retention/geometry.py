@@ -28,7 +28,10 @@ class GroupKind(enum.Enum):
     """The last ``window_tokens - 1`` tokens before the boundary."""
 
     STATE = "state"
-    """The one block that ends at the boundary (Mamba), or fewer; never looks ahead."""
+    """The one block that ends at the boundary (Mamba); never looks ahead."""
+
+    UNMANAGED = "unmanaged"
+    """Left to upstream, which caches all its blocks (chunked-local attention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class GroupGeometry:
         looks_ahead: Whether it is an EAGLE/MTP group.
         margin_tokens: How far past the candidate the coordinator lets a group that looks ahead
             search. Upstream passes ``spec.block_size``, which on Ascend counts rows.
+        num_groups: How many KV cache groups have this spec.
     """
 
     kind: GroupKind
@@ -49,6 +53,12 @@ class GroupGeometry:
     window_tokens: int = 0
     looks_ahead: bool = False
     margin_tokens: int = 0
+    num_groups: int = 1
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a hit reads a tail of its blocks only."""
+        return self.kind in (GroupKind.WINDOW, GroupKind.STATE)
 
     @property
     def window_blocks(self) -> int:
@@ -58,7 +68,7 @@ class GroupGeometry:
     @property
     def drops_last_block(self) -> bool:
         """Whether its lookup drops the look-ahead block; the Mamba lookup never does."""
-        return self.looks_ahead and self.kind is not GroupKind.STATE
+        return self.looks_ahead and self.kind in (GroupKind.FULL, GroupKind.WINDOW)
 
     def longest_hit_tokens(self, max_tokens: int, unit_tokens: int, drop: bool) -> int:
         """The hit of this group alone when all its blocks are cached.
@@ -83,6 +93,8 @@ class GroupGeometry:
     def tail(self, boundary_tokens: int, unit_tokens: int) -> range:
         """Indices of the blocks that a hit at ``boundary_tokens`` reads in a window group."""
         end_block = boundary_tokens // self.block_tokens
+        if self.kind is GroupKind.STATE:
+            return range(end_block - 1, end_block)
         start_block = max(0, end_block - self.window_blocks)
         if self.looks_ahead:
             if self.is_clipped(boundary_tokens, unit_tokens):
@@ -138,7 +150,7 @@ class HitGeometry:
         return self.reachable_tokens(self.opens_at_tokens(boundary_tokens)) == boundary_tokens
 
     def tails(self, boundary_tokens: int) -> tuple[range, ...]:
-        """The blocks that each ``WINDOW`` group has to have cached for a hit at a boundary.
+        """The blocks that each sparse group has to have cached for a hit at a boundary.
 
         Returns:
             One range of block indices per group; empty for groups of another kind.
@@ -146,9 +158,7 @@ class HitGeometry:
         if boundary_tokens <= 0:
             return (range(0),) * len(self.groups)
         tails = [
-            group.tail(boundary_tokens, self.unit_tokens)
-            if group.kind is GroupKind.WINDOW
-            else range(0)
+            group.tail(boundary_tokens, self.unit_tokens) if group.is_sparse else range(0)
             for group in self.groups
         ]
         if any(
@@ -159,7 +169,7 @@ class HitGeometry:
             read = self._lookup(self.opens_at_tokens(boundary_tokens))[1]
             for index, group in enumerate(self.groups):
                 end_block = read[index] // group.block_tokens
-                if tails[index] and end_block > tails[index].stop:
+                if group.kind is GroupKind.WINDOW and end_block > tails[index].stop:
                     tails[index] = range(tails[index].start, end_block)
         return tuple(tails)
 
@@ -188,6 +198,23 @@ class HitGeometry:
             - 1
             for group in self.groups
             if group.kind is GroupKind.WINDOW
+        )
+
+    @property
+    def num_blocks_per_unit(self) -> float:
+        """Full-attention blocks that one unit of tokens takes, in all groups together."""
+        return sum(
+            group.num_groups * self.unit_tokens / group.block_tokens
+            for group in self.groups
+            if group.kind is GroupKind.FULL
+        )
+
+    @property
+    def num_tail_blocks(self) -> int:
+        """Blocks that the tail of one boundary takes, in all sparse groups together."""
+        tails = self.tails(self._steady_tokens)
+        return sum(
+            group.num_groups * len(tail) for group, tail in zip(self.groups, tails, strict=True)
         )
 
     def _find_opening(self, boundary_tokens: int) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the tails of a request's boundaries in the prefix cache, and lets the others go.
 
-Per request and sliding-window group two tails stay cached besides the interval's checkpoints:
-that of the replay boundary, and that of the latest boundary, where the next turn, or the same
-request after a preemption, resumes. The latter moves on with the request; the blocks it leaves
-behind lose their hash and go to the front of the free queue.
+Per request and sparse group the tails of the planned boundaries stay cached, and that of the
+latest boundary, where the next turn, or the same request after a preemption, resumes. The latter
+moves on with the request; the blocks it leaves behind lose their hash and go to the front of the
+free queue.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_ascend_kvext.retention.policy import RetentionPolicy
+from vllm_ascend_kvext.retention.geometry import GroupKind
+from vllm_ascend_kvext.retention.journeys import Journeys
+from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Pool, Request
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
+from vllm_ascend_kvext.retention.stats import RetentionStats
 from vllm_ascend_kvext.retention.tails import GroupTails
 
 
@@ -22,7 +26,9 @@ class _Progress:
     """What is kept for one request.
 
     Attributes:
-        tails: Per sliding-window group.
+        tails: Per sparse group.
+        plan: The boundaries whose tails are to outlive the request.
+        replay_tokens: The last boundary of its prompt.
         boundary_tokens: The latest boundary; its tails are cached.
         next_event_tokens: The smallest reach at which there is something to do.
         next_skip_tokens: The smallest number of computed tokens at which a block leaves a window.
@@ -32,6 +38,8 @@ class _Progress:
 
     request: Request
     tails: tuple[GroupTails, ...]
+    plan: Plan = field(default_factory=dict)
+    replay_tokens: int = 0
     boundary_tokens: int = 0
     next_event_tokens: int = 0
     next_skip_tokens: int = 0
@@ -45,19 +53,25 @@ class TailKeeper:
 
     Attributes:
         policy: Which boundaries to keep.
-        window_groups: The sparse groups.
+        sparse_groups: Groups of which a hit reads a tail only: sliding windows and states.
         full_groups: Cached from the first token up to what the latest boundary needs.
         pool: The pool of all groups' blocks.
         skips_by_tokens: Whether the blocks that leave a window follow from the number of computed
-            tokens alone. On Ascend they depend on the steps in flight as well.
+            tokens alone. On Ascend they depend on the steps in flight as well, and states on
+            what was allocated.
+        stats: What to report of it.
+        journeys: Follows requests where retention is adaptive.
     """
 
     policy: RetentionPolicy
-    window_groups: tuple[ManagedGroup, ...]
+    sparse_groups: tuple[ManagedGroup, ...]
     full_groups: tuple[ManagedGroup, ...]
     pool: Pool
     skips_by_tokens: bool = True
+    stats: RetentionStats = field(default_factory=RetentionStats)
+    journeys: Journeys | None = None
     _progress: dict[str, _Progress] = field(init=False, default_factory=dict)
+    _balance_at: float = field(init=False, default=1.0)
 
     def cache(self, request: Request, num_computed_tokens: int) -> None:
         """Cache what is worth keeping once tokens of a request are scheduled.
@@ -77,6 +91,16 @@ class TailKeeper:
         reach_tokens = min(num_computed_tokens, request.num_tokens - 1)
         if reach_tokens >= progress.next_event_tokens:
             self._advance(progress, reach_tokens)
+
+    def quiet_until_tokens(self, request: Request) -> int:
+        """The tokens to cache up to which `cache` only takes note of them."""
+        progress = self._progress.get(request.request_id)
+        return progress.next_event_tokens if progress and progress.holds_blocks else 0
+
+    def pass_quietly(self, request: Request, num_computed_tokens: int) -> None:
+        """What `cache` does below `quiet_until_tokens`."""
+        cached_tokens = min(num_computed_tokens, request.num_tokens)
+        self._progress[request.request_id].cached_tokens = cached_tokens
 
     def before_skip(self, request_id: str, total_computed_tokens: int) -> int | None:
         """Save blocks that leave the window although a coming boundary needs them.
@@ -98,12 +122,35 @@ class TailKeeper:
         geometry = self.policy.geometry
         for boundary in self._coming_boundaries(progress, computed_tokens):
             runs = geometry.tails(boundary)
-            for group, tails in zip(self.window_groups, progress.tails, strict=True):
+            for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
                 run = runs[group.geometry_index]
                 tails.keep_leaving(run, computed_tokens, progress.cached_tokens)
         if self.skips_by_tokens:
             progress.next_skip_tokens = geometry.next_skip_tokens(computed_tokens)
         return computed_tokens
+
+    def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Where a prefill step of a request has to end, so that a state is there to keep.
+
+        Returns:
+            The nearest boundary past ``computed_tokens`` that was asked for; None where states
+            play no part, or nothing was asked for.
+        """
+        if self.journeys is None or not self._has_state_groups:
+            return None
+        progress = self._progress.get(request.request_id)
+        if progress is not None and progress.holds_blocks:
+            plan = progress.plan
+        else:
+            plan = self.journeys.demand(request, computed_tokens)
+        stops = [
+            tokens
+            for tokens, reason in plan.items()
+            if tokens > computed_tokens and reason.origin in STEPS_END_AT
+        ]
+        if interval_tokens := self.policy.interval_tokens:
+            stops.append((computed_tokens // interval_tokens + 1) * interval_tokens)
+        return min(stops, default=None)
 
     def release(self, request: Request) -> None:
         """Settle what a request leaves behind; call it before its blocks are freed."""
@@ -119,26 +166,58 @@ class TailKeeper:
             own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
             progress.holds_blocks = False
             self._advance(progress, min(computed_tokens, own_tokens))
+            if self.journeys is not None:
+                for tails in progress.tails:
+                    tails.settle()
+                self.journeys.end(request)
+                self._balance_books(self.journeys)
         if request.is_finished():
             del self._progress[request.request_id]
+
+    def _balance_books(self, journeys: Journeys) -> None:
+        """Every time that the whole pool has been allocated anew, look for blocks that are lost."""
+        if journeys.tree.num_pools_allocated >= self._balance_at:
+            self._balance_at = journeys.tree.num_pools_allocated + 1
+            self.forget_strays()
+
+    def forget_strays(self) -> int:
+        """Uncache idle blocks that neither a checkpoint nor a request accounts for."""
+        if self.journeys is None:
+            return 0
+        in_use: set[int] = set()
+        for progress in self._progress.values():
+            for tails in progress.tails:
+                in_use.update(tails.rolling_block_ids())
+        return self.journeys.tree.forget_strays(in_use)
 
     def _admit(self, request: Request, progress: _Progress | None) -> _Progress:
         if progress is None:
             progress = self._progress[request.request_id] = _Progress(
                 request,
-                tuple(GroupTails(request, group, self.pool) for group in self.window_groups),
+                tuple(GroupTails(request, group, self.pool) for group in self.sparse_groups),
             )
         geometry = self.policy.geometry
-        group = self.window_groups[0]
-        hit_tokens = group.manager.num_cached_block.get(request.request_id, 0) * group.block_tokens
+        # The least of all groups: of tokens that a connector loads, upstream counts those that no
+        # window reads any more as cached.
+        hit_tokens = min(
+            group.manager.num_cached_block.get(request.request_id, 0) * group.block_tokens
+            for group in (*self.sparse_groups, *self.full_groups)
+        )
         progress.boundary_tokens = hit_tokens // geometry.unit_tokens * geometry.unit_tokens
         progress.next_event_tokens = progress.next_skip_tokens = 0
         progress.holds_blocks = True
         runs = geometry.tails(progress.boundary_tokens)
-        for group, tails in zip(self.window_groups, progress.tails, strict=True):
+        for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             run = runs[group.geometry_index]
             tails.drop_all_but([run])
             tails.admit(range(progress.boundary_tokens // group.block_tokens, run.stop))
+        demand: Plan = {}
+        if self.journeys is not None:
+            demand = self.journeys.begin(request, progress.boundary_tokens, progress.tails)
+        progress.plan = self.policy.plan(
+            request.num_prompt_tokens, progress.boundary_tokens, demand
+        )
+        progress.replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
         return progress
 
     def _advance(self, progress: _Progress, reach_tokens: int) -> None:
@@ -146,28 +225,63 @@ class TailKeeper:
         geometry = self.policy.geometry
         request = progress.request
         boundary = max(geometry.reachable_tokens(reach_tokens), progress.boundary_tokens)
-        lasting = [
-            geometry.tails(tokens)
-            for tokens in self.policy.lasting_boundaries(
-                request.num_prompt_tokens, progress.boundary_tokens, boundary
-            )
-        ]
+        if not self._has_states(progress, boundary):
+            progress.next_event_tokens = geometry.opens_at_tokens(boundary + geometry.unit_tokens)
+            boundary = progress.boundary_tokens
+            if progress.holds_blocks:
+                return
+        boundaries = self.policy.lasting_boundaries(
+            progress.plan, progress.boundary_tokens, boundary
+        )
+        if self._keeps_chunk_ends and progress.boundary_tokens < boundary < progress.replay_tokens:
+            boundaries = sorted({boundary: Reason(Origin.CHUNK), **dict(boundaries)}.items())
+        lasting = [geometry.tails(tokens) for tokens, _ in boundaries]
+        if self.journeys is None:
+            self.stats.checkpoints_kept += len(lasting)
         progress.boundary_tokens = boundary
         progress.next_event_tokens = geometry.opens_at_tokens(boundary + geometry.unit_tokens)
         coming = self._coming_boundaries(progress, progress.cached_tokens)
         for_now = [geometry.tails(tokens) for tokens in (boundary, *coming)]
-        for group, tails in zip(self.window_groups, progress.tails, strict=True):
+        for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             index = group.geometry_index
-            runs = [run[index] for run in for_now]
-            tails.keep(merge_runs(run[index] for run in lasting), progress.cached_tokens)
-            tails.keep_for_now(runs[0], progress.cached_tokens)
-            tails.drop_all_but(runs if progress.holds_blocks else runs[:1])
+            lasting_runs = merge_runs(run[index] for run in lasting)
+            tails.keep(lasting_runs, progress.cached_tokens)
+            tails.keep_for_now(for_now[0][index], progress.cached_tokens)
+            if self.journeys is None:
+                tails.make_last(lasting_runs)
             num_cached_blocks = progress.cached_tokens // group.block_tokens
             group.manager.num_cached_block[request.request_id] = num_cached_blocks
         full_tokens = geometry.full_tokens(boundary)
         for group in self.full_groups:
             num_tokens = min(full_tokens[group.geometry_index], progress.cached_tokens)
             group.manager.cache_blocks(request, num_tokens)
+        if self.journeys is not None:
+            if not progress.holds_blocks and boundary:
+                boundaries = [*boundaries, (boundary, Reason(Origin.LATEST))]
+            self.journeys.pass_boundaries(request, boundaries, boundary, progress.tails)
+        for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
+            runs = [run[group.geometry_index] for run in for_now]
+            tails.drop_all_but(runs if progress.holds_blocks else runs[:1])
+
+    @property
+    def _keeps_chunk_ends(self) -> bool:
+        """Whether to keep what prefill steps end at: the only boundaries that have a state."""
+        return self.journeys is not None and self._has_state_groups
+
+    def _has_states(self, progress: _Progress, boundary_tokens: int) -> bool:
+        """Whether every state group has the state of a boundary: a step has to end there."""
+        if not self._has_state_groups or boundary_tokens <= progress.boundary_tokens:
+            return True
+        runs = self.policy.geometry.tails(boundary_tokens)
+        return all(
+            tails.holds(runs[group.geometry_index])
+            for group, tails in zip(self.sparse_groups, progress.tails, strict=True)
+            if self.policy.geometry.groups[group.geometry_index].kind is GroupKind.STATE
+        )
+
+    @property
+    def _has_state_groups(self) -> bool:
+        return any(group.kind is GroupKind.STATE for group in self.policy.geometry.groups)
 
     def _coming_boundaries(self, progress: _Progress, num_tokens: int) -> range:
         """Boundaries that are passed, but open only once more tokens are computed."""
@@ -184,12 +298,14 @@ class TailKeeper:
         progress.boundary_tokens = min(
             progress.boundary_tokens, self.policy.geometry.reachable_tokens(computed_tokens)
         )
-        for group in (*self.window_groups, *self.full_groups):
+        for group in (*self.sparse_groups, *self.full_groups):
             blocks = group.manager.req_to_blocks[progress.request.request_id]
             uncomputed = blocks[computed_tokens // group.block_tokens :]
             cached = [b for b in uncomputed if not b.is_null and b.block_hash is not None]
             if cached:
                 self.pool.discard(cached)
+        if self.journeys is not None:
+            self.journeys.retreat(progress.request, progress.boundary_tokens)
 
 
 def merge_runs(runs: Iterable[range]) -> list[range]:

@@ -1,47 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundaries are worth keeping, as a pure function of lengths.
+"""Which boundaries are worth keeping: the one place where all ideas about that meet.
 
-Knows no blocks: `HitGeometry` turns a boundary into blocks, `TailKeeper` acts on them.
+Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into blocks,
+`TailKeeper` caches them, `CheckpointTree` decides which give way when blocks run short.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_ascend_kvext.retention.geometry import HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.ladder import ladder_boundaries
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
+
+GRID_SHARE = 4
+"""Blocks of full attention per block that the tails of the automatic grid take."""
+
+Plan = Mapping[int, Reason]
+"""Boundaries of one request, in tokens, whose tails are to outlive it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The meaning of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
+    """What `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION` mean.
 
     Attributes:
         geometry: What a lookup can hit.
-        interval_tokens: 0 keeps the replay boundary only; a positive multiple of
-            ``geometry.unit_tokens`` keeps every multiple of it as well.
+        interval_tokens: A positive multiple of ``geometry.unit_tokens`` keeps every multiple of
+            it; 0 keeps none for that reason.
+        is_adaptive: Whether boundaries are also kept for what requests ask for.
+        ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
     """
 
     geometry: HitGeometry
     interval_tokens: int
+    is_adaptive: bool = False
+    ladder_budget: float = 0.5
+
+    @property
+    def grid_tokens(self) -> int:
+        """The distance of checkpoints that nobody asked for; 0 if there are none.
+
+        Without an interval, adaptive retention takes the shortest power of two of units at which
+        tails take at most one block per `GRID_SHARE` blocks of full attention.
+        """
+        if self.interval_tokens or not self.is_adaptive:
+            return self.interval_tokens
+        geometry = self.geometry
+        full_blocks = geometry.num_blocks_per_unit
+        if not full_blocks or any(group.kind is GroupKind.STATE for group in geometry.groups):
+            return 0  # a state exists only where a prefill step happens to end
+        grid_units = GRID_SHARE * geometry.num_tail_blocks / full_blocks
+        return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
     def replay_boundary_tokens(self, num_prompt_tokens: int) -> int:
         """Where a request with the same prompt hits: its last token is always computed."""
         return self.geometry.reachable_tokens(num_prompt_tokens - 1)
 
+    def plan(
+        self, num_prompt_tokens: int, hit_tokens: int = 0, demand: Plan | None = None
+    ) -> dict[int, Reason]:
+        """The boundaries of a request that are known when it is admitted.
+
+        Args:
+            num_prompt_tokens: Length of its prompt.
+            hit_tokens: What it need not compute.
+            demand: Boundaries that it, or other requests, have asked for; they go first.
+        """
+        replay_tokens = self.replay_boundary_tokens(num_prompt_tokens)
+        plan = {replay_tokens: Reason(Origin.PROMPT)}
+        if self.is_adaptive:
+            unit_tokens = self.geometry.unit_tokens
+            prompt_blocks = self.geometry.num_blocks_per_unit * num_prompt_tokens / unit_tokens
+            for rung, tokens in ladder_boundaries(
+                self.geometry, replay_tokens, hit_tokens, self.ladder_budget * prompt_blocks
+            ):
+                plan[tokens] = Reason(Origin.LADDER, rung)
+        plan.update(demand or {})
+        return plan
+
     def lasting_boundaries(
-        self, num_prompt_tokens: int, after_tokens: int, upto_tokens: int
-    ) -> list[int]:
+        self, plan: Plan, after_tokens: int, upto_tokens: int
+    ) -> list[tuple[int, Reason]]:
         """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted."""
-        boundaries = {self.replay_boundary_tokens(num_prompt_tokens)}
-        if self.interval_tokens:
-            first = (after_tokens // self.interval_tokens + 1) * self.interval_tokens
-            boundaries.update(
-                boundary
-                for boundary in range(first, upto_tokens + 1, self.interval_tokens)
-                if self.geometry.is_boundary(boundary)
-            )
-        return sorted(tokens for tokens in boundaries if after_tokens < tokens <= upto_tokens)
+        boundaries = {
+            tokens: reason
+            for tokens, reason in plan.items()
+            if after_tokens < tokens <= upto_tokens
+        }
+        if grid_tokens := self.grid_tokens:
+            first = (after_tokens // grid_tokens + 1) * grid_tokens
+            for tokens in range(first, upto_tokens + 1, grid_tokens):
+                if tokens not in boundaries and self.geometry.is_boundary(tokens):
+                    boundaries[tokens] = Reason(Origin.GRID)
+        return sorted(boundaries.items())
 
 
 def parse_interval(text: str, unit_tokens: int, check_unit: bool = True) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,10 +22,12 @@ class Block(Protocol):
 class Request(Protocol):
     """``vllm.v1.request.Request``."""
 
+    block_hashes: Sequence[bytes]
     request_id: str
     num_computed_tokens: int
     num_output_placeholders: int
     num_prompt_tokens: int
+    sampling_params: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -64,11 +67,26 @@ class ManagedGroup:
 class Pool(Protocol):
     """The block pool, adapted in ``vllm_ascend_kvext.patches.block_pool``."""
 
+    @property
+    def num_blocks(self) -> int: ...
+
     def cache(self, request: Any, group: ManagedGroup, run: range) -> None:
         """Cache a run of a request's blocks, all full and none cached yet."""
 
     def find(self, request: Any, group: ManagedGroup, block_index: int) -> Block | None:
         """The cached block that holds what a request's block holds, if there is one."""
+
+    def prefix_key(self, request: Any, num_tokens: int) -> bytes:
+        """The chained hash of a request's first tokens; a multiple of every block's tokens."""
+
+    def is_needed(self, block: Block) -> bool:
+        """Whether a block belongs to a checkpoint, whichever request cached it."""
+
+    def count_useless(self, limit: int) -> int:
+        """How many of the next ``limit`` blocks to be reallocated are not cached, in a row."""
+
+    def idle_cached_blocks(self) -> list[Block]:
+        """Cached blocks that no request holds."""
 
     def refresh(self, block: Block) -> None:
         """Make a free block the last to be reallocated."""

@@ -43,16 +43,34 @@ class GroupTails:
                 self._pool.refresh(block)
 
     def keep(self, runs: Iterable[range], cached_tokens: int) -> None:
-        """Cache blocks for good.
+        """Cache blocks until `drop_all_but` finds that no checkpoint took them.
 
         Args:
             runs: Indices of blocks; those that are not full yet are left out.
             cached_tokens: The tokens whose blocks may be cached.
         """
         for run in runs:
-            self._cache(run, cached_tokens, lasting=True)
+            for part in self._cache(run, cached_tokens, lasting=True):
+                self._roll(part)
+
+    def make_last(self, runs: Iterable[range]) -> None:
+        """Blocks of these runs that were cached for now are cached for good."""
+        for run in runs:
             for block_index in [i for i in self._rolling if i in run]:
-                del self._rolling[block_index]
+                self._end_rolling(block_index)
+
+    def _end_rolling(self, block_index: int) -> None:
+        """A block is cached for good, or a copy of it that the request computed later."""
+        block, block_hash = self._rolling.pop(block_index)
+        blocks = self._blocks
+        is_copied = (
+            block_index < len(blocks)
+            and blocks[block_index] is not block
+            and not blocks[block_index].is_null
+        )
+        is_needed = block.ref_cnt or self._pool.is_needed(block)
+        if is_copied and block.block_hash is block_hash and not is_needed:
+            self._pool.discard([block])
 
     def keep_for_now(self, run: range, cached_tokens: int) -> None:
         """Cache blocks until `drop_all_but` leaves them out."""
@@ -61,11 +79,17 @@ class GroupTails:
         if start in self._kept:
             run = range(self._kept.stop, run.stop)
         for part in self._cache(run, cached_tokens, lasting=False):
-            for block_index in part:
-                block = blocks[block_index]
-                self._rolling[block_index] = (block, block.block_hash)
+            self._roll(part)
         full_stop = min(run.stop, len(blocks), cached_tokens // self._group.block_tokens)
         self._kept = range(start, max(start, full_stop))
+
+    def _roll(self, part: range) -> None:
+        blocks = self._blocks
+        for block_index in part:
+            if block_index in self._rolling:
+                self._end_rolling(block_index)
+            block = blocks[block_index]
+            self._rolling[block_index] = (block, block.block_hash)
 
     def keep_leaving(self, run: range, total_computed_tokens: int, cached_tokens: int) -> None:
         """Cache for now those blocks of a run that are about to leave the window."""
@@ -76,16 +100,72 @@ class GroupTails:
 
     def drop_all_but(self, runs: Sequence[range]) -> None:
         """Uncache the blocks kept for now outside ``runs``, unless another request reads them."""
-        blocks = self._blocks
         useless: list[Block] = []
         kept = set(itertools.chain.from_iterable(runs))
         for block_index in sorted(self._rolling.keys() - kept):
             block, block_hash = self._rolling.pop(block_index)
             if block.block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
-            own_references = block_index < len(blocks) and blocks[block_index] is block
-            if block.ref_cnt <= own_references:
+            own_references = self._own_references(block_index, block)
+            if block.ref_cnt <= own_references and not self._pool.is_needed(block):
                 useless.append(block)
+        if useless:
+            self._pool.discard(useless)
+
+    def rolling_block_ids(self) -> list[int]:
+        """The blocks that are cached for now."""
+        return [block.block_id for block, _ in self._rolling.values()]
+
+    def settle(self) -> None:
+        """Leave what was cached for now to the checkpoints, and uncache what none of them needs.
+
+        Also what another request reads: it goes on reading, and has a checkpoint of its own.
+        """
+        useless = [
+            block
+            for block, block_hash in self._rolling.values()
+            if block.block_hash is block_hash and not self._pool.is_needed(block)
+        ]
+        self._rolling.clear()
+        if useless:
+            self._pool.discard(useless)
+
+    def _own_references(self, block_index: int, block: Block) -> int:
+        blocks = self._blocks
+        return int(block_index < len(blocks) and blocks[block_index] is block)
+
+    def holds(self, run: range) -> bool:
+        """Whether each block of a run has content, in the request's table or cached for it."""
+        blocks = self._blocks
+        return all(
+            (index < len(blocks) and not blocks[index].is_null) or index in self._rolling
+            for index in run
+        )
+
+    def cached_block(self, block_index: int) -> Block | None:
+        """The cached block that holds what the request's block holds, the request's own first."""
+        blocks = self._blocks
+        if block_index < len(blocks):
+            block = blocks[block_index]
+            if not block.is_null and block.block_hash is not None:
+                return block
+        if block_index in self._rolling:
+            block, block_hash = self._rolling[block_index]
+            if block.block_hash is block_hash:
+                return block
+        return self._pool.find(self._request, self._group, block_index)
+
+    def let_go(self, run: range) -> None:
+        """Uncache those of the request's blocks that were cached for good and that nobody needs."""
+        blocks = self._blocks
+        useless = [
+            blocks[index]
+            for index in range(run.start, min(run.stop, len(blocks)))
+            if index not in self._rolling
+            and not blocks[index].is_null
+            and blocks[index].block_hash is not None
+            and not self._pool.is_needed(blocks[index])
+        ]
         if useless:
             self._pool.discard(useless)
 

@@ -13,7 +13,7 @@ from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
-from vllm_ascend_kvext.patching.plan import FeaturePlan, plan_feature
+from vllm_ascend_kvext.patching.plan import FeaturePlan, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 
 
@@ -22,7 +22,9 @@ def plan_patches(upstream_root: Path) -> PlanPatches:
     """Plans patches against the small upstream, of which every function is stored."""
 
     def plan(*patches: Patch, upstream: Upstream = UPSTREAM) -> FeaturePlan:
-        return plan_feature(FEATURE, patches, upstream, _stored(upstream_root, patches))
+        store = _stored(upstream_root, patches)
+        (plan,) = plan_features([FEATURE], patches, upstream, store)
+        return plan
 
     return plan
 

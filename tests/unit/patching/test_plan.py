@@ -19,12 +19,19 @@ from small_upstream import (
 )
 
 from vllm_ascend_kvext.compat import Upstream
-from vllm_ascend_kvext.patching.declaration import Kind
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
-from vllm_ascend_kvext.patching.plan import State, digest, plan_feature
+from vllm_ascend_kvext.patching.plan import FeaturePlan, State, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 
 FREE = f"{MODULE}:Pool.free"
+
+
+def plan_feature(
+    feature: str, ledger: list[Patch], upstream: Upstream, store: FingerprintStore
+) -> FeaturePlan:
+    (plan,) = plan_features([feature], ledger, upstream, store)
+    return plan
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's prefix-cache functions cost, beside upstream's, in one run.
+
+    python benchmarks/prefix_cache_path.py [--json FILE] [--quick] [--layout NAME]
+
+Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, with the feature
+``fast-prefix-cache``, and with that and retention. They take turns, and the patches are installed
+and taken back at every turn, so that whatever the machine does meanwhile hits all of them. Times
+are medians of the thread's CPU time. Every turn begins with an empty prefix cache and with requests
+that were hashed before; the hashing of prompts is not part of it.
+
+Ends with the operations that are slower than upstream's, and with what is below its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import inspect
+
+import vllm
+from support.layouts import Attention, Group, Layout
+from support.worlds import INTERVAL_VARIABLE
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ascend_kvext.activation import survey
+from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.patching.plan import FeaturePlan
+from vllm_ascend_kvext.settings import Mode, Settings
+
+CHUNK_TOKENS = 8192
+NEW_TOKENS = 2048
+DECODE_STEPS = 768
+HAS_INTERVAL = "scheduler_block_size" in inspect.signature(KVCacheManager).parameters
+
+FULL_16 = Group(Attention.FULL, 16)
+LAYOUTS = (
+    Layout("1 full + 1 window (GPT-OSS)", (FULL_16, Group(Attention.WINDOW, 16, 128))),
+    Layout("1 full + 5 windows (Gemma 3)", (FULL_16, *[Group(Attention.WINDOW, 16, 1024)] * 5)),
+    Layout(
+        "MLA, windows, states (DeepSeek-V4)",
+        (
+            Group(Attention.MLA, 256),
+            Group(Attention.WINDOW_MLA, 64, 128),
+            Group(Attention.WINDOW_MLA, 64, 128),
+            Group(Attention.WINDOW_MLA, 4, 8),
+            Group(Attention.WINDOW_MLA, 8, 128),
+        ),
+    ),
+)
+STOCK, FAST, RETAINING = "stock", "fast", "fast, retention"
+FEATURES = {
+    STOCK: (),
+    FAST: ("fast-prefix-cache",),
+    RETAINING: ("fast-prefix-cache", "trim-full-groups", "compressed-block-keys", "retention"),
+}
+TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "decode step": 3}
+"""Times upstream's speed, at 128k tokens."""
+
+
+@contextmanager
+def entered(variant: str, plans: dict[str, FeaturePlan]) -> Iterator[None]:
+    """Make this process that of a variant, for a while."""
+    names = [name for name in FEATURES[variant] if plans[name].fits]
+    for name in names:
+        BOOK.apply(plans[name])
+    try:
+        yield
+    finally:
+        for name in reversed(names):
+            BOOK.revert(name)
+
+
+def elapsed_us(operation: Callable[[], object]) -> float:
+    start_ns = time.thread_time_ns()
+    operation()
+    return (time.thread_time_ns() - start_ns) / 1000
+
+
+class Bench:
+    """One block manager under one variant, and prompts that are hashed already."""
+
+    def __init__(self, layout: Layout, num_tokens: int, interval: int | None) -> None:
+        self.num_tokens = num_tokens
+        sizes = [group.block_tokens for group in layout.groups]
+        self.hash_block_size = min(sizes)
+        num_blocks = 64 + sum(
+            (2 if group.attention in (Attention.FULL, Attention.MLA) else 1)
+            * (num_tokens + 2 * CHUNK_TOKENS)
+            // group.block_tokens
+            for group in layout.groups
+        )
+        arguments = {
+            "kv_cache_config": layout.to_config(num_blocks),
+            "max_model_len": 1 << 21,
+            "hash_block_size": self.hash_block_size,
+            "enable_caching": True,
+        }
+        if HAS_INTERVAL:
+            arguments["scheduler_block_size"] = layout.unit_tokens
+        os.environ.pop(INTERVAL_VARIABLE, None)
+        if interval is not None:
+            os.environ[INTERVAL_VARIABLE] = str(interval)
+        try:
+            self.manager = KVCacheManager(**arguments)
+        finally:
+            os.environ.pop(INTERVAL_VARIABLE, None)
+        self._running: list[Request] = []
+        self.windows = {i for i, group in enumerate(layout.groups) if group.has_window}
+
+    def prefill(self, request: Request, **arguments: object) -> None:
+        allocate = self.manager.allocate_slots
+        num_prompt_tokens = request.num_prompt_tokens
+        while request.num_computed_tokens < num_prompt_tokens:
+            num_tokens = min(CHUNK_TOKENS, num_prompt_tokens - request.num_computed_tokens)
+            assert allocate(request, num_tokens, num_lookahead_tokens=0) is not None
+            request.num_computed_tokens += num_tokens
+
+    def finish(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.manager.free(request)
+
+    def reset(self) -> None:
+        """Begin anew, with requests and cached blocks gone."""
+        for request in self._running:
+            self.finish(request)
+        self._running.clear()
+        assert self.manager.reset_prefix_cache()
+
+    def run(self, request: Request) -> Request:
+        """The request, which `reset` will finish."""
+        self._running.append(request)
+        return request
+
+    def lose_windows(self) -> None:
+        pool = self.manager.block_pool
+        self.manager.evict_blocks(
+            {
+                block.block_id
+                for block in pool.blocks
+                if block.block_hash and int.from_bytes(block.block_hash[-4:], "big") in self.windows
+            }
+        )
+
+
+class Prompts:
+    """Requests with the same few prompts, each hashed once."""
+
+    def __init__(self, layout: Layout, num_tokens: int) -> None:
+        rng = random.Random(1)
+        size = min(group.block_tokens for group in layout.groups)
+        self._hasher = get_request_block_hasher(size, sha256)
+        self._number = 0
+        tokens = [rng.randrange(100_000) for _ in range(num_tokens)]
+        other = [rng.randrange(100_000) for _ in range(num_tokens)]
+        self._prompts = {
+            "prompt": tokens,
+            "half": tokens[: num_tokens // 2] + other[num_tokens // 2 :],
+            "other": other,
+            "next": tokens + other[:NEW_TOKENS],
+        }
+        self._hashes = {
+            name: Request(
+                "", tokens, SamplingParams(), None, block_hasher=self._hasher
+            ).block_hashes
+            for name, tokens in self._prompts.items()
+        }
+
+    def request(self, name: str, num_output_tokens: int = 0) -> Request:
+        self._number += 1
+        sampling = SamplingParams(max_tokens=1 << 20)
+        request = Request(f"request-{self._number}", self._prompts[name], sampling, None)
+        request.block_hashes = list(self._hashes[name])
+        if num_output_tokens:
+            request._block_hasher = self._hasher
+            request.append_output_token_ids([7] * num_output_tokens)
+        return request
+
+
+def lookup(name: str, lose_windows: bool = False) -> Callable[[Bench, Prompts], float]:
+    def measure(bench: Bench, prompts: Prompts) -> float:
+        request = prompts.request("prompt")
+        bench.prefill(request)
+        bench.finish(request)
+        if lose_windows:
+            bench.lose_windows()
+        requests = [prompts.request(name) for _ in range(3)]
+        find = bench.manager.get_computed_blocks
+        return min(elapsed_us(lambda request=request: find(request)) for request in requests)
+
+    return measure
+
+
+def cache_first_chunk(bench: Bench, prompts: Prompts) -> float:
+    request = bench.run(prompts.request("prompt"))
+    bench.manager.allocate_slots(request, CHUNK_TOKENS, delay_cache_blocks=True)
+    cache = bench.manager.coordinator.cache_blocks
+    return elapsed_us(lambda: cache(request, CHUNK_TOKENS))
+
+
+def whole_prefill(bench: Bench, prompts: Prompts) -> float:
+    request = bench.run(prompts.request("prompt"))
+    return elapsed_us(lambda: bench.prefill(request))
+
+
+def free(bench: Bench, prompts: Prompts) -> float:
+    request = prompts.request("prompt")
+    bench.prefill(request)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    return elapsed_us(lambda: bench.manager.free(request))
+
+
+def decode_step(bench: Bench, prompts: Prompts) -> float:
+    request = bench.run(prompts.request("prompt", DECODE_STEPS))
+    bench.prefill(request)
+
+    def decode() -> None:
+        allocate = bench.manager.allocate_slots
+        for _ in range(DECODE_STEPS):
+            allocate(request, 1, num_lookahead_tokens=0)
+            request.num_computed_tokens += 1
+
+    return elapsed_us(decode) / DECODE_STEPS
+
+
+def admit_full_hit(bench: Bench, prompts: Prompts) -> float:
+    request = prompts.request("prompt")
+    bench.prefill(request)
+    bench.finish(request)
+    request = bench.run(prompts.request("next"))
+    blocks, hit_tokens = bench.manager.get_computed_blocks(request)
+    num_tokens = request.num_tokens - hit_tokens
+    allocate = bench.manager.allocate_slots
+    return elapsed_us(
+        lambda: allocate(request, num_tokens, hit_tokens, blocks, num_lookahead_tokens=0)
+    )
+
+
+OPERATIONS: tuple[tuple[str, Callable[[Bench, Prompts], float], tuple[int | None, ...]], ...] = (
+    ("full miss", lookup("other"), (None,)),
+    ("full hit", lookup("prompt"), (None, 0)),
+    ("half hit", lookup("half"), (None, 0)),
+    ("window lost", lookup("prompt", lose_windows=True), (None,)),
+    ("admit full hit", admit_full_hit, (None,)),
+    ("cache first chunk", cache_first_chunk, (None, 0, 16384)),
+    ("whole prefill", whole_prefill, (None, 0)),
+    ("free", free, (None, 0)),
+    ("decode step", decode_step, (None, 0)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One operation; microseconds of CPU per variant, None where it does not apply."""
+
+    layout: str
+    num_tokens: int
+    operation: str
+    interval: int | None
+    us: dict[str, float]
+
+    def ratio(self, variant: str) -> float | None:
+        return self.us[STOCK] / self.us[variant] if variant in self.us else None
+
+    @property
+    def target(self) -> float | None:
+        if self.operation == "cache first chunk" and self.interval == 0 and "V4" in self.layout:
+            return 50
+        return TARGETS.get(self.operation)
+
+
+def measure(
+    layout: Layout, num_tokens: int, num_turns: int, plans: dict[str, FeaturePlan]
+) -> Iterator[Result]:
+    prompts = Prompts(layout, num_tokens)
+    for name, operation, intervals in OPERATIONS:
+        for interval in intervals:
+            if interval is not None and not HAS_INTERVAL:
+                continue
+            variants = [STOCK, FAST] if interval is None else [STOCK, FAST, RETAINING]
+            times: dict[str, list[float]] = {variant: [] for variant in variants}
+            benches: dict[str, Bench] = {}
+            for variant in variants:
+                with entered(variant, plans):
+                    benches[variant] = Bench(layout, num_tokens, interval)
+            gc.collect()
+            gc.disable()
+            for turn in range(num_turns + 1):
+                for variant in variants:
+                    with entered(variant, plans):
+                        time_us = operation(benches[variant], prompts)
+                        if turn:  # the first one warms up
+                            times[variant].append(time_us)
+                        benches[variant].reset()
+            gc.enable()
+            medians = {variant: statistics.median(times[variant]) for variant in variants}
+            yield Result(layout.name, num_tokens, name, interval, medians)
+
+
+def print_result(result: Result) -> None:
+    cells = [f"{result.us[STOCK]:12.1f}"]
+    for variant in (FAST, RETAINING):
+        if variant in result.us:
+            cells.append(f"{result.us[variant]:12.1f} {result.ratio(variant):7.1f}x")
+    interval = "" if result.interval is None else f", interval {result.interval}"
+    print(f"  {result.operation + interval:36}" + "".join(cells), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
+    parser.add_argument("--quick", action="store_true", help="8k and 128k tokens, few turns")
+    parser.add_argument("--layout", default="", help="only layouts whose name contains this")
+    arguments = parser.parse_args()
+
+    print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
+    init_none_hash(sha256)
+    register = getattr(
+        __import__("vllm.v1.core.single_type_kv_cache_manager", fromlist=["*"]),
+        "register_all_kvcache_specs",
+        None,
+    )
+    if register is not None:
+        register(None)
+    plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
+    sizes = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
+    results: list[Result] = []
+    for layout in LAYOUTS:
+        if arguments.layout not in layout.name:
+            continue
+        for num_tokens, num_turns in sizes.items():
+            print(f"\n{layout.name}, {num_tokens} tokens{'':18}stock us     fast us   retaining us")
+            for result in measure(layout, num_tokens, num_turns, plans):
+                print_result(result)
+                results.append(result)
+
+    slower = [(r, v) for r in results for v in r.us if v != STOCK and (r.ratio(v) or 1) < 1]
+    print("\nSlower than upstream:" if slower else "\nNothing is slower than upstream.")
+    for result, variant in slower:
+        where = f"{result.layout}, {result.num_tokens} tokens, interval {result.interval}"
+        print(f"  {result.operation} ({variant}; {where}): {result.ratio(variant):.2f}")
+    missed = [
+        r
+        for r in results
+        if r.num_tokens == 131072 and r.target and (r.ratio(FAST) or 0) < r.target
+    ]
+    print("Below target at 128k:" if missed else "All targets at 128k are met.")
+    for result in missed:
+        print(
+            f"  {result.operation} ({result.layout}, interval {result.interval}): "
+            f"{result.ratio(FAST):.1f} of {result.target}"
+        )
+    if arguments.json:
+        report = {
+            "vllm": vllm.__version__,
+            "python": platform.python_version(),
+            "results": [asdict(result) for result in results],
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the table: a variant serves a trace on a layout with a pool."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from retention.engine import Engine
+from retention.layouts import BenchLayout, get_layout
+from retention.mooncake import read_mooncake
+from retention.serving import DoesNotFitError, Serving
+from retention.suite import Cell
+from retention.traces import Trace, write_trace
+from retention.variants import Variant, entered
+
+layout_named = functools.cache(get_layout)
+
+
+@functools.lru_cache(maxsize=2)
+def _trace(name: str, scale: float, stretch: float, limit: int | None) -> Trace:
+    if name.endswith(".jsonl"):
+        return read_mooncake(Path(name), limit)
+    return write_trace(name, scale, stretch)
+
+
+def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
+    """Run it in this process.
+
+    Args:
+        cell: What to run.
+        num_blocks: Size of the pool; None for one in which nothing has to be evicted.
+
+    Returns:
+        The outcome's fields, ``hit_rate``, ``num_blocks`` and ``cell_s``; or ``does_not_fit`` if
+        the pool is too small; or ``refused`` with the reason why the variant cannot be had.
+
+    Raises:
+        ValueError: There is no such variant, trace or layout.
+    """
+    layout = layout_named(cell.layout)
+    variant = Variant.parse(cell.variant)
+    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch, cell.limit)
+    if num_blocks is None:
+        num_blocks = _blocks_without_evictions(layout, trace)
+    gc.collect()
+    gc.disable()
+    started_s = time.thread_time()
+    try:
+        with entered(variant):
+            try:
+                engine = Engine(layout, num_blocks, variant.interval_tokens)
+            except ValueError as error:
+                return {"refused": str(error), "num_blocks": num_blocks}
+            outcome = Serving(layout, engine, trace).run()
+    except DoesNotFitError:
+        return {"does_not_fit": True, "num_blocks": num_blocks}
+    finally:
+        gc.enable()
+    return asdict(outcome) | {
+        "hit_rate": outcome.hit_rate,
+        "num_blocks": num_blocks,
+        "cell_s": time.thread_time() - started_s,
+    }
+
+
+def _blocks_without_evictions(layout: BenchLayout, trace: Trace) -> int:
+    """Room for every token of every request, and for what the running ones hold meanwhile."""
+    num_tokens = sum(len(request.answered) for request in trace.requests)
+    return 1 + layout.blocks_without_hits(num_tokens + 32 * layout.step_tokens)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's block manager, whichever supported version it is of, and what its cache did.
+
+Here is every difference between vLLM 0.20.2, 0.23.0 and 0.32.0 that the loop would see. Knows no
+trace and no policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from retention.layouts import BenchLayout
+
+GROUP_ID_BYTES = 4
+HASH_BYTES = 32
+
+
+class RecordingTable(dict):
+    """What a block pool keeps its cached blocks in, with a memory.
+
+    A value is a block, or a dict of blocks where several hold the same tokens. A key ends with the
+    hash of the block's last tokens and the group id; before it there may be more hashes.
+
+    Attributes:
+        ever_cached: The end of each key that was ever in the table.
+        num_dropped: Blocks taken out of the table.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ever_cached: set[bytes] = set()
+        self.num_dropped = 0
+        self._taken_out: tuple[bytes, int] | None = None
+
+    def __setitem__(self, key: bytes, value: object) -> None:
+        if self._taken_out is not None and self._taken_out[0] is key:
+            # The pool takes out a dict of blocks to put it back without one of them.
+            self.num_dropped -= num_blocks(value)
+        self._taken_out = None
+        self.ever_cached.add(key[-HASH_BYTES - GROUP_ID_BYTES :])
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: bytes, value: object = None) -> object:
+        if key not in self:
+            self[key] = value
+        return super().__getitem__(key)
+
+    def update(self, *others: object, **more: object) -> None:
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def pop(self, key: bytes, *default: object) -> object:
+        if key in self:
+            self._taken_out = (key, num_blocks(self[key]))
+            self.num_dropped += self._taken_out[1]
+        return super().pop(key, *default)
+
+    def __delitem__(self, key: bytes) -> None:
+        self.num_dropped += num_blocks(self[key])
+        super().__delitem__(key)
+
+    def num_cached_by_group(self) -> Counter[int]:
+        counts: Counter[bytes] = Counter()
+        for key, value in self.items():
+            counts[key[-GROUP_ID_BYTES:]] += num_blocks(value)
+        return Counter({int.from_bytes(group, "big"): n for group, n in counts.items()})
+
+
+def num_blocks(value: object) -> int:
+    return len(value) if isinstance(value, dict) else 1
+
+
+@dataclass(slots=True)
+class _CacheConfig:
+    block_size: int
+
+
+@dataclass(slots=True)
+class _SchedulerConfig:
+    long_prefill_token_threshold: int = 0
+
+
+@dataclass(slots=True)
+class _SplittingScheduler:
+    """What ``Scheduler._mamba_block_aligned_split`` reads of its scheduler, in any version."""
+
+    cache_config: _CacheConfig
+    block_size: int
+    hash_block_size: int
+    max_num_scheduled_tokens: int
+    use_eagle: bool = False
+    use_eagle_block_drop: bool = False
+    mamba_partial_cache_hit: bool = False
+    mamba_shared_prefix_checkpoint: bool = False
+    mamba_has_prefill_checkpoint_blocks: bool = False
+    mamba_prefill_checkpoint_alignment: int | None = None
+    scheduler_config: _SchedulerConfig = field(default_factory=_SchedulerConfig)
+    kv_cache_manager: KVCacheManager | None = None
+
+
+class Engine:
+    """A ``KVCacheManager`` and the CPU time spent in it.
+
+    Args:
+        layout: The cache layout.
+        num_blocks: Size of the pool.
+        configured_interval: The retention interval of vLLM 0.32's configuration; older versions
+            take theirs from the environment.
+
+    Raises:
+        ValueError: vLLM, or a patch, refuses the interval for this layout.
+    """
+
+    def __init__(
+        self, layout: BenchLayout, num_blocks: int, configured_interval: int | None
+    ) -> None:
+        config = layout.config(num_blocks)
+        if "prefix_cache_retention_interval" in inspect.signature(KVCacheConfig).parameters:
+            config = replace(config, prefix_cache_retention_interval=configured_interval)
+        self.manager = KVCacheManager(**_supported_arguments(layout, config))
+        self.table = RecordingTable()
+        self.manager.block_pool.cached_block_hash_to_block._cache = self.table
+        self._elapsed_ns = 0
+        parameters = inspect.signature(KVCacheManager.allocate_slots).parameters
+        self._takes_whole_sequences = "full_sequence_must_fit" in parameters
+        self._knows_idleness = "has_scheduled_reqs" in parameters
+        self._split: Callable[[Request, int, int], int] | None = None
+        if layout.state_block_tokens:
+            host = _SplittingScheduler(
+                cache_config=_CacheConfig(layout.state_block_tokens),
+                block_size=layout.state_block_tokens,
+                hash_block_size=layout.hash_block_tokens,
+                max_num_scheduled_tokens=layout.step_tokens,
+                kv_cache_manager=self.manager,
+            )
+            # Bound, not called with the host as an argument: a patch would not see whose it is.
+            self._split = Scheduler._mamba_block_aligned_split.__get__(host)
+
+    @property
+    def scheduler_s(self) -> float:
+        """CPU time in the block manager; recording what is cached takes a part of it."""
+        return self._elapsed_ns / 1e9
+
+    def start_step(self) -> None:
+        self._timed(self.manager.new_step_starts)
+
+    def look_up(self, request: Request) -> tuple[Any, int]:
+        """The cached blocks and tokens of a request that waits."""
+        found = self._timed(self.manager.get_computed_blocks, request)
+        if len(found) == 3:
+            request.shared_prefix_boundary = found[2]
+        return found[0], found[1]
+
+    def chunk(self, request: Request, num_tokens: int, hit_tokens: int = 0) -> int:
+        """The part of a prefill chunk that is computed: vLLM ends it where a state can be saved."""
+        if self._split is None:
+            return num_tokens
+        return self._timed(self._split, request, num_tokens, hit_tokens)
+
+    def admit(
+        self, request: Request, num_tokens: int, hit_tokens: int, blocks: Any, is_idle: bool
+    ) -> bool:
+        """Allocate the first chunk of a request that waits, if there is room for all of it."""
+        arguments: dict[str, object] = {}
+        if self._takes_whole_sequences:
+            arguments["full_sequence_must_fit"] = True
+        if self._knows_idleness:
+            arguments["has_scheduled_reqs"] = not is_idle
+        return (
+            self._timed(
+                self.manager.allocate_slots, request, num_tokens, hit_tokens, blocks, **arguments
+            )
+            is not None
+        )
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Allocate the next tokens of a running request, if there is room."""
+        return self._timed(self.manager.allocate_slots, request, num_tokens) is not None
+
+    def free(self, request: Request) -> None:
+        self._timed(self.manager.free, request)
+
+    def _timed(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        started_ns = time.thread_time_ns()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._elapsed_ns += time.thread_time_ns() - started_ns
+
+
+def _supported_arguments(layout: BenchLayout, config: KVCacheConfig) -> dict[str, object]:
+    arguments = {
+        "kv_cache_config": config,
+        "max_model_len": 1 << 20,
+        "scheduler_block_size": layout.scheduler_block_tokens,
+        "hash_block_size": layout.hash_block_tokens,
+        "max_num_batched_tokens": layout.step_tokens,
+        "max_in_flight_tokens": layout.step_tokens,
+        "enable_caching": True,
+        "use_eagle": layout.look_ahead_tokens > 0,
+        "log_stats": False,
+    }
+    known = inspect.signature(KVCacheManager).parameters
+    return {name: value for name, value in arguments.items() if name in known}

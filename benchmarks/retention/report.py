@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of finished cells: text for the terminal, Markdown for a file.
+
+Knows only what `retention.suite.Finished` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from retention.suite import INFINITE, Cell, Finished
+
+TIE_POINTS = 0.5
+OURS = "adaptive"
+
+
+def pool_name(pool: str) -> str:
+    return "∞" if pool == INFINITE else f"{float(pool):.0%}"
+
+
+def trace_name(trace: str) -> str:
+    return trace.rpartition("/")[2]
+
+
+def line(finished: Finished) -> str:
+    """One cell on one line."""
+    cell, result = finished.cell, finished.result
+    head = f"{cell.layout:15}{trace_name(cell.trace):11}{pool_name(cell.pool):>5} {cell.variant:15}"
+    if (reason := why_not(result)) is not None:
+        return f"{head}{reason}"
+    losses, prompt_tokens = result["losses"], result["prompt_tokens"]
+    lost = " ".join(f"{cause} {100 * n / prompt_tokens:.1f}" for cause, n in losses.items() if n)
+    blocks = "/".join(f"{n / 1000:.1f}" for n in result["cached_blocks"])
+    return (
+        f"{head}hit {100 * result['hit_rate']:5.1f} %  computed "
+        f"{result['computed_tokens'] / 1e6:.2f} of {prompt_tokens / 1e6:.2f} M  lost % [{lost}]  "
+        f"evicted {result['num_evictions'] / 1000:.0f}k  preempted {result['num_preemptions']}  "
+        f"kept {blocks}k of {result['num_blocks'] / 1000:.1f}k  "
+        f"scheduler {result['scheduler_s']:.2f} s  cell {result['cell_s']:.1f} s"
+    )
+
+
+def why_not(result: dict) -> str | None:
+    """Why there is no hit rate; None if there is one."""
+    if "error" in result:
+        return "FAILED: " + result["error"].strip().splitlines()[-1]
+    if "refused" in result:
+        return "refused: " + result["refused"].splitlines()[0][:100]
+    if "does_not_fit" in result:
+        return f"does not fit into {result['num_blocks']} blocks"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What all variants came to under the same circumstances.
+
+    Attributes:
+        layout: Its name.
+        trace: Its name.
+        pool: As in `Cell`.
+        results: By variant.
+    """
+
+    layout: str
+    trace: str
+    pool: str
+    results: dict[str, dict]
+
+    def points(self, variant: str) -> float | None:
+        """Hit rate in per cent, None if there is none."""
+        rate = self.results.get(variant, {}).get("hit_rate")
+        return None if rate is None else 100 * rate
+
+    def best_other(self) -> tuple[float, str] | None:
+        """The best hit rate of the others, in per cent, and whose it is."""
+        others = [
+            (points, variant)
+            for variant in self.results
+            if not variant.startswith(OURS) and (points := self.points(variant)) is not None
+        ]
+        return max(others, key=lambda pair: pair[0], default=None)
+
+    def lead(self, variant: str) -> float | None:
+        """Points by which a variant is ahead of the best of the others."""
+        points, best = self.points(variant), self.best_other()
+        return None if points is None or best is None else points - best[0]
+
+
+def rows(cells: Iterable[Finished]) -> list[Row]:
+    found: dict[tuple[str, str, str], Row] = {}
+    for finished in cells:
+        cell = finished.cell
+        key = (cell.layout, cell.trace, cell.pool)
+        row = found.setdefault(key, Row(*key, results={}))
+        row.results[cell.variant] = finished.result
+    return list(found.values())
+
+
+def columns(some_rows: Iterable[Row]) -> list[str]:
+    """The variants of these rows, the adaptive ones last."""
+    variants = dict.fromkeys(variant for row in some_rows for variant in row.results)
+    return sorted(variants, key=lambda variant: variant.startswith(OURS))
+
+
+def markdown(cells: Sequence[Finished], versions: dict[str, str]) -> str:
+    """The whole report."""
+    all_rows = rows(cells)
+    parts = ["# Retention on traces", _introduction(versions)]
+    ours = sorted({c.cell.variant for c in cells if c.cell.variant.startswith(OURS)})
+    if ours:
+        parts.append("\n".join(summary(all_rows, variant) for variant in ours))
+    for layout in dict.fromkeys(row.layout for row in all_rows):
+        parts.append(f"## {layout}")
+        parts.append(_hit_rates([row for row in all_rows if row.layout == layout]))
+    parts += ["## Details", _details(cells)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _introduction(versions: dict[str, str]) -> str:
+    named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return (
+        f"{named}. Token hit rate in per cent of prompt tokens at first admission. Pools are "
+        "shares of what dense caching keeps in an infinite pool. `stock:N` is vLLM's own "
+        "retention, `v032` that of vLLM 0.32, `interval` and `adaptive` are this package's. "
+        "`-`: refused by that variant, or not run."
+    )
+
+
+def summary(all_rows: Sequence[Row], variant: str) -> str:
+    """How often a variant is ahead of the best of the others, and where it is behind."""
+    leads = [
+        (lead, row)
+        for row in all_rows
+        if row.pool != INFINITE and (lead := row.lead(variant)) is not None
+    ]
+    wins = sum(lead > TIE_POINTS for lead, _ in leads)
+    losses = sorted((pair for pair in leads if pair[0] < -TIE_POINTS), key=lambda pair: pair[0])
+    text = (
+        f"`{variant}` against the best of the others, {len(leads)} cells: {wins} better, "
+        f"{len(leads) - wins - len(losses)} within {TIE_POINTS} points, {len(losses)} worse."
+    )
+    for lead, row in losses:
+        best = row.best_other()
+        assert best is not None
+        text += (
+            f"\n- {row.layout}, {trace_name(row.trace)}, {pool_name(row.pool)}: "
+            f"{row.points(variant):.1f}, {best[1]} has {best[0]:.1f} ({lead:+.1f})"
+        )
+    return text
+
+
+def _hit_rates(some_rows: Sequence[Row]) -> str:
+    variants = columns(some_rows)
+    header = ["trace", "pool", *variants, "best other", OURS, "difference"]
+    body = []
+    for row in some_rows:
+        best, lead = row.best_other(), row.lead(OURS)
+        body.append(
+            [
+                trace_name(row.trace),
+                pool_name(row.pool),
+                *(_points(row, variant) for variant in variants),
+                f"{best[0]:.1f} ({best[1]})" if best else "-",
+                _points(row, OURS),
+                f"{lead:+.1f}" if lead is not None else "-",
+            ]
+        )
+    return table(header, body)
+
+
+def _points(row: Row, variant: str) -> str:
+    if "does_not_fit" in row.results.get(variant, {}):
+        return "does not fit"
+    if "error" in row.results.get(variant, {}):
+        return "FAILED"
+    points = row.points(variant)
+    return "-" if points is None else f"{points:.1f}"
+
+
+def _details(cells: Sequence[Finished]) -> str:
+    header = ["layout", "trace", "pool", "variant", "hit %", "computed M", "never kept %"]
+    header += ["evicted %", "granularity %", "look-ahead %", "blocks kept k", "of k"]
+    header += ["evictions k", "preemptions", "hit again %", "scheduler s"]
+    body = [_detail(f.cell, f.result) for f in cells if "hit_rate" in f.result]
+    return table(header, body)
+
+
+def _detail(cell: Cell, result: dict) -> list[str]:
+    prompt_tokens, losses = result["prompt_tokens"], result["losses"]
+    again = result["readmission_tokens"]
+    return [
+        cell.layout,
+        trace_name(cell.trace),
+        pool_name(cell.pool),
+        cell.variant,
+        f"{100 * result['hit_rate']:.1f}",
+        f"{result['computed_tokens'] / 1e6:.2f}",
+        *(
+            f"{100 * losses[cause] / prompt_tokens:.1f}"
+            for cause in ("never_kept", "evicted", "granularity", "look_ahead")
+        ),
+        " / ".join(f"{n / 1000:.2f}" for n in result["cached_blocks"]),
+        f"{result['num_blocks'] / 1000:.1f}",
+        f"{result['num_evictions'] / 1000:.1f}",
+        str(result["num_preemptions"]),
+        f"{100 * result['readmission_hit_tokens'] / again:.1f}" if again else "-",
+        f"{result['scheduler_s']:.2f}",
+    ]
+
+
+def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a trace on vLLM's real ``KVCacheManager``, the way its V1 scheduler does.
+
+Every step hands out the layout's number of tokens, to running requests first, then to waiting ones
+in order of arrival; at most 16 run. Prefills are chunked. Decoding requests advance by bursts of 16
+tokens: the blocks are those of one token at a time, at a sixteenth of the time. When a request gets
+no blocks, the last one running is preempted. No model, no clock: the result is exact for the trace.
+
+Knows no policy; whatever retention is in effect in this process is what gets measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from retention.engine import Engine
+from retention.layouts import BenchLayout
+from retention.losses import CachedOnce, ComputedPrefixes, Losses, split_losses
+from retention.traces import Trace, TracedRequest
+
+MAX_RUNNING = 16
+BURST_TOKENS = 16
+SAMPLE_EVERY_STEPS = 64
+
+
+class DoesNotFitError(Exception):
+    """One request alone needs more blocks than the pool has."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What serving a trace came to.
+
+    Attributes:
+        prompt_tokens: Of all requests.
+        hit_tokens: Of all requests at their first admission.
+        computed_tokens: Prompt tokens computed, again after preemptions.
+        readmission_tokens: Tokens to restore after preemptions.
+        readmission_hit_tokens: Of these, hit.
+        num_preemptions: How often a running request lost its blocks.
+        num_evictions: Cached blocks that were dropped.
+        num_footprint_blocks: Different blocks cached at some time.
+        cached_blocks: Cached blocks per group, averaged over time.
+        losses: Tokens not hit at first admissions, by cause.
+        zero_hit_requests: Requests that hit nothing.
+        num_steps: Scheduler steps.
+        scheduler_s: CPU time in the block manager, without hashing.
+    """
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    readmission_tokens: int = 0
+    readmission_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    num_footprint_blocks: int = 0
+    cached_blocks: list[float] = field(default_factory=list)
+    losses: Losses = field(default_factory=Losses)
+    zero_hit_requests: int = 0
+    num_steps: int = 0
+    scheduler_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+class Job:
+    """A request on its way through the engine."""
+
+    __slots__ = ("_output_tokens", "number", "request", "traced")
+
+    def __init__(self, number: int, traced: TracedRequest, hash_block_tokens: int) -> None:
+        hashes = traced.answered.block_hashes(hash_block_tokens)
+
+        def next_hashes(request: Request) -> list[bytes]:
+            return hashes[len(request.block_hashes) : request.num_tokens // hash_block_tokens]
+
+        all_tokens = traced.answered.tokens()
+        self.number = number
+        self.traced = traced
+        self._output_tokens = all_tokens[traced.num_prompt_tokens :]
+        self.request = Request(
+            request_id=f"request-{number}",
+            prompt_token_ids=all_tokens[: traced.num_prompt_tokens],
+            sampling_params=SamplingParams(max_tokens=traced.num_output_tokens),
+            pooling_params=None,
+            block_hasher=next_hashes,
+        )
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all tokens but the last are computed, which was sampled just now."""
+        request = self.request
+        return (
+            request.num_output_tokens > 0 and request.num_computed_tokens >= request.num_tokens - 1
+        )
+
+    @property
+    def num_missing_outputs(self) -> int:
+        return len(self._output_tokens) - self.request.num_output_tokens
+
+    def sample(self, num_tokens: int) -> None:
+        done = self.request.num_output_tokens
+        self.request.append_output_token_ids(self._output_tokens[done : done + num_tokens])
+
+
+class Serving:
+    """One engine and one trace.
+
+    Args:
+        layout: The engine's cache layout.
+        engine: Without any requests yet.
+        trace: What is served.
+    """
+
+    def __init__(self, layout: BenchLayout, engine: Engine, trace: Trace) -> None:
+        self._layout = layout
+        self._engine = engine
+        self._trace = trace
+        self._prefixes = ComputedPrefixes()
+        self._outcome = Outcome()
+        self._running: list[Job] = []
+        self._waiting: deque[Job] = deque()
+        self._arrivals: list[tuple[int, int]] = []
+        self._followers: dict[int, list[int]] = {}
+        self._step = 0
+
+    def run(self) -> Outcome:
+        """Serve it all.
+
+        Raises:
+            DoesNotFitError: A request does not fit into the pool.
+        """
+        for number, traced in enumerate(self._trace.requests):
+            if traced.after is None:
+                heapq.heappush(self._arrivals, (traced.delay_steps, number))
+            else:
+                self._followers.setdefault(traced.after, []).append(number)
+        outcome = self._outcome
+        sums: Counter[int] = Counter()
+        num_samples = 0
+        while self._arrivals or self._waiting or self._running:
+            if not self._waiting and not self._running:
+                self._step = max(self._step, self._arrivals[0][0])
+            while self._arrivals and self._arrivals[0][0] <= self._step:
+                self._arrive(heapq.heappop(self._arrivals)[1])
+            self._run_step()
+            self._step += 1
+            outcome.num_steps += 1
+            if outcome.num_steps % SAMPLE_EVERY_STEPS == 0:
+                num_samples += 1
+                sums.update(self._engine.table.num_cached_by_group())
+        outcome.cached_blocks = [
+            round(sums[group] / max(1, num_samples), 1) for group in range(len(self._layout.groups))
+        ]
+        outcome.num_evictions = self._engine.table.num_dropped
+        outcome.num_footprint_blocks = len(self._engine.table.ever_cached)
+        outcome.scheduler_s = self._engine.scheduler_s
+        return outcome
+
+    def _arrive(self, number: int) -> None:
+        traced = self._trace.requests[number]
+        self._waiting.append(Job(number, traced, self._layout.hash_block_tokens))
+        self._outcome.prompt_tokens += traced.num_prompt_tokens
+
+    def _run_step(self) -> None:
+        self._engine.start_step()
+        scheduled: dict[Job, int] = {}
+        num_preemptions = self._outcome.num_preemptions
+        budget = self._schedule_running(scheduled)
+        if self._outcome.num_preemptions == num_preemptions:
+            self._schedule_waiting(scheduled, budget)
+            if not scheduled:
+                raise DoesNotFitError
+        for job, num_tokens in scheduled.items():
+            self._advance(job, num_tokens)
+
+    def _schedule_running(self, scheduled: dict[Job, int]) -> int:
+        """Hand out tokens to running requests; returns how many are left."""
+        budget = self._layout.step_tokens
+        index = 0
+        while index < len(self._running) and budget > 0:
+            job = self._running[index]
+            num_tokens = self._next_tokens(job, budget)
+            if num_tokens:
+                if not self._extend(job, num_tokens):
+                    break
+                self._take(scheduled, job, num_tokens)
+                budget -= num_tokens
+            index += 1
+        return budget
+
+    def _next_tokens(self, job: Job, budget: int) -> int:
+        request = job.request
+        if job.is_decoding:
+            num_tokens = min(BURST_TOKENS, job.num_missing_outputs, budget)
+            job.sample(num_tokens)
+            return num_tokens
+        missing = request.num_tokens - request.num_computed_tokens
+        return self._engine.chunk(request, min(budget, missing))
+
+    def _extend(self, job: Job, num_tokens: int) -> bool:
+        """Allocate, at the cost of the requests that began to run last; False if ``job`` had to go.
+
+        Raises:
+            DoesNotFitError: It was the only one running.
+        """
+        while not self._engine.extend(job.request, num_tokens):
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is job:
+                if not self._running:
+                    raise DoesNotFitError
+                return False
+        return True
+
+    def _schedule_waiting(self, scheduled: dict[Job, int], budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < MAX_RUNNING:
+            job = self._waiting[0]
+            num_tokens = self._admit(job, budget)
+            if num_tokens == 0:
+                break
+            self._waiting.popleft()
+            self._running.append(job)
+            self._take(scheduled, job, num_tokens)
+            budget -= num_tokens
+
+    def _admit(self, job: Job, budget: int) -> int:
+        """Look up and allocate a first chunk; returns its tokens, 0 if there is no room."""
+        request = job.request
+        blocks, hit_tokens = self._engine.look_up(request)
+        num_tokens = min(budget, request.num_tokens - hit_tokens)
+        num_tokens = self._engine.chunk(request, num_tokens, hit_tokens)
+        if num_tokens == 0:
+            return 0
+        # Before the allocation, which caches what is about to be computed.
+        losses = None if request.num_preemptions else self._losses(job, hit_tokens)
+        is_idle = not self._running
+        if not self._engine.admit(request, num_tokens, hit_tokens, blocks, is_idle):
+            return 0
+        outcome = self._outcome
+        if losses is None:
+            outcome.readmission_tokens += request.num_tokens
+            outcome.readmission_hit_tokens += hit_tokens
+        else:
+            outcome.hit_tokens += hit_tokens
+            outcome.zero_hit_requests += hit_tokens == 0
+            outcome.losses.add(losses)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit_tokens
+        return num_tokens
+
+    def _losses(self, job: Job, hit_tokens: int) -> Losses:
+        layout = self._layout
+        prompt = job.traced.prompt
+        ideal_tokens = min(self._prefixes.longest(prompt), len(prompt) - 1)
+        cached_once = CachedOnce(
+            layout.groups,
+            layout.hash_block_tokens,
+            job.request.block_hashes,
+            self._engine.table.ever_cached,
+        )
+        return split_losses(
+            hit_tokens, ideal_tokens, layout.unit_tokens, layout.look_ahead_tokens, cached_once
+        )
+
+    def _take(self, scheduled: dict[Job, int], job: Job, num_tokens: int) -> None:
+        """A request gets these tokens in this step; its blocks are in the cache by now."""
+        scheduled[job] = num_tokens
+        start = job.request.num_computed_tokens
+        self._prefixes.extend(job.traced.answered, start, start + num_tokens)
+
+    def _advance(self, job: Job, num_tokens: int) -> None:
+        """The model has run: sample where a prompt is complete, and let go who is done."""
+        request = job.request
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        prompt_tokens = min(start + num_tokens, request.num_prompt_tokens) - start
+        self._outcome.computed_tokens += max(0, prompt_tokens)
+        if request.num_computed_tokens == request.num_tokens and job.num_missing_outputs:
+            job.sample(1)
+        if job.is_decoding and not job.num_missing_outputs:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self._running.remove(job)
+        job.request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self._engine.free(job.request)
+        for follower in self._followers.get(job.number, ()):
+            delay_steps = self._trace.requests[follower].delay_steps
+            heapq.heappush(self._arrivals, (self._step + 1 + delay_steps, follower))
+
+    def _preempt(self, job: Job) -> None:
+        self._engine.free(job.request)
+        job.request.status = RequestStatus.PREEMPTED
+        job.request.num_computed_tokens = 0
+        job.request.num_preemptions += 1
+        self._waiting.appendleft(job)
+        self._outcome.num_preemptions += 1

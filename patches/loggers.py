@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/metrics/loggers.py``: retention in Prometheus and in the periodic log line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.stats import attached_report
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.retention.stats import METRICS, Counts, LossCause, Metric, describe, merge
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.loggers import (
+        LoggingStatLogger,
+        PrometheusStatLogger,
+        StatLoggerManager,
+    )
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_PREFIX = "vllm:kvext_"
+_PROMETHEUS = "_kvext_retention_metrics"
+_UNLOGGED = "_kvext_retention_unlogged"
+
+
+class RetentionMetrics:
+    """The Prometheus metrics of retention, for all engines that one stat logger serves.
+
+    They are built from the classes of that logger, which may be Ray's, have its labels, and go
+    when it unregisters its own, by their prefix.
+    """
+
+    def __init__(self, stat_logger: PrometheusStatLogger) -> None:
+        self._stat_logger = stat_logger
+        self._by_engine: dict[int, dict[str, Callable[[int], None]]] = {
+            engine_index: {} for engine_index in stat_logger.per_engine_labelvalues
+        }
+        for metric in METRICS:
+            self._add(metric)
+
+    def observe(self, report: Mapping[str, int], engine_index: int) -> None:
+        """Add one engine's report."""
+        updates = self._by_engine[engine_index]
+        for key, value in report.items():
+            # A key of another release, in an engine on another machine, is not for us.
+            if key in updates:
+                updates[key](value)
+
+    def _add(self, metric: Metric) -> None:
+        named: dict[str, Any] = {
+            "name": _PREFIX + metric.name,
+            "documentation": metric.documentation,
+            "labelnames": ["model_name", "engine", *(["cause"] if metric.has_causes else [])],
+        }
+        if metric.is_gauge:
+            parent = self._stat_logger._gauge_cls(**named, multiprocess_mode="mostrecent")
+        else:
+            parent = self._stat_logger._counter_cls(**named)
+        for engine_index, labels in self._stat_logger.per_engine_labelvalues.items():
+            for cause in LossCause if metric.has_causes else (None,):
+                child = parent.labels(*labels, *([cause.value] if cause else []))
+                update = child.set if metric.is_gauge else child.inc
+                self._by_engine[engine_index][metric.key(cause)] = update
+
+
+def register_metrics(
+    wrapped: Callable[..., None],
+    instance: PrometheusStatLogger,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Register after upstream's constructor, which unregisters what an earlier one left."""
+    wrapped(*args, **kwargs)
+    setattr(instance, _PROMETHEUS, RetentionMetrics(instance))
+
+
+def record_metrics(
+    wrapped: Callable[..., None],
+    instance: PrometheusStatLogger,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Add a report to the metrics."""
+    wrapped(*args, **kwargs)
+    _record_metrics(instance, *args, **kwargs)
+
+
+def _record_metrics(
+    stat_logger: PrometheusStatLogger,
+    scheduler_stats: SchedulerStats | None,
+    iteration_stats: object,
+    mm_cache_stats: object = None,
+    engine_idx: int = 0,
+) -> None:
+    report = attached_report(scheduler_stats)
+    metrics: RetentionMetrics | None = getattr(stat_logger, _PROMETHEUS, None)
+    if report and metrics is not None:
+        metrics.observe(report, engine_idx)
+
+
+def note_for_log(
+    wrapped: Callable[..., None],
+    instance: LoggingStatLogger,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Collect reports until the next log line."""
+    wrapped(*args, **kwargs)
+    _note_for_log(instance, *args, **kwargs)
+
+
+def _note_for_log(
+    stat_logger: LoggingStatLogger, scheduler_stats: SchedulerStats | None, *_: object, **__: object
+) -> None:
+    report = attached_report(scheduler_stats)
+    if report:
+        unlogged: Counts = vars(stat_logger).setdefault(_UNLOGGED, {})
+        merge(unlogged, report)
+
+
+def log_retention(
+    wrapped: Callable[..., None],
+    instance: LoggingStatLogger,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Follow upstream's line with one about retention, if there is anything to say."""
+    from vllm.v1.metrics.loggers import logger
+
+    wrapped(*args, **kwargs)
+    line = describe(vars(instance).pop(_UNLOGGED, {}))
+    if line:
+        logger.info("%s%s", instance.log_prefix, line)
+
+
+def mark_recorded(
+    wrapped: Callable[..., None],
+    instance: StatLoggerManager,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Empty a report once every logger has seen it, so that it is not carried over."""
+    wrapped(*args, **kwargs)
+    _mark_recorded(*args, **kwargs)
+
+
+def _mark_recorded(scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
+    report = attached_report(scheduler_stats)
+    if report:
+        report.clear()
+
+
+_MODULE = "vllm.v1.metrics.loggers"
+_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_NO_PLACE_FOR_OTHERS = (
+    "Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built before "
+    "the Prometheus one, which then unregisters whatever is named vllm."
+)
+_RETIRE_WHEN = "upstream's hook serves LLM too, and lets vllm: metrics of a plugin live"
+
+PATCHES = (
+    Patch(
+        id="KVX-163",
+        target=f"{_MODULE}:PrometheusStatLogger.__init__",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=register_metrics,
+        why=_NO_PLACE_FOR_OTHERS,
+        retire_when=_RETIRE_WHEN,
+        relies_on=("vllm.v1.metrics.prometheus:unregister_vllm_metrics",),
+    ),
+    Patch(
+        id="KVX-164",
+        target=f"{_MODULE}:PrometheusStatLogger.record",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=record_metrics,
+        why=_NO_PLACE_FOR_OTHERS,
+        retire_when=_RETIRE_WHEN,
+    ),
+    Patch(
+        id="KVX-165",
+        target=f"{_MODULE}:LoggingStatLogger.record",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=note_for_log,
+        why=_NO_PLACE_FOR_OTHERS,
+        retire_when=_RETIRE_WHEN,
+    ),
+    Patch(
+        id="KVX-166",
+        target=f"{_MODULE}:LoggingStatLogger.log",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=log_retention,
+        why=_NO_PLACE_FOR_OTHERS,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(f"{_MODULE}:AggregatedLoggingStatLogger.record",),
+    ),
+    Patch(
+        id="KVX-168",
+        target=f"{_MODULE}:StatLoggerManager.record",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=mark_recorded,
+        why="What KVX-167 carries over has to be counted once.",
+        retire_when="KVX-167 is gone",
+    ),
+)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/engine/output_processor.py``: no report of retention is lost on the way to the loggers.
+
+``LLMEngine.step`` leaves out the statistics of steps without output, such as all chunks of a prompt
+but its last, in which most of retention happens. Here all statistics pass by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.stats import attach_report, attached_report
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.retention.stats import Counts, merge
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_UNRECORDED = "_kvext_retention_unrecorded"
+
+
+def carry_over(
+    wrapped: Callable[..., None],
+    instance: OutputProcessor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Add what has not been recorded so far to the report at hand.
+
+    The one dict is attached until `patches.loggers.mark_recorded` empties it.
+    """
+    wrapped(*args, **kwargs)
+    _carry_over(instance, *args, **kwargs)
+
+
+def _carry_over(processor: OutputProcessor, scheduler_stats: SchedulerStats | None) -> None:
+    if scheduler_stats is None:
+        return
+    unrecorded: Counts = vars(processor).setdefault(_UNRECORDED, {})
+    report = attached_report(scheduler_stats)
+    if report:
+        merge(unrecorded, report)
+    if unrecorded:
+        attach_report(scheduler_stats, unrecorded)
+
+
+PATCHES = (
+    Patch(
+        id="KVX-167",
+        target="vllm.v1.engine.output_processor:OutputProcessor.update_scheduler_stats",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=carry_over,
+        why="LLM records no statistics of a step without output: what a long prompt's chunks "
+        "count is lost.",
+        retire_when="upstream's LLMEngine.step records every step",
+        relies_on=("vllm.v1.engine.llm_engine:LLMEngine.step",),
+    ),
+)

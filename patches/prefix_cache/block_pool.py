@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/block_pool.py``: one tight loop for each thing that is done to many blocks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.prefix_cache.key_scheme import group_keys
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.prefix_cache.runs import runs_between
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+def take_new_blocks(
+    wrapped: Callable[..., list[KVCacheBlock]],
+    instance: BlockPool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[KVCacheBlock]:
+    """Allocate blocks; only those that are cached cost more than a few assignments."""
+    return _take_new_blocks(wrapped, instance, *args, **kwargs)
+
+
+def _take_new_blocks(
+    wrapped: Callable[..., list[KVCacheBlock]], pool: BlockPool, num_blocks: int
+) -> list[KVCacheBlock]:
+    queue = pool.free_block_queue
+    if pool.metrics_collector or num_blocks > queue.num_free_blocks:
+        return wrapped(num_blocks)
+    blocks = queue.popleft_n(num_blocks)
+    cache = pool.cached_block_hash_to_block._cache
+    evict = pool._maybe_evict_cached_block
+    is_silent = not pool.enable_kv_cache_events
+    for block in blocks:
+        assert not block.ref_cnt
+        block.ref_cnt = 1
+        key = block._block_hash
+        if key is not None:
+            if is_silent and cache.get(key) is block:
+                del cache[key]
+                block._block_hash = None
+            else:
+                evict(block)
+    return blocks
+
+
+def cache_without_slicing(
+    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Make keys for the blocks that are cached, and for no others."""
+    return _cache_without_slicing(wrapped, instance, *args, **kwargs)
+
+
+def _cache_without_slicing(
+    wrapped: Callable[..., None],
+    pool: BlockPool,
+    request: Request,
+    blocks: list[KVCacheBlock],
+    num_cached_blocks: int,
+    num_full_blocks: int,
+    block_size: int,
+    kv_cache_group_id: int,
+    block_mask: list[bool] | None = None,
+) -> None:
+    run = range(num_cached_blocks, num_full_blocks)
+    if not run:
+        return
+    if pool.enable_kv_cache_events:
+        arguments: dict[str, Any] = {} if block_mask is None else {"block_mask": block_mask}
+        wrapped(
+            request=RequestUpTo(request, num_full_blocks * block_size // pool.hash_block_size),
+            blocks=blocks,
+            num_cached_blocks=num_cached_blocks,
+            num_full_blocks=num_full_blocks,
+            block_size=block_size,
+            kv_cache_group_id=kv_cache_group_id,
+            **arguments,
+        )
+        return
+    runs = [run]
+    if block_mask is not None:
+        assert len(block_mask) == len(run)
+        runs = [
+            range(run.start + kept.start, run.start + kept.stop)
+            for kept in runs_between([not is_kept for is_kept in block_mask])
+        ]
+    for kept in runs:
+        cache_run(pool, request.block_hashes, blocks, kept, block_size, kv_cache_group_id)
+
+
+def cache_run(
+    pool: BlockPool,
+    hashes: Sequence[bytes],
+    blocks: Sequence[KVCacheBlock],
+    run: range,
+    block_tokens: int,
+    group_id: int,
+) -> None:
+    """Cache a run of a request's blocks; nulls are left out. Emits no events."""
+    keys = group_keys(pool, group_id, block_tokens)
+    assert len(hashes) >= run.stop * keys.hashes_per_block
+    table = pool.cached_block_hash_to_block
+    cache = table._cache
+    for block, key in zip(blocks[run.start : run.stop], keys.of(hashes, run), strict=True):
+        if block.is_null:
+            continue
+        assert block._block_hash is None
+        block._block_hash = key
+        if key in cache:
+            table.insert(key, block)
+        else:
+            cache[key] = block
+
+
+class _HashesUpTo:
+    """The first ``length`` hashes of a request, without copying them.
+
+    Upstream slices "from here to the end" for every range it caches; on a long prompt that slice
+    costs more than everything else.
+    """
+
+    __slots__ = ("_hashes", "_length")
+
+    def __init__(self, hashes: Sequence[bytes], length: int) -> None:
+        self._hashes = hashes
+        self._length = min(length, len(hashes))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            return self._hashes[start:stop:step]
+        return self._hashes[index]
+
+
+class RequestUpTo:
+    """A request whose block hashes end where a run ends; everything else is the request's."""
+
+    __slots__ = ("_request", "block_hashes")
+
+    def __init__(self, request: Request, num_hashes: int) -> None:
+        self._request = request
+        self.block_hashes = _HashesUpTo(request.block_hashes, num_hashes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def free_in_one_pass(
+    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Count references down and queue what is free; nothing at all for no blocks."""
+    return _free_in_one_pass(wrapped, instance, *args, **kwargs)
+
+
+def _free_in_one_pass(
+    wrapped: Callable[..., None],
+    pool: BlockPool,
+    ordered_blocks: Iterable[KVCacheBlock],
+    prepend: bool = False,
+) -> None:
+    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+    if not blocks:
+        return
+    if _is_guarded(wrapped) and not _is_sound(blocks):
+        # vllm-ascend frees what it can of such a list, and warns.
+        return wrapped(blocks, prepend)
+    freed = _count_down(blocks)
+    if prepend:
+        pool.free_block_queue.prepend_n(freed)
+    else:
+        pool.free_block_queue.append_n(freed)
+
+
+def _count_down(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    """Give up one reference to each block; those that nobody else holds are returned."""
+    rest = iter(blocks)
+    for block in rest:
+        if block.ref_cnt != 1 or block.is_null:
+            break
+        block.ref_cnt = 0
+    else:
+        return blocks
+    num_freed = len(blocks) - operator.length_hint(rest) - 1
+    freed = blocks[:num_freed]
+    for block in blocks[num_freed:]:
+        block.ref_cnt -= 1
+        if not block.ref_cnt and not block.is_null:
+            freed.append(block)
+    return freed
+
+
+def _is_guarded(free_blocks: Callable[..., None]) -> bool:
+    return free_blocks.__module__.startswith("vllm_ascend.")
+
+
+def _is_sound(blocks: list[KVCacheBlock]) -> bool:
+    """Whether each block is there once, and referenced."""
+    live = [block for block in blocks if not block.is_null]
+    return len({id(block) for block in live}) == len(live) and all(
+        [block.ref_cnt > 0 for block in live]
+    )
+
+
+def touch_in_one_pass(
+    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Take the blocks of a hit out of the free queue without a call for each."""
+    return _touch_in_one_pass(wrapped, instance, *args, **kwargs)
+
+
+def _touch_in_one_pass(
+    wrapped: Callable[..., None], pool: BlockPool, blocks: Sequence[KVCacheBlock]
+) -> None:
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+    queue = pool.free_block_queue
+    if pool.metrics_collector or type(queue) is not FreeKVCacheBlockQueue:
+        return wrapped(blocks)
+    num_removed = 0
+    for block in blocks:
+        ref_cnt = block.ref_cnt
+        if not ref_cnt and not block.is_null:
+            before, after = block.prev_free_block, block.next_free_block
+            if before is None or after is None:
+                queue.remove(block)  # raises
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = None
+            num_removed += 1
+        block.ref_cnt = ref_cnt + 1
+    queue.num_free_blocks -= num_removed
+
+
+_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
+_RETIRE_WHEN = "upstream's costs as little"
+
+PATCHES = (
+    Patch(
+        id="KVX-201",
+        target=f"{_POOL}.get_new_blocks",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_VLLM,
+        wrapper=take_new_blocks,
+        why="Upstream calls a method for every block that it allocates.",
+        retire_when=_RETIRE_WHEN,
+        relies_on=(
+            f"{_POOL}._maybe_evict_cached_block",
+            f"{_TABLE}.pop",
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",
+        ),
+    ),
+    Patch(
+        id="KVX-202",
+        target=f"{_POOL}.cache_full_blocks",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_VLLM,
+        wrapper=cache_without_slicing,
+        why="Upstream makes a key for every block up to the prompt's end, at every chunk: time "
+        "grows with the square of the prompt.",
+        retire_when="upstream makes keys for the blocks that it caches",
+        relies_on=(
+            f"{_TABLE}.insert",
+            "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
+            "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
+        ),
+    ),
+    Patch(
+        id="KVX-203",
+        target=f"{_POOL}.free_blocks",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_VLLM,
+        wrapper=free_in_one_pass,
+        why="Upstream passes over the blocks three times, and does so for empty lists at every "
+        "step.",
+        retire_when=_RETIRE_WHEN,
+        ascend=(
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_dedupe_free_blocks",
+        ),
+    ),
+    Patch(
+        id="KVX-204",
+        target=f"{_POOL}.touch",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_VLLM,
+        wrapper=touch_in_one_pass,
+        why="Upstream calls a method for every block of a hit.",
+        retire_when=_RETIRE_WHEN,
+        relies_on=("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",),
+    ),
+)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys a block pool uses: the one place where that is decided and asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys, KeyScheme
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_KEY_SCHEME = "_kvext_key_scheme"
+_GROUP_KEYS = "_kvext_group_keys"
+
+
+def choose_short_keys(block_pool: BlockPool) -> None:
+    """Key a block with the last of its hashes; only before anything is cached.
+
+    Raises:
+        ValueError: If blocks are cached already.
+    """
+    if len(block_pool.cached_block_hash_to_block):
+        raise ValueError("The keys of a block pool cannot change while blocks are cached in it.")
+    setattr(block_pool, _KEY_SCHEME, KeyScheme.LAST)
+    setattr(block_pool, _GROUP_KEYS, {})
+
+
+def key_scheme(block_pool: BlockPool) -> KeyScheme:
+    """Upstream's, unless `choose_short_keys` was called for this pool."""
+    return getattr(block_pool, _KEY_SCHEME, KeyScheme.JOINED)
+
+
+def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> GroupKeys:
+    """The keys of a group whose blocks hold ``block_tokens`` tokens."""
+    known: dict[tuple[int, int], GroupKeys] | None = getattr(block_pool, _GROUP_KEYS, None)
+    if known is None:
+        known = {}
+        setattr(block_pool, _GROUP_KEYS, known)
+    keys = known.get((group_id, block_tokens))
+    if keys is None:
+        hashes_per_block = block_tokens // block_pool.hash_block_size
+        keys = GroupKeys.of_group(group_id, hashes_per_block, key_scheme(block_pool))
+        known[group_id, block_tokens] = keys
+    return keys
+
+
+def cached_block(
+    block_pool: BlockPool, hashes: Any, group_id: int, block_tokens: int, block_index: int
+) -> Any:
+    """The cached block that holds what a request's block at this index holds, or None.
+
+    Args:
+        hashes: ``Request.block_hashes``.
+    """
+    keys = group_keys(block_pool, group_id, block_tokens)
+    if (block_index + 1) * keys.hashes_per_block > len(hashes):
+        return None
+    return block_pool.cached_block_hash_to_block.get_one_block(keys.at(hashes, block_index))

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs of upstream defects: on by default, each with a switch, none of them needs the others.
+
+One module per upstream module, named after it. Knows nothing of retention but whether it is on.
+"""
+
+from vllm_ascend_kvext.patches.repairs import (
+    kv_cache_coordinator,
+    kv_cache_manager,
+    single_type_kv_cache_manager,
+)
+from vllm_ascend_kvext.patching.declaration import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    *kv_cache_manager.PATCHES,
+    *kv_cache_coordinator.PATCHES,
+    *single_type_kv_cache_manager.PATCHES,
+)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/kv_cache_coordinator.py``: what one group hits, no other group is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+def hold_hits_while_allocating(
+    wrapped: Callable[..., None],
+    instance: KVCacheCoordinator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Take the hits of all groups off the free queue before any group allocates from it."""
+    _hold_hits_while_allocating(wrapped, instance, *args, **kwargs)
+
+
+def _hold_hits_while_allocating(
+    wrapped: Callable[..., None],
+    coordinator: KVCacheCoordinator,
+    request_id: str,
+    new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
+    num_local_computed_tokens: int,
+    num_external_computed_tokens: int,
+) -> None:
+    held: list[KVCacheBlock] = []
+    if num_external_computed_tokens > 0:  # only then is anything allocated
+        num_tokens = num_local_computed_tokens + num_external_computed_tokens
+        for manager, blocks in zip(
+            coordinator.single_type_managers, new_computed_blocks, strict=True
+        ):
+            # What lies before the window is not taken, and may be given to any group.
+            first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
+            held += [b for b in blocks[first:] if b.ref_cnt == 0 and not b.is_null]
+    # Not BlockPool.touch, which would count as an access in the metrics.
+    for block in held:
+        coordinator.block_pool.free_block_queue.remove(block)
+        block.ref_cnt += 1
+    try:
+        wrapped(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+    finally:
+        coordinator.block_pool.free_blocks(held)
+
+
+PATCHES = (
+    Patch(
+        id="KVX-301",
+        target="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
+        kind=Kind.WRAP,
+        feature="two-phase-allocation",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=hold_hits_while_allocating,
+        why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
+        "connector loads: a block that a later group hits can be given to an earlier one, and "
+        "then belongs to both.",
+        retire_when="vLLM >= 0.32, which takes the hits of all groups first",
+        relies_on=(
+            "vllm.v1.core.single_type_kv_cache_manager:"
+            "SingleTypeKVCacheManager.allocate_new_computed_blocks",
+            "vllm.v1.core.block_pool:BlockPool.touch",
+            "vllm.v1.core.block_pool:BlockPool.free_blocks",
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+        ),
+        ascend=(
+            "vllm_ascend.core.single_type_kv_cache_manager:"
+            "CompressAttentionManager.allocate_new_computed_blocks",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
+        ),
+    ),
+)

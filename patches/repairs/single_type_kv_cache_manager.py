@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/single_type_kv_cache_manager.py``: windows under context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    Hits = tuple[list[KVCacheBlock], ...]
+
+
+def miss_under_context_parallelism(
+    wrapped: Callable[..., Hits],
+    instance: type[SlidingWindowManager],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Hits:
+    """Find nothing where upstream asserts that context parallelism is off."""
+    # Every coordinator names these arguments; without them there is no parallelism.
+    num_ranks = kwargs.get("dcp_world_size", 1) * kwargs.get("pcp_world_size", 1)
+    if num_ranks > 1:
+        _warn(num_ranks)
+        return tuple([] for _ in kwargs["kv_cache_group_ids"])
+    return wrapped(*args, **kwargs)
+
+
+def _warn(num_ranks: int) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.ascend_kvext.repairs").warning_once(
+        "No local prefix-cache hits: vLLM cannot look up sliding-window groups under context "
+        "parallelism (%d ranks). Prompts are computed in full, or loaded by the KV connector.",
+        num_ranks,
+    )
+
+
+PATCHES = (
+    Patch(
+        id="KVX-302",
+        target="vllm.v1.core.single_type_kv_cache_manager:"
+        "SlidingWindowManager.find_longest_cache_hit",
+        kind=Kind.WRAP,
+        feature="context-parallel-windows",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=miss_under_context_parallelism,
+        why="With decode or prefill context parallelism, which vLLM-Ascend serves for "
+        "sliding-window groups too, the first lookup ends the engine with an assertion.",
+        retire_when="upstream looks sliding windows up under context parallelism",
+    ),
+)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: statistics of retention, and steps that leave states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.stats import attach_report
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+    from vllm_ascend_kvext.retention.keeper import TailKeeper
+
+
+def report_retention(
+    wrapped: Callable[..., SchedulerStats | None],
+    instance: Scheduler,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> SchedulerStats | None:
+    """Send along what retention has counted since the last step."""
+    stats = wrapped(*args, **kwargs)
+    if stats is not None:
+        keeper = tail_keeper(instance.kv_cache_manager.coordinator)
+        report = None if keeper is None else keeper.stats.take()
+        if report is not None:
+            attach_report(stats, report)
+    return stats
+
+
+def end_step_at_checkpoint(
+    wrapped: Callable[..., int], instance: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Shorten a prefill step so that it leaves the state of a boundary that was asked for."""
+    num_new_tokens = wrapped(*args, **kwargs)
+    keeper = tail_keeper(instance.kv_cache_manager.coordinator)
+    if keeper is None:
+        return num_new_tokens
+    return _end_step_at_checkpoint(keeper, num_new_tokens, *args, **kwargs)
+
+
+def _end_step_at_checkpoint(
+    keeper: TailKeeper,
+    num_new_tokens: int,
+    request: Request,
+    num_asked_tokens: int,
+    num_new_local_computed_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+) -> int:
+    computed_tokens = (
+        request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+    )
+    stop_tokens = keeper.next_stop_tokens(request, computed_tokens)
+    if stop_tokens is None:
+        return num_new_tokens
+    return min(num_new_tokens, stop_tokens - computed_tokens)
+
+
+PATCHES = (
+    Patch(
+        id="KVX-162",
+        target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=report_retention,
+        why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
+        "missed.",
+        retire_when="upstream counts why a lookup ended where it did",
+    ),
+    Patch(
+        id="KVX-145",
+        target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=end_step_at_checkpoint,
+        why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
+        "boundary that requests share has none.",
+        retire_when="upstream ends steps at shared prefixes",
+    ),
+)

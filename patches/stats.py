@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/metrics/stats.py``: a report of retention travels with the scheduler's.
+
+The engine core is mostly a process of its own: what leaves it is what msgspec finds in the fields
+of ``SchedulerStats``. A field that is None is not sent, and one that the reader does not know is
+skipped, so that a process without this patch reads what it always has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, fields, make_dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.retention.stats import Counts
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_REPORT = "kvext_retention"
+
+
+def attach_report(stats: SchedulerStats, report: Counts) -> None:
+    setattr(stats, _REPORT, report)
+
+
+def attached_report(stats: SchedulerStats | None) -> Counts | None:
+    return getattr(stats, _REPORT, None)
+
+
+def add_field() -> Callable[[], None]:
+    """Make room for a report. msgspec looks at the class when its first decoder is built."""
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    # Not an argument of ``__init__``, which exists already.
+    donor = make_dataclass("_", [(_REPORT, dict[str, int] | None, field(default=None, init=False))])
+    (report_field,) = fields(donor)
+    SchedulerStats.__dataclass_fields__[_REPORT] = report_field
+    SchedulerStats.__annotations__[_REPORT] = report_field.type
+    setattr(SchedulerStats, _REPORT, None)
+
+    def undo() -> None:
+        if SchedulerStats.__dataclass_fields__.get(_REPORT) is not report_field:
+            return
+        del SchedulerStats.__dataclass_fields__[_REPORT]
+        del SchedulerStats.__annotations__[_REPORT]
+        delattr(SchedulerStats, _REPORT)
+
+    return undo
+
+
+PATCHES = (
+    Patch(
+        id="KVX-161",
+        target="vllm.v1.metrics.stats:SchedulerStats.__dataclass_fields__",
+        kind=Kind.HOOK,
+        feature="retention",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        install=add_field,
+        why="What the engine core counts reaches the process that serves /metrics in fields of "
+        "SchedulerStats only, and none of them is open to plugins.",
+        retire_when="upstream lets a plugin add to SchedulerStats",
+    ),
+)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of retention: what the keeper counts is what Prometheus and the log say, and only then.
+
+The engine-level tests run ``report_metrics.py``, in which each number is known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from served import ENGINE_ENVIRON, INTERVAL, PLUGIN_OFF
+from support.layouts import Attention, Group, Layout
+from support.options import EngineOptions, build_vllm_config
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.loggers import (
+    AggregatedLoggingStatLogger,
+    LoggingStatLogger,
+    StatLoggerManager,
+)
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_ascend_kvext.activation import apply_feature, revert_feature
+from vllm_ascend_kvext.patches.stats import attach_report, attached_report
+from vllm_ascend_kvext.retention.stats import METRICS, LossCause, RetentionStats
+
+PREFIX = "vllm:kvext_"
+LAYOUT = Layout("1 full + 1 window", (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 64)))
+CASES = {
+    "in one process": {},
+    "engine core in its own process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    "Prometheus across processes": {"PROMETHEUS_MULTIPROC_DIR": "prometheus"},
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process of ``report_metrics.py`` has shown."""
+
+    metrics: str
+    totals: dict[str, int] | None
+    log: str
+
+
+def run(tmp_path: Path, model: Path, environ: Mapping[str, str]) -> Seen:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("VLLM_")
+    } | ENGINE_ENVIRON
+    (tmp_path / "prometheus").mkdir()
+    script = Path(__file__).with_name("report_metrics.py")
+    report = tmp_path / "report.json"
+    ended = subprocess.run(
+        [sys.executable, "-I", script, model, report, "{}"],
+        env={**inherited, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tmp_path,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return Seen(**json.loads(report.read_text()), log=ended.stdout)
+
+
+def samples(text: str) -> dict[str, dict[str, float]]:
+    """The values of our metrics by the key of a report, for each engine."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.startswith(PREFIX) or sample.name.endswith("_created"):
+                continue
+            assert set(sample.labels) <= {"model_name", "engine", "cause"}
+            assert sample.labels["model_name"]
+            name = sample.name.removeprefix(PREFIX)
+            if family.type == "counter":
+                assert name.endswith("_total")
+                name = name.removesuffix("_total")
+            key = ".".join([name, *filter(None, [sample.labels.get("cause")])])
+            found.setdefault(sample.labels["engine"], {})[key] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_and_log_say_what_the_keeper_has_counted(case, tiny_model, tmp_path):
+    seen = run(tmp_path, tiny_model, {INTERVAL: "0", **CASES[case]})
+    assert seen.totals is not None and len(set(seen.totals.values())) > 1
+    assert all(seen.totals.values())
+    assert samples(seen.metrics) == {"0": seen.totals}
+    lines = re.findall(r"Engine 000: KV retention: (\d+) checkpoints kept", seen.log)
+    assert sum(map(int, lines)) == seen.totals["checkpoints_kept"]
+
+
+@pytest.mark.parametrize("environ", [{}, PLUGIN_OFF], ids=["unset", "off"])
+def test_without_retention_there_is_nothing_of_it(environ, tiny_model, tmp_path):
+    seen = run(tmp_path, tiny_model, environ)
+    assert "vllm:prefix_cache_queries_total" in seen.metrics
+    assert "kvext" not in seen.metrics
+    assert seen.totals is None
+    assert "KV retention" not in seen.log
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    applied = apply_feature("retention")
+    yield
+    if applied:
+        revert_feature("retention")
+
+
+@pytest.fixture
+def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's log, which does not propagate to the root logger."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def vllm_config() -> Any:
+    return build_vllm_config(LAYOUT, EngineOptions(num_blocks=8))
+
+
+def sent(report: dict[str, int] | None) -> SchedulerStats:
+    """Scheduler statistics after their way from an engine core to its client."""
+    stats = SchedulerStats(num_running_reqs=3)
+    if report is not None:
+        attach_report(stats, report)
+    buffers = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    return MsgpackDecoder(EngineCoreOutputs).decode(buffers).scheduler_stats
+
+
+def counted(factor: int) -> dict[str, int]:
+    return {key: factor * (i + 1) for i, key in enumerate(RetentionStats().totals())}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_report_arrives_and_its_absence_too():
+    assert attached_report(sent(counted(1))) == counted(1)
+    assert attached_report(sent(None)) is None
+    assert sent(counted(1)) == sent(None), "the fields of upstream are what they were"
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
+    manager = StatLoggerManager(vllm_config, engine_idxs=[0, 1])
+    zeros = dict.fromkeys(counted(1), 0)
+    assert samples(generate_latest(REGISTRY).decode()) == {"0": zeros, "1": zeros}
+    for engine_idx, factor in ((0, 1), (1, 100), (1, 1)):
+        manager.record(sent(counted(factor)), None, engine_idx=engine_idx)
+        manager.record(sent(None), None, engine_idx=engine_idx)
+        manager.record(None, None, engine_idx=engine_idx)
+    second = {key: value * 101 for key, value in counted(1).items()} | {"checkpoints": 1}
+    assert samples(generate_latest(REGISTRY).decode()) == {"0": counted(1), "1": second}
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_config):
+    processor = OutputProcessor(None, log_stats=True)
+    manager = StatLoggerManager(vllm_config)
+    reports = ({"junctions_hit": 1, "checkpoints": 5}, {"junctions_hit": 2}, None, None)
+    for step, report in enumerate(reports):
+        stats = sent(report)
+        processor.update_scheduler_stats(stats)
+        if step:
+            manager.record(stats, None)
+    seen = samples(generate_latest(REGISTRY).decode())["0"]
+    assert (seen["junctions_hit"], seen["checkpoints"]) == (3, 5)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_second_manager_starts_over_as_upstream_does(vllm_config):
+    for _ in range(2):
+        manager = StatLoggerManager(vllm_config)
+        manager.record(sent(counted(1)), None)
+    assert samples(generate_latest(REGISTRY).decode()) == {"0": counted(1)}
+
+
+@pytest.mark.usefixtures("installed")
+def test_unknown_numbers_are_left_alone(vllm_config):
+    manager = StatLoggerManager(vllm_config)
+    manager.record(sent({"of_another_release": 3, "junctions_hit": 1}), None)
+    assert samples(generate_latest(REGISTRY).decode())["0"]["junctions_hit"] == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, vllm_log):
+    stat_logger = AggregatedLoggingStatLogger(vllm_config, [0, 1])
+    for engine_idx in (0, 1):
+        stat_logger.record(sent({"checkpoints_kept": 4}), None, engine_idx=engine_idx)
+        stat_logger.record(sent({"checkpoints": 4}), None, engine_idx=engine_idx)
+    stat_logger.log()
+    (line,) = [text for text in vllm_log.messages if "KV retention" in text]
+    assert line.startswith("2 Engines Aggregated: KV retention: 8 checkpoints kept, ")
+    vllm_log.clear()
+    stat_logger.record(sent({"checkpoints": 4}), None)
+    stat_logger.log()
+    assert not [text for text in vllm_log.messages if "KV retention" in text]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_logger_for_one_engine_names_it(vllm_config, vllm_log):
+    stat_logger = LoggingStatLogger(vllm_config, 3)
+    stat_logger.record(sent({"lost_tokens.evicted": 4096}), None)
+    stat_logger.log()
+    (line,) = [text for text in vllm_log.messages if "KV retention" in text]
+    assert line.startswith("Engine 003: KV retention: ")
+    assert "lost tokens: never kept 0, evicted 4096, granularity 0, look ahead 0" in line
+
+
+def test_metric_names_are_the_documented_ones():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for metric in METRICS:
+        suffix = "" if metric.is_gauge else "_total"
+        assert f"`{PREFIX}{metric.name}{suffix}" in readme
+    for cause in LossCause:
+        assert f"`{cause.value}`" in readme
+
+
+SEND = """
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackEncoder
+from vllm_ascend_kvext.activation import apply_feature
+from vllm_ascend_kvext.patches.stats import attach_report
+
+apply_feature("retention")
+stats = SchedulerStats(num_running_reqs=3)
+attach_report(stats, {"checkpoints_kept": 4})
+(message,) = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+assert b"checkpoints_kept" in message
+print(message.hex())
+"""
+RECEIVE_UNPATCHED = """
+import sys
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder
+
+stats = MsgpackDecoder(EngineCoreOutputs).decode([bytes.fromhex(sys.argv[1])]).scheduler_stats
+assert stats == SchedulerStats(num_running_reqs=3), stats
+assert vars(stats).keys() == vars(SchedulerStats()).keys(), vars(stats)
+"""
+
+
+def test_a_process_without_the_patches_reads_what_it_always_has():
+    def run_code(code: str, *arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, "-I", "-c", code, *arguments], capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    message = run_code(SEND).splitlines()[-1]
+    run_code(RECEIVE_UNPATCHED, message)

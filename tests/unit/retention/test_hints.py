@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints that are no positions within the prompt are reported and never fail a request."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from unit.retention.pool_model import ModelRequest, ModelSamplingParams
+
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT, MOST_HINTS, hinted_boundaries
+
+GEOMETRY = HitGeometry(
+    (GroupGeometry(GroupKind.FULL, 16), GroupGeometry(GroupKind.WINDOW, 4, 9)), 16
+)
+LOGGER = "vllm.ascend_kvext.retention"
+PROMPT = "a" * 100
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's loggers do not propagate once it has configured them."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, LOGGER)
+
+
+def boundaries(hints: object) -> list[int]:
+    return hinted_boundaries(ModelRequest.of("r7", PROMPT, hints), GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        ([48], [48]),
+        ([50], [48]),
+        ((50,), [48]),
+        (50, [48]),
+        ([100, 20, 33], [16, 32, 96]),
+        ([33, 40, 47], [32]),
+        ([15], []),
+        ([], []),
+        ([100], [96]),
+    ],
+)
+def test_positions_are_rounded_down_to_boundaries(
+    hints: object, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert boundaries(hints) == expected
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("arguments", [None, {}, {HINT_ARGUMENT: None}, {"another": [48]}])
+def test_no_hints(arguments: dict[str, object] | None, caplog: pytest.LogCaptureFixture) -> None:
+    request = ModelRequest("r7", PROMPT, len(PROMPT), ModelSamplingParams(arguments))
+    assert hinted_boundaries(request, GEOMETRY) == []
+    assert not caplog.records
+
+
+def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixture) -> None:
+    request = ModelRequest("r7", PROMPT, len(PROMPT))
+    request.sampling_params = None  # type: ignore[assignment]
+    assert hinted_boundaries(request, GEOMETRY) == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        ("48", []),
+        ({"at": 48}, []),
+        (48.0, []),
+        (True, []),
+        ([True, 48], [48]),
+        ([0, 48], [48]),
+        ([-16, 48], [48]),
+        ([101, 48], [48]),
+        ([1 << 80, 48], [48]),
+        ([None, "48", 48.0, [48], {}, 48], [48]),
+        ([[48, 64]], []),
+    ],
+)
+def test_the_rest_is_reported_once_and_left_out(
+    hints: object, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert boundaries(hints) == expected
+    (record,) = caplog.records
+    assert record.name == LOGGER
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    for part in ("r7", HINT_ARGUMENT, repr(hints), str(MOST_HINTS), str(len(PROMPT))):
+        assert part in message
+
+
+def test_the_first_of_too_many_count(caplog: pytest.LogCaptureFixture) -> None:
+    hints = [16] * MOST_HINTS + [48]
+    assert boundaries(hints) == [16]
+    assert len(caplog.records) == 1
+    caplog.clear()
+    assert boundaries(hints[1:]) == [16, 48]
+    assert not caplog.records

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The features: what a user asks for or switches off, and what is built on what.
+
+Knows no patch and no variable: `vllm_ascend_kvext.patches` says what a feature consists of,
+`vllm_ascend_kvext.settings` how one asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_ascend_kvext.patching.declaration import Feature
+
+REPAIRS = (
+    Feature("trim-full-groups", default_on=True),
+    Feature("two-phase-allocation", default_on=True),
+    Feature("context-parallel-windows", default_on=True),
+    Feature("drafts-in-flight", default_on=True),
+    Feature("compressed-block-keys", default_on=True),
+)
+"""Defects of upstream that are repaired without being asked for, each on its own."""
+
+FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
+"""Changes no decision. Innermost: what others do differently wraps what it does faster."""
+
+FEATURES = (
+    FAST_PREFIX_CACHE,
+    Feature("retention", requires=("trim-full-groups", "compressed-block-keys")),
+    *REPAIRS,
+)
+"""All of them, in the order of installation: the wrappers of a later one lie outside."""
+
+
+def with_requirements(names: Iterable[str], features: Iterable[Feature]) -> frozenset[str]:
+    """These features and all that they require."""
+    requires = {feature.name: feature.requires for feature in features}
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += requires.get(name, ())
+    return frozenset(found)

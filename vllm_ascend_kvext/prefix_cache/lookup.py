@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest hit of all groups together: what vLLM's coordinators find, in fewer probes.
+
+Every group accepts a length or offers a shorter one; the hit is the longest length that all of
+them accept. Knows no pool and no request: a table, hashes, and what the groups are like.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
+from vllm_ascend_kvext.prefix_cache.search import (
+    Get,
+    blocks_at,
+    leading_blocks,
+    state_end,
+    upper_bound_blocks,
+    window_end,
+    window_hit_blocks,
+)
+
+Hit = tuple[tuple[list[Any], ...], int]
+"""Blocks per group id, and the tokens of the hit."""
+
+
+class Reads(enum.Enum):
+    """Which blocks a request that resumes after a hit reads in a group."""
+
+    ALL = "all"
+    WINDOW = "window"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class LookupGroups:
+    """Groups with one spec, which are looked up as one.
+
+    Attributes:
+        reads: What a hit needs of them.
+        block_tokens: Tokens per block.
+        unit_blocks: A hit is a multiple of this many blocks.
+        window_blocks: Blocks that a window reaches back; for `Reads.WINDOW`.
+        looks_ahead: Whether one block past the hit has to be cached too (EAGLE, MTP).
+        group_ids: Ids of the groups.
+        keys: Keys of each group, in the same order.
+    """
+
+    reads: Reads
+    block_tokens: int
+    unit_blocks: int
+    window_blocks: int
+    looks_ahead: bool
+    group_ids: tuple[int, ...]
+    keys: tuple[GroupKeys, ...]
+
+    def blocks_within(self, hashes: Sequence[bytes], max_tokens: int) -> int:
+        """Full blocks in ``max_tokens`` tokens, as far as there are hashes."""
+        return min(max_tokens // self.block_tokens, len(hashes) // self.keys[0].hashes_per_block)
+
+    def hit(
+        self, get: Get, hashes: Sequence[bytes], max_tokens: int, drops_block: bool, null: Any
+    ) -> list[list[Any]]:
+        """The blocks of the longest hit up to ``max_tokens``, per group.
+
+        Args:
+            drops_block: Whether the last block found is not part of the hit.
+            null: Stands for blocks that the hit does not need.
+        """
+        if self.reads is Reads.ALL:
+            found = leading_blocks(get, self.keys, hashes, self.blocks_within(hashes, max_tokens))
+            count = len(found[0])
+            if drops_block and count:
+                count -= 1
+            count = count // self.unit_blocks * self.unit_blocks
+            for blocks in found:
+                del blocks[count:]
+            return found
+        count = self.hit_blocks(get, hashes, max_tokens, drops_block)
+        return self.sparse_blocks(get, hashes, count, drops_block, null)
+
+    def hit_blocks(
+        self, get: Get, hashes: Sequence[bytes], max_tokens: int, drops_block: bool
+    ) -> int:
+        """The length of that hit in blocks, for groups that do not read all of it."""
+        max_blocks = self.blocks_within(hashes, max_tokens)
+        if self.reads is Reads.LAST:
+            return state_end(get, self.keys, hashes, max_blocks, self.unit_blocks)
+        ahead = int(drops_block)
+        need = self._need_blocks(drops_block)
+        end = window_end(get, self.keys, hashes, max_blocks, need, self.unit_blocks, ahead)
+        return window_hit_blocks(end, need, self.unit_blocks, ahead)
+
+    def sparse_blocks(
+        self, get: Get, hashes: Sequence[bytes], count: int, drops_block: bool, null: Any
+    ) -> list[list[Any]]:
+        """The blocks of a hit of ``count`` blocks, nulls included, per group."""
+        if not count:
+            return [[] for _ in self.group_ids]
+        if self.reads is Reads.LAST:
+            first = count - 1
+        else:
+            first = max(0, count - self._need_blocks(drops_block) + int(drops_block))
+        found = blocks_at(get, self.keys, hashes, range(first, count))
+        return [[null] * first + blocks for blocks in found] if first else found
+
+    def _need_blocks(self, drops_block: bool) -> int:
+        return max(1, self.window_blocks + int(drops_block))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """All groups of a model.
+
+    Attributes:
+        groups: In upstream's order: those that read everything come first.
+        num_groups: How many ids they have.
+        null: Stands for blocks that the hit does not need.
+        cheapest_first: All groups, first the one that reads everything, then the others by the
+            cost of a key; empty where upstream's order has to be kept.
+    """
+
+    groups: tuple[LookupGroups, ...]
+    num_groups: int
+    null: Any
+    cheapest_first: tuple[LookupGroups, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[LookupGroups], null: Any) -> Lookup:
+        num_groups = sum(len(group.group_ids) for group in groups)
+        cheapest_first: tuple[LookupGroups, ...] = ()
+        num_reading_all = sum(group.reads is Reads.ALL for group in groups)
+        looks_ahead = any(group.looks_ahead for group in groups)
+        if num_reading_all == 1 and groups[0].reads is Reads.ALL and not looks_ahead:
+            sparse = sorted(groups[1:], key=lambda group: group.keys[0].hashes_per_block)
+            if sparse:
+                cheapest_first = (groups[0], *sparse)
+        return cls(tuple(groups), num_groups, null, cheapest_first)
+
+    def longest_hit(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+        """The longest hit up to ``max_tokens``."""
+        if self.cheapest_first:
+            return self._sparse_groups_first(get, hashes, max_tokens)
+        return self._in_upstream_order(get, hashes, max_tokens)
+
+    def _sparse_groups_first(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+        """Without a block ahead the longest common hit does not depend on the order.
+
+        The group that reads everything is the expensive one; it is read once, and only as far as
+        the others hit.
+        """
+        full, *sparse = self.cheapest_first
+        result: list[list[Any]] = [[] for _ in range(self.num_groups)]
+        if max_tokens < full.block_tokens or get(full.keys[0].at(hashes, 0)) is None:
+            return tuple(result), 0
+        bound = full.blocks_within(hashes, max_tokens)
+        bound = upper_bound_blocks(get, full.keys[0], hashes, bound)
+        max_tokens = min(max_tokens, bound * full.block_tokens)
+        found: list[list[Any]] = [[]]
+        hit_tokens = 0
+        while max_tokens:
+            hit_tokens = _common_tokens(sparse, get, hashes, max_tokens)
+            max_blocks = hit_tokens // full.block_tokens
+            found = leading_blocks(get, full.keys, hashes, max_blocks)
+            if len(found[0]) == max_blocks:
+                break
+            max_tokens = len(found[0]) // full.unit_blocks * full.unit_blocks * full.block_tokens
+            hit_tokens = 0
+        if hit_tokens:
+            for group_id, blocks in zip(full.group_ids, found, strict=True):
+                result[group_id] = blocks
+            for group in sparse:
+                count = hit_tokens // group.block_tokens
+                columns = group.sparse_blocks(get, hashes, count, False, self.null)
+                for group_id, blocks in zip(group.group_ids, columns, strict=True):
+                    result[group_id] = blocks
+        return tuple(result), hit_tokens
+
+    def _in_upstream_order(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+        """Group by group, until none offers less; one block ahead is dropped once per length."""
+        groups = self.groups
+        reads_all_first = groups[0].reads is Reads.ALL
+        one_round = len(groups) == 1 or (len(groups) == 2 and reads_all_first)
+        result: list[list[Any] | None] = [None] * self.num_groups
+        has_dropped: set[int] = set()
+        hit_tokens = max_tokens
+        while True:
+            tokens = hit_tokens
+            for index, group in enumerate(groups):
+                if group.reads is Reads.ALL and result[group.group_ids[0]] is not None:
+                    tokens = tokens // group.block_tokens * group.block_tokens
+                    continue
+                drops_block = group.looks_ahead and index not in has_dropped
+                limit = min(tokens + group.block_tokens, max_tokens) if drops_block else tokens
+                columns = group.hit(get, hashes, limit, drops_block, self.null)
+                found_tokens = len(columns[0]) * group.block_tokens
+                if drops_block:
+                    has_dropped.add(index)
+                elif found_tokens < tokens:
+                    has_dropped.clear()
+                tokens = found_tokens
+                for group_id, blocks in zip(group.group_ids, columns, strict=True):
+                    result[group_id] = blocks
+            if tokens >= hit_tokens:
+                break
+            hit_tokens = tokens
+            if one_round:
+                break
+        if reads_all_first:
+            for group_id in groups[0].group_ids:
+                blocks_found = result[group_id]
+                if blocks_found is not None:
+                    del blocks_found[hit_tokens // groups[0].block_tokens :]
+        return tuple(blocks or [] for blocks in result), hit_tokens
+
+
+def _common_tokens(
+    groups: Sequence[LookupGroups], get: Get, hashes: Sequence[bytes], max_tokens: int
+) -> int:
+    """The longest hit of groups that do not look ahead."""
+    tokens = max_tokens
+    accepted: list[int | None] = [None] * len(groups)
+    while tokens and any(length != tokens for length in accepted):
+        for index, group in enumerate(groups):
+            if accepted[index] != tokens:
+                blocks = group.hit_blocks(get, hashes, tokens, False)
+                tokens = accepted[index] = blocks * group.block_tokens
+            if not tokens:
+                break
+    return tokens
