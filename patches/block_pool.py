@@ -48,6 +48,10 @@ class RetainedPool:
     def prefix_key(self, request: Request, num_tokens: int) -> bytes:
         return request.block_hashes[num_tokens // self._block_pool.hash_block_size - 1]
 
+    @property
+    def has_checkpoints(self) -> bool:
+        return self._checkpoints is not None
+
     def is_needed(self, block: KVCacheBlock) -> bool:
         return self._checkpoints is not None and self._checkpoints.is_in_tail(block)
 

@@ -29,7 +29,7 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
 
     def serve(
         environ: Mapping[str, str],
-        scenarios: Sequence[str] = ("chat", "storm", "corruption"),
+        scenarios: Sequence[str] = ("chat", "storm", "corruption", "branches"),
         **engine: Any,
     ) -> served.Served:
         key = json.dumps([environ, scenarios, engine], sort_keys=True)

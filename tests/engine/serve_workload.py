@@ -23,6 +23,7 @@ VOCABULARY_TOKENS = 512
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 480
 SYSTEM_PROMPT_TOKENS = 320
+DOCUMENT_TOKENS = 333
 
 Tokens = list[int]
 
@@ -62,12 +63,23 @@ class Server:
     def _is_in_process(self) -> bool:
         return hasattr(self._llm.llm_engine.engine_core, "engine_core")
 
-    def ask(self, label: str, prompts: Sequence[Tokens], reply_tokens: int = 24) -> list[Tokens]:
+    def ask(
+        self,
+        label: str,
+        prompts: Sequence[Tokens],
+        reply_tokens: int = 24,
+        extra_args: dict[str, Any] | None = None,
+    ) -> list[Tokens]:
         """Send all prompts at once; report the answers under ``label`` and return the replies."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
-            temperature=0, max_tokens=reply_tokens, ignore_eos=True, logprobs=5, detokenize=False
+            temperature=0,
+            max_tokens=reply_tokens,
+            ignore_eos=True,
+            logprobs=5,
+            detokenize=False,
+            extra_args=extra_args,
         )
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
@@ -109,6 +121,11 @@ class Server:
         metrics = {metric.name: metric for metric in self._llm.get_metrics()}
         for name in ("prefix_cache_hits", "prefix_cache_queries", "num_preemptions"):
             self.report[name] = metrics[f"vllm:{name}"].value
+        own = Counter()
+        for metric in self._llm.get_metrics():
+            if metric.name.startswith("vllm:kvext_"):
+                own[metric.name.removeprefix("vllm:kvext_")] += int(metric.value)
+        self.report["retention"] = own
         self.report["wrapped"] = wrapped_attributes()
 
     def _group_ids(self, kind: str) -> list[int]:
@@ -206,12 +223,28 @@ def corruption(server: Server) -> None:
     server.reset()
 
 
+def branches(server: Server) -> None:
+    """Questions about one document, one after the other; then about another, whose end is named."""
+    rng = random.Random(4)
+    server.reset()
+    for name, hints in (("document", None), ("hinted document", [DOCUMENT_TOKENS])):
+        document = random_tokens(rng, DOCUMENT_TOKENS)
+        for number in (1, 2, 3):
+            extra_args = {"kvext_checkpoint_tokens": hints} if hints else None
+            question = random_tokens(rng, 130 + 7 * number)
+            server.ask(f"{name}, question {number}", [document + question], extra_args=extra_args)
+    server.reset()
+
+
+SCENARIOS = {"chat": chat, "storm": storm, "corruption": corruption, "branches": branches}
+
+
 def main() -> None:
     model, report, options = sys.argv[1:]
     chosen = json.loads(options)
     server = Server(model, chosen["engine"])
     for scenario in chosen["scenarios"]:
-        {"chat": chat, "storm": storm, "corruption": corruption}[scenario](server)
+        SCENARIOS[scenario](server)
     server.finish()
     Path(report).write_text(json.dumps(server.report))
 

@@ -115,9 +115,12 @@ def shared_lengths(case: Case) -> range:
     return range(1, 2 * case.window_tokens + 5 * case.unit_tokens, 3)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("layout_name", sorted(LAYOUTS.keys() - {"window only"}))
 def test_second_demand_for_a_prefix_is_met(layout_name: str) -> None:
-    """Two requests share a prefix that nobody kept; the third hits what dense caching hits."""
+    """Two requests share a prefix that nobody kept; the third hits what dense caching hits.
+
+    That they share it shows in the full-attention groups, which a layout has to have.
+    """
     num_hits = num_missed = 0
     with adaptive_retention():
         for case in cases(layout_name):
@@ -238,7 +241,9 @@ def test_a_step_ends_where_a_hint_says(layout: EngineLayout) -> None:
 def test_states_of_a_conversation_are_hit(layout: EngineLayout) -> None:
     """Sent again, and extended, a prompt hits at the last state that its steps left."""
     with adaptive_retention():
-        for length in range(3 * UNIT_TOKENS, 7 * UNIT_TOKENS, 3):
+        for length in range(3 * UNIT_TOKENS + 1, 7 * UNIT_TOKENS, 3):
+            if length % UNIT_TOKENS == 0:
+                continue  # one step, whose end no resend can hit: all but the last token
             steps = Steps(layout)
             prompt = list(range(length))
             boundaries = {tokens for tokens in steps.serve(prompt) if tokens % UNIT_TOKENS == 0}

@@ -43,7 +43,7 @@ class Lives(RuleBasedStateMachine):
 
     @property
     def groups(self):
-        return (*self.keeper.full_groups, *self.keeper.window_groups)
+        return (*self.keeper.full_groups, *self.keeper.sparse_groups)
 
     @rule(
         prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=60),

@@ -121,7 +121,7 @@ class Price:
         geometry = keeper.policy.geometry
         groups = {
             group.manager.kv_cache_group_id: geometry.groups[group.geometry_index]
-            for group in keeper.window_groups
+            for group in keeper.sparse_groups
         }
         self._world = world
         self._tail_blocks = {

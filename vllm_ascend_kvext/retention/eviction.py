@@ -2,7 +2,7 @@
 """Which checkpoint gives way when blocks are needed.
 
 A checkpoint is worth the tokens that it saves, per block that its eviction yields, times the uses
-to expect of it. Its worth decays: by half while `HALF_LIFE` of the pool is allocated anew. The
+to expect of it. Its worth decays: by half while `HALF_LIFE` pools are allocated anew. The
 least worthy gives way. Because all decay alike, the order of two checkpoints changes only when one
 of them is used, and a heap holds it. (Worth per size with aging is the idea of GreedyDual-Size, Cao
 and Irani 1997; there the clock jumps with what is evicted, so that the dear ages the cheap.)
@@ -15,10 +15,10 @@ from __future__ import annotations
 import heapq
 import math
 
-from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts
+from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts, alive
 from vllm_ascend_kvext.retention.reasons import UseRates
 
-HALF_LIFE = 0.3
+HALF_LIFE = 1.0
 _LOOK_AGAIN_AFTER = 1 / 64
 _NEXT_TO_NOTHING = 1e-6
 
@@ -80,6 +80,8 @@ class EvictionOrder:
             priority, entry, node = heapq.heappop(heap)
             if node.entry != entry or not node.tail:
                 continue
+            if len(alive(node.tail)) < len(node.tail):
+                return node  # the pool took a block of it: nothing can resume there
             if any(block.ref_cnt for block, _ in node.tail):
                 self._held.append((priority, entry, node))
                 continue

@@ -37,7 +37,7 @@ class RetentionPolicy:
     geometry: HitGeometry
     interval_tokens: int
     is_adaptive: bool = False
-    ladder_budget: float = 0.5
+    ladder_budget: float = 4.0
 
     @property
     def grid_tokens(self) -> int:

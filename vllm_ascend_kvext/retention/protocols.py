@@ -79,6 +79,10 @@ class Pool(Protocol):
     def prefix_key(self, request: Any, num_tokens: int) -> bytes:
         """The chained hash of a request's first tokens; a multiple of every block's tokens."""
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether checkpoints account for all that is cached."""
+
     def is_needed(self, block: Block) -> bool:
         """Whether a block belongs to a checkpoint, whichever request cached it."""
 

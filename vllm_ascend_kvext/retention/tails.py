@@ -99,15 +99,23 @@ class GroupTails:
             self.keep_for_now(leaving, cached_tokens)
 
     def drop_all_but(self, runs: Sequence[range]) -> None:
-        """Uncache the blocks kept for now outside ``runs``, unless another request reads them."""
+        """Uncache the blocks kept for now outside ``runs``, unless something else needs them.
+
+        Where there are checkpoints, these say what is needed; else whatever another request reads.
+        """
+        blocks = self._blocks
         useless: list[Block] = []
         kept = set(itertools.chain.from_iterable(runs))
         for block_index in sorted(self._rolling.keys() - kept):
             block, block_hash = self._rolling.pop(block_index)
             if block.block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
-            own_references = self._own_references(block_index, block)
-            if block.ref_cnt <= own_references and not self._pool.is_needed(block):
+            if self._pool.has_checkpoints:
+                is_needed = self._pool.is_needed(block)
+            else:
+                own = block_index < len(blocks) and blocks[block_index] is block
+                is_needed = block.ref_cnt > own
+            if not is_needed:
                 useless.append(block)
         if useless:
             self._pool.discard(useless)
@@ -129,10 +137,6 @@ class GroupTails:
         self._rolling.clear()
         if useless:
             self._pool.discard(useless)
-
-    def _own_references(self, block_index: int, block: Block) -> int:
-        blocks = self._blocks
-        return int(block_index < len(blocks) and blocks[block_index] is block)
 
     def holds(self, run: range) -> bool:
         """Whether each block of a run has content, in the request's table or cached for it."""

@@ -9,7 +9,12 @@ import pytest
 from unit.retention.pool_model import ModelRequest, ModelSamplingParams
 
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
-from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT, MOST_HINTS, hinted_boundaries
+from vllm_ascend_kvext.retention.hints import (
+    HINT_ARGUMENT,
+    MOST_HINTS,
+    hinted_boundaries,
+    report_unusable_hints,
+)
 
 GEOMETRY = HitGeometry(
     (GroupGeometry(GroupKind.FULL, 16), GroupGeometry(GroupKind.WINDOW, 4, 9)), 16
@@ -26,7 +31,15 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def boundaries(hints: object) -> list[int]:
-    return hinted_boundaries(ModelRequest.of("r7", PROMPT, hints), GEOMETRY)
+    """What is used; the rest is reported when a request is admitted, which happens once."""
+    return used_and_reported(ModelRequest.of("r7", PROMPT, hints))
+
+
+def used_and_reported(request: ModelRequest) -> list[int]:
+    found = hinted_boundaries(request, GEOMETRY)
+    assert hinted_boundaries(request, GEOMETRY) == found
+    report_unusable_hints(request)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -53,14 +66,14 @@ def test_positions_are_rounded_down_to_boundaries(
 @pytest.mark.parametrize("arguments", [None, {}, {HINT_ARGUMENT: None}, {"another": [48]}])
 def test_no_hints(arguments: dict[str, object] | None, caplog: pytest.LogCaptureFixture) -> None:
     request = ModelRequest("r7", PROMPT, len(PROMPT), ModelSamplingParams(arguments))
-    assert hinted_boundaries(request, GEOMETRY) == []
+    assert used_and_reported(request) == []
     assert not caplog.records
 
 
 def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixture) -> None:
     request = ModelRequest("r7", PROMPT, len(PROMPT))
     request.sampling_params = None  # type: ignore[assignment]
-    assert hinted_boundaries(request, GEOMETRY) == []
+    assert used_and_reported(request) == []
     assert not caplog.records
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -254,3 +255,17 @@ def test_the_same_content_again_replaces_the_older_copy(cache: ModelCache) -> No
     assert older.block_hash is None and newer.block_hash is not None
     hashes = [block.block_hash for block in cache.pool.idle_cached_blocks()]
     assert len(hashes) == len(set(hashes))
+
+
+def test_unusable_hints_are_reported_when_the_request_is_admitted(
+    cache: ModelCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    request = ModelRequest.of("r", SYSTEM + "x", [-1, 8])
+    for _ in range(3):
+        cache.journeys.demand(request, 0)
+    assert not caplog.records, "a request that waits is asked in every step"
+    cache.step(request, 4)
+    cache.step(request, 30)
+    cache.journeys.demand(request, 0)
+    assert len(caplog.records) == 1

@@ -193,11 +193,23 @@ def test_what_no_checkpoint_took_goes_with_the_request(world: World, tails: Grou
     assert world.cached("r") == [0, 3]
 
 
-def test_settling_leaves_alone_what_another_request_reads(world: World, tails: GroupTails) -> None:
+def test_settling_does_not_wait_for_other_readers(world: World, tails: GroupTails) -> None:
+    """They go on reading, and leave checkpoints of their own."""
     tails.keep_for_now(range(0, 2), 16)
     world.pool.touch(world.blocks("r")[0])
     tails.settle()
-    assert world.cached("r") == [0]
+    assert world.cached("r") == []
+
+
+def test_settling_does_not_touch_what_was_reallocated(world: World, tails: GroupTails) -> None:
+    tails.keep_for_now(range(0, 1), 16)
+    block = world.blocks("r")[0]
+    world.manager.remove_skipped_blocks("r", 16)
+    world.pool.uncache(block)
+    block.block_hash = b"of another request"
+    world.pool.copies[block.block_hash][block.block_id] = block
+    tails.settle()
+    assert block.block_hash == b"of another request"
 
 
 def test_a_copy_computed_later_replaces_the_one_that_left(world: World, tails: GroupTails) -> None:
