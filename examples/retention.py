@@ -4,9 +4,9 @@
 Several conversations share a system prompt and take turns on an engine whose KV cache is too small
 to keep every block of all of them. Stock vLLM keeps every sliding-window block anyway, and so
 evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, a prompt leaves
-the blocks that a later request can hit, and no others; with ``VLLM_ASCEND_KVEXT_RETENTION=adaptive``
-nobody has to choose an interval. The model is a tiny Gemma 3 with random
-weights, so neither an accelerator nor a download is needed:
+the blocks that a later request can hit, and no others; with
+``VLLM_ASCEND_KVEXT_RETENTION=adaptive`` nobody has to choose an interval. The model is a tiny
+Gemma 3 with random weights, so neither an accelerator nor a download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
     python examples/retention.py

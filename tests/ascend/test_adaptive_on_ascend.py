@@ -133,7 +133,11 @@ def test_true_layout_hits_at_least_what_dense_caching_hits(eagle: str) -> None:
     """Sent again, extended, resumed; and the third of those that share a prefix."""
     layout = planned_layout(128, EAGLE_SETS[eagle])
     dense, sparse = dense_world(layout, NUM_BLOCKS), BlockManager(layout, None, NUM_BLOCKS)
-    for num_tokens in (TRUE_UNIT_TOKENS + 129, 2 * TRUE_UNIT_TOKENS, 2 * TRUE_UNIT_TOKENS + 1):
+    for num_tokens in (
+        TRUE_UNIT_TOKENS + 129,
+        2 * TRUE_UNIT_TOKENS + 1,
+        3 * TRUE_UNIT_TOKENS + 700,
+    ):
         found = hits_around(sparse, num_tokens)
         for moment, hit_tokens in hits_around(dense, num_tokens).items():
             assert found[moment] >= hit_tokens, (num_tokens, moment)

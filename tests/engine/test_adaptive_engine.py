@@ -11,7 +11,6 @@ from served import INTERVAL, LOGPROB_TOLERANCE, Served
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 SETTINGS = {
     "adaptive": ADAPTIVE,
-    "adaptive, upstream's prefix cache": {**ADAPTIVE, "VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE": "0"},
     "adaptive and a grid": {**ADAPTIVE, INTERVAL: "128"},
 }
 DOCUMENT_BOUNDARY_TOKENS = DOCUMENT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
@@ -52,9 +51,7 @@ def test_requests_were_preempted_and_checkpoints_evicted(setting: Served) -> Non
 
 
 @pytest.mark.parametrize("label", ["sent again", "second turn", "edited", "intact cache"])
-def test_hits_at_least_what_dense_caching_hits(
-    setting: Served, dense: Served, label: str
-) -> None:
+def test_hits_at_least_what_dense_caching_hits(setting: Served, dense: Served, label: str) -> None:
     for found, expected in zip(setting.hit_tokens(label), dense.hit_tokens(label), strict=True):
         assert found >= expected >= SYSTEM_PROMPT_TOKENS
 

@@ -79,7 +79,8 @@ def test_a_request_hits_at_least_what_dense_caching_hits(layout_name: str) -> No
     with adaptive_retention():
         for number, case in enumerate(cases(layout_name)):
             longest = 3 * case.unit_tokens + case.window_tokens + 2
-            for length in range(1 + number % 3, longest, 3):
+            stride = case.unit_tokens // 2 + 1
+            for length in range(1 + number % stride, longest, stride):
                 for serve in (
                     lambda world, n=length, c=case: serve_conversation(world, n, c.unit_tokens, 5),
                     lambda world, n=length: serve_prompt_only(world, n),
@@ -93,7 +94,9 @@ def test_a_request_hits_at_least_what_dense_caching_hits(layout_name: str) -> No
     assert num_compared > 100
 
 
-def serve_in_chunks(world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()) -> int:
+def serve_in_chunks(
+    world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()
+) -> int:
     """Run a request to its end; returns the tokens hit."""
     request = world.request(token_ids)
     if hints:
@@ -112,7 +115,8 @@ def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]
 
 
 def shared_lengths(case: Case) -> range:
-    return range(1, 2 * case.window_tokens + 5 * case.unit_tokens, 3)
+    longest = 2 * case.window_tokens + 5 * case.unit_tokens
+    return range(1, longest, case.unit_tokens // 2 + 1)
 
 
 @pytest.mark.parametrize("layout_name", sorted(LAYOUTS.keys() - {"window only"}))

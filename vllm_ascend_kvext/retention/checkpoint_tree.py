@@ -25,7 +25,7 @@ from vllm_ascend_kvext.retention.stats import RetentionStats
 
 _REMEMBERED = 8192
 _UNBOUNDED = 1 << 62
-_MOST_BEYOND = 16
+_MOST_CONTINUATIONS = 16
 
 
 class CheckpointTree:
@@ -284,7 +284,8 @@ class CheckpointTree:
             for run in child.runs:
                 kept.update((cached[1], cached) for cached in run[:1] if cached[1] in kept)
         older = [*node.beyond, *beyond]
-        node.beyond = list(kept.values())[-_MOST_BEYOND:]
+        limit = _MOST_CONTINUATIONS * len(beyond) or len(kept)
+        node.beyond = list(kept.values())[:limit]
         needed = {block.block_id for block, _ in node.beyond}
         for child in node.children:
             needed.update(block.block_id for run in child.runs for block, _ in run)

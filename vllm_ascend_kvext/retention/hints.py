@@ -46,7 +46,9 @@ def report_unusable_hints(request: Request) -> None:
 def _split(request: Request) -> tuple[list[int], list[Any]]:
     """The usable hints of a request, and all of them."""
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    hints = arguments.get(HINT_ARGUMENT, [])
+    hints = arguments.get(HINT_ARGUMENT)
+    if hints is None:
+        return [], []
     hints = list(hints) if isinstance(hints, list | tuple) else [hints]
     usable = [
         position

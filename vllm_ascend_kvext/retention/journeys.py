@@ -265,27 +265,32 @@ class Journeys:
             group_tails.let_go(runs[group.geometry_index])
 
     def _longest_full_hit_tokens(self, request: Request, hit_tokens: int) -> int:
-        """How far all full-attention groups are cached, if they are cached without gaps."""
-        if not self.full_groups:
-            return hit_tokens
-        longest = request.num_prompt_tokens
-        for group in self.full_groups:
-            first = hit_tokens // group.block_tokens
-            limit = longest // group.block_tokens
-            low, step = first, 1
-            # Gallop, then bisect: prefixes are cached from the first block on.
-            while low + step <= limit and self._is_cached(request, group, low + step - 1):
-                low += step
-                step *= 2
-            high = min(low + step, limit + 1)
-            while low + 1 < high:
-                middle = (low + high) // 2
-                if self._is_cached(request, group, middle - 1):
-                    low = middle
-                else:
-                    high = middle
-            longest = min(longest, low * group.block_tokens)
+        """How many tokens full attention shares with earlier requests, as far as blocks tell."""
+        lengths = [
+            (self._cached_tokens(request, group, hit_tokens), group.block_tokens)
+            for group in self.full_groups
+        ]
+        # Each group shares its full blocks: the finest tells most, unless another one lost some.
+        longest = max((tokens for tokens, _ in lengths), default=hit_tokens)
+        if any(tokens + block_tokens <= longest for tokens, block_tokens in lengths):
+            longest = min(tokens for tokens, _ in lengths)
         return max(longest, hit_tokens)
+
+    def _cached_tokens(self, request: Request, group: ManagedGroup, hit_tokens: int) -> int:
+        """How far a group is cached, for it is so from the first block on: gallop, then bisect."""
+        low, step = hit_tokens // group.block_tokens, 1
+        limit = request.num_prompt_tokens // group.block_tokens
+        while low + step <= limit and self._is_cached(request, group, low + step - 1):
+            low += step
+            step *= 2
+        high = min(low + step, limit + 1)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self._is_cached(request, group, middle - 1):
+                low = middle
+            else:
+                high = middle
+        return low * group.block_tokens
 
     def _is_cached(self, request: Request, group: ManagedGroup, block_index: int) -> bool:
         return self.pool.find(request, group, block_index) is not None

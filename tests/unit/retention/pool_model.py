@@ -97,6 +97,10 @@ class ModelPool:
     def prefix_key(self, request: ModelRequest, num_tokens: int) -> bytes:
         return request.text[:num_tokens].encode()
 
+    @property
+    def has_checkpoints(self) -> bool:
+        return self.tree is not None
+
     def is_needed(self, block: ModelBlock) -> bool:
         return self.tree is not None and self.tree.is_in_tail(block)
 

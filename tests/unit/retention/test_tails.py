@@ -83,11 +83,21 @@ def test_blocks_of_a_checkpoint_do_not_go(world: World, tails: GroupTails) -> No
     assert world.cached("r") == [0]
 
 
-def test_blocks_that_another_request_reads_do_not_go(world: World, tails: GroupTails) -> None:
+def test_without_checkpoints_what_another_request_reads_does_not_go(
+    world: World, tails: GroupTails
+) -> None:
+    world.pool.tree = None
     tails.keep_for_now(range(0, 2), 16)
     world.pool.touch(world.blocks("r")[1])
     tails.drop_all_but([])
     assert world.cached("r") == [1]
+
+
+def test_with_checkpoints_only_these_say_what_stays(world: World, tails: GroupTails) -> None:
+    tails.keep_for_now(range(0, 2), 16)
+    world.pool.touch(world.blocks("r")[1])
+    tails.drop_all_but([])
+    assert world.cached("r") == []
 
 
 def test_a_block_that_left_the_window_goes_too(world: World, tails: GroupTails) -> None:
