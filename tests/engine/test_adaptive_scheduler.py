@@ -32,7 +32,12 @@ from support.invariants import (
 )
 from support.layouts import DEEPSEEK_V4, FULL_WINDOW, LAYOUTS, MAMBA, Layout
 from support.model_runner import ReadCheck, WrongKVError
-from support.random_workloads import EAGLE_LAYOUTS, random_workload, without_upstream_defects
+from support.random_workloads import (
+    EAGLE_LAYOUTS,
+    random_workload,
+    without_upstream_defects,
+    workload_of,
+)
 from support.run import Check, run
 from support.transcript import Step, Transcript, first_difference
 from support.workload import RequestPlan, Workload
@@ -208,6 +213,14 @@ def test_reset_leaves_nothing(layout: Layout) -> None:
             workload = workload_of_seed(layout, seed)
             run(workload, [reset, conserved_if_shared_without_hash], ReadCheck.ALL)
     assert reset.num_resets > 4
+
+
+def test_forgets_what_a_preempted_request_did_not_compute() -> None:
+    """Upstream caches blocks when it schedules; a request preempted in that step leaves them."""
+    for name in ("wide-window-43", "wide-window-45", "wide-window-58"):
+        workload = without_upstream_defects(workload_of(name), REPAIRED)
+        with adaptive_retention():
+            run(workload, all_checks(workload), ReadCheck.ALL)
 
 
 def violation_of(layout: Layout, *checks: Check) -> str:

@@ -80,10 +80,11 @@ class Journeys:
         ghost = self.tree.find_ghost(prefix_key, hit_tokens, request.num_prompt_tokens)
         if ghost is not None:
             demand[ghost] = Reason(Origin.WANTED)
-        full_hit_tokens = self._longest_full_hit_tokens(request, hit_tokens)
-        junction_tokens = self.geometry.reachable_tokens(full_hit_tokens)
-        if junction_tokens > hit_tokens:
-            demand.setdefault(junction_tokens, Reason(Origin.JUNCTION))
+        fewest_tokens, most_tokens = self._shared_tokens(request, hit_tokens)
+        for shared_tokens in (fewest_tokens, most_tokens):
+            junction_tokens = self.geometry.reachable_tokens(shared_tokens)
+            if hit_tokens < junction_tokens <= fewest_tokens:
+                demand.setdefault(junction_tokens, Reason(Origin.JUNCTION))
         for tokens in hinted_boundaries(request, self.geometry):
             if tokens > hit_tokens:
                 demand[tokens] = Reason(Origin.HINT)
@@ -136,7 +137,7 @@ class Journeys:
                 above_tokens = tokens
             stats.junctions_pinned += reason.origin is Origin.JUNCTION
             stats.hints_pinned += reason.origin is Origin.HINT
-        computed_tokens = self._longest_full_hit_tokens(request, hit_tokens)
+        computed_tokens, _ = self._shared_tokens(request, hit_tokens)
         unit_tokens = self.geometry.unit_tokens
         aligned_tokens = computed_tokens // unit_tokens * unit_tokens
         if aligned_tokens > above_tokens:
@@ -264,17 +265,23 @@ class Journeys:
         for group, group_tails in zip(self.sparse_groups, tails, strict=True):
             group_tails.let_go(runs[group.geometry_index])
 
-    def _longest_full_hit_tokens(self, request: Request, hit_tokens: int) -> int:
-        """How many tokens full attention shares with earlier requests, as far as blocks tell."""
+    def _shared_tokens(self, request: Request, hit_tokens: int) -> tuple[int, int]:
+        """How many tokens a prompt shares with earlier requests, as far as full attention tells.
+
+        Returns:
+            The fewest and the most that fit the full blocks which each group has cached.
+        """
         lengths = [
             (self._cached_tokens(request, group, hit_tokens), group.block_tokens)
             for group in self.full_groups
         ]
-        # Each group shares its full blocks: the finest tells most, unless another one lost some.
-        longest = max((tokens for tokens, _ in lengths), default=hit_tokens)
-        if any(tokens + block_tokens <= longest for tokens, block_tokens in lengths):
-            longest = min(tokens for tokens, _ in lengths)
-        return max(longest, hit_tokens)
+        if not lengths:
+            return hit_tokens, hit_tokens
+        fewest = max(tokens for tokens, _ in lengths)
+        most = min(tokens + block_tokens - 1 for tokens, block_tokens in lengths)
+        if most < fewest:  # a group has lost some of its blocks
+            fewest = min(tokens for tokens, _ in lengths)
+        return max(fewest, hit_tokens), max(most, hit_tokens)
 
     def _cached_tokens(self, request: Request, group: ManagedGroup, hit_tokens: int) -> int:
         """How far a group is cached, for it is so from the first block on: gallop, then bisect."""

@@ -15,10 +15,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelRequest
+from unit.retention.pool_model import ModelRequest, hash_of
 from unit.retention.tree_checks import check, nodes_of
 
+from vllm_ascend_kvext.retention.checkpoints import Checkpoint
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 UNIT_TOKENS = 4
 MOST_RUNNING = 3
@@ -180,7 +182,7 @@ def served(cache: ModelCache, text: str) -> None:
 
 @pytest.fixture
 def cache() -> ModelCache:
-    return ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 100)
+    return ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 200)
 
 
 def test_full_attention_goes_with_the_last_checkpoint_behind_it(cache: ModelCache) -> None:
@@ -251,3 +253,37 @@ def test_checkpoints_that_share_a_prefix_hang_below_it(cache: ModelCache) -> Non
     assert by_length[12].parent is by_length[above]
     assert by_length[below].parent is by_length[12]
     check(cache, ())
+
+
+def put(cache: ModelCache, parent: Checkpoint, letters: str, reason: Reason) -> Checkpoint:
+    """A checkpoint whose way and tail of one block nobody holds."""
+    key = parent.key + letters.encode()
+    ends = range(parent.boundary_tokens + UNIT_TOKENS, len(key) + 1, UNIT_TOKENS)
+    hashes = [*(hash_of(key[:end].decode(), 0) for end in ends), hash_of(key.decode(), 1)]
+    blocks = cache.pool.allocate(len(hashes))
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        block.block_hash = block_hash
+        cache.pool.copies[block_hash][block.block_id] = block
+    cache.pool.free(blocks)
+    *run, tail = zip(blocks, hashes, strict=True)
+    return cache.tree.add(parent, key, len(key), (run,), [], [tail], reason)
+
+
+def test_an_eviction_counts_against_its_reason(cache: ModelCache) -> None:
+    reason = Reason(Origin.LADDER, 2)
+    put(cache, cache.tree.root, "a" * 16, reason)
+    before = cache.tree.rates.expected_uses(reason)
+    cache.tree.make_room(cache.pool.num_blocks)
+    assert cache.tree.rates.expected_uses(reason) < before
+
+
+def test_without_what_was_behind_it_a_checkpoint_is_worth_less(cache: ModelCache) -> None:
+    """Its full attention is in the way of others, where it served those behind it before."""
+    tree, reason = cache.tree, Reason(Origin.PROMPT)
+    short = put(cache, tree.root, "a" * 16, reason)
+    behind = put(cache, short, "a" * 400, reason)
+    tree.keep(short, [], [], reason)
+    other = put(cache, tree.root, "b" * 20, reason)
+    tree._evict(behind)
+    tree.make_room(cache.pool.count_useless(cache.pool.num_blocks) + 1)
+    assert not short.tail and other.tail

@@ -170,6 +170,13 @@ def test_what_was_held_takes_its_place_again_in_time(world: World) -> None:
     assert world.pop() is held
 
 
+def test_what_lost_a_block_goes_though_a_request_holds_the_rest(world: World) -> None:
+    node = world.checkpoint(64, num_tail_blocks=2)
+    node.tail[0][0].block_hash = None
+    node.tail[1][0].ref_cnt = 1
+    assert world.pop() is node
+
+
 def test_nothing_is_left_after_clear(world: World) -> None:
     held, _ = world.checkpoint(16), world.checkpoint(64)
     held.tail[0][0].ref_cnt = 1

@@ -86,6 +86,27 @@ def test_probes_are_bounded_by_lengths_and_by_the_range(
     assert probed == expected, "one probe per length in the range, no other"
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_lengths_that_are_gone_are_not_probed(is_cleared: bool) -> None:
+    table: PrefixTable[None] = PrefixTable(100)
+    for units in range(1, 6):
+        table.put(b"%d" % units, units * STEP_TOKENS, None)
+    if is_cleared:
+        table.clear()
+    else:
+        for units in range(1, 6):
+            table.pop(b"%d" % units)
+    probed: list[int] = []
+
+    def probe(num_tokens: int) -> bytes:
+        probed.append(num_tokens)
+        return b"a prompt"
+
+    assert table.on_path(probe, 0, 5 * STEP_TOKENS, STEP_TOKENS) == []
+    assert table.on_path(probe, 0, 500 * STEP_TOKENS, STEP_TOKENS) == []
+    assert not probed
+
+
 @pytest.mark.parametrize("kept", [1, 3])
 def test_the_oldest_gives_way(kept: int) -> None:
     table: PrefixTable[int] = PrefixTable(kept)

@@ -118,6 +118,7 @@ def test_a_block_that_was_reallocated_is_another(world: World, tails: GroupTails
     world.pool.uncache(block)
     block.block_hash = b"of another request"
     world.pool.copies[block.block_hash][block.block_id] = block
+    assert tails.cached_block(0) is None
     tails.drop_all_but([])
     assert block.block_hash == b"of another request"
     assert tails.cached_block(0) is None
