@@ -80,16 +80,12 @@ def without_upstream_defects(
 
     Unless ``two-phase-allocation`` is among the repairs in effect: a connector that extends a local
     hit gets a block handed out twice, since what one group hits is evicted for what another group
-    loads. A request that is preempted, by priority, in the step that
-    scheduled it leaves blocks cached that it never computed; retention takes care of that except in
-    Mamba groups, which it leaves to upstream. And vLLM 0.20.2, scheduling asynchronously, drops a
-    token of requests that are preempted for a reset.
+    loads. And vLLM 0.20.2, scheduling asynchronously, drops a token of requests that are preempted
+    for a reset.
     """
     options = workload.options
     if "two-phase-allocation" not in repaired:
         options = replace(options, extends_local_hits=False)
-    if workload.layout.has_mamba:
-        options = replace(options, by_priority=False)
     resets = workload.resets
     if options.is_async and vllm.__version__.startswith("0.20."):
         resets = tuple(replace(reset, reset_running_requests=False) for reset in resets)

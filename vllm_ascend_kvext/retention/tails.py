@@ -66,7 +66,7 @@ class GroupTails:
         is_copied = (
             block_index < len(blocks)
             and blocks[block_index] is not block
-            and not blocks[block_index].is_null
+            and blocks[block_index].block_hash is not None
         )
         is_needed = block.ref_cnt or self._pool.is_needed(block)
         if is_copied and block.block_hash is block_hash and not is_needed:
