@@ -81,7 +81,8 @@ def without_upstream_defects(
     Unless ``two-phase-allocation`` is among the repairs in effect: a connector that extends a local
     hit gets a block handed out twice, since what one group hits is evicted for what another group
     loads. And vLLM 0.20.2, scheduling asynchronously, drops a token of requests that are preempted
-    for a reset.
+    for a reset. (What a request leaves cached that is preempted, by priority, in the step that
+    scheduled it, retention takes care of.)
     """
     options = workload.options
     if "two-phase-allocation" not in repaired:
