@@ -4,10 +4,10 @@
     python benchmarks/prefix_cache_path.py [--json FILE] [--quick] [--layout NAME]
 
 Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, with the feature
-``fast-prefix-cache``, and with that and retention. They take turns, and the patches are installed
-and taken back at every turn, so that whatever the machine does meanwhile hits all of them. Times
-are medians of the thread's CPU time. Every turn begins with an empty prefix cache and with requests
-that were hashed before; the hashing of prompts is not part of it.
+``fast-prefix-cache``, and with that and retention, at an interval or adaptive. They take turns, and
+the patches are installed and taken back at every turn, so that whatever the machine does meanwhile
+hits all of them. Times are medians of the thread's CPU time. Every turn begins with an empty prefix
+cache and with requests that were hashed before; the hashing of prompts is not part of it.
 
 Ends with the operations that are slower than upstream's, and with what is below its target.
 """
@@ -45,7 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
-from vllm_ascend_kvext.settings import Mode, Settings
+from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Mode, Settings
 
 CHUNK_TOKENS = 8192
 NEW_TOKENS = 2048
@@ -67,11 +67,13 @@ LAYOUTS = (
         ),
     ),
 )
-STOCK, FAST, RETAINING = "stock", "fast", "fast, retention"
+STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
+_RETENTION = ("fast-prefix-cache", "trim-full-groups", "compressed-block-keys", "retention")
 FEATURES = {
     STOCK: (),
     FAST: ("fast-prefix-cache",),
-    RETAINING: ("fast-prefix-cache", "trim-full-groups", "compressed-block-keys", "retention"),
+    RETAINING: _RETENTION,
+    ADAPTIVE: _RETENTION,
 }
 TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "decode step": 3}
 """Times upstream's speed, at 128k tokens."""
@@ -99,7 +101,9 @@ def elapsed_us(operation: Callable[[], object]) -> float:
 class Bench:
     """One block manager under one variant, and prompts that are hashed already."""
 
-    def __init__(self, layout: Layout, num_tokens: int, interval: int | None) -> None:
+    def __init__(
+        self, layout: Layout, num_tokens: int, interval: int | None, is_adaptive: bool
+    ) -> None:
         self.num_tokens = num_tokens
         sizes = [group.block_tokens for group in layout.groups]
         self.hash_block_size = min(sizes)
@@ -120,10 +124,13 @@ class Bench:
         os.environ.pop(INTERVAL_VARIABLE, None)
         if interval is not None:
             os.environ[INTERVAL_VARIABLE] = str(interval)
+        if is_adaptive:
+            os.environ[RETENTION_VARIABLE] = "adaptive"
         try:
             self.manager = KVCacheManager(**arguments)
         finally:
             os.environ.pop(INTERVAL_VARIABLE, None)
+            os.environ.pop(RETENTION_VARIABLE, None)
         self._running: list[Request] = []
         self.windows = {i for i, group in enumerate(layout.groups) if group.has_window}
 
@@ -289,19 +296,25 @@ class Result:
 
 
 def measure(
-    layout: Layout, num_tokens: int, num_turns: int, plans: dict[str, FeaturePlan]
+    layout: Layout,
+    num_tokens: int,
+    num_turns: int,
+    plans: dict[str, FeaturePlan],
+    only: str = "",
 ) -> Iterator[Result]:
     prompts = Prompts(layout, num_tokens)
     for name, operation, intervals in OPERATIONS:
+        if only not in name:
+            continue
         for interval in intervals:
             if interval is not None and not HAS_INTERVAL:
                 continue
-            variants = [STOCK, FAST] if interval is None else [STOCK, FAST, RETAINING]
+            variants = [STOCK, FAST, ADAPTIVE] if interval is None else [STOCK, FAST, RETAINING]
             times: dict[str, list[float]] = {variant: [] for variant in variants}
             benches: dict[str, Bench] = {}
             for variant in variants:
                 with entered(variant, plans):
-                    benches[variant] = Bench(layout, num_tokens, interval)
+                    benches[variant] = Bench(layout, num_tokens, interval, variant is ADAPTIVE)
             gc.collect()
             gc.disable()
             for turn in range(num_turns + 1):
@@ -318,8 +331,10 @@ def measure(
 
 def print_result(result: Result) -> None:
     cells = [f"{result.us[STOCK]:12.1f}"]
-    for variant in (FAST, RETAINING):
-        if variant in result.us:
+    for variant in (FAST, RETAINING, ADAPTIVE):
+        if variant not in result.us:
+            cells.append(" " * 21)
+        else:
             cells.append(f"{result.us[variant]:12.1f} {result.ratio(variant):7.1f}x")
     interval = "" if result.interval is None else f", interval {result.interval}"
     print(f"  {result.operation + interval:36}" + "".join(cells), flush=True)
@@ -330,6 +345,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
     parser.add_argument("--quick", action="store_true", help="8k and 128k tokens, few turns")
     parser.add_argument("--layout", default="", help="only layouts whose name contains this")
+    parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
+    parser.add_argument("--operation", default="", help="only operations whose name contains this")
     arguments = parser.parse_args()
 
     print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
@@ -348,8 +365,13 @@ def main() -> int:
         if arguments.layout not in layout.name:
             continue
         for num_tokens, num_turns in sizes.items():
-            print(f"\n{layout.name}, {num_tokens} tokens{'':18}stock us     fast us   retaining us")
-            for result in measure(layout, num_tokens, num_turns, plans):
+            if num_tokens not in (arguments.tokens or sizes):
+                continue
+            print(
+                f"\n{layout.name}, {num_tokens} tokens{'':18}stock us"
+                f"{'fast us':>13}{'retaining us':>21}{'adaptive us':>21}"
+            )
+            for result in measure(layout, num_tokens, num_turns, plans, arguments.operation):
                 print_result(result)
                 results.append(result)
 

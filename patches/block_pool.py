@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.prefix_cache.block_pool import RequestUpTo
+from vllm_ascend_kvext.patches.prefix_cache.block_pool import (
+    RequestUpTo,
+    cache_run,
+    split_by_use,
+)
 from vllm_ascend_kvext.patches.prefix_cache.key_scheme import cached_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
@@ -60,7 +64,7 @@ class RetainedPool:
         block = queue.fake_free_list_head.next_free_block
         end = queue.fake_free_list_tail
         count = 0
-        while count < limit and block is not end and block.block_hash is None:
+        while count < limit and block is not end and block._block_hash is None:
             block = block.next_free_block
             count += 1
         return count
@@ -69,24 +73,29 @@ class RetainedPool:
         return [
             block
             for block in self._block_pool.blocks
-            if not block.ref_cnt and block.block_hash is not None
+            if not block.ref_cnt and block._block_hash is not None
         ]
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
-        self._block_pool.cache_full_blocks(
-            request=request,
-            blocks=group.manager.req_to_blocks[request.request_id],
-            num_cached_blocks=run.start,
-            num_full_blocks=run.stop,
-            block_size=group.block_tokens,
-            kv_cache_group_id=group.manager.kv_cache_group_id,
-        )
+        blocks = group.manager.req_to_blocks[request.request_id]
+        group_id = group.manager.kv_cache_group_id
+        if self._block_pool.enable_kv_cache_events:
+            self._block_pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=run.start,
+                num_full_blocks=run.stop,
+                block_size=group.block_tokens,
+                kv_cache_group_id=group_id,
+            )
+        else:
+            hashes = request.block_hashes
+            cache_run(self._block_pool, hashes, blocks, run, group.block_tokens, group_id)
         # Mamba: a state must not be hit in the step that computes it.
         new_this_step = getattr(group.manager, "cached_blocks_this_step", None)
         if new_this_step is not None:
-            blocks = group.manager.req_to_blocks[request.request_id]
             new_this_step.update(
-                block.block_hash for block in blocks[run.start : run.stop] if not block.is_null
+                block._block_hash for block in blocks[run.start : run.stop] if not block.is_null
             )
 
     def find(self, request: Request, group: ManagedGroup, block_index: int) -> KVCacheBlock | None:
@@ -176,15 +185,18 @@ def _free_useless_blocks_first(
     ordered_blocks: Iterable[KVCacheBlock],
     prepend: bool = False,
 ) -> None:
-    useless = [block for block in ordered_blocks if not block.is_null]
-    if not prepend:
-        blocks = useless
-        useless = [block for block in blocks if block._block_hash is None]
-        if len(useless) < len(blocks):
-            wrapped([block for block in blocks if block._block_hash is not None])
+    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+    has_prepend = hasattr(block_pool.free_block_queue, "prepend_n")
+    if prepend and has_prepend:
+        wrapped(blocks, prepend=True)  # upstream has told them apart
+        return
+    cached, useless = split_by_use(blocks)
+    if cached:
+        wrapped(cached)
+    useless = [block for block in useless if not block.is_null]
     if not useless:
         return
-    if hasattr(block_pool.free_block_queue, "prepend_n"):
+    if has_prepend:
         wrapped(useless, prepend=True)
     else:
         wrapped(useless)

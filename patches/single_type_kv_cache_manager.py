@@ -34,9 +34,10 @@ def _drop_null_blocks(manager: SingleTypeKVCacheManager, request_id: str) -> Non
     if not blocks or not manager.get_num_skipped_tokens(_ANY_LENGTH_TOKENS):
         return  # full attention has no null blocks
     num_nulls = num_leading_nulls(blocks)
-    manager.req_to_blocks[request_id] = (
-        blocks[num_nulls:] if num_nulls else [block for block in blocks if not block.is_null]
-    )
+    if num_nulls is None:  # states have nulls between them
+        manager.req_to_blocks[request_id] = [block for block in blocks if not block.is_null]
+    elif num_nulls:
+        manager.req_to_blocks[request_id] = blocks[num_nulls:]
 
 
 _WHY = (

@@ -198,6 +198,29 @@ def _count_down(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
     return freed
 
 
+def split_by_use(
+    blocks: list[KVCacheBlock],
+) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+    """Blocks that are cached and blocks that are not, each in their order.
+
+    Of what a request frees, the last first, those that are cached mostly lie in a row.
+    """
+    uncached = [block for block in blocks if block._block_hash is None]
+    if not 0 < len(uncached) < len(blocks):
+        return ([], uncached) if uncached else (blocks, [])
+    num_behind = len(uncached)
+    for block, other in zip(uncached, blocks, strict=False):
+        if block is not other:
+            break
+        num_behind -= 1
+    else:
+        return blocks[len(uncached) :], uncached
+    start, stop = len(uncached) - num_behind, len(blocks) - num_behind
+    if uncached[start] is blocks[stop]:
+        return blocks[start:stop], uncached
+    return [block for block in blocks if block._block_hash is not None], uncached
+
+
 def _is_guarded(free_blocks: Callable[..., None]) -> bool:
     return free_blocks.__module__.startswith("vllm_ascend.")
 

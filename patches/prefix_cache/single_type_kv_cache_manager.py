@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.prefix_cache.block_pool import cache_run
+from vllm_ascend_kvext.patches.prefix_cache.block_pool import cache_run, split_by_use
 from vllm_ascend_kvext.patches.prefix_cache.lookup_groups import lookup_groups, unjoined
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
@@ -132,9 +132,9 @@ def _skip_in_one_pass(
     if not _splits_by_use(pool):
         pool.free_blocks(leaving)
         return
-    uncached = [block for block in leaving if block._block_hash is None]
-    if len(uncached) < len(leaving):
-        pool.free_blocks([block for block in leaving if block._block_hash is not None])
+    cached, uncached = split_by_use(leaving)
+    if cached:
+        pool.free_blocks(cached)
     if uncached:
         pool.free_blocks(uncached, prepend=True)
 
@@ -200,10 +200,8 @@ def _free_window(manager: SingleTypeKVCacheManager, request_id: str) -> None:
     _drop_leading_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
-        ordered = blocks[::-1]
-        uncached = [block for block in ordered if block._block_hash is None]
-        if len(uncached) < len(ordered):
-            cached = [block for block in ordered if block._block_hash is not None]
+        cached, uncached = split_by_use(blocks[::-1])
+        if cached:
             manager.block_pool.free_blocks(cached)
         if uncached:
             manager.block_pool.free_blocks(uncached, prepend=True)

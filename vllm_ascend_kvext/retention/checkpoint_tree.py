@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vllm_ascend_kvext.retention.checkpoints import (
-    CachedBlock,
     Checkpoint,
     Runs,
     TailCounts,
@@ -19,7 +18,7 @@ from vllm_ascend_kvext.retention.checkpoints import (
 )
 from vllm_ascend_kvext.retention.eviction import EvictionOrder
 from vllm_ascend_kvext.retention.prefix_table import PrefixTable
-from vllm_ascend_kvext.retention.protocols import Block, Pool
+from vllm_ascend_kvext.retention.protocols import Block, CachedBlock, Pool
 from vllm_ascend_kvext.retention.reasons import Origin, Reason, UseRates
 from vllm_ascend_kvext.retention.stats import RetentionStats
 
@@ -69,8 +68,7 @@ class CheckpointTree:
 
     def is_in_tail(self, block: Block) -> bool:
         """Whether some checkpoint's tail needs a block."""
-        block_hash = block.block_hash
-        return block_hash is not None and self._tail_counts.count((block, block_hash)) > 0
+        return self._tail_counts.has(block)
 
     def path(
         self, prefix_key: Callable[[int], bytes], after_tokens: int, upto_tokens: int
@@ -266,9 +264,9 @@ class CheckpointTree:
         for run, older_run in zip(node.runs, older, strict=True):
             for index, (block, block_hash) in enumerate(older_run):
                 kept, kept_hash = run[index]
-                if block is kept or block.block_hash is not block_hash:
+                if block is kept or block._block_hash is not block_hash:
                     continue
-                if kept.block_hash is kept_hash:
+                if kept._block_hash is kept_hash:
                     useless.append(block)
                 else:
                     run[index] = block, block_hash
@@ -276,6 +274,8 @@ class CheckpointTree:
     @staticmethod
     def _look_beyond(node: Checkpoint, beyond: list[CachedBlock], useless: list[Block]) -> None:
         """Add what a request computed past a boundary to what others did, each content once."""
+        if not (beyond or node.beyond):
+            return
         kept = {block_hash: (block, block_hash) for block, block_hash in node.beyond}
         kept = {block_hash: (block, block_hash) for block, block_hash in beyond} | {
             block_hash: cached for block_hash, cached in kept.items() if alive([cached])
@@ -292,8 +292,7 @@ class CheckpointTree:
         useless += [block for block in alive(older) if block.block_id not in needed]
 
     def _take_tail(self, node: Checkpoint, tail: list[CachedBlock], useless: list[Block]) -> None:
-        for cached in tail:
-            self._tail_counts.add(cached)
+        self._tail_counts.add(tail)
         self._stats.checkpoints_kept += not node.tail
         self._give_up_tail(node, useless)
         node.tail = tail
@@ -302,10 +301,10 @@ class CheckpointTree:
 
     def _give_up_tail(self, node: Checkpoint, useless: list[Block]) -> None:
         self._stats.checkpoints -= bool(node.tail)
-        unneeded = [cached for cached in node.tail if self._tail_counts.remove(cached)]
-        useless += alive(unneeded)
+        useless += alive(self._tail_counts.remove(node.tail))
         node.tail = []
 
     def _discard(self, blocks: list[Block]) -> None:
         # Two boundaries may have given up the same one.
-        self._pool.discard(list({block.block_id: block for block in blocks}.values()))
+        if blocks:
+            self._pool.discard(list({block.block_id: block for block in blocks}.values()))

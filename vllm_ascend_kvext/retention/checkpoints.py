@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_ascend_kvext.retention.protocols import Block
+from vllm_ascend_kvext.retention.protocols import Block, CachedBlock
 from vllm_ascend_kvext.retention.reasons import Reason
-
-CachedBlock = tuple[Block, bytes]
-"""A block and its hash when it was recorded: with another hash it holds something else."""
 
 
 class Checkpoint:
@@ -98,33 +95,55 @@ def cut_runs(runs: Runs, num_tokens: int, block_tokens: Iterable[int]) -> tuple[
 
 def alive(blocks: Iterable[CachedBlock]) -> list[Block]:
     """Those blocks that still hold what they held when they were recorded."""
-    return [block for block, block_hash in blocks if block.block_hash is block_hash]
+    return [block for block, block_hash in blocks if block._block_hash is block_hash]
+
+
+_NO_TAIL = (None, 0)
 
 
 class TailCounts:
     """How many tails each block is part of: windows of neighbouring boundaries overlap."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[bytes, int]] = {}
+        self._counts: dict[int, tuple[bytes | None, int]] = {}
 
     def count(self, cached: CachedBlock) -> int:
         block, block_hash = cached
         entry = self._counts.get(block.block_id)
         return entry[1] if entry is not None and entry[0] is block_hash else 0
 
-    def add(self, cached: CachedBlock) -> None:
-        block, block_hash = cached
-        self._counts[block.block_id] = block_hash, self.count(cached) + 1
+    def has(self, block: Block) -> bool:
+        """Whether what a block holds now is part of some tail."""
+        entry = self._counts.get(block.block_id)
+        return entry is not None and entry[0] is block._block_hash
 
-    def remove(self, cached: CachedBlock) -> bool:
-        """Returns whether no tail is left that the block is part of, and it was part of one."""
-        block, block_hash = cached
-        count = self.count(cached)
-        if count > 1:
-            self._counts[block.block_id] = block_hash, count - 1
-        elif count:
-            del self._counts[block.block_id]
-        return count == 1
+    def count_unique(self, tail: Iterable[CachedBlock]) -> int:
+        """How many blocks of a tail are part of no other."""
+        counts = self._counts
+        return [
+            counts.get(block.block_id, _NO_TAIL)[1]
+            for block, block_hash in tail
+            if counts.get(block.block_id, _NO_TAIL)[0] is block_hash
+        ].count(1)
+
+    def add(self, tail: Iterable[CachedBlock]) -> None:
+        counts = self._counts
+        for block, block_hash in tail:
+            known_hash, count = counts.get(block.block_id, _NO_TAIL)
+            counts[block.block_id] = block_hash, count + 1 if known_hash is block_hash else 1
+
+    def remove(self, tail: Iterable[CachedBlock]) -> list[CachedBlock]:
+        """Returns those blocks that were in this tail only."""
+        counts = self._counts
+        last = []
+        for cached in tail:
+            count = self.count(cached)
+            if count > 1:
+                counts[cached[0].block_id] = cached[1], count - 1
+            elif count:
+                del counts[cached[0].block_id]
+                last.append(cached)
+        return last
 
     def clear(self) -> None:
         self._counts.clear()

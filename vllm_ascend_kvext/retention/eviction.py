@@ -111,7 +111,7 @@ class EvictionOrder:
 
     def _saved_per_block(self, node: Checkpoint) -> float:
         """Tokens that a use saves per block that eviction yields."""
-        num_blocks = sum(self._tail_counts.count(cached) == 1 for cached in node.tail)
+        num_blocks = self._tail_counts.count_unique(node.tail)
         ancestor = node.parent
         if not (node.children or node.pins):
             # Full-attention blocks go along, up to a boundary that something else needs.

@@ -117,11 +117,19 @@ class HitGeometry:
     Args:
         groups: In the coordinator's order of lookup: full attention first.
         unit_tokens: The granularity of its hits; a multiple of every ``block_tokens``.
+
+    Attributes:
+        has_states: Whether there is a group of states, which exist only where a step ended.
+        looks_ahead: Whether there is a group that does.
     """
 
     def __init__(self, groups: tuple[GroupGeometry, ...], unit_tokens: int) -> None:
         self.groups = groups
         self.unit_tokens = unit_tokens
+        self.has_states = any(group.kind is GroupKind.STATE for group in groups)
+        self._sparse_groups = [(i, group) for i, group in enumerate(groups) if group.is_sparse]
+        self._groups_ahead = [group for group in groups if group.looks_ahead]
+        self.looks_ahead = bool(self._groups_ahead)
         self._step_tokens = math.gcd(*(group.block_tokens for group in groups))
         # From here on no window is clipped by the start of the prompt, so that everything
         # repeats with a period of one unit.
@@ -155,16 +163,12 @@ class HitGeometry:
         Returns:
             One range of block indices per group; empty for groups of another kind.
         """
+        tails = [range(0)] * len(self.groups)
         if boundary_tokens <= 0:
-            return (range(0),) * len(self.groups)
-        tails = [
-            group.tail(boundary_tokens, self.unit_tokens) if group.is_sparse else range(0)
-            for group in self.groups
-        ]
-        if any(
-            group.looks_ahead and group.is_clipped(boundary_tokens, self.unit_tokens)
-            for group in self.groups
-        ):
+            return tuple(tails)
+        for index, group in self._sparse_groups:
+            tails[index] = group.tail(boundary_tokens, self.unit_tokens)
+        if any(group.is_clipped(boundary_tokens, self.unit_tokens) for group in self._groups_ahead):
             # While a clipped window loses a unit, the other groups have to accept more at first.
             read = self._lookup(self.opens_at_tokens(boundary_tokens))[1]
             for index, group in enumerate(self.groups):

@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_kvext.retention.checkpoint_tree import CheckpointTree
-from vllm_ascend_kvext.retention.checkpoints import CachedBlock, Checkpoint, Runs
+from vllm_ascend_kvext.retention.checkpoints import Checkpoint, Runs
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
 from vllm_ascend_kvext.retention.policy import Plan
-from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Request
+from vllm_ascend_kvext.retention.protocols import (
+    Block,
+    CachedBlock,
+    ManagedGroup,
+    Pool,
+    Request,
+)
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 from vllm_ascend_kvext.retention.tails import GroupTails
@@ -111,8 +117,13 @@ class Journeys:
         }
         for tokens, reason in reversed(boundaries):
             reasons[tokens] = reason
+        node = passed
         for tokens in sorted(reasons):
-            self._pass(request, tokens, reasons[tokens], tails)
+            node = self._pass(request, node, tokens, reasons[tokens], tails)
+        if node is not passed:
+            self.tree.pin(node)
+            self.tree.unpin(passed)
+            self._passed[request.request_id] = node
 
     def retreat(self, request: Request, boundary_tokens: int) -> None:
         """What a request was about to compute past a boundary, it did not."""
@@ -170,22 +181,24 @@ class Journeys:
     def _pass(
         self,
         request: Request,
+        passed: Checkpoint,
         boundary_tokens: int,
         reason: Reason | None,
         tails: Sequence[GroupTails],
-    ) -> None:
-        passed = self._passed[request.request_id]
+    ) -> Checkpoint:
+        """Record a boundary at or behind the last one that a request has passed.
+
+        Returns:
+            What it has passed now.
+        """
         if boundary_tokens > passed.boundary_tokens:
-            node = self._add(request, passed, boundary_tokens, reason, tails)
-            if node is not None:
-                self.tree.pin(node)
-                self.tree.unpin(passed)
-                self._passed[request.request_id] = node
-        elif boundary_tokens == passed.boundary_tokens and reason is not None:
+            return self._add(request, passed, boundary_tokens, reason, tails) or passed
+        if boundary_tokens == passed.boundary_tokens and reason is not None:
             # The end of the prompt is the end of the answer, too.
             tail = None if passed.tail else self._tail(boundary_tokens, tails)
             beyond = self._beyond(request, boundary_tokens)
             self.tree.keep(passed, beyond, tail or [], reason)
+        return passed
 
     def _add(
         self,
@@ -213,50 +226,55 @@ class Journeys:
     def _beyond(self, request: Request, boundary_tokens: int) -> list[CachedBlock]:
         """Cached blocks past a boundary that a lookup reads in groups that look ahead."""
         beyond: list[CachedBlock] = []
+        if not self.geometry.looks_ahead:
+            return beyond
         ends = self.geometry.full_tokens(boundary_tokens)
         for group in self.full_groups:
             blocks = group.manager.req_to_blocks[request.request_id]
             stop = ends[group.geometry_index] // group.block_tokens
             for index in range(boundary_tokens // group.block_tokens, stop):
                 block = blocks[index] if index < len(blocks) else None
-                if block is None or block.block_hash is None:
+                if block is None or block._block_hash is None:
                     block = self.pool.find(request, group, index)
-                if block is not None and block.block_hash is not None:
-                    beyond.append((block, block.block_hash))
+                if block is not None and block._block_hash is not None:
+                    beyond.append((block, block._block_hash))
         return beyond
 
     def _full_blocks(self, request: Request, start_tokens: int, stop_tokens: int) -> Runs | None:
         runs = []
         for group in self.full_groups:
-            blocks = group.manager.req_to_blocks[request.request_id]
-            start = start_tokens // group.block_tokens
-            run: list[CachedBlock] = []
-            for index in range(start, stop_tokens // group.block_tokens):
-                block: Block = blocks[index]
-                if block.block_hash is None:
-                    # A copy of it was kept instead, and may be gone since.
-                    copy = self.pool.find(request, group, index)
-                    if copy is None:
-                        self.pool.cache(request, group, range(index, index + 1))
-                    else:
-                        block = copy
-                if block.block_hash is None:
+            start, stop = start_tokens // group.block_tokens, stop_tokens // group.block_tokens
+            blocks = group.manager.req_to_blocks[request.request_id][start:stop]
+            hashes = [block._block_hash for block in blocks]
+            if None in hashes:
+                for index, block_hash in enumerate(hashes):
+                    if block_hash is None:
+                        blocks[index] = self._cached_copy(request, group, start + index)
+                hashes = [block._block_hash for block in blocks]
+                if None in hashes:
                     return None
-                run.append((block, block.block_hash))
-            runs.append(run)
+            runs.append(list(zip(blocks, hashes, strict=True)))
         return tuple(runs)
+
+    def _cached_copy(self, request: Request, group: ManagedGroup, block_index: int) -> Block:
+        """The block that was kept instead of a request's own; its own, where that is gone."""
+        copy = self.pool.find(request, group, block_index)
+        if copy is not None:
+            return copy
+        self.pool.cache(request, group, range(block_index, block_index + 1))
+        own: Block = group.manager.req_to_blocks[request.request_id][block_index]
+        return own
 
     def _tail(self, boundary_tokens: int, tails: Sequence[GroupTails]) -> list[CachedBlock] | None:
         """The cached blocks of all sparse groups that a hit reads; None if one is missing."""
         runs = self.geometry.tails(boundary_tokens)
         found: list[CachedBlock] = []
         for group, group_tails in zip(self.sparse_groups, tails, strict=True):
-            for index in runs[group.geometry_index]:
-                block = group_tails.cached_block(index)
-                if block is None or block.block_hash is None:
-                    self._let_go(boundary_tokens, tails)
-                    return None
-                found.append((block, block.block_hash))
+            cached = group_tails.cached_blocks(runs[group.geometry_index])
+            if cached is None:
+                self._let_go(boundary_tokens, tails)
+                return None
+            found += cached
         return found
 
     def _let_go(self, boundary_tokens: int, tails: Sequence[GroupTails]) -> None:

@@ -136,7 +136,7 @@ class TailKeeper:
             The nearest boundary past ``computed_tokens`` that was asked for; None where states
             play no part, or nothing was asked for.
         """
-        if self.journeys is None or not self._has_state_groups:
+        if self.journeys is None or not self.policy.geometry.has_states:
             return None
         progress = self._progress.get(request.request_id)
         if progress is not None and progress.holds_blocks:
@@ -244,10 +244,11 @@ class TailKeeper:
         for_now = [geometry.tails(tokens) for tokens in (boundary, *coming)]
         for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             index = group.geometry_index
-            lasting_runs = merge_runs(run[index] for run in lasting)
-            tails.keep(lasting_runs, progress.cached_tokens)
+            if lasting:
+                lasting_runs = merge_runs(run[index] for run in lasting)
+                tails.keep(lasting_runs, progress.cached_tokens)
             tails.keep_for_now(for_now[0][index], progress.cached_tokens)
-            if self.journeys is None:
+            if lasting and self.journeys is None:
                 tails.make_last(lasting_runs)
             num_cached_blocks = progress.cached_tokens // group.block_tokens
             group.manager.num_cached_block[request.request_id] = num_cached_blocks
@@ -266,11 +267,11 @@ class TailKeeper:
     @property
     def _keeps_chunk_ends(self) -> bool:
         """Whether to keep what prefill steps end at: the only boundaries that have a state."""
-        return self.journeys is not None and self._has_state_groups
+        return self.journeys is not None and self.policy.geometry.has_states
 
     def _has_states(self, progress: _Progress, boundary_tokens: int) -> bool:
         """Whether every state group has the state of a boundary: a step has to end there."""
-        if not self._has_state_groups or boundary_tokens <= progress.boundary_tokens:
+        if not self.policy.geometry.has_states or boundary_tokens <= progress.boundary_tokens:
             return True
         runs = self.policy.geometry.tails(boundary_tokens)
         return all(
@@ -278,10 +279,6 @@ class TailKeeper:
             for group, tails in zip(self.sparse_groups, progress.tails, strict=True)
             if self.policy.geometry.groups[group.geometry_index].kind is GroupKind.STATE
         )
-
-    @property
-    def _has_state_groups(self) -> bool:
-        return any(group.kind is GroupKind.STATE for group in self.policy.geometry.groups)
 
     def _coming_boundaries(self, progress: _Progress, num_tokens: int) -> range:
         """Boundaries that are passed, but open only once more tokens are computed."""
@@ -301,7 +298,7 @@ class TailKeeper:
         for group in (*self.sparse_groups, *self.full_groups):
             blocks = group.manager.req_to_blocks[progress.request.request_id]
             uncomputed = blocks[computed_tokens // group.block_tokens :]
-            cached = [b for b in uncomputed if not b.is_null and b.block_hash is not None]
+            cached = [b for b in uncomputed if not b.is_null and b._block_hash is not None]
             if cached:
                 self.pool.discard(cached)
         if self.journeys is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from vllm_ascend_kvext.retention.geometry import GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.ladder import ladder_boundaries
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
@@ -32,28 +32,17 @@ class RetentionPolicy:
             it; 0 keeps none for that reason.
         is_adaptive: Whether boundaries are also kept for what requests ask for.
         ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
+        grid_tokens: The distance of checkpoints that nobody asked for; 0 if there are none.
     """
 
     geometry: HitGeometry
     interval_tokens: int
     is_adaptive: bool = False
     ladder_budget: float = 4.0
+    grid_tokens: int = field(init=False)
 
-    @property
-    def grid_tokens(self) -> int:
-        """The distance of checkpoints that nobody asked for; 0 if there are none.
-
-        Without an interval, adaptive retention takes the shortest power of two of units at which
-        tails take at most one block per `GRID_SHARE` blocks of full attention.
-        """
-        if self.interval_tokens or not self.is_adaptive:
-            return self.interval_tokens
-        geometry = self.geometry
-        full_blocks = geometry.num_blocks_per_unit
-        if not full_blocks or any(group.kind is GroupKind.STATE for group in geometry.groups):
-            return 0  # a state exists only where a prefill step happens to end
-        grid_units = GRID_SHARE * geometry.num_tail_blocks / full_blocks
-        return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid_tokens", self._choose_grid_tokens())
 
     def replay_boundary_tokens(self, num_prompt_tokens: int) -> int:
         """Where a request with the same prompt hits: its last token is always computed."""
@@ -96,6 +85,21 @@ class RetentionPolicy:
                 if tokens not in boundaries and self.geometry.is_boundary(tokens):
                     boundaries[tokens] = Reason(Origin.GRID)
         return sorted(boundaries.items())
+
+    def _choose_grid_tokens(self) -> int:
+        """The interval, if one is given.
+
+        Without one, adaptive retention takes the shortest power of two of units at which
+        tails take at most one block per `GRID_SHARE` blocks of full attention.
+        """
+        if self.interval_tokens or not self.is_adaptive:
+            return self.interval_tokens
+        geometry = self.geometry
+        full_blocks = geometry.num_blocks_per_unit
+        if not full_blocks or geometry.has_states:
+            return 0  # a state exists only where a prefill step happens to end
+        grid_units = GRID_SHARE * geometry.num_tail_blocks / full_blocks
+        return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
 
 def parse_interval(text: str, unit_tokens: int, check_unit: bool = True) -> int:

@@ -9,14 +9,19 @@ from typing import Any, Protocol
 
 
 class Block(Protocol):
-    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``."""
+    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``.
+
+    Of its hash the field, not upstream's property: it is read for every block of a prompt.
+    """
 
     block_id: int
     ref_cnt: int
     is_null: bool
+    _block_hash: bytes | None
 
-    @property
-    def block_hash(self) -> bytes | None: ...
+
+CachedBlock = tuple[Block, bytes]
+"""A block and its hash when it was recorded: with another hash it holds something else."""
 
 
 class Request(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Request
+from vllm_ascend_kvext.retention.protocols import Block, CachedBlock, ManagedGroup, Pool, Request
 
 
 class GroupTails:
@@ -66,10 +66,10 @@ class GroupTails:
         is_copied = (
             block_index < len(blocks)
             and blocks[block_index] is not block
-            and blocks[block_index].block_hash is not None
+            and blocks[block_index]._block_hash is not None
         )
         is_needed = block.ref_cnt or self._pool.is_needed(block)
-        if is_copied and block.block_hash is block_hash and not is_needed:
+        if is_copied and block._block_hash is block_hash and not is_needed:
             self._pool.discard([block])
 
     def keep_for_now(self, run: range, cached_tokens: int) -> None:
@@ -84,12 +84,13 @@ class GroupTails:
         self._kept = range(start, max(start, full_stop))
 
     def _roll(self, part: range) -> None:
+        rolling = self._rolling
         blocks = self._blocks
         for block_index in part:
-            if block_index in self._rolling:
+            if block_index in rolling:
                 self._end_rolling(block_index)
             block = blocks[block_index]
-            self._rolling[block_index] = (block, block.block_hash)
+            rolling[block_index] = (block, block._block_hash)
 
     def keep_leaving(self, run: range, total_computed_tokens: int, cached_tokens: int) -> None:
         """Cache for now those blocks of a run that are about to leave the window."""
@@ -106,17 +107,17 @@ class GroupTails:
         blocks = self._blocks
         useless: list[Block] = []
         kept = set(itertools.chain.from_iterable(runs))
+        has_checkpoints, is_needed = self._pool.has_checkpoints, self._pool.is_needed
         for block_index in sorted(self._rolling.keys() - kept):
             block, block_hash = self._rolling.pop(block_index)
-            if block.block_hash is not block_hash:
+            if block._block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
-            if self._pool.has_checkpoints:
-                is_needed = self._pool.is_needed(block)
-            else:
-                own = block_index < len(blocks) and blocks[block_index] is block
-                is_needed = block.ref_cnt > own
-            if not is_needed:
-                useless.append(block)
+            if has_checkpoints:
+                if is_needed(block):
+                    continue
+            elif block.ref_cnt > (block_index < len(blocks) and blocks[block_index] is block):
+                continue
+            useless.append(block)
         if useless:
             self._pool.discard(useless)
 
@@ -132,7 +133,7 @@ class GroupTails:
         useless = [
             block
             for block, block_hash in self._rolling.values()
-            if block.block_hash is block_hash and not self._pool.is_needed(block)
+            if block._block_hash is block_hash and not self._pool.is_needed(block)
         ]
         self._rolling.clear()
         if useless:
@@ -146,16 +147,26 @@ class GroupTails:
             for index in run
         )
 
-    def cached_block(self, block_index: int) -> Block | None:
-        """The cached block that holds what the request's block holds, the request's own first."""
+    def cached_blocks(self, run: range) -> list[CachedBlock] | None:
+        """The cached blocks that hold what the request's do; None if one is missing.
+
+        The request's own blocks go before others.
+        """
+        cached = _with_hashes(self._blocks[run.start : run.stop])
+        if len(cached) < len(run):
+            copies = (self._cached_block(index) for index in run)
+            cached = _with_hashes(block for block in copies if block is not None)
+        return cached if len(cached) == len(run) else None
+
+    def _cached_block(self, block_index: int) -> Block | None:
         blocks = self._blocks
         if block_index < len(blocks):
             block = blocks[block_index]
-            if not block.is_null and block.block_hash is not None:
+            if not block.is_null and block._block_hash is not None:
                 return block
         if block_index in self._rolling:
             block, block_hash = self._rolling[block_index]
-            if block.block_hash is block_hash:
+            if block._block_hash is block_hash:
                 return block
         return self._pool.find(self._request, self._group, block_index)
 
@@ -167,7 +178,7 @@ class GroupTails:
             for index in range(run.start, min(run.stop, len(blocks)))
             if index not in self._rolling
             and not blocks[index].is_null
-            and blocks[index].block_hash is not None
+            and blocks[index]._block_hash is not None
             and not self._pool.is_needed(blocks[index])
         ]
         if useless:
@@ -193,7 +204,7 @@ class GroupTails:
             block = blocks[block_index]
             if (
                 block.is_null
-                or block.block_hash is not None
+                or block._block_hash is not None
                 or (block_index in behind_hit and self._has_copy(block_index, lasting))
             ):
                 if start < block_index:
@@ -211,3 +222,7 @@ class GroupTails:
         if block is None:
             return False
         return not lasting or block is self._rolling.get(block_index, (None,))[0]
+
+
+def _with_hashes(blocks: Iterable[Block]) -> list[CachedBlock]:
+    return [(block, key) for block in blocks if (key := block._block_hash) is not None]

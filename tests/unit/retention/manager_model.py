@@ -76,7 +76,7 @@ class ModelManager:
         if not places:
             return
         blocks = self.req_to_blocks[request_id]
-        if self.geometry.kind is GroupKind.STATE and blocks and blocks[-1].block_hash is None:
+        if self.geometry.kind is GroupKind.STATE and blocks and blocks[-1]._block_hash is None:
             # The state of a step that ended within its block moves on with the request.
             self._pool.free([blocks.pop()])
             blocks.append(NULL)
@@ -156,7 +156,7 @@ class ModelCache:
 
     def reset(self) -> None:
         for block in self.pool.blocks:
-            if block.block_hash is not None:
+            if block._block_hash is not None:
                 self.pool.uncache(block)
         self.tree.clear()
         self.pool.lost_unasked = False

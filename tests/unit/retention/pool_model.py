@@ -20,7 +20,7 @@ from vllm_ascend_kvext.retention.protocols import ManagedGroup
 class ModelBlock:
     block_id: int
     ref_cnt: int = 0
-    block_hash: bytes | None = None
+    _block_hash: bytes | None = None
     is_null: bool = False
 
 
@@ -84,9 +84,9 @@ class ModelPool:
         blocks = group.manager.req_to_blocks[request.request_id]
         for index in run:
             block = blocks[index]
-            assert not block.is_null and block.block_hash is None, f"block {index} of {run}"
+            assert not block.is_null and block._block_hash is None, f"block {index} of {run}"
             key = self._key(request, group, index)
-            block.block_hash = key
+            block._block_hash = key
             self.copies[key][block.block_id] = block
 
     def find(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> Any:
@@ -106,7 +106,7 @@ class ModelPool:
 
     def count_useless(self, limit: int) -> int:
         for count, block in enumerate(self.queue[:limit]):
-            if block.block_hash is not None:
+            if block._block_hash is not None:
                 return count
         return min(limit, len(self.queue))
 
@@ -119,15 +119,15 @@ class ModelPool:
         ids = [block.block_id for block in blocks]
         assert len(ids) == len(set(ids)), f"discarded twice at once: {ids}"
         for block in blocks:
-            assert block.block_hash is not None, f"discarded, though not cached: {block}"
+            assert block._block_hash is not None, f"discarded, though not cached: {block}"
             self.uncache(block)
         idle = [block for block in blocks if not block.ref_cnt]
         self.queue = [*idle, *(block for block in self.queue if block not in idle)]
 
     def uncache(self, block: ModelBlock) -> None:
-        assert block.block_hash is not None
-        del self.copies[block.block_hash][block.block_id]
-        block.block_hash = None
+        assert block._block_hash is not None
+        del self.copies[block._block_hash][block.block_id]
+        block._block_hash = None
 
     def uncache_unasked(self, block: ModelBlock) -> None:
         self.lost_unasked = True
@@ -140,7 +140,7 @@ class ModelPool:
         for block in taken:
             assert not block.ref_cnt
             block.ref_cnt = 1
-            if block.block_hash is not None:
+            if block._block_hash is not None:
                 assert not self._evictable(), "evicts what no checkpoint gave up, too early"
                 self.uncache_unasked(block)
         return taken
@@ -168,11 +168,11 @@ class ModelPool:
             block.ref_cnt -= 1
             if not block.ref_cnt:
                 idle.append(block)
-        useless = [block for block in idle if block.block_hash is None]
-        self.queue = [*useless, *self.queue, *(b for b in idle if b.block_hash is not None)]
+        useless = [block for block in idle if block._block_hash is None]
+        self.queue = [*useless, *self.queue, *(b for b in idle if b._block_hash is not None)]
 
     def idle_cached_blocks(self) -> list[ModelBlock]:
-        return [b for b in self.blocks if b.block_hash is not None and not b.ref_cnt]
+        return [b for b in self.blocks if b._block_hash is not None and not b.ref_cnt]
 
     def _key(self, request: ModelRequest, group: ManagedGroup, index: int) -> bytes:
         end = (index + 1) * group.block_tokens

@@ -133,7 +133,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loses_unasked)
     @rule(data=st.data())
     def lose_a_block(self, data: st.DataObject) -> None:
-        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        cached = [block for block in self.pool.blocks if block._block_hash is not None]
         if cached:
             self.pool.uncache_unasked(data.draw(st.sampled_from(cached)))
 
@@ -189,7 +189,7 @@ def test_full_attention_goes_with_the_last_checkpoint_behind_it(cache: ModelCach
     served(cache, "a" * 40 + "x")
     for _ in range(len(cache.tree.nodes)):
         longest = max(node.boundary_tokens for node in nodes_of(cache.tree) if node.tail)
-        full = [b for b in cache.pool.idle_cached_blocks() if b.block_hash.endswith(b"@0")]
+        full = [b for b in cache.pool.idle_cached_blocks() if b._block_hash.endswith(b"@0")]
         assert len(full) * UNIT_TOKENS == longest
         node = cache.tree._order.pop()
         assert node is not None
@@ -234,11 +234,11 @@ def test_strays_are_found_and_nothing_else(cache: ModelCache) -> None:
     running = ModelRequest.of("r", "b" * 24 + "x")
     cache.step(running, 25)
     assert cache.keeper.forget_strays() == 0
-    stray = next(block for block in cache.pool.queue if block.block_hash is None)
-    stray.block_hash = b"of nobody@0"
-    cache.pool.copies[stray.block_hash][stray.block_id] = stray
+    stray = next(block for block in cache.pool.queue if block._block_hash is None)
+    stray._block_hash = b"of nobody@0"
+    cache.pool.copies[stray._block_hash][stray.block_id] = stray
     assert cache.keeper.forget_strays() == 1
-    assert stray.block_hash is None
+    assert stray._block_hash is None
     assert cache.hit_tokens("a" * 25, 24) == 24
     check(cache, [running])
 
@@ -262,7 +262,7 @@ def put(cache: ModelCache, parent: Checkpoint, letters: str, reason: Reason) -> 
     hashes = [*(hash_of(key[:end].decode(), 0) for end in ends), hash_of(key.decode(), 1)]
     blocks = cache.pool.allocate(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
-        block.block_hash = block_hash
+        block._block_hash = block_hash
         cache.pool.copies[block_hash][block.block_id] = block
     cache.pool.free(blocks)
     *run, tail = zip(blocks, hashes, strict=True)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from unit.retention.pool_model import ModelBlock, hash_of
 
 from vllm_ascend_kvext.retention.checkpoints import (
-    CachedBlock,
     Checkpoint,
     TailCounts,
     alive,
     cut_runs,
 )
+from vllm_ascend_kvext.retention.protocols import CachedBlock
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 PROMPT = Reason(Origin.PROMPT)
@@ -26,7 +26,7 @@ def cached_blocks(*block_ids: int) -> list[CachedBlock]:
     found = []
     for block_id in block_ids:
         block_hash = hash_of("prefix", block_id)
-        found.append((ModelBlock(block_id, block_hash=block_hash), block_hash))
+        found.append((ModelBlock(block_id, _block_hash=block_hash), block_hash))
     return found
 
 
@@ -75,8 +75,8 @@ def test_a_boundary_is_needed_for_its_tail_its_children_or_a_request() -> None:
 
 def test_a_block_with_another_hash_is_not_alive() -> None:
     blocks = cached_blocks(1, 2, 3)
-    blocks[0][0].block_hash = None
-    blocks[1][0].block_hash = hash_of("prefix", 2)  # cached again: equal, and not the same
+    blocks[0][0]._block_hash = None
+    blocks[1][0]._block_hash = hash_of("prefix", 2)  # cached again: equal, and not the same
     assert alive(blocks) == [blocks[2][0]]
 
 
@@ -92,18 +92,21 @@ def test_counts_of_tails(events: list[tuple[str, int]]) -> None:
     gone: list[CachedBlock] = []
     for event, index in events:
         if event == "add":
-            counts.add(blocks[index])
+            counts.add([blocks[index]])
             expected[index] += 1
         elif event == "remove":
-            assert counts.remove(blocks[index]) is (expected[index] == 1)
+            last = counts.remove([blocks[index]])
+            assert last == ([blocks[index]] if expected[index] == 1 else [])
             expected[index] = max(0, expected[index] - 1)
         else:
             gone.append(blocks[index])
             block_hash = hash_of("another prefix", index)
             blocks[index] = (blocks[index][0], block_hash)
-            counts.add(blocks[index])
+            counts.add([blocks[index]])
             expected[index] = 1
         assert [counts.count(cached) for cached in blocks] == [expected[i] for i in range(4)]
-        assert not any(counts.count(cached) or counts.remove(cached) for cached in gone)
+        assert counts.count_unique(blocks) == list(expected.values()).count(1)
+        assert not counts.count_unique(gone) and not counts.remove(gone)
+        assert not any(counts.count(cached) for cached in gone)
     counts.clear()
     assert not any(counts.count(cached) for cached in blocks)

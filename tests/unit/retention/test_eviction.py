@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.retention.pool_model import ModelBlock, hash_of
 
-from vllm_ascend_kvext.retention.checkpoints import CachedBlock, Checkpoint, TailCounts
+from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts
 from vllm_ascend_kvext.retention.eviction import HALF_LIFE, EvictionOrder
+from vllm_ascend_kvext.retention.protocols import CachedBlock
 from vllm_ascend_kvext.retention.reasons import Origin, Reason, UseRates
 
 PROMPT, LADDER = Reason(Origin.PROMPT), Reason(Origin.LADDER)
@@ -29,7 +30,7 @@ class World:
         found = []
         for block_id in itertools.islice(self._ids, number):
             block_hash = hash_of("prefix", block_id)
-            found.append((ModelBlock(block_id, block_hash=block_hash), block_hash))
+            found.append((ModelBlock(block_id, _block_hash=block_hash), block_hash))
         return found
 
     def checkpoint(
@@ -46,8 +47,7 @@ class World:
         parent.children.add(node)
         node.runs = (self.blocks(num_run_blocks),)
         node.tail = self.blocks(num_tail_blocks)
-        for cached in node.tail:
-            self.counts.add(cached)
+        self.counts.add(node.tail)
         self.order.renew(node)
         return node
 
@@ -55,8 +55,7 @@ class World:
         """As the tree does: what is popped loses its tail."""
         node = self.order.pop()
         if node is not None:
-            for cached in node.tail:
-                self.counts.remove(cached)
+            self.counts.remove(node.tail)
             node.tail = []
             if not node.children:
                 node.parent.children.discard(node)
@@ -114,9 +113,9 @@ def test_blocks_that_other_tails_share_are_not_freed(world: World) -> None:
     lone = world.checkpoint(64, num_tail_blocks=2)
     overlapping = [world.checkpoint(64, num_tail_blocks=2) for _ in range(2)]
     shared = overlapping[0].tail[0]
-    world.counts.remove(overlapping[1].tail[0])
+    world.counts.remove(overlapping[1].tail[:1])
     overlapping[1].tail[0] = shared
-    world.counts.add(shared)
+    world.counts.add([shared])
     for node in overlapping:
         world.order.update(node)
     assert world.pop() is lone
@@ -131,8 +130,7 @@ def test_tokens_are_saved_from_the_last_checkpoint_before(world: World) -> None:
 def test_the_way_to_a_boundary_goes_with_the_last_one_behind_it(world: World) -> None:
     """A boundary without a tail is there for its child only, and goes with it."""
     via = world.checkpoint(64, num_run_blocks=15)
-    for cached in via.tail:
-        world.counts.remove(cached)
+    world.counts.remove(via.tail)
     via.tail = []
     end = world.checkpoint(64, via, num_run_blocks=16)
     direct = world.checkpoint(128, num_run_blocks=30)
@@ -172,7 +170,7 @@ def test_what_was_held_takes_its_place_again_in_time(world: World) -> None:
 
 def test_what_lost_a_block_goes_though_a_request_holds_the_rest(world: World) -> None:
     node = world.checkpoint(64, num_tail_blocks=2)
-    node.tail[0][0].block_hash = None
+    node.tail[0][0]._block_hash = None
     node.tail[1][0].ref_cnt = 1
     assert world.pop() is node
 

@@ -132,7 +132,7 @@ def test_demand_changes_nothing(cache: ModelCache, serve: Callable[..., int]) ->
                 tree.rates._counts,
                 [(node.key, node.pins, node.reason, node.entry) for node in nodes_of(tree)],
                 [block.block_id for block in pool.queue],
-                [(block.block_hash, block.ref_cnt) for block in pool.blocks],
+                [(block._block_hash, block.ref_cnt) for block in pool.blocks],
                 set(cache.journeys._passed),
             )
         )
@@ -252,8 +252,8 @@ def test_the_same_content_again_replaces_the_older_copy(cache: ModelCache) -> No
     newer = cache.managers[0].req_to_blocks["r2"][0]
     cache.finish(first)
     cache.finish(second)
-    assert older.block_hash is None and newer.block_hash is not None
-    hashes = [block.block_hash for block in cache.pool.idle_cached_blocks()]
+    assert older._block_hash is None and newer._block_hash is not None
+    hashes = [block._block_hash for block in cache.pool.idle_cached_blocks()]
     assert len(hashes) == len(set(hashes))
 
 

@@ -10,6 +10,7 @@ from unit.retention.manager_model import ModelManager
 from unit.retention.pool_model import NULL, ModelBlock, ModelPool, ModelRequest
 
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind
+from vllm_ascend_kvext.retention.protocols import Block
 from vllm_ascend_kvext.retention.tails import GroupTails
 
 BLOCK_TOKENS = 4
@@ -46,12 +47,18 @@ class World:
 
     def cached(self, request_id: str) -> list[int]:
         blocks = self.blocks(request_id)
-        return [i for i, block in enumerate(blocks) if block.block_hash is not None]
+        return [i for i, block in enumerate(blocks) if block._block_hash is not None]
 
 
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+def cached_block(tails: GroupTails, block_index: int) -> Block:
+    ((block, block_hash),) = tails.cached_blocks(range(block_index, block_index + 1)) or []
+    assert block._block_hash is block_hash
+    return block
 
 
 @pytest.fixture
@@ -104,10 +111,10 @@ def test_a_block_that_left_the_window_goes_too(world: World, tails: GroupTails) 
     tails.keep_for_now(range(0, 1), 16)
     block = world.blocks("r")[0]
     world.manager.remove_skipped_blocks("r", 16)
-    assert world.blocks("r")[0] is NULL and block.block_hash is not None
-    assert tails.cached_block(0) is block
+    assert world.blocks("r")[0] is NULL and block._block_hash is not None
+    assert cached_block(tails, 0) is block
     tails.drop_all_but([])
-    assert block.block_hash is None
+    assert block._block_hash is None
     assert world.pool.queue[0] is block, "nothing is of less use"
 
 
@@ -116,12 +123,12 @@ def test_a_block_that_was_reallocated_is_another(world: World, tails: GroupTails
     block = world.blocks("r")[0]
     world.manager.remove_skipped_blocks("r", 16)
     world.pool.uncache(block)
-    block.block_hash = b"of another request"
-    world.pool.copies[block.block_hash][block.block_id] = block
-    assert tails.cached_block(0) is None
+    block._block_hash = b"of another request"
+    world.pool.copies[block._block_hash][block.block_id] = block
+    assert tails.cached_blocks(range(0, 1)) is None
     tails.drop_all_but([])
-    assert block.block_hash == b"of another request"
-    assert tails.cached_block(0) is None
+    assert block._block_hash == b"of another request"
+    assert tails.cached_blocks(range(0, 1)) is None
 
 
 def test_leaving_blocks_are_kept_until_they_are_dropped(world: World, tails: GroupTails) -> None:
@@ -129,23 +136,26 @@ def test_leaving_blocks_are_kept_until_they_are_dropped(world: World, tails: Gro
     assert world.cached("r") == [0, 1], "a window of 9 tokens has left 8 of 16"
 
 
-# cached_block
+# cached_blocks
 
 
 def test_the_own_block_is_found_first(world: World, tails: GroupTails) -> None:
     world.request("other")
     world.pool.cache(ModelRequest.of("other", TEXT), world.manager.group, range(0, 3))
     tails.keep([range(0, 1)], 16)
-    assert tails.cached_block(0) is world.blocks("r")[0]
-    assert tails.cached_block(1) is world.blocks("other")[1], "a copy, where the own has no hash"
-    assert tails.cached_block(3) is None
-    assert tails.cached_block(9) is None
+    assert cached_block(tails, 0) is world.blocks("r")[0]
+    assert cached_block(tails, 1) is world.blocks("other")[1], "a copy, where the own has no hash"
+    found = [world.blocks("r")[0], *world.blocks("other")[1:3]]
+    assert [block for block, _ in tails.cached_blocks(range(0, 3)) or []] == found
+    assert tails.cached_blocks(range(0, 4)) is None, "the last one is missing"
+    assert tails.cached_blocks(range(3, 4)) is None
+    assert tails.cached_blocks(range(9, 10)) is None
 
 
 def test_a_null_block_is_not_found(world: World, tails: GroupTails) -> None:
     world.manager.remove_skipped_blocks("r", 16)
     assert world.blocks("r")[0] is NULL
-    assert tails.cached_block(0) is None
+    assert tails.cached_blocks(range(0, 1)) is None
 
 
 # holds
@@ -217,10 +227,10 @@ def test_settling_does_not_touch_what_was_reallocated(world: World, tails: Group
     block = world.blocks("r")[0]
     world.manager.remove_skipped_blocks("r", 16)
     world.pool.uncache(block)
-    block.block_hash = b"of another request"
-    world.pool.copies[block.block_hash][block.block_id] = block
+    block._block_hash = b"of another request"
+    world.pool.copies[block._block_hash][block.block_id] = block
     tails.settle()
-    assert block.block_hash == b"of another request"
+    assert block._block_hash == b"of another request"
 
 
 def test_a_copy_computed_later_replaces_the_one_that_left(world: World, tails: GroupTails) -> None:
@@ -230,8 +240,8 @@ def test_a_copy_computed_later_replaces_the_one_that_left(world: World, tails: G
     world.manager.free("r")
     world.manager.extend("r", 16)
     tails.keep([range(1, 2)], 16)
-    assert older.block_hash is None
-    assert tails.cached_block(1) is world.blocks("r")[1]
+    assert older._block_hash is None
+    assert cached_block(tails, 1) is world.blocks("r")[1]
 
 
 def test_what_was_behind_the_hit_is_cached_once(world: World, tails: GroupTails) -> None:

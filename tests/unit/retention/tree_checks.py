@@ -10,7 +10,8 @@ from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
 from vllm_ascend_kvext.retention.checkpoint_tree import CheckpointTree
-from vllm_ascend_kvext.retention.checkpoints import CachedBlock, Checkpoint
+from vllm_ascend_kvext.retention.checkpoints import Checkpoint
+from vllm_ascend_kvext.retention.protocols import CachedBlock
 
 
 def check(cache: ModelCache, requests: Iterable[ModelRequest], is_exact: bool = True) -> None:
@@ -109,7 +110,7 @@ def _check_ways(cache: ModelCache) -> None:
 def _check_tails(cache: ModelCache) -> None:
     for node in nodes_of(cache.tree):
         for block, block_hash in node.tail:
-            assert block.block_hash is block_hash, f"{block_hash!r} of the tail of {node}"
+            assert block._block_hash is block_hash, f"{block_hash!r} of the tail of {node}"
 
 
 def _check_hits(cache: ModelCache) -> None:
@@ -144,4 +145,4 @@ def _in_runs(node: Checkpoint) -> Iterator[CachedBlock]:
 
 
 def _alive(blocks: Iterable[CachedBlock]) -> Iterator[int]:
-    return (block.block_id for block, block_hash in blocks if block.block_hash is block_hash)
+    return (block.block_id for block, block_hash in blocks if block._block_hash is block_hash)
