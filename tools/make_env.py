@@ -129,7 +129,7 @@ def link_packages(source: Environment, target: Environment) -> None:
         source.site_packages,
         target.site_packages,
         symlinks=True,
-        ignore=shutil.ignore_patterns("__pycache__", "vllm_ascend_kvext*"),
+        ignore=shutil.ignore_patterns("__pycache__", "*vllm_ascend_kvext*"),
         copy_function=link_or_copy,
     )
 
