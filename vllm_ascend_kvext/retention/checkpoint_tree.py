@@ -186,8 +186,9 @@ class CheckpointTree:
 
         Stops earlier where every checkpoint is in use; the pool then evicts as it would without.
         """
-        self._order.advance(num_blocks / self._pool.num_blocks)
         missing = num_blocks - self._pool.count_useless(num_blocks)
+        if missing > 0:
+            self._order.advance(missing / self._pool.num_blocks)
         while missing > 0 and (node := self._order.pop()) is not None:
             missing -= self._evict(node)
 
@@ -221,8 +222,8 @@ class CheckpointTree:
         return len(strays)
 
     @property
-    def num_pools_allocated(self) -> float:
-        """How often as many blocks have been allocated as there are."""
+    def num_pools_evicted(self) -> float:
+        """How often as many blocks have been evicted as there are."""
         return self._order.clock
 
     # Structure.

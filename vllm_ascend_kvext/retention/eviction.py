@@ -2,7 +2,7 @@
 """Which checkpoint gives way when blocks are needed.
 
 A checkpoint is worth the tokens that it saves, per block that its eviction yields, times the uses
-to expect of it. Its worth decays: by half while `HALF_LIFE` pools are allocated anew. The
+to expect of it. Its worth decays: by half while `HALF_LIFE` pools are evicted. The
 least worthy gives way. Because all decay alike, the order of two checkpoints changes only when one
 of them is used, and a heap holds it. (Worth per size with aging is the idea of GreedyDual-Size, Cao
 and Irani 1997; there the clock jumps with what is evicted, so that the dear ages the cheap.)
@@ -18,7 +18,10 @@ import math
 from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts, alive
 from vllm_ascend_kvext.retention.reasons import UseRates
 
-HALF_LIFE = 1.0
+HALF_LIFE = 0.2
+"""In pools evicted, not allocated: where states take a block every few tokens and drop it at once,
+many pools are allocated while little of what is cached has to give way."""
+
 _LOOK_AGAIN_AFTER = 1 / 64
 _NEXT_TO_NOTHING = 1e-6
 
@@ -31,7 +34,7 @@ class EvictionOrder:
         tail_counts: Which blocks of a tail are no other's.
 
     Attributes:
-        clock: Blocks allocated since the start, in pools.
+        clock: Blocks evicted since the start, in pools.
     """
 
     def __init__(self, rates: UseRates, tail_counts: TailCounts) -> None:
@@ -46,7 +49,7 @@ class EvictionOrder:
         self.clock = 0.0
 
     def advance(self, num_pools: float) -> None:
-        """So much of the pool has been allocated."""
+        """So much of the pool has to be evicted."""
         self.clock += num_pools
 
     def renew(self, node: Checkpoint) -> None:

@@ -175,9 +175,9 @@ class TailKeeper:
             del self._progress[request.request_id]
 
     def _balance_books(self, journeys: Journeys) -> None:
-        """Every time that the whole pool has been allocated anew, look for blocks that are lost."""
-        if journeys.tree.num_pools_allocated >= self._balance_at:
-            self._balance_at = journeys.tree.num_pools_allocated + 1
+        """Every time that a whole pool has been evicted, look for blocks that are lost."""
+        if journeys.tree.num_pools_evicted >= self._balance_at:
+            self._balance_at = journeys.tree.num_pools_evicted + 1
             self.forget_strays()
 
     def forget_strays(self) -> int:
