@@ -143,6 +143,7 @@ class CheckpointTree:
         if node is None:
             node = Checkpoint(key, boundary_tokens, parent, reason)
             node.runs = runs
+            self._order.advance(node.num_run_blocks / self._pool.num_blocks)
             self._adopt(node, useless)
             parent.children.add(node)
             self.nodes.put(key, boundary_tokens, node)
@@ -187,8 +188,6 @@ class CheckpointTree:
         Stops earlier where every checkpoint is in use; the pool then evicts as it would without.
         """
         missing = num_blocks - self._pool.count_useless(num_blocks)
-        if missing > 0:
-            self._order.advance(missing / self._pool.num_blocks)
         while missing > 0 and (node := self._order.pop()) is not None:
             missing -= self._evict(node)
 
@@ -222,8 +221,8 @@ class CheckpointTree:
         return len(strays)
 
     @property
-    def num_pools_evicted(self) -> float:
-        """How often as many blocks have been evicted as there are."""
+    def num_pools_cached(self) -> float:
+        """How often as many blocks have been cached for checkpoints as there are."""
         return self._order.clock
 
     # Structure.
@@ -293,7 +292,9 @@ class CheckpointTree:
         useless += [block for block in alive(older) if block.block_id not in needed]
 
     def _take_tail(self, node: Checkpoint, tail: list[CachedBlock], useless: list[Block]) -> None:
-        self._tail_counts.add(tail)
+        num_new_blocks = self._tail_counts.add(tail)
+        if not node.tail:
+            self._order.advance(num_new_blocks / self._pool.num_blocks)
         self._stats.checkpoints_kept += not node.tail
         self._give_up_tail(node, useless)
         node.tail = tail

@@ -98,7 +98,7 @@ def alive(blocks: Iterable[CachedBlock]) -> list[Block]:
     return [block for block, block_hash in blocks if block._block_hash is block_hash]
 
 
-_NO_TAIL = (None, 0)
+_NO_TAIL: tuple[bytes | None, int] = (None, 0)
 
 
 class TailCounts:
@@ -117,20 +117,33 @@ class TailCounts:
         entry = self._counts.get(block.block_id)
         return entry is not None and entry[0] is block._block_hash
 
-    def count_unique(self, tail: Iterable[CachedBlock]) -> int:
-        """How many blocks of a tail are part of no other."""
-        counts = self._counts
-        return [
-            counts.get(block.block_id, _NO_TAIL)[1]
-            for block, block_hash in tail
-            if counts.get(block.block_id, _NO_TAIL)[0] is block_hash
-        ].count(1)
+    def share(self, tail: Iterable[CachedBlock]) -> float:
+        """Blocks of a tail, each divided among the tails that it is part of.
 
-    def add(self, tail: Iterable[CachedBlock]) -> None:
+        Were a block that others need counted for none of them, neighbours whose windows overlap
+        would vouch for each other: each seems to cost nothing, together they cost a window.
+        """
         counts = self._counts
+        return sum(
+            [
+                1 / entry[1]
+                for block, block_hash in tail
+                if (entry := counts.get(block.block_id, _NO_TAIL))[0] is block_hash
+            ]
+        )
+
+    def add(self, tail: Iterable[CachedBlock]) -> int:
+        """Returns how many of its blocks were in no tail before."""
+        counts = self._counts
+        num_new = 0
         for block, block_hash in tail:
             known_hash, count = counts.get(block.block_id, _NO_TAIL)
-            counts[block.block_id] = block_hash, count + 1 if known_hash is block_hash else 1
+            if known_hash is block_hash:
+                counts[block.block_id] = block_hash, count + 1
+            else:
+                counts[block.block_id] = block_hash, 1
+                num_new += 1
+        return num_new
 
     def remove(self, tail: Iterable[CachedBlock]) -> list[CachedBlock]:
         """Returns those blocks that were in this tail only."""

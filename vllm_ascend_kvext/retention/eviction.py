@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoint gives way when blocks are needed.
 
-A checkpoint is worth the tokens that it saves, per block that its eviction yields, times the uses
-to expect of it. Its worth decays: by half while `HALF_LIFE` pools are evicted. The
-least worthy gives way. Because all decay alike, the order of two checkpoints changes only when one
+A checkpoint is worth the tokens that it saves, per block that it takes, times the uses
+to expect of it. Its worth decays: by half while `HALF_LIFE` pools are cached. The least worthy
+gives way. Because all decay alike, the order of two checkpoints changes only when one
 of them is used, and a heap holds it. (Worth per size with aging is the idea of GreedyDual-Size, Cao
 and Irani 1997; there the clock jumps with what is evicted, so that the dear ages the cheap.)
 
@@ -18,9 +18,10 @@ import math
 from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts, alive
 from vllm_ascend_kvext.retention.reasons import UseRates
 
-HALF_LIFE = 0.2
-"""In pools evicted, not allocated: where states take a block every few tokens and drop it at once,
-many pools are allocated while little of what is cached has to give way."""
+HALF_LIFE = 0.3
+"""In pools cached for checkpoints. Not in pools allocated: where states take a block every few
+tokens and drop it at once, many pools are allocated while little is cached. And not in pools
+evicted: nothing would age until the pool is full."""
 
 _LOOK_AGAIN_AFTER = 1 / 64
 _NEXT_TO_NOTHING = 1e-6
@@ -34,7 +35,7 @@ class EvictionOrder:
         tail_counts: Which blocks of a tail are no other's.
 
     Attributes:
-        clock: Blocks evicted since the start, in pools.
+        clock: Blocks cached for checkpoints since the start, in pools.
     """
 
     def __init__(self, rates: UseRates, tail_counts: TailCounts) -> None:
@@ -49,7 +50,7 @@ class EvictionOrder:
         self.clock = 0.0
 
     def advance(self, num_pools: float) -> None:
-        """So much of the pool has to be evicted."""
+        """So much of the pool has been cached."""
         self.clock += num_pools
 
     def renew(self, node: Checkpoint) -> None:
@@ -113,8 +114,8 @@ class EvictionOrder:
         return node.clock + HALF_LIFE * math.log2(max(worth, _NEXT_TO_NOTHING))
 
     def _saved_per_block(self, node: Checkpoint) -> float:
-        """Tokens that a use saves per block that eviction yields."""
-        num_blocks = self._tail_counts.count_unique(node.tail)
+        """Tokens that a use saves per block that the checkpoint takes."""
+        num_blocks = self._tail_counts.share(node.tail)
         ancestor = node.parent
         if not (node.children or node.pins):
             # Full-attention blocks go along, up to a boundary that something else needs.

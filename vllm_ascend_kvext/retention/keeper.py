@@ -175,9 +175,9 @@ class TailKeeper:
             del self._progress[request.request_id]
 
     def _balance_books(self, journeys: Journeys) -> None:
-        """Every time that a whole pool has been evicted, look for blocks that are lost."""
-        if journeys.tree.num_pools_evicted >= self._balance_at:
-            self._balance_at = journeys.tree.num_pools_evicted + 1
+        """Every time that a whole pool has been cached, look for blocks that are lost."""
+        if journeys.tree.num_pools_cached >= self._balance_at:
+            self._balance_at = journeys.tree.num_pools_cached + 1
             self.forget_strays()
 
     def forget_strays(self) -> int:
@@ -215,7 +215,7 @@ class TailKeeper:
         if self.journeys is not None:
             demand = self.journeys.begin(request, progress.boundary_tokens, progress.tails)
         progress.plan = self.policy.plan(
-            request.num_prompt_tokens, progress.boundary_tokens, demand
+            request.num_prompt_tokens, progress.boundary_tokens, demand, self._is_worth_trying
         )
         progress.replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
         return progress
@@ -231,7 +231,7 @@ class TailKeeper:
             if progress.holds_blocks:
                 return
         boundaries = self.policy.lasting_boundaries(
-            progress.plan, progress.boundary_tokens, boundary
+            progress.plan, progress.boundary_tokens, boundary, self._is_worth_trying
         )
         if self._keeps_chunk_ends and progress.boundary_tokens < boundary < progress.replay_tokens:
             boundaries = sorted({boundary: Reason(Origin.CHUNK), **dict(boundaries)}.items())
@@ -263,6 +263,9 @@ class TailKeeper:
         for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             runs = [run[group.geometry_index] for run in for_now]
             tails.drop_all_but(runs if progress.holds_blocks else runs[:1])
+
+    def _is_worth_trying(self, reason: Reason) -> bool:
+        return self.journeys is None or self.journeys.tree.rates.is_worth_trying(reason)
 
     @property
     def _keeps_chunk_ends(self) -> bool:

@@ -8,7 +8,7 @@ Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
@@ -20,6 +20,12 @@ GRID_SHARE = 4
 
 Plan = Mapping[int, Reason]
 """Boundaries of one request, in tokens, whose tails are to outlive it."""
+
+_GRID = Reason(Origin.GRID)
+
+
+def _always(reason: Reason) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,11 @@ class RetentionPolicy:
         return self.geometry.reachable_tokens(num_prompt_tokens - 1)
 
     def plan(
-        self, num_prompt_tokens: int, hit_tokens: int = 0, demand: Plan | None = None
+        self,
+        num_prompt_tokens: int,
+        hit_tokens: int = 0,
+        demand: Plan | None = None,
+        is_worth_trying: Callable[[Reason], bool] = _always,
     ) -> dict[int, Reason]:
         """The boundaries of a request that are known when it is admitted.
 
@@ -57,6 +67,7 @@ class RetentionPolicy:
             num_prompt_tokens: Length of its prompt.
             hit_tokens: What it need not compute.
             demand: Boundaries that it, or other requests, have asked for; they go first.
+            is_worth_trying: Whether a boundary that nobody asked for may turn out useful.
         """
         replay_tokens = self.replay_boundary_tokens(num_prompt_tokens)
         plan = {replay_tokens: Reason(Origin.PROMPT)}
@@ -66,12 +77,18 @@ class RetentionPolicy:
             for rung, tokens in ladder_boundaries(
                 self.geometry, replay_tokens, hit_tokens, self.ladder_budget * prompt_blocks
             ):
-                plan[tokens] = Reason(Origin.LADDER, rung)
+                reason = Reason(Origin.LADDER, rung)
+                if is_worth_trying(reason):
+                    plan[tokens] = reason
         plan.update(demand or {})
         return plan
 
     def lasting_boundaries(
-        self, plan: Plan, after_tokens: int, upto_tokens: int
+        self,
+        plan: Plan,
+        after_tokens: int,
+        upto_tokens: int,
+        is_worth_trying: Callable[[Reason], bool] = _always,
     ) -> list[tuple[int, Reason]]:
         """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted."""
         boundaries = {
@@ -82,8 +99,10 @@ class RetentionPolicy:
         if grid_tokens := self.grid_tokens:
             first = (after_tokens // grid_tokens + 1) * grid_tokens
             for tokens in range(first, upto_tokens + 1, grid_tokens):
-                if tokens not in boundaries and self.geometry.is_boundary(tokens):
-                    boundaries[tokens] = Reason(Origin.GRID)
+                if tokens in boundaries or not self.geometry.is_boundary(tokens):
+                    continue
+                if self.interval_tokens or is_worth_trying(_GRID):
+                    boundaries[tokens] = _GRID
         return sorted(boundaries.items())
 
     def _choose_grid_tokens(self) -> int:

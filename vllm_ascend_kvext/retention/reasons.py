@@ -9,6 +9,7 @@ every reason starts out equal and is judged by what became of its checkpoints. K
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import NamedTuple
 
 
@@ -72,6 +73,8 @@ MOST_USES = 3
 _USED = tuple(Reason(Origin.USE, 0, uses) for uses in range(1, MOST_USES + 1))
 _MEMORY = 256
 _MOST_EXPECTED_USES = 8.0
+_FEWEST_EXPECTED_USES = 0.02
+_RETRY_AFTER = 16
 
 
 class UseRates:
@@ -79,6 +82,7 @@ class UseRates:
 
     def __init__(self) -> None:
         self._counts: dict[Reason, list[float]] = {}
+        self._num_refused: Counter[Reason] = Counter()
 
     def expected_uses(self, reason: Reason) -> float:
         """Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
@@ -88,6 +92,17 @@ class UseRates:
         """
         used, evicted = self._counts.get(reason, (0.0, 0.0))
         return min((used + 1) / (evicted + 1), _MOST_EXPECTED_USES)
+
+    def is_worth_trying(self, reason: Reason) -> bool:
+        """Whether to leave one more checkpoint that nobody asked for.
+
+        Even a checkpoint that is the first to give way takes blocks for a while. One in
+        `_RETRY_AFTER` is left all the same, for workloads change.
+        """
+        if self.expected_uses(reason) >= _FEWEST_EXPECTED_USES:
+            return True
+        self._num_refused[reason] += 1
+        return self._num_refused[reason] % _RETRY_AFTER == 0
 
     def count_use(self, reason: Reason) -> None:
         self._count(reason, 0)

@@ -203,10 +203,8 @@ def test_no_more_is_evicted_than_is_needed(cache: ModelCache) -> None:
     num_idle = len(cache.pool.queue) - len(cache.pool.idle_cached_blocks())
     cache.tree.make_room(num_idle)
     assert not cache.stats.checkpoints_evicted
-    assert not cache.tree.num_pools_evicted, "nothing ages while nothing has to give way"
     cache.tree.make_room(num_idle + 1)
     assert cache.stats.checkpoints_evicted == 1
-    assert cache.tree.num_pools_evicted == 1 / cache.pool.num_blocks
     assert cache.pool.count_useless(num_idle + 1) == num_idle + 1
 
 

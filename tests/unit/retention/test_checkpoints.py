@@ -92,7 +92,7 @@ def test_counts_of_tails(events: list[tuple[str, int]]) -> None:
     gone: list[CachedBlock] = []
     for event, index in events:
         if event == "add":
-            counts.add([blocks[index]])
+            assert counts.add([blocks[index]]) == (not expected[index])
             expected[index] += 1
         elif event == "remove":
             last = counts.remove([blocks[index]])
@@ -105,8 +105,8 @@ def test_counts_of_tails(events: list[tuple[str, int]]) -> None:
             counts.add([blocks[index]])
             expected[index] = 1
         assert [counts.count(cached) for cached in blocks] == [expected[i] for i in range(4)]
-        assert counts.count_unique(blocks) == list(expected.values()).count(1)
-        assert not counts.count_unique(gone) and not counts.remove(gone)
+        assert counts.share(blocks) == pytest.approx(sum(1 / n for n in expected.values() if n))
+        assert not counts.share(gone) and not counts.remove(gone)
         assert not any(counts.count(cached) for cached in gone)
     counts.clear()
     assert not any(counts.count(cached) for cached in blocks)

@@ -108,8 +108,8 @@ def test_renewal_counts_from_anew(world: World) -> None:
     assert [world.pop(), world.pop(), world.pop()] == [second, first, None]
 
 
-def test_blocks_that_other_tails_share_are_not_freed(world: World) -> None:
-    """Evicting one of two that overlap yields less, so each is worth more."""
+def test_blocks_that_tails_share_are_shared_out(world: World) -> None:
+    """Two that overlap take three blocks together, not four."""
     lone = world.checkpoint(64, num_tail_blocks=2)
     overlapping = [world.checkpoint(64, num_tail_blocks=2) for _ in range(2)]
     shared = overlapping[0].tail[0]
@@ -118,6 +118,21 @@ def test_blocks_that_other_tails_share_are_not_freed(world: World) -> None:
     world.counts.add([shared])
     for node in overlapping:
         world.order.update(node)
+    assert world.pop() is lone
+
+
+def test_neighbours_do_not_vouch_for_each_other(world: World) -> None:
+    """Three that share a window save little; that none could be evicted alone protects none."""
+    lone = world.checkpoint(1024, num_tail_blocks=64)
+    parent, close = world.root, []
+    for _ in range(3):
+        parent = world.checkpoint(16, parent, num_tail_blocks=0)
+        parent.tail = close[0].tail if close else world.blocks(64)
+        world.counts.add(parent.tail)
+        close.append(parent)
+    for node in close:
+        world.order.update(node)
+    assert {world.pop(), world.pop(), world.pop()} == set(close)
     assert world.pop() is lone
 
 

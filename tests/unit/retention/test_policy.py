@@ -107,6 +107,19 @@ def test_a_boundary_behind_the_prompt_is_not_kept_twice() -> None:
     assert found == [(128, GRID), (192, GRID), (256, GRID)]
 
 
+def test_what_nobody_asked_for_is_left_only_where_it_is_worth_trying() -> None:
+    def refuse(reason: Reason) -> bool:
+        return False
+
+    of = adaptive(ladder_budget=math.inf)
+    hint = {64: Reason(Origin.HINT)}
+    assert of.plan(1000, 0, hint, refuse) == {992: PROMPT, **hint}
+    assert [tokens for tokens, _ in of.lasting_boundaries({}, 0, 2000, refuse)] == []
+    assert of.lasting_boundaries({}, 0, 2000), "the automatic grid"
+    asked_for = adaptive(512).lasting_boundaries({}, 0, 1024, refuse)
+    assert [tokens for tokens, _ in asked_for] == [512, 1024], "by the user"
+
+
 def test_an_interval_is_the_grid() -> None:
     assert policy(96).grid_tokens == adaptive(96).grid_tokens == 96
     assert policy(0).grid_tokens == 0

@@ -89,3 +89,14 @@ def test_uses_are_counted_up_to_a_limit() -> None:
 
 def test_steps_end_only_where_a_request_asked_for_it() -> None:
     assert {Origin.JUNCTION, Origin.WANTED, Origin.HINT} == STEPS_END_AT
+
+
+def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
+    assert rates.is_worth_trying(LADDER)
+    for _ in range(100):
+        rates.count_eviction(LADDER)
+    assert [rates.is_worth_trying(LADDER) for _ in range(32)].count(True) == 2
+    assert rates.is_worth_trying(PROMPT)
+    for _ in range(5):
+        rates.count_use(LADDER)
+    assert rates.is_worth_trying(LADDER)
