@@ -17,19 +17,21 @@ MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
-# Options for the benchmark of `make bench-retention`, such as BENCH=--quick.
+# Options for the benchmark of `make bench-retention` or `make bench-transfer`: BENCH=--quick.
 BENCH ?=
+# Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
+LMCACHE ?=
 
 MAKE_ENV := $(PYTHON) tools/make_env.py
 # Folders are listed too, so that a deleted file counts as a change.
-SOURCES := pyproject.toml README.md LICENSE \
-	$(shell find vllm_ascend_kvext patches -name __pycache__ -prune -o -print)
+SOURCES := pyproject.toml README.md LICENSE CMakeLists.txt \
+	$(shell find vllm_ascend_kvext patches csrc -name __pycache__ -prune -o -print)
 VLLM_PACKAGES := $(VLLM_VERSIONS:%=.venv/vllm-%/.package)
 PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
 
-.PHONY: help demo test test-pythons lint bench bench-retention clean
+.PHONY: help demo test test-pythons lint bench bench-retention bench-transfer clean
 .SECONDARY:
 
 help: ## Show this list
@@ -55,6 +57,9 @@ bench: $(MAIN_ENV)/.package ## Measure what the README claims
 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
+
+bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, torch and LMCache (LMCACHE=folder)
+	$(MAIN_PYTHON) benchmarks/page_transfer.py $(if $(LMCACHE),--lmcache $(LMCACHE)) $(BENCH)
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -53,10 +53,12 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
         upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each.
         pythons: Versions, such as ``3.12``, that have an environment without vLLM.
     """
-    main_environment = "vllm-" + upstreams[0].partition(":")[0]
+    main_vllm, _, main_ascend = upstreams[0].partition(":")
+    main_environment = f"vllm-{main_vllm}"
     for python in pythons:
         yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",))
     yield Suite("wheel", main_environment, ("packaging",))
+    yield Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
     for paths in (("unit", "contract"), ("ascend",), ("engine",)):
         for upstream in upstreams:
             vllm, _, ascend = upstream.partition(":")

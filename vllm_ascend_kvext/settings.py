@@ -26,6 +26,8 @@ MODE_VARIABLE = f"{OWN_PREFIX}MODE"
 DISABLE_VARIABLE = f"{OWN_PREFIX}DISABLE"
 RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
+BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
+BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 
@@ -46,6 +48,13 @@ class Switch(enum.Enum):
     OFF = "0"
     ON = "1"
     AUTO = "auto"
+
+
+class Bundle(enum.Enum):
+    """How many calls move the planes of a request."""
+
+    ONE_PER_PLANE = "0"
+    ONE = "1"
 
 
 class Retention(enum.Enum):
@@ -104,6 +113,12 @@ VARIABLES = (
         doc="`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same "
         "in less time. `0`: upstream's run. `auto`: with retention.",
     ),
+    Variable(
+        name=BUNDLE_VARIABLE,
+        default=Bundle.ONE.value,
+        doc="`1`: one call moves all groups and planes of a request. `0`: one call per plane, with "
+        f"the same result. While it is unset, `{BUNDLE_ALIAS}` is read.",
+    ),
 )
 
 
@@ -117,6 +132,7 @@ class Settings:
         retention: Value of ``VLLM_ASCEND_KVEXT_RETENTION``.
         disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
         fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
+        is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
     """
 
     mode: Mode = Mode.SAFE
@@ -124,6 +140,7 @@ class Settings:
     retention: Retention = Retention.INTERVAL
     disabled: frozenset[str] = frozenset()
     fast_prefix_cache: Switch = Switch.AUTO
+    is_bundled: bool = True
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -146,6 +163,7 @@ class Settings:
             retention=parse_retention(environ),
             disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
             fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
+            is_bundled=parse_is_bundled(environ),
         )
         settings._refuse_contradictions()
         return settings
@@ -200,6 +218,20 @@ def parse_retention(environ: Mapping[str, str]) -> Retention:
         SettingsError: If it is not one of `Retention`.
     """
     return _parse_choice(environ, RETENTION_VARIABLE, Retention.INTERVAL)
+
+
+def parse_is_bundled(environ: Mapping[str, str]) -> bool:
+    """The value of ``VLLM_ASCEND_KVEXT_BUNDLE``, or of its alias while that is unset.
+
+    Raises:
+        SettingsError: If it is neither 0 nor 1; the alias may also be true or false.
+    """
+    if BUNDLE_VARIABLE not in environ and BUNDLE_ALIAS not in environ:
+        return True  # Asked once per transfer.
+    text = environ.get(BUNDLE_ALIAS, "").strip().lower()
+    digit = {"true": "1", "false": "0"}.get(text, text)
+    alias = _parse_choice({BUNDLE_ALIAS: digit}, BUNDLE_ALIAS, Bundle.ONE)
+    return _parse_choice(environ, BUNDLE_VARIABLE, alias) is Bundle.ONE
 
 
 def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:

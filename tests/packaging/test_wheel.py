@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel, and what it does in an environment that has neither vLLM nor torch."""
+"""The wheel, made from the source distribution, where there is neither vLLM nor torch."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import time
 import venv
 import zipfile
 from email.parser import Parser
@@ -22,10 +25,32 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    built = run(sys.executable, *PIP, "wheel", "--no-deps", "-w", folder, ROOT, cwd=folder)
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, as the build backend makes it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    venv.create(folder / "builder", with_pip=True)
+    python = folder / "builder" / "bin" / "python"
+    backend = "scikit-build-core[pyproject]"
+    installed = run(python, "-I", *PIP, "install", backend, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    script = f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
+    built = run(python, "-I", "-c", script, cwd=ROOT)
     assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def wheel(
+    sdist: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    started_s = time.monotonic()
+    built = run(sys.executable, *PIP, "wheel", "--no-deps", "-w", folder, sdist, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\nwheel built in {time.monotonic() - started_s:.0f} s")
     (path,) = folder.glob("*.whl")
     return path
 
@@ -52,8 +77,34 @@ def test_holds_the_package_and_nothing_beside_it(wheel):
     assert not [name for name in names if "test" in name or "__pycache__" in name]
 
 
-def test_fits_every_python_and_platform(wheel):
-    assert wheel.name.endswith("-py3-none-any.whl")
+def test_is_for_this_python_and_platform(wheel):
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-{python}-{python}-{platform}.whl")
+
+
+def test_holds_one_compiled_module(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith((".so", ".a", ".dylib"))]
+    assert libraries == [f"vllm_ascend_kvext/_native{sysconfig.get_config_var('EXT_SUFFIX')}"]
+
+
+def test_the_sources_are_distributed(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    assert {path.relative_to(ROOT).as_posix() for path in sources} <= names
+    assert "CMakeLists.txt" in names
+
+
+def test_the_compiled_module_needs_no_torch(python, wheel, tmp_path):
+    code = (
+        "import sys; from vllm_ascend_kvext.transfer import native, page_transfer; "
+        "print(native.native().describe()['version']); assert 'torch' not in sys.modules"
+    )
+    described = run(python, "-I", "-c", code, cwd=tmp_path)
+    assert described.returncode == 0, described.stderr
+    assert f"-{described.stdout.strip()}-" in wheel.name
 
 
 def test_requires_neither_torch_nor_vllm(wheel):
@@ -61,7 +112,11 @@ def test_requires_neither_torch_nor_vllm(wheel):
         (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(path).decode())
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert sorted(line.split(">")[0].split("<")[0] for line in required) == ["packaging", "wrapt"]
+    assert sorted(line.split(">")[0].split("<")[0] for line in required) == [
+        "numpy",
+        "packaging",
+        "wrapt",
+    ]
     assert metadata["License-Expression"] == "Apache-2.0"
 
 

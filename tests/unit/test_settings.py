@@ -6,6 +6,8 @@ import pytest
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.settings import (
+    BUNDLE_ALIAS,
+    BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
@@ -169,3 +171,25 @@ def test_own_variables_are_those_that_only_this_package_knows() -> None:
 def test_a_settings_error_is_a_value_error_and_one_of_ours() -> None:
     assert issubclass(SettingsError, ValueError)
     assert issubclass(SettingsError, KvextError)
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_bundled"),
+    [
+        ({}, True),
+        ({BUNDLE_VARIABLE: "0"}, False),
+        ({BUNDLE_VARIABLE: "1", BUNDLE_ALIAS: "0"}, True),
+        ({BUNDLE_VARIABLE: " ", BUNDLE_ALIAS: "0"}, False),
+        ({BUNDLE_ALIAS: "FALSE"}, False),
+        ({BUNDLE_ALIAS: "true"}, True),
+    ],
+)
+def test_bundling_has_an_alias(environ: dict[str, str], is_bundled: bool) -> None:
+    assert Settings.from_environ(environ).is_bundled is is_bundled
+    assert not Settings.from_environ(environ).requested_features
+
+
+@pytest.mark.parametrize("name", [BUNDLE_VARIABLE, BUNDLE_ALIAS])
+def test_wrong_bundling_names_the_variable_and_the_values(name: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{name}='2' is not one of its values: expected 0, 1"):
+        Settings.from_environ({name: "2"})

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks/page_transfer.py` is made of."""

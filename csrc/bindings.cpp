@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// vllm_ascend_kvext._native: tables come in through the buffer protocol, so neither numpy nor torch
+// is needed to build it.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "kvext/copies.h"
+#include "kvext/page_transfer.h"
+#include "kvext/plan.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr int kMostThreads = 256;
+
+// A table of the caller's, held as long as this lives.
+template <typename Row>
+class HeldTable {
+ public:
+  HeldTable(nb::handle object, const char* name) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) != 0) {
+      PyErr_Clear();
+      refuse(name, "an object without a buffer");
+    }
+    if (!is_table()) {
+      const std::string found = words();
+      PyBuffer_Release(&view_);
+      refuse(name, found);
+    }
+  }
+  ~HeldTable() { PyBuffer_Release(&view_); }
+  HeldTable(const HeldTable&) = delete;
+  HeldTable& operator=(const HeldTable&) = delete;
+
+  kvext::Table<Row> table() const {
+    return {static_cast<const Row*>(view_.buf), static_cast<int64_t>(view_.shape[0])};
+  }
+
+ private:
+  bool is_table() const {
+    const std::string format = view_.format == nullptr ? "B" : view_.format;
+    return (format == "l" || format == "q") && view_.itemsize == sizeof(int64_t) &&
+           view_.ndim == 2 && view_.shape[1] == Row::kColumns &&
+           PyBuffer_IsContiguous(&view_, 'C') != 0 &&
+           reinterpret_cast<uintptr_t>(view_.buf) % alignof(int64_t) == 0;
+  }
+
+  std::string words() const {
+    std::string shape;
+    for (int i = 0; i < view_.ndim; ++i) {
+      shape += (i > 0 ? ", " : "") + std::to_string(view_.shape[i]);
+    }
+    return "format '" + std::string(view_.format == nullptr ? "B" : view_.format) +
+           "', shape [" + shape + "], " +
+           (PyBuffer_IsContiguous(&view_, 'C') ? "contiguous" : "not contiguous");
+  }
+
+  [[noreturn]] static void refuse(const char* name, const std::string& found) {
+    throw kvext::DescriptorError(std::string(name) + ": expected int64, shape [rows, " +
+                                 std::to_string(Row::kColumns) + "], C-contiguous, found " + found +
+                                 ". Build it with numpy.ascontiguousarray(rows, numpy.int64).");
+  }
+
+  Py_buffer view_;
+};
+
+// The arguments of a transfer.
+class HeldTransfer {
+ public:
+  HeldTransfer(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
+               nb::handle runs, int64_t direction)
+      : pools_(pools, "pools"), planes_(planes, "planes"), runs_(runs, "runs") {
+    if (direction != 0 && direction != 1) {
+      throw kvext::DescriptorError("direction: expected 0 (pages to host) or 1 (host to pages), "
+                                   "found " + std::to_string(direction) + ". Pass a Direction.");
+    }
+    transfer_ = {pools_.table(), planes_.table(), runs_.table(), host_address, host_bytes,
+                 static_cast<kvext::Direction>(direction)};
+  }
+
+  const kvext::Transfer& transfer() const { return transfer_; }
+
+ private:
+  HeldTable<kvext::Pool> pools_;
+  HeldTable<kvext::Plane> planes_;
+  HeldTable<kvext::Run> runs_;
+  kvext::Transfer transfer_;
+};
+
+int checked_threads(int64_t num_threads) {
+  if (num_threads < 1 || num_threads > kMostThreads) {
+    throw nb::value_error(("num_threads: expected 1 to " + std::to_string(kMostThreads) +
+                           ", found " + std::to_string(num_threads) + ".").c_str());
+  }
+  return static_cast<int>(num_threads);
+}
+
+kvext::Streaming checked_streaming(int64_t streaming) {
+  if (streaming < -1 || streaming > 1) {
+    throw nb::value_error(("streaming: expected -1 (auto), 0 or 1, found " +
+                           std::to_string(streaming) + ".").c_str());
+  }
+  return static_cast<kvext::Streaming>(streaming);
+}
+
+void validate(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
+              nb::handle runs, int64_t direction) {
+  const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
+  const nb::gil_scoped_release released;
+  kvext::Plan plan(held.transfer());
+}
+
+void page_transfer(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
+                   nb::handle runs, int64_t direction, int64_t num_threads, int64_t streaming) {
+  const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
+  const int threads = checked_threads(num_threads);
+  const kvext::Streaming stream = checked_streaming(streaming);
+  const nb::gil_scoped_release released;
+  kvext::page_transfer(kvext::Plan(held.transfer()), threads, stream);
+}
+
+using Column = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+
+Column as_array(std::vector<int64_t>&& values) {
+  auto* owned = new std::vector<int64_t>(std::move(values));
+  const nb::capsule owner(owned, [](void* pointer) noexcept {
+    delete static_cast<std::vector<int64_t>*>(pointer);
+  });
+  return Column(owned->data(), {owned->size()}, owner);
+}
+
+nb::tuple expand(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
+                 nb::handle runs, int64_t direction) {
+  const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
+  std::vector<int64_t> sources, destinations, sizes;
+  {
+    const nb::gil_scoped_release released;
+    const kvext::Plan plan(held.transfer());
+    kvext::for_each_copy(plan, 0, plan.num_bytes(), [&](const kvext::Copy& copy) {
+      sources.push_back(copy.source);
+      destinations.push_back(copy.destination);
+      sizes.push_back(copy.num_bytes);
+    });
+  }
+  return nb::make_tuple(as_array(std::move(sources)), as_array(std::move(destinations)),
+                        as_array(std::move(sizes)));
+}
+
+void copy(int64_t destination, int64_t source, int64_t num_bytes, int64_t num_threads,
+          int64_t streaming) {
+  const int threads = checked_threads(num_threads);
+  const kvext::Streaming stream = checked_streaming(streaming);
+  const nb::gil_scoped_release released;
+  kvext::copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
+              num_bytes, threads, stream);
+}
+
+nb::dict describe() {
+  const kvext::Description description = kvext::describe();
+  nb::dict described;
+  described["version"] = KVEXT_VERSION;
+  described["instruction_sets"] = description.instruction_sets;
+  described["kernel"] = description.kernel;
+  return described;
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const kvext::DescriptorError& error) {
+      const nb::object type =
+          nb::module_::import_("vllm_ascend_kvext.transfer.errors").attr("DescriptorError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+  // What each does is said in vllm_ascend_kvext/_native.pyi.
+  using nb::literals::operator""_a;
+  // None is refused like any other object that is no table.
+  const auto pools = "pools"_a.none(), planes = "planes"_a.none(), runs = "runs"_a.none();
+  module.def("validate", &validate, pools, "host_address"_a, "host_bytes"_a, planes, runs,
+             "direction"_a);
+  module.def("page_transfer", &page_transfer, pools, "host_address"_a, "host_bytes"_a, planes, runs,
+             "direction"_a, "num_threads"_a = 1, "streaming"_a = -1);
+  module.def("expand", &expand, pools, "host_address"_a, "host_bytes"_a, planes, runs,
+             "direction"_a);
+  module.def("copy", &copy, "destination"_a, "source"_a, "num_bytes"_a, "num_threads"_a = 1,
+             "streaming"_a = -1);
+  module.def("describe", &describe);
+}

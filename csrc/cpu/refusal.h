@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arithmetic and wording of the validation.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kvext/plan.h"
+
+namespace kvext {
+
+// Of non-negative numbers; INT64_MAX where 63 bits do not hold the result. What is compared with
+// these is always smaller: the size of a memory region that does not begin at address 0.
+inline int64_t saturating_add(int64_t left, int64_t right) {
+  int64_t sum;
+  return __builtin_add_overflow(left, right, &sum) ? INT64_MAX : sum;
+}
+
+inline int64_t saturating_multiply(int64_t left, int64_t right) {
+  int64_t product;
+  return __builtin_mul_overflow(left, right, &product) ? INT64_MAX : product;
+}
+
+inline std::string in_words(int64_t number) {
+  return number == INT64_MAX ? "a number that 63 bits do not hold" : std::to_string(number);
+}
+
+// Where a table is wrong, as in "runs[3].page".
+inline std::string cell(const char* table, int64_t row, const char* column) {
+  return std::string(table) + "[" + std::to_string(row) + "]." + column;
+}
+
+[[noreturn]] inline void refuse(const std::string& where, const std::string& expected,
+                                const std::string& found, const std::string& remedy) {
+  throw DescriptorError(where + ": expected " + expected + ", found " + found + ". " + remedy);
+}
+
+}  // namespace kvext

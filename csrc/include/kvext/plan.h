@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// A transfer that has been found valid. No byte moves without one.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "kvext/descriptors.h"
+
+namespace kvext {
+
+// Begins with <table>[<row>].<column>, and has both numbers and the remedy.
+class DescriptorError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// The planes and the runs that share a group number.
+struct Group {
+  int64_t number;
+  std::vector<int64_t> planes;  // rows of Transfer::planes, ascending
+  int64_t first_run = 0;
+  int64_t num_runs = 0;
+  int64_t num_rows = 0;       // of all runs
+  int64_t host_rows_end = 0;  // behind the last host row of any run
+};
+
+// Refers to the tables it was made from: they must outlive it, unchanged.
+class Plan {
+ public:
+  // Throws DescriptorError; changes nothing but its own memory.
+  explicit Plan(const Transfer& transfer);
+
+  const Transfer& transfer() const { return transfer_; }
+  // Those that have runs, by number.
+  const std::vector<Group>& groups() const { return groups_; }
+  // All that a transfer moves, counted once.
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  Transfer transfer_;
+  std::vector<Group> groups_;
+  int64_t num_bytes_ = 0;
+};
+
+}  // namespace kvext

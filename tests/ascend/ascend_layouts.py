@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts that the real vllm-ascend plans, allocates and shapes, with what they hold by hand.
+
+Each function makes a new worker. DeepSeek-V4 has the geometry of ``ascend_geometry``; the others
+are three layers each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import ascend_geometry
+import torch
+from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes
+from ascend_runner import INDEX_DIM, LATENT_DIM, ROPE_DIM, attention_backend, kv_caches
+from support.layout_reach import Reach
+from support.layout_truth import LayoutFixture, paged_tensors
+from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+
+SPARSE_C8 = (
+    {"cache_sparse_li_c8": True}
+    if "cache_sparse_li_c8" in {each.name for each in fields(AscendMLAAttentionSpec)}
+    else {"cache_sparse_c8": True}  # vllm-ascend 0.20.2rc1
+)
+
+A5_BLOCK_SIZES = BlockSizes(128, 128, 8, 16, (16896, 81920))
+"""``--block-size 128`` on A5 (``get_dsv4_block_sizes``)."""
+
+
+def plan(
+    specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
+) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
+    vllm_config = VllmConfig(
+        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
+    )
+    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
+    if register is not None:  # vLLM 0.23.0; its engine core does it before planning
+        register(vllm_config)
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
+    config = kv_cache_utils.get_kv_cache_config_from_groups(
+        vllm_config, groups, available_memory=1 << 40
+    )
+    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
+
+
+def deepseek_v4(
+    block_size: int = 128, num_blocks: int = 24, has_connector: bool = True
+) -> LayoutFixture:
+    """43 layers; six groups share the blobs."""
+    config, scheduler_config = plan(ascend_geometry.layer_specs(block_size), block_size, num_blocks)
+    return _deepseek_v4(
+        config, scheduler_config, BLOCK_SIZES[block_size], has_connector, "A3", keys_by_row=True
+    )
+
+
+def deepseek_v4_on_a5(num_blocks: int = 24) -> LayoutFixture:
+    """Six layers; the indexer registers a third view, over keys and scales."""
+    specs: dict[str, KVCacheSpec] = {}
+    sizes = A5_BLOCK_SIZES
+    small, large = sizes.page_bytes
+    latent = {"head_size": 640, "dtype": torch.float8_e4m3fn}
+    for layer in range(6):
+        prefix = f"model.layers.{layer}.self_attn"
+        ratio = 4 if layer % 2 == 0 else 128
+        specs[f"{prefix}.attn"] = ascend_geometry.compressed_spec(sizes.mla, ratio, **latent)
+        if ratio == 4:
+            specs[f"{prefix}.indexer.k_cache"] = ascend_geometry.compressed_spec(
+                sizes.mla,
+                4,
+                head_size=INDEX_DIM,
+                dtype=torch.float8_e4m3fn,
+                scale_dim=1,
+                scale_dtype=torch.float32,
+            )
+            specs[f"{prefix}.indexer.compressor.state_cache"] = ascend_geometry.state_spec(
+                sizes.c4_state, 8, 512, small
+            )
+        specs[f"{prefix}.compressor.state_cache"] = (
+            ascend_geometry.state_spec(sizes.c4_state, 8, 2048, large)
+            if ratio == 4
+            else ascend_geometry.state_spec(sizes.c128_state, 128, 1024, large)
+        )
+        specs[f"{prefix}.swa_cache"] = ascend_geometry.window_spec(
+            sizes.window, 128, model_version="deepseek_v4", **latent
+        )
+    config, scheduler_config = plan(specs, 128, num_blocks)
+    return _deepseek_v4(config, scheduler_config, sizes, True, "A5", keys_by_row=False)
+
+
+def _deepseek_v4(
+    config: KVCacheConfig,
+    scheduler_config: KVCacheConfig,
+    sizes: BlockSizes,
+    has_connector: bool,
+    device_type: str,
+    *,
+    keys_by_row: bool,
+) -> LayoutFixture:
+    caches = kv_caches(
+        config,
+        attention_backend("dsa_v1"),
+        has_connector=has_connector,
+        is_compressed=True,
+        device_type=device_type,
+    )
+    indexer_row_tokens = 4 if keys_by_row else 4 * sizes.mla
+    by_row = (0, 1)
+    indexer = [by_row, by_row] if keys_by_row else [(0,), (0,), (0,)]
+    reaches = {
+        name: reach
+        for name, reach in _reaches(config, sizes).items()
+        if not name.endswith("k_cache")
+    }
+    return LayoutFixture(
+        config,
+        scheduler_config,
+        caches,
+        paged_tensors(
+            config,
+            caches,
+            {"": [by_row], "k_cache": indexer},
+            reaches | {"k_cache": Reach(GroupKind.FULL, 4 * sizes.mla, indexer_row_tokens)},
+        ),
+        RowAddressing.TOKENS,
+    )
+
+
+def _reaches(config: KVCacheConfig, sizes: BlockSizes) -> dict[str, Reach]:
+    """By layer; the layer's number and place say what it is."""
+    ratios = {
+        name.removesuffix(".attn"): 4 if int(name.split(".")[2]) % 2 == 0 else 128
+        for group in config.kv_cache_groups
+        for name in group.layer_names
+        if name.endswith(".attn")
+    }
+    c4_state = Reach(GroupKind.STATE, sizes.c4_state, 1, 8)
+    c128_state = Reach(GroupKind.STATE, sizes.c128_state, 1, 128, 128)
+    found = {
+        "swa_cache": Reach(GroupKind.WINDOW, sizes.window, 1, 128),
+        "indexer.compressor.state_cache": c4_state,
+    }
+    for prefix, ratio in ratios.items():
+        found[f"{prefix}.attn"] = Reach(GroupKind.FULL, sizes.mla * ratio, ratio)
+        state = c4_state if ratio == 4 else c128_state
+        found[f"{prefix}.compressor.state_cache"] = state
+    return found
+
+
+def _three_layers(
+    specs: dict[str, KVCacheSpec],
+    backend: str,
+    views_per_layer: int,
+    reaches: dict[str, Reach],
+    **runner: bool,
+) -> LayoutFixture:
+    config, scheduler_config = plan(specs, 128, 12)
+    caches = kv_caches(config, attention_backend(backend), has_connector=True, **runner)
+    tensors = paged_tensors(config, caches, {"": [(0, 1)] * views_per_layer}, reaches)
+    return LayoutFixture(config, scheduler_config, caches, tensors, RowAddressing.TOKENS)
+
+
+def latent_and_rope() -> LayoutFixture:
+    """MLA: a pair of tensors of unequal rows."""
+    spec = AscendMLAAttentionSpec(
+        block_size=128,
+        num_kv_heads=1,
+        head_size=LATENT_DIM + ROPE_DIM,
+        dtype=torch.bfloat16,
+        **_INT8_CACHES,
+    )
+    specs = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(3)}
+    return _three_layers(specs, "mla_v1", 2, {"": Reach(GroupKind.FULL, 128, 1)})
+
+
+def sparse_c8() -> LayoutFixture:
+    """DSA-C8: latent, rope, int8 keys of the indexer and their fp16 scales."""
+    dims = (LATENT_DIM, ROPE_DIM, INDEX_DIM)
+    spec = AscendMLAAttentionSpec(
+        block_size=128,
+        num_kv_heads=1,
+        head_size=sum(dims),
+        dtype=torch.bfloat16,
+        sparse_head_dim=dims,
+        **SPARSE_C8,
+        **_INT8_CACHES,
+    )
+    specs = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(3)}
+    return _three_layers(specs, "sfa_v1", 4, {"": Reach(GroupKind.FULL, 128, 1)}, is_sparse=True)
+
+
+def keys_and_values() -> LayoutFixture:
+    """Full attention and a sliding window, K and V in tensors of their own."""
+    sizes = {"block_size": 128, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(3):
+        specs[f"model.layers.{layer}.self_attn.attn"] = FullAttentionSpec(**sizes)
+        specs[f"model.layers.{layer}.self_attn.window"] = SlidingWindowSpec(
+            sliding_window=200, **sizes
+        )
+    reaches = {
+        "attn": Reach(GroupKind.FULL, 128, 1),
+        "window": Reach(GroupKind.WINDOW, 128, 1, 200),
+    }
+    return _three_layers(specs, "attention_v1", 2, reaches)
+
+
+_INT8_CACHES = {"c8_k_cache_dtype": torch.int8, "c8_k_scale_cache_dtype": torch.float16}
+"""What the defaults are where the device is not A5: they ask for the device."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches as vllm-ascend's own model runner allocates and shapes them, on a CPU.
+
+``worker/model_runner_v1.py`` needs a device to import. The methods that make KV caches do not: they
+are taken out of its text, unchanged, and compiled into a runner that has what they read. Knows no
+layout of ours. vllm-ascend must be active (see ``conftest.py``).
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
+
+_METHODS = (
+    "_get_layer_kv_cache_specs",
+    "_align_memory",
+    "_align_up",
+    "_allocate_int8_cache_tensor",
+    "_allocate_sparse_c8_indexer_tensors",
+    "_allocate_kv_cache_tensors",
+    "_adjust_kv_layout",
+    "_reshape_kv_cache_tensors",
+)
+
+_HELPERS = (
+    "calc_split_factor",
+    "is_hidden_state_cache_spec",
+    "kv_cache_spec_uses_sparse_c8",
+    "kv_cache_spec_uses_sparse_li_c8",
+    "kv_cache_spec_uses_sparse_sfa_c8",
+    "sparse_kv_cache_has_indexer",
+)
+"""Functions of ``vllm_ascend.utils`` that they call, in one version or another."""
+
+LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
+
+
+@dataclass(frozen=True)
+class _VllmConfig:
+    kv_transfer_config: object | None
+
+
+@dataclass(frozen=True)
+class _TextConfig:
+    index_head_dim: int = INDEX_DIM
+
+
+@dataclass(frozen=True)
+class _ModelConfig:
+    hf_text_config: _TextConfig = field(default_factory=_TextConfig)
+
+
+@dataclass(frozen=True)
+class _AttentionGroup:
+    backend: type
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+
+
+def attention_backend(module: str) -> type:
+    """The shapes of the first backend in ``vllm_ascend/attention/<module>.py``."""
+    for node in ast.walk(ast.parse(_text(f"attention/{module}.py"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_kv_cache_shape":
+            return _compiled([node], {})
+    raise LookupError(f"{module}: no get_kv_cache_shape")
+
+
+def kv_caches(
+    config: KVCacheConfig,
+    backend: type,
+    *,
+    has_connector: bool,
+    is_compressed: bool = False,
+    is_sparse: bool = False,
+    device_type: str = "A3",
+) -> dict[str, object]:
+    """The tensors that the runner registers for a config.
+
+    Args:
+        config: Of the worker.
+        backend: Gives the shapes.
+        has_connector: With one, memory is aligned to 2 MiB, so that tensors begin within storages.
+        is_compressed: DeepSeek-V4.
+        is_sparse: DeepSeek sparse attention.
+        device_type: A name of ``AscendDeviceType``.
+    """
+    utils = importlib.import_module("vllm_ascend.utils")
+    namespace = {
+        "torch": torch,
+        "math": math,
+        "get_dtype_size": get_dtype_size,
+        "AttentionSpec": AttentionSpec,
+        "MambaSpec": MambaSpec,
+        "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
+        # 0.20.2rc1 rebinds upstream's names to its own classes.
+        "MLAAttentionSpec": MLAAttentionSpec,
+        "SlidingWindowMLASpec": SlidingWindowMLASpec,
+        "AscendDeviceType": utils.AscendDeviceType,
+        "get_ascend_device_type": lambda: utils.AscendDeviceType[device_type],
+        "enable_fa_quant": lambda *_: False,
+    }
+    namespace |= {name: getattr(utils, name) for name in _HELPERS if hasattr(utils, name)}
+    if find_spec("vllm_ascend.core.kv_cache_interface"):
+        interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
+        for name in ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec"):
+            namespace[name] = getattr(interface, name)
+    made = _compiled(_runner_methods(), namespace)
+
+    class Runner(made):
+        device = "cpu"
+        runner_only_attn_layers = frozenset()
+        vllm_config = _VllmConfig(object() if has_connector else None)
+        model_config = _ModelConfig()
+        attn_backend = backend
+        use_compress = is_compressed
+        use_sparse = is_sparse
+        use_hybrid_blocks = False
+        c8_k_cache_dtype = torch.int8
+        c8_k_scale_cache_dtype = torch.float16
+
+        def _get_attention_kv_cache_dims(self, _name: str, spec: AttentionSpec) -> tuple[int, int]:
+            if isinstance(spec, MLAAttentionSpec):
+                return LATENT_DIM, ROPE_DIM
+            return spec.head_size, spec.head_size
+
+        def _kv_cache_spec_attn_group_iterator(self) -> Iterator[_AttentionGroup]:
+            for group in config.kv_cache_groups:
+                yield _AttentionGroup(backend, group.layer_names, group.kv_cache_spec)
+
+    runner = Runner()
+    return runner._reshape_kv_cache_tensors(config, runner._allocate_kv_cache_tensors(config))
+
+
+def _runner_methods() -> list[ast.FunctionDef]:
+    nodes = ast.walk(ast.parse(_text("worker/model_runner_v1.py")))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in _METHODS]
+
+
+def _text(path: str) -> str:
+    package = find_spec("vllm_ascend")
+    assert package is not None and package.submodule_search_locations
+    return (Path(package.submodule_search_locations[0]) / path).read_text()
+
+
+def _compiled(functions: list[ast.FunctionDef], namespace: dict[str, object]) -> type:
+    """A class that has these functions; their annotations are not looked up."""
+    body = ast.ClassDef(
+        name="Made", bases=[], keywords=[], body=functions, decorator_list=[], type_params=[]
+    )
+    module = ast.fix_missing_locations(ast.Module(body=[body], type_ignores=[]))
+    flags = __future__.annotations.compiler_flag
+    exec(compile(module, "vllm_ascend", "exec", flags=flags, dont_inherit=True), namespace)
+    return namespace["Made"]

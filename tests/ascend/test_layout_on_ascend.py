@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of the real vllm-ascend: read as its own code lays them out, moved byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+pytest.importorskip(
+    "vllm_ascend",
+    reason="needs KVEXT_ASCEND_SOURCES and a pytest process that runs tests/ascend alone",
+)
+
+import ascend_layouts
+from ascend_layouts import deepseek_v4
+from support.ascend_backends import simulated_backends
+from support.layout_round_trip import Mover, movers, round_trip
+from support.layout_truth import LayoutFixture
+from vllm_ascend._version import __version__ as ascend_version
+
+from vllm_ascend_kvext.layout.model import GroupKind, KVLayout
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.specs import read_scheduler_groups
+
+FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
+    "DeepSeek-V4": deepseek_v4,
+    "DeepSeek-V4, no connector": partial(deepseek_v4, has_connector=False),
+    "DeepSeek-V4, small blocks": partial(deepseek_v4, 32, 80),
+    "latent and rope": ascend_layouts.latent_and_rope,
+    "sparse C8": ascend_layouts.sparse_c8,
+    "keys and values": ascend_layouts.keys_and_values,
+}
+if ascend_version.startswith("0.23"):
+    FIXTURES["DeepSeek-V4 on A5"] = ascend_layouts.deepseek_v4_on_a5
+
+RANGES = {
+    "a chunk": TokenRange(0, 1024),
+    "a chunk that no page begins with": TokenRange(3072, 4096),
+    "cut pages": TokenRange(515, 1101),
+}
+
+
+@pytest.fixture(scope="module")
+def ascend_movers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mover]]:
+    """On a simulated device, which is slow."""
+    with simulated_backends(tmp_path_factory.mktemp("shim")) as backends:
+        yield {name: move for name, move in movers(backends).items() if name.startswith("ascend")}
+
+
+@pytest.mark.parametrize("tokens", RANGES)
+@pytest.mark.parametrize("name", FIXTURES)
+def test_round_trip(name: str, tokens: str) -> None:
+    assert round_trip(FIXTURES[name], RANGES[tokens], movers({}), seed=len(name))
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_round_trip_with_the_backends_of_ascend(name: str, ascend_movers: dict[str, Mover]) -> None:
+    assert round_trip(FIXTURES[name], RANGES["cut pages"], ascend_movers, seed=1)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
+    fixture = FIXTURES[name]()
+    groups = read_scheduler_groups(fixture.config)
+    assert groups == read_scheduler_groups(fixture.scheduler_config)
+    for index, group in enumerate(groups):
+        reaches = fixture.reaches(index)
+        assert {reach.kind for reach in reaches} == {group.kind}
+        assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_groups_are_those_of_the_fixture(name: str) -> None:
+    fixture = FIXTURES[name]()
+    found = {
+        (g.scheduler_group, g.kind, g.tokens_per_page, g.tokens_per_row, g.restart_tokens)
+        for g in fixture.layout().groups
+    }
+    assert found == {
+        (
+            paged.group,
+            paged.reach.kind,
+            paged.reach.tokens_per_page,
+            paged.reach.tokens_per_row,
+            paged.reach.restart_tokens,
+        )
+        for paged in fixture.tensors
+    }
+
+
+def geometry(layout: KVLayout) -> set[tuple[object, ...]]:
+    """Kind, tokens per page, page stride, offset in the page, row bytes, rows per page."""
+    return {
+        (
+            group.kind,
+            group.tokens_per_page,
+            plane.page_stride_bytes,
+            plane.region_offset_bytes,
+            plane.row_bytes,
+            group.rows_per_page,
+        )
+        for group in layout.groups
+        for plane in group.planes
+    }
+
+
+FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
+
+
+def test_deepseek_v4_byte_for_byte() -> None:
+    """By hand, from the sizes of rows and pages that the model's specs have."""
+    fixture = deepseek_v4(128)
+    layout = fixture.layout()
+    assert geometry(layout) == {
+        (FULL, 512, 131072, 0, 1024, 128),  # attention of ratio 4
+        (FULL, 512, 16640, 0, 128, 128),  # keys of the indexer
+        (FULL, 512, 16640, 16384, 2, 128),  # and their scales
+        (FULL, 16384, 131072, 0, 1024, 128),  # attention of ratio 128
+        (WINDOW, 128, 131072, 0, 1024, 128),
+        (STATE, 8, 131072, 0, 8192, 8),  # compressor of ratio 4, padded
+        (STATE, 8, 16640, 0, 2048, 8),  # of the indexer, padded
+        (STATE, 32, 131072, 0, 4096, 32),  # compressor of ratio 128
+    }
+    assert layout.num_scheduler_groups == 6
+    assert layout.num_planes == 21 * 3 + 20 + 43 + 21 * 2 + 20
+    assert layout.unit_tokens == 128
+
+
+def test_blobs_are_shared_by_layers_of_different_groups() -> None:
+    layout = deepseek_v4(128).layout()
+    assert len(layout.pools) == 22 + 21  # 22 layer tuples; the last has no layer of small pages
+    groups_of_pool: dict[int, set[int]] = {}
+    for group in layout.groups:
+        for plane in group.planes:
+            groups_of_pool.setdefault(plane.pool, set()).add(group.scheduler_group)
+    assert max(len(groups) for groups in groups_of_pool.values()) == 6
+
+
+def test_a_connector_moves_tensors_away_from_the_start_of_their_storage() -> None:
+    """vllm-ascend then aligns them to 2 MiB."""
+    offsets = {
+        has_connector: {
+            plane.base_bytes
+            for group in deepseek_v4(has_connector=has_connector).layout().groups
+            for plane in group.planes
+        }
+        for has_connector in (True, False)
+    }
+    assert offsets[False] == {0}
+    assert offsets[True] != {0}

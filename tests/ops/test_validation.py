@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which descriptors are refused, and in which words. What is refused has written nothing."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.transfer_cases import (
+    HOST_TO_PAGES,
+    PAGES_TO_HOST,
+    TransferCase,
+    TransferMemory,
+    assert_same,
+    cases,
+    uniform_case,
+)
+from support.transfer_model import is_valid
+
+from vllm_ascend_kvext.transfer.errors import DescriptorError
+from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.transfer.schema import PlaneColumn, PoolColumn, RunColumn
+
+MOST = 2**63 - 1
+MESSAGE = re.compile(
+    r"(pools|planes|runs|host)\[\d+\]\.[a-z_]+: expected [^.]*, found [^.]*\. [A-Z][^.]*\."
+)
+
+QUICK = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def refusal(pools, host_address, host_bytes, planes, runs, direction) -> str | None:
+    """What the compiled module says against it."""
+    try:
+        native().validate(pools, host_address, host_bytes, planes, runs, direction)
+    except DescriptorError as error:
+        return str(error)
+    return None
+
+
+@st.composite
+def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray]:
+    """The case's planes and runs with one to three cells that may be wrong."""
+    planes, runs = case.planes.copy(), case.runs.copy()
+    for _ in range(draw(st.integers(1, 3))):
+        table = draw(st.sampled_from((planes, runs)))
+        row = draw(st.integers(0, len(table) - 1))
+        column = draw(st.integers(0, table.shape[1] - 1))
+        was = int(table[row, column])
+        value = draw(
+            st.one_of(
+                st.integers(-2, 9),
+                st.sampled_from((was - 1, was + 1, was * 2, was + 64)),
+                st.sampled_from([int(value) for value in table[:, column]]),
+                st.sampled_from((MOST, MOST - 1, -MOST - 1, 2**62, 2**32, 2**31)),
+                st.integers(-MOST - 1, MOST),
+            )
+        )
+        table[row, column] = min(max(value, -MOST - 1), MOST)
+    if draw(st.booleans()):
+        runs = runs[draw(st.permutations(range(len(runs))))]
+    return planes, runs
+
+
+@settings(QUICK, max_examples=1000)
+@given(st.data(), cases(max_page_bytes=3000))
+def test_it_agrees_with_the_definition(data: st.DataObject, case: TransferCase) -> None:
+    planes, runs = data.draw(damages(case))
+    memory = TransferMemory.random(case)
+    before = memory.snapshot()
+    arguments = (memory.pool_table, memory.host.address, case.host_bytes, planes, runs)
+    message = refusal(*arguments, case.direction)
+    assert (message is None) == is_valid(*arguments, case.direction), message
+    assert message is None or MESSAGE.fullmatch(message), message
+    if message is not None:
+        for move in (native().page_transfer, native().expand):
+            with pytest.raises(DescriptorError, match=re.escape(message)):
+                move(*arguments, case.direction)
+        assert_same(memory.snapshot(), before)
+
+
+@QUICK
+@given(cases(max_page_bytes=3000), st.data())
+def test_it_agrees_on_pools_and_host(case: TransferCase, data: st.DataObject) -> None:
+    memory = TransferMemory.random(case)
+    pools = memory.pool_table
+    numbers = st.one_of(
+        st.integers(-2, 2),
+        st.sampled_from((MOST, MOST - 1, 2**62)),
+        st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
+        st.integers(-MOST - 1, MOST),
+    )
+    host = [memory.host.address, case.host_bytes]
+    which = data.draw(st.integers(0, len(pools)))
+    row = host if which == len(pools) else pools[which]
+    row[data.draw(st.integers(0, 1))] = data.draw(numbers)
+    arguments = (pools, *host, case.planes, case.runs, case.direction)
+    message = refusal(*arguments)
+    assert (message is None) == is_valid(*arguments), message
+
+
+# One group, two planes, three runs of whole pages of 4 rows of 16 bytes; 5 pages.
+def small_case(direction: int) -> TransferCase:
+    return uniform_case(
+        row_bytes=16, rows_per_page=4, pages=(2, 4, 1), num_planes=2, direction=direction
+    )
+
+
+WRONG_CELLS = [
+    ("planes", 1, PlaneColumn.GROUP, -1, "at least 0"),
+    ("planes", 1, PlaneColumn.POOL, 2, "a row of pools, which has 2"),
+    ("planes", 1, PlaneColumn.POOL, -1, "a row of pools, which has 2"),
+    ("planes", 0, PlaneColumn.BASE_BYTES, -64, "at least 0"),
+    ("planes", 0, PlaneColumn.PAGE_STRIDE_BYTES, 63, "at least 64"),
+    ("planes", 0, PlaneColumn.PAGE_STRIDE_BYTES, 0, "at least 1"),
+    ("planes", 0, PlaneColumn.REGION_OFFSET_BYTES, -1, "at least 0"),
+    ("planes", 0, PlaneColumn.ROW_BYTES, 0, "at least 1"),
+    ("planes", 1, PlaneColumn.ROWS_PER_PAGE, 3, "4, as planes[0] of the same group has"),
+    ("planes", 1, PlaneColumn.ROWS_PER_PAGE, 0, "at least 1"),
+    ("planes", 1, PlaneColumn.NUM_PAGES, 6, "within the 320 bytes of pools[1]"),
+    ("planes", 1, PlaneColumn.NUM_PAGES, 2**60, "within the 320 bytes of pools[1]"),
+    ("planes", 1, PlaneColumn.HOST_OFFSET_BYTES, 200, "a multiple of 64"),
+    ("planes", 1, PlaneColumn.HOST_OFFSET_BYTES, 128, "at least 192, where the host rows of pl"),
+    ("planes", 1, PlaneColumn.HOST_OFFSET_BYTES, 256, "within the 384 bytes of the host"),
+    ("runs", 1, RunColumn.GROUP, 1, "a group that one of the 2 planes has"),
+    ("runs", 0, RunColumn.GROUP, -1, "at least 0"),
+    ("runs", 2, RunColumn.PAGE, 0, "1 to 4, the pages of planes[0]"),
+    ("runs", 2, RunColumn.PAGE, 5, "1 to 4, the pages of planes[0]"),
+    ("runs", 2, RunColumn.PAGE, -3, "1 to 4, the pages of planes[0]"),
+    ("runs", 1, RunColumn.FIRST_ROW, -1, "at least 0"),
+    ("runs", 1, RunColumn.NUM_ROWS, 0, "at least 1"),
+    ("runs", 1, RunColumn.NUM_ROWS, 5, "within the 4 of a page"),
+    ("runs", 1, RunColumn.NUM_ROWS, MOST, "within the 4 of a page"),
+    ("runs", 1, RunColumn.HOST_ROW, -1, "at least 0"),
+    ("pools", 1, PoolColumn.ADDRESS, 0, "at least 1"),
+    ("pools", 1, PoolColumn.NUM_BYTES, 0, "at least 1"),
+]
+
+
+@pytest.mark.parametrize("direction", [PAGES_TO_HOST, HOST_TO_PAGES])
+@pytest.mark.parametrize(("table", "row", "column", "value", "expected"), WRONG_CELLS)
+def test_it_names_the_cell_and_both_numbers(table, row, column, value, expected, direction):
+    case = small_case(direction)
+    memory = TransferMemory.random(case)
+    before = memory.snapshot()
+    tables = {"pools": memory.pool_table, "planes": case.planes, "runs": case.runs}
+    tables[table][row, column] = value
+    with pytest.raises(DescriptorError) as caught:
+        native().page_transfer(
+            tables["pools"],
+            memory.host.address,
+            case.host_bytes,
+            tables["planes"],
+            tables["runs"],
+            direction,
+        )
+    message = str(caught.value)
+    assert message.startswith(f"{table}[{row}].{column.name.lower()}: expected ")
+    assert expected in message
+    assert str(value) in message.partition(", found ")[2]
+    assert_same(memory.snapshot(), before)
+
+
+def wrong(direction: int, *, runs=(), planes=()) -> str:
+    """What is said against the small case with some cells replaced."""
+    case = small_case(direction)
+    memory = TransferMemory.random(case)
+    for row, column, value in runs:
+        case.runs[row, column] = value
+    for row, column, value in planes:
+        case.planes[row, column] = value
+    message = refusal(
+        memory.pool_table, memory.host.address, case.host_bytes, case.planes, case.runs, direction
+    )
+    assert message is not None
+    return message
+
+
+def test_a_row_is_loaded_once() -> None:
+    message = wrong(
+        HOST_TO_PAGES, runs=[(2, RunColumn.PAGE, 4), (2, RunColumn.FIRST_ROW, 3), (2, 3, 1)]
+    )
+    assert message.startswith("runs[2].first_row: expected rows of page 4 that no other run")
+    assert "runs[1] writes rows 0 to 3, found row 3" in message
+
+
+def test_a_host_row_is_stored_once() -> None:
+    message = wrong(PAGES_TO_HOST, runs=[(1, RunColumn.HOST_ROW, 3)])
+    assert message.startswith("runs[1].host_row: expected host rows that no other run writes")
+    assert "runs[0] writes host rows 0 to 3, found host row 3" in message
+
+
+def test_planes_of_one_page_do_not_overlap() -> None:
+    message = wrong(HOST_TO_PAGES, planes=[(1, PlaneColumn.POOL, 0)])
+    assert re.match(r"runs\[2\]\.page: expected bytes that nothing else writes: planes\[", message)
+    assert "bytes 64 to 127 of the pool, found byte 64 through planes[" in message
+
+
+def test_groups_that_share_a_pool_have_pages_of_their_own() -> None:
+    """As the blobs of DeepSeek-V4 on Ascend: apart by page only."""
+    planes = np.array([(group, 0, 0, 64, 0, 16, 4, 9, group * 256) for group in (0, 1, 2)])
+    pools = np.array([(1 << 20, 9 * 64)])
+    # Group 1 lies between the pages of group 0, and group 2 behind it.
+    runs = np.array([(0, 1, 0, 4, 0), (0, 8, 0, 4, 4), (1, 3, 0, 4, 0), (2, 7, 0, 4, 0)])
+    assert refusal(pools, 1, 768, planes, runs, HOST_TO_PAGES) is None
+    runs[3, RunColumn.PAGE] = 8
+    message = refusal(pools, 1, 768, planes, runs, HOST_TO_PAGES)
+    assert message is not None and "found byte 512 through planes[" in message
+    assert refusal(pools, 1, 768, planes, runs, PAGES_TO_HOST) is None
+
+
+@pytest.mark.parametrize("direction", [PAGES_TO_HOST, HOST_TO_PAGES])
+def test_one_byte_too_few_is_refused(direction: int) -> None:
+    case = small_case(direction)
+    pools = np.array([(4096, 320), (8192, 320)])
+    tables = case.planes, case.runs, direction
+    assert refusal(pools, 1, 384, *tables) is None
+    message = refusal(pools, 1, 383, *tables)
+    assert message is not None and message.startswith("planes[1].host_offset_bytes: expected host")
+    assert (
+        "within the 383 bytes" in message and "found 192 for rows that end at byte 384" in message
+    )
+    pools[1, PoolColumn.NUM_BYTES] = 319
+    message = refusal(pools, 1, 384, *tables)
+    assert message is not None and message.startswith(
+        "planes[1].num_pages: expected pages that end"
+    )
+    assert "within the 319 bytes of pools[1]" in message and "ends at byte 320" in message
+
+
+def test_runs_are_sorted_by_group() -> None:
+    planes = np.array([(group, 0, 0, 64, 0, 16, 4, 9, group * 256) for group in (0, 1)])
+    runs = np.array([(1, 1, 0, 4, 0), (0, 2, 0, 4, 0)])
+    message = refusal(np.array([(1 << 20, 9 * 64)]), 1, 512, planes, runs, PAGES_TO_HOST)
+    assert message is not None
+    assert message.startswith("runs[1].group: expected at least 1, the group before it, found 0.")
+
+
+@pytest.mark.parametrize("overlap", [1, 64])
+def test_a_pool_is_no_host_buffer(overlap: int) -> None:
+    case = small_case(PAGES_TO_HOST)
+    pools = np.array([(4096, 320), (8192, 320)])
+    message = refusal(pools, 8192 + 320 - overlap, 384, case.planes, case.runs, PAGES_TO_HOST)
+    assert message is not None
+    assert message.startswith("pools[1].address: expected memory outside the host buffer")
+
+
+def test_no_runs_move_nothing() -> None:
+    case = small_case(PAGES_TO_HOST)
+    memory = TransferMemory.random(case)
+    before = memory.snapshot()
+    arguments = (memory.pool_table, memory.host.address, case.host_bytes, case.planes)
+    native().page_transfer(*arguments, np.empty((0, 5), np.int64), PAGES_TO_HOST)
+    assert [len(part) for part in native().expand(*arguments, case.runs[:0], PAGES_TO_HOST)] == [
+        0
+    ] * 3
+    assert_same(memory.snapshot(), before)
+
+
+RUNS = np.array([(0, 2, 0, 4, 0)])
+
+
+@pytest.mark.parametrize(
+    ("runs", "found"),
+    [
+        (RUNS.astype(np.int32), "format 'i', shape [1, 5], contiguous"),
+        (RUNS.astype(np.float64), "format 'd', shape [1, 5], contiguous"),
+        (RUNS.astype(np.uint64), "format 'L', shape [1, 5], contiguous"),
+        (RUNS.astype(">i8"), "format '>q', shape [1, 5], contiguous"),
+        (RUNS[:, :4].copy(), "format 'l', shape [1, 4], contiguous"),
+        (RUNS[0], "format 'l', shape [5], contiguous"),
+        (np.repeat(RUNS, 4, 0)[::2], "format 'l', shape [2, 5], not contiguous"),
+        (np.asfortranarray(np.repeat(RUNS, 4, 0)), "format 'l', shape [4, 5], not contiguous"),
+        ([[0, 2, 0, 4, 0]], "an object without a buffer"),
+        (None, "an object without a buffer"),
+    ],
+)
+def test_a_table_has_the_right_type(runs, found) -> None:
+    case = small_case(PAGES_TO_HOST)
+    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, runs, PAGES_TO_HOST)
+    assert message == (
+        f"runs: expected int64, shape [rows, 5], C-contiguous, found {found}. "
+        "Build it with numpy.ascontiguousarray(rows, numpy.int64)."
+    )
+
+
+def test_a_table_that_is_not_aligned_is_refused() -> None:
+    case = small_case(PAGES_TO_HOST)
+    shifted = memoryview(b"\0" + case.runs.tobytes())[1:].cast("q", case.runs.shape)
+    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, shifted, PAGES_TO_HOST)
+    assert message is not None and message.startswith("runs: expected int64")
+
+
+def test_tables_may_be_read_only() -> None:
+    case = small_case(PAGES_TO_HOST)
+    case.runs.flags.writeable = False
+    pools = np.array([(4096, 320), (8192, 320)])
+    assert refusal(pools, 1, 384, case.planes, case.runs, PAGES_TO_HOST) is None
+
+
+@pytest.mark.parametrize("direction", [-1, 2, 2**40])
+def test_there_are_two_directions(direction: int) -> None:
+    case = small_case(PAGES_TO_HOST)
+    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, case.runs, direction)
+    assert message is not None and message.startswith("direction: expected 0")
+    assert f"found {direction}." in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_threads", 0), ("num_threads", 257), ("streaming", 2)]
+)
+def test_options_are_checked(name: str, value: int) -> None:
+    case = small_case(PAGES_TO_HOST)
+    pools = np.array([(4096, 320), (8192, 320)])
+    with pytest.raises(ValueError, match=rf"{name}: expected .*, found {value}\."):
+        native().page_transfer(pools, 1, 384, case.planes, case.runs, 0, **{name: value})

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AscendC kernel on the host: its source compiled against the shim of CANN's calls.
+
+The library has the launcher's functions, so the backend is the real one; what it cannot have is a
+device: see `fake_npu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.ascend_launcher import KernelLauncher
+from vllm_ascend_kvext.transfer.ascend_work_table import build_work_table
+from vllm_ascend_kvext.transfer.backend import Transfer
+from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "ascend"
+KERNEL = SOURCES / "page_transfer_kernel.cpp"
+SANITIZERS = "-fsanitize=address,undefined"
+
+
+def compile_shim(folder: Path, *flags: str, kernel: Path = KERNEL) -> Path:
+    """Compiles a kernel and the shim's driver into a library in ``folder``."""
+    library = folder / "libkvext_ascend_shim.so"
+    command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}"]
+    sources = [str(SOURCES / "shim" / "driver.cpp"), str(kernel)]
+    subprocess.run([*command, *flags, *includes, *sources, "-o", str(library)], check=True)
+    return library
+
+
+@dataclass
+class Shim:
+    """One compiled shim.
+
+    Attributes:
+        num_cores: Vector cores of the simulated device.
+        is_last_core_first: The order in which they run.
+        launches: (Cores, units) of each launch so far.
+    """
+
+    library: ctypes.CDLL
+    num_cores: int = 1
+    is_last_core_first: bool = False
+    launches: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> Shim:
+        library = ctypes.CDLL(str(path))
+        library.kvext_shim_violation.restype = ctypes.c_char_p
+        return cls(library)
+
+    def backend(self) -> AscendKernelBackend:
+        return AscendKernelBackend(_ShimLauncher(self), upload=self._upload)
+
+    def move(self, transfer: Transfer) -> None:
+        """What the backend does once a transfer is valid, without torch."""
+        launcher = _ShimLauncher(self)
+        table = build_work_table(
+            transfer,
+            host_address=transfer.host_address,
+            num_cores=self.num_cores,
+            limits=launcher.limits,
+        )
+        launcher.launch(self._upload(table, None), self.num_cores, 0)
+
+    def prepare(self, transfer: Transfer, *, is_mapped: bool) -> None:
+        """Registers what the transfer may touch: one side to read, the other to write once."""
+        self.library.kvext_shim_reset(
+            ctypes.c_int64(self.num_cores), ctypes.c_int32(self.is_last_core_first)
+        )
+        is_store = transfer.direction == 0
+        for pool in transfer.pools:
+            address, num_bytes = int(pool[PoolColumn.ADDRESS]), int(pool[PoolColumn.NUM_BYTES])
+            self.register(address, num_bytes, is_writable=not is_store)
+        self.register(
+            transfer.host_address, transfer.host_bytes, is_mapped=is_mapped, is_writable=is_store
+        )
+
+    def register(
+        self, address: int, num_bytes: int, *, is_mapped: bool = False, is_writable: bool = False
+    ) -> None:
+        """Makes memory exist for the kernel; mapped memory has another address there."""
+        self.library.kvext_shim_register(
+            ctypes.c_void_p(address),
+            ctypes.c_uint64(num_bytes),
+            ctypes.c_int32(is_mapped),
+            ctypes.c_int32(is_writable),
+        )
+
+    @property
+    def violation(self) -> str:
+        """What the latest launch did that the hardware does not allow; empty if nothing."""
+        return self.library.kvext_shim_violation().decode()
+
+    def _upload(self, table: Table, _device: object) -> SimpleNamespace:
+        self.register(table.ctypes.data, table.nbytes)
+        return SimpleNamespace(data_ptr=lambda: table.ctypes.data, units=int(table[1]))
+
+
+class _ShimLauncher(KernelLauncher):
+    """The real one, which also says what the shim objected to."""
+
+    def __init__(self, shim: Shim) -> None:
+        super().__init__(shim.library)
+        self._shim = shim
+
+    def launch(self, table: SimpleNamespace, num_cores: int, stream: int) -> None:
+        self._shim.launches.append((num_cores, table.units))
+        try:
+            super().launch(table, num_cores, stream)
+        finally:
+            assert not self._shim.violation, self._shim.violation

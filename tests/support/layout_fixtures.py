@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts as the installed vLLM plans, allocates and shapes them; nothing is computed on them.
+
+Each function makes a new worker: config, tensors in memory of their own, and by hand what the
+tensors hold. Planning and shaping are vLLM's own functions; only the layers are made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from vllm.config import CacheConfig, VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from support.layout_reach import Reach
+from support.layout_truth import LayoutFixture, paged_tensors
+from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+
+HAS_DEEPSEEK_V4 = find_spec("vllm.models") is not None
+"""Whether this vLLM has the DeepSeek-V4 whose layers ``deepseek_v4`` makes up (0.23.0)."""
+
+
+def plan(
+    specs: Mapping[str, KVCacheSpec], num_blocks: int, block_size: int = 16
+) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """The config of a worker, and of the scheduler, as vLLM makes it."""
+    vllm_config = VllmConfig(
+        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
+    )
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
+    config = kv_cache_utils.get_kv_cache_config_from_groups(
+        vllm_config, groups, available_memory=1 << 40
+    )
+    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
+
+
+class FlashInferHndBackend:
+    """Shape and order of FlashInfer's backend with heads outside tokens."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, **_: object
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        return 0, 1, 3, 2, 4
+
+
+@dataclass(frozen=True)
+class _AttentionGroup:
+    """What the model runner reads of its attention groups."""
+
+    backend: type
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+    kv_cache_group_id: int
+
+
+@dataclass(frozen=True)
+class _Cache:
+    cache_dtype: str
+
+
+class _Runner:
+    """As much of a model runner as allocating and shaping KV caches reads."""
+
+    device = "cpu"
+    runner_only_attn_layers: frozenset[str] = frozenset()
+    _update_hybrid_attention_mamba_layout = GPUModelRunner._update_hybrid_attention_mamba_layout
+
+    def __init__(self, groups: list[_AttentionGroup], cache_dtype: str) -> None:
+        self._groups = groups
+        self.cache_config = _Cache(cache_dtype)
+
+    def _kv_cache_spec_attn_group_iterator(self) -> Iterator[_AttentionGroup]:
+        yield from self._groups
+
+
+def register(
+    config: KVCacheConfig,
+    backends: Mapping[str, type],
+    kernel_block_size: int | None = None,
+    cache_dtype: str = "auto",
+) -> dict[str, object]:
+    """The tensors of a config, as vLLM's model runner makes them.
+
+    Args:
+        config: Of the worker.
+        backends: By the end of a layer's name.
+        kernel_block_size: Tokens per block of the attention kernels, where it is not the config's.
+        cache_dtype: Of ``--kv-cache-dtype``.
+    """
+    groups = [
+        _AttentionGroup(_backend(backends, name), [name], _spec_of(group, name), index)
+        for index, group in enumerate(config.kv_cache_groups)
+        for name in group.layer_names
+    ]
+    runner = _Runner(groups, cache_dtype)
+    block_sizes = [
+        kernel_block_size or group.kv_cache_spec.block_size for group in config.kv_cache_groups
+    ]
+    raw = GPUModelRunner._allocate_kv_cache_tensors(runner, config)
+    return GPUModelRunner._reshape_kv_cache_tensors(runner, raw, block_sizes)
+
+
+def _spec_of(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer_name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _backend(backends: Mapping[str, type], layer_name: str) -> type:
+    return next(backend for suffix, backend in backends.items() if layer_name.endswith(suffix))
+
+
+HEADS, HEAD_SIZE, BLOCK, WINDOW = 2, 64, 16, 40
+
+
+def _full_and_window(block: int, num_layers: int = 4) -> dict[str, KVCacheSpec]:
+    sizes = {
+        "block_size": block,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.bfloat16,
+    }
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(num_layers):
+        specs[f"{layer}.full"] = FullAttentionSpec(**sizes)
+        specs[f"{layer}.window"] = SlidingWindowSpec(sliding_window=WINDOW, **sizes)
+    return specs
+
+
+def keys_and_values(
+    backend: type,
+    page_axis: int,
+    token_axis: int | None,
+    *,
+    addressing: RowAddressing | None = RowAddressing.TOKENS,
+    blocks_per_page: int = 1,
+    num_blocks: int = 40,
+) -> LayoutFixture:
+    """Full attention and a sliding window, K and V as the backend shapes them.
+
+    Layers of both groups share storages. ``token_axis`` None: a page is one row.
+    """
+    block = BLOCK * blocks_per_page
+    config, scheduler_config = plan(_full_and_window(block), num_blocks, block)
+    kv_caches = register(config, {"": backend}, kernel_block_size=BLOCK)
+    per_row = block if token_axis is None else 1
+    return LayoutFixture(
+        config,
+        scheduler_config,
+        kv_caches,
+        paged_tensors(
+            config,
+            kv_caches,
+            {"": [(page_axis, token_axis, blocks_per_page)]},
+            {
+                "full": Reach(GroupKind.FULL, block, per_row),
+                "window": Reach(GroupKind.WINDOW, block, per_row, WINDOW),
+            },
+        ),
+        addressing,
+    )
+
+
+def keys_then_values() -> LayoutFixture:
+    """All pages of K, then all of V."""
+    return keys_and_values(RocmAttentionBackend, 1, 2)
+
+
+def keys_and_values_by_page() -> LayoutFixture:
+    """K and V together in each page; in vLLM 0.23.0 together in each row."""
+    shape = FlexAttentionBackend.get_kv_cache_shape(40, BLOCK, HEADS, HEAD_SIZE)
+    return keys_and_values(FlexAttentionBackend, shape.index(40), 2)
+
+
+def heads_outside_tokens() -> LayoutFixture:
+    return keys_and_values(FlashInferHndBackend, 0, 2)
+
+
+def kernel_blocks() -> LayoutFixture:
+    """Four kernel blocks per page, rows adjacent across them."""
+    return keys_and_values(RocmAttentionBackend, 1, 2, blocks_per_page=4, num_blocks=16)
+
+
+def kernel_blocks_apart() -> LayoutFixture:
+    """Four kernel blocks per page, each with its own K and V: a page is one row."""
+    return keys_and_values(FlashInferHndBackend, 0, None, blocks_per_page=4, num_blocks=16)
+
+
+def cpu_attention() -> LayoutFixture:
+    """vLLM's CPU backend, which stores K transposed: a page is one row."""
+    shape = CPUAttentionBackend.get_kv_cache_shape(40, BLOCK, HEADS, HEAD_SIZE)
+    return keys_and_values(CPUAttentionBackend, shape.index(40), None, addressing=None)
+
+
+def latent_rows() -> LayoutFixture:
+    """MLA in three dimensions."""
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config, scheduler_config = plan({f"{layer}.attn": spec for layer in range(3)}, 24)
+    kv_caches = register(config, {"": MLACommonBackend})
+    tensors = paged_tensors(
+        config, kv_caches, {"": [(0, 1)]}, {"": Reach(GroupKind.FULL, BLOCK, 1)}
+    )
+    return LayoutFixture(config, scheduler_config, kv_caches, tensors, RowAddressing.TOKENS)
+
+
+def attention_and_mamba() -> LayoutFixture:
+    """Two states per Mamba layer in padded pages; storages shared with attention."""
+    attention = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    mamba = MambaSpec(
+        block_size=BLOCK,
+        shapes=((3, 64), (2, 16, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=attention.page_size_bytes,
+        mamba_cache_mode="align",
+    )
+    specs = {f"{layer}.mamba": mamba for layer in range(3)} | {"3.attn": attention}
+    config, scheduler_config = plan(specs, 40)
+    kv_caches = register(config, {"": RocmAttentionBackend})
+    tensors = paged_tensors(
+        config,
+        kv_caches,
+        {"attn": [(1, 2)], "mamba": [(0,), (0,)]},
+        {
+            "attn": Reach(GroupKind.FULL, BLOCK, 1),
+            "mamba": Reach(GroupKind.STATE, BLOCK, BLOCK),
+        },
+    )
+    return LayoutFixture(config, scheduler_config, kv_caches, tensors, RowAddressing.TOKENS)
+
+
+def deepseek_v4(cache_dtype: str, num_layers: int = 43, num_blocks: int = 64) -> LayoutFixture:
+    """DeepSeek-V4 Flash as upstream vLLM 0.23.0 lays it out; needs `HAS_DEEPSEEK_V4`.
+
+    Args:
+        cache_dtype: ``fp8_ds_mla`` (packed bytes in padded pages) or ``auto`` (bfloat16 rows).
+        num_layers: Two layers without compression, then ratios 4 and 128 in turn.
+        num_blocks: Pages.
+    """
+    from vllm.models.deepseek_v4.compressor import CompressorBackend
+    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
+
+    config, scheduler_config = plan(_deepseek_v4_specs(cache_dtype, num_layers), num_blocks, 256)
+    backends = {
+        "swa_cache": DeepseekSparseSWABackend,
+        "attn": DeepseekV4FlashMLABackend,
+        "k_cache": DeepseekV4IndexerBackend,
+        "state_cache": CompressorBackend,
+    }
+    kv_caches = register(config, backends, cache_dtype=cache_dtype)
+    is_packed = cache_dtype == "fp8_ds_mla"
+    rows = (0, None) if is_packed else (0, 1)
+    reaches = {
+        "c4.attn": Reach(GroupKind.FULL, 256, 256 if is_packed else 4),
+        "c128.attn": Reach(GroupKind.FULL, 256, 256 if is_packed else 128),
+        "indexer.k_cache": Reach(GroupKind.FULL, 256, 256),
+        "swa_cache": Reach(GroupKind.WINDOW, 64, 64 if is_packed else 1, 128),
+        "c4.state_cache": Reach(GroupKind.STATE, 4, 1, 8),
+        "c128.state_cache": Reach(GroupKind.STATE, 8, 1, 128, 128),
+    }
+    describe = {
+        "attn": [rows],
+        "swa_cache": [rows],
+        "k_cache": [(0, None)],
+        "state_cache": [(0, 1)],
+    }
+    tensors = paged_tensors(config, kv_caches, describe, reaches)
+    return LayoutFixture(config, scheduler_config, kv_caches, tensors, RowAddressing.TOKENS)
+
+
+def _deepseek_v4_specs(cache_dtype: str, num_layers: int) -> dict[str, KVCacheSpec]:
+    """One spec per cache that the model registers; names end in ratio and cache."""
+    is_packed = cache_dtype == "fp8_ds_mla"
+    alignment = 576 if is_packed else None
+    latent = {
+        "num_kv_heads": 1,
+        "head_size": 512,
+        "dtype": torch.uint8 if is_packed else torch.bfloat16,
+        "cache_dtype_str": cache_dtype,
+        "alignment": alignment,
+        "model_version": "deepseek_v4",
+    }
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(num_layers):
+        specs[f"{layer}.swa_cache"] = SlidingWindowMLASpec(
+            block_size=64, sliding_window=128, **latent
+        )
+        if layer < 2:
+            continue
+        ratio = 4 if layer % 2 == 0 else 128
+        prefix = f"{layer}.c{ratio}"
+        specs[f"{prefix}.attn"] = MLAAttentionSpec(block_size=256, compress_ratio=ratio, **latent)
+        specs[f"{prefix}.state_cache"] = _state_spec(ratio, 512, alignment)
+        if ratio == 4:
+            specs[f"{layer}.indexer.k_cache"] = MLAAttentionSpec(
+                block_size=256,
+                num_kv_heads=1,
+                head_size=132,
+                dtype=torch.uint8,
+                compress_ratio=4,
+                alignment=576,
+            )
+            specs[f"{layer}.indexer.c4.state_cache"] = _state_spec(4, 128, alignment)
+    return specs
+
+
+def _state_spec(ratio: int, head_dim: int, alignment: int | None) -> SlidingWindowMLASpec:
+    overlap = 2 if ratio == 4 else 1
+    return SlidingWindowMLASpec(
+        block_size=4 if ratio == 4 else 8,
+        num_kv_heads=1,
+        head_size=2 * overlap * head_dim,
+        dtype=torch.float32,
+        sliding_window=overlap * ratio,
+        alignment=alignment,
+    )

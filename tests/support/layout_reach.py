@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the token behind a boundary reads, counted token by token: what a chunk has to keep.
+
+Slow, and plainly the definition of each attention. Knows nothing of how the layout plans it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.layout.model import GroupKind
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """One group. See ``LayoutGroup`` for the fields."""
+
+    kind: GroupKind
+    tokens_per_page: int
+    tokens_per_row: int
+    window_tokens: int = 0
+    restart_tokens: int = 0
+
+    def reads(self, token: int, end: int) -> bool:
+        """Whether going on from ``end`` reads this token."""
+        if self.kind is GroupKind.FULL:
+            return True
+        if self.kind is GroupKind.STATE and not self.window_tokens:
+            return token == end - 1  # whose page is the state at the end
+        if token <= end - self.window_tokens:
+            return False
+        return not self.restart_tokens or token // self.restart_tokens == end // self.restart_tokens
+
+    def rows_read(self, first: int, end: int) -> list[int]:
+        """Rows of a chunk in pages that are read; rows that are not whole do not count."""
+        end -= end % self.tokens_per_row
+        pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
+        rows_per_page = self.tokens_per_page // self.tokens_per_row
+        rows = range(first // self.tokens_per_row, end // self.tokens_per_row)
+        return [row for row in rows if row // rows_per_page in pages]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal where stored bytes can be exchanged, different where they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
+from vllm_ascend_kvext.layout.model import (
+    GroupKind,
+    KVLayout,
+    LayoutGroup,
+    Plane,
+    Pool,
+    StatePolicy,
+)
+
+PLANE = Plane("model.layers.0.attn", 0, 0, 4096, 0, 256, "bfloat16", False)
+GROUP = LayoutGroup(0, GroupKind.WINDOW, 16, 1, 128, 0, (PLANE,))
+LAYOUT = KVLayout((Pool(4096, 1 << 20),), (GROUP,), 100, 1)
+MODEL = {"name": "deepseek", "revision": "a1", "quantization": None}
+PARALLEL = {"tensor": 8, "tensor_rank": 3}
+
+
+def fingerprint(layout: KVLayout = LAYOUT, **overrides: object) -> str:
+    return layout_fingerprint(layout, **{"model": MODEL, "parallel": PARALLEL, **overrides})
+
+
+def with_group(**changes: object) -> KVLayout:
+    return replace(LAYOUT, groups=(replace(GROUP, **changes),))
+
+
+def with_plane(**changes: object) -> KVLayout:
+    return with_group(planes=(replace(PLANE, **changes),))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(replace(LAYOUT, num_pages=7), id="pages"),
+        pytest.param(replace(LAYOUT, pools=(Pool(8192, 1 << 21),)), id="address"),
+        pytest.param(with_plane(pool=1), id="pool"),
+        pytest.param(with_plane(base_bytes=64), id="base"),
+        pytest.param(with_plane(page_stride_bytes=8192), id="padding"),
+        pytest.param(with_plane(region_offset_bytes=64), id="region"),
+    ],
+)
+def test_what_a_restart_may_change_does_not_count(layout: KVLayout) -> None:
+    assert fingerprint(layout) == fingerprint()
+
+
+DIFFERENT = {
+    "layer": with_plane(layer_name="model.layers.1.attn"),
+    "row bytes": with_plane(row_bytes=128),
+    "dtype": with_plane(dtype="float16"),
+    "more planes": with_group(planes=(PLANE, PLANE)),
+    "kind": with_group(kind=GroupKind.STATE),
+    "tokens per page": with_group(tokens_per_page=32),
+    "tokens per row": with_group(tokens_per_row=2),
+    "window": with_group(window_tokens=64),
+    "restart": with_group(restart_tokens=64),
+    "scheduler group": with_group(scheduler_group=1),
+    "more groups": replace(LAYOUT, groups=(GROUP, replace(GROUP, scheduler_group=1))),
+}
+
+
+def test_every_difference_in_bytes_counts() -> None:
+    found = {name: fingerprint(layout) for name, layout in DIFFERENT.items()}
+    found |= {
+        "same": fingerprint(),
+        "model": fingerprint(model={**MODEL, "revision": "a2"}),
+        "rank": fingerprint(parallel={**PARALLEL, "tensor_rank": 4}),
+        "size": fingerprint(parallel={**PARALLEL, "tensor": 4}),
+        "states": fingerprint(states=StatePolicy.SKIP),
+        "type": fingerprint(parallel={**PARALLEL, "tensor": "8"}),
+        "packed": fingerprint(with_plane(is_packed=True), page_format="cpu amx"),
+        "packed otherwise": fingerprint(with_plane(is_packed=True), page_format="cpu vec"),
+    }
+    assert len(set(found.values())) == len(found), found
+
+
+def test_order_of_mappings_does_not_count() -> None:
+    backwards = {
+        "model": dict(reversed(MODEL.items())),
+        "parallel": dict(reversed(PARALLEL.items())),
+    }
+    assert fingerprint(**backwards) == fingerprint()
+
+
+def test_page_format_counts_for_packed_pages_only() -> None:
+    assert fingerprint(page_format="cpu amx") == fingerprint()
+
+
+def test_packed_pages_need_a_format() -> None:
+    with pytest.raises(LayoutError, match=r"1 planes are packed.*layers\.0"):
+        fingerprint(with_plane(is_packed=True))
+
+
+def test_a_fixed_layout_has_a_fixed_fingerprint() -> None:
+    """In every process and version: stored KV must be found again. Else raise ``FORMAT``."""
+    assert fingerprint() == EXPECTED
+
+
+def test_another_process_finds_the_same() -> None:
+    code = f"import sys; sys.path[:0] = {sys.path!r}\nimport {__name__} as it\n"
+    code += "print(it.fingerprint())"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.path.dirname(__file__)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.strip() == fingerprint()
+
+
+@pytest.mark.parametrize("value", [{1: "a"}, {"a": object()}, {"a": float("nan")}, {"a": {2: 3}}])
+def test_what_has_no_canonical_text_is_refused(value: dict) -> None:
+    with pytest.raises(LayoutError, match="fingerprint"):
+        fingerprint(model=value)
+
+
+EXPECTED = "79112d8102f899c55a8c626d1051a946923fc8256e133c197e2b4257ee566b6f"

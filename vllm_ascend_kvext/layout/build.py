@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the layout of one worker, and refuses contradictions.
+
+The one place where config and tensors meet. Knows no requests and no tokens of any.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.model import (
+    KVLayout,
+    LayoutGroup,
+    Plane,
+    RowAddressing,
+    SchedulerGroup,
+)
+from vllm_ascend_kvext.layout.planes import (
+    check_disjoint,
+    deal_views,
+    planes_of,
+    regions_of_layer,
+)
+from vllm_ascend_kvext.layout.regions import PageView, Region
+from vllm_ascend_kvext.layout.specs import LayerSpec, read_layer_specs, scheduler_group
+from vllm_ascend_kvext.layout.views import PoolTable, device_type_of, tensors_of
+
+_ADDRESSING = {"npu": RowAddressing.TOKENS}
+"""Device types whose kernels write the rows that the shapes of the tensors promise."""
+
+
+def build_layout(
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    *,
+    addressing: RowAddressing | None = None,
+) -> KVLayout:
+    """The layout of everything that one worker has registered.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig`` as the worker has it.
+        kv_caches: By layer name: a tensor, or a list or tuple of tensors.
+        addressing: Whether rows of pages are addressed; by default where the device is known to
+            write them by token (NPUs).
+
+    Raises:
+        LayoutError: If config and tensors contradict each other or are not understood.
+    """
+    specs_by_group = read_layer_specs(kv_cache_config)
+    num_pages = int(kv_cache_config.num_blocks)
+    _check_names(specs_by_group, kv_caches)
+    if addressing is None:
+        addressing = _ADDRESSING.get(device_type_of(kv_caches), RowAddressing.PAGES)
+    pools = PoolTable()
+    pages = _pages_by_spec(specs_by_group, kv_caches, pools, num_pages)
+    groups: list[LayoutGroup] = []
+    all_regions: list[tuple[int, str, Region]] = []
+    for index, specs in enumerate(specs_by_group):
+        if not specs:
+            continue  # a pipeline stage without a layer of this group
+        found = _regions_of_group(specs, pages, addressing)
+        all_regions += [(index, spec.layer_name, region) for spec, region in found]
+        groups += _transfer_groups(scheduler_group(specs), found)
+    check_disjoint(all_regions, num_pages)
+    return KVLayout(pools.pools, tuple(groups), num_pages, len(specs_by_group))
+
+
+def _check_names(
+    specs_by_group: Sequence[Sequence[LayerSpec]], kv_caches: Mapping[str, Any]
+) -> None:
+    configured = {spec.layer_name for specs in specs_by_group for spec in specs}
+    if missing := sorted(configured - set(kv_caches)):
+        raise LayoutError(
+            f"kv_caches: {len(missing)} of {len(configured)} configured layers have no tensor, the "
+            f"first is {missing[0]}; register the tensors of all layers"
+        )
+    known = {tensor.data_ptr() for name in configured for tensor in tensors_of(kv_caches[name])}
+    for name in sorted(set(kv_caches) - configured):
+        # A layer that shares the cache of another (KV sharing) brings no bytes of its own.
+        if any(tensor.data_ptr() not in known for tensor in tensors_of(kv_caches[name])):
+            raise LayoutError(
+                f"kv_caches: layer {name} has a tensor of its own, but is in no KV cache group of "
+                f"{len(specs_by_group)}; pass the config that the tensors were made from"
+            )
+
+
+_Pages = dict[tuple[int, str], list[PageView]]
+
+
+def _pages_by_spec(
+    specs_by_group: Sequence[Sequence[LayerSpec]],
+    kv_caches: Mapping[str, Any],
+    pools: PoolTable,
+    num_pages: int,
+) -> _Pages:
+    """The tensors of each layer in each of its groups."""
+    specs_by_layer: dict[str, list[LayerSpec]] = defaultdict(list)
+    for specs in specs_by_group:
+        for spec in specs:
+            specs_by_layer[spec.layer_name].append(spec)
+    pages: _Pages = {}
+    for name, specs_of_layer in specs_by_layer.items():
+        views = [pools.read(tensor) for tensor in tensors_of(kv_caches[name])]
+        for spec, dealt in zip(
+            specs_of_layer, deal_views(views, specs_of_layer, num_pages), strict=True
+        ):
+            pages[spec.scheduler_group, name] = dealt
+    return pages
+
+
+def _regions_of_group(
+    specs: Sequence[LayerSpec], pages: _Pages, addressing: RowAddressing
+) -> list[tuple[LayerSpec, Region]]:
+    """Every region once, by layer: layers that share a cache name the same bytes."""
+    found: dict[Region, LayerSpec] = {}
+    for spec in specs:
+        of_layer = pages[spec.scheduler_group, spec.layer_name]
+        _check_rows(spec, of_layer)
+        for region in regions_of_layer(of_layer, spec, addressing):
+            found.setdefault(region, spec)
+    return [(spec, region) for region, spec in found.items()]
+
+
+def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
+    """Raise ``LayoutError`` if a tensor has other rows than the config makes of a page."""
+    expected = spec.tokens_per_page()
+    for page in pages:
+        found = spec.tokens_per_page(page.num_rows) if page.token_axis is not None else expected
+        if found != expected:
+            raise LayoutError(
+                f"{spec.where}: the tensor of shape {list(page.view.shape)} makes {found} tokens "
+                f"per page, the config {expected}; this layout is not supported"
+            )
+
+
+def _transfer_groups(
+    group: SchedulerGroup, found: Sequence[tuple[LayerSpec, Region]]
+) -> list[LayoutGroup]:
+    """One group for each number of tokens per row."""
+    regions: dict[tuple[int, int], dict[str, list[Region]]] = {}
+    for spec, region in found:
+        tokens_per_row, rest = divmod(group.tokens_per_page, region.num_rows)
+        if rest:
+            raise LayoutError(
+                f"{spec.where}: {group.tokens_per_page} tokens per page do not divide into "
+                f"{region.num_rows} rows; this layout is not supported"
+            )
+        by_layer = regions.setdefault((tokens_per_row, spec.restart_tokens), {})
+        by_layer.setdefault(spec.layer_name, []).append(region)
+    return [
+        LayoutGroup(
+            scheduler_group=found[0][0].scheduler_group,
+            kind=group.kind,
+            tokens_per_page=group.tokens_per_page,
+            tokens_per_row=tokens_per_row,
+            window_tokens=group.window_tokens,
+            restart_tokens=restart_tokens,
+            planes=_planes(by_layer),
+        )
+        for (tokens_per_row, restart_tokens), by_layer in sorted(regions.items())
+    ]
+
+
+def _planes(by_layer: Mapping[str, Sequence[Region]]) -> tuple[Plane, ...]:
+    return tuple(plane for name, regions in by_layer.items() for plane in planes_of(regions, name))

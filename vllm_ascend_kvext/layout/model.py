@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of a layout: pools, planes, groups. Knows neither how they are found nor used.
+
+Terms: a *page* holds the KV of one block id of one scheduler group; a *pool* is one registered
+storage; a *plane* is one region of bytes in every page; a *row* is the smallest unit of a page
+that is addressed, and consecutive rows of a plane are adjacent; a *group* (transfer group) is the
+planes of one scheduler group whose rows cover equally many tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class GroupKind(enum.Enum):
+    """Which tokens before a boundary a group needs to go on from there."""
+
+    FULL = "full"
+    """All of them."""
+
+    WINDOW = "window"
+    """The last ``window_tokens - 1``, or those since the last restart."""
+
+    STATE = "state"
+    """What a recurrence or a compressor carries on: exact, or skipped as a whole."""
+
+
+class StatePolicy(enum.Enum):
+    """What becomes of state groups."""
+
+    EXACT = "exact"
+    """Kept: what follows a loaded boundary is computed as if nothing had been loaded."""
+
+    SKIP = "skip"
+    """Left out. Lossy: what follows a boundary is computed from whatever the pages hold."""
+
+
+class RowAddressing(enum.Enum):
+    """Whether a page can be addressed below its full size."""
+
+    TOKENS = "tokens"
+    """A row holds what its tokens wrote, as the shape of the tensor says."""
+
+    PAGES = "pages"
+    """A page is one row: kernels may order its bytes otherwise than the shape says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One storage. Address and size in bytes."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One region of bytes in every page.
+
+    Row ``r`` of page ``q`` lies at ``base_bytes + q * page_stride_bytes + region_offset_bytes +
+    r * row_bytes`` of its pool.
+
+    Attributes:
+        layer_name: The layer that registered it.
+        pool: Index into the pools of the layout.
+        base_bytes: Where page 0 begins in the pool.
+        page_stride_bytes: From one page to the next.
+        region_offset_bytes: Where the region begins in its page.
+        row_bytes: Size of a row, and distance between rows.
+        dtype: Of the registered tensor, for the fingerprint; several are joined with ``+``.
+        is_packed: Whether only the kernels of this platform know the order of bytes in a row.
+    """
+
+    layer_name: str
+    pool: int
+    base_bytes: int
+    page_stride_bytes: int
+    region_offset_bytes: int
+    row_bytes: int
+    dtype: str
+    is_packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerGroup:
+    """One KV cache group as the scheduler knows it: no tensors.
+
+    Attributes:
+        kind: Which tokens it needs.
+        tokens_per_page: Tokens that one block id stands for.
+        window_tokens: Sliding window, with the token that reads; 0 where there is none.
+    """
+
+    kind: GroupKind
+    tokens_per_page: int
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutGroup:
+    """One transfer group.
+
+    Attributes:
+        scheduler_group: Index of the KV cache group whose block ids it uses.
+        kind: Which tokens it needs.
+        tokens_per_page: Tokens that one page holds, a multiple of ``tokens_per_row``.
+        tokens_per_row: Tokens that one row holds.
+        window_tokens: Sliding window, with the token that reads; 0 where there is none.
+        restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
+            compressor states without overlap); 0 where there is no such multiple.
+        planes: In the order of the config: layer by layer, view by view.
+    """
+
+    scheduler_group: int
+    kind: GroupKind
+    tokens_per_page: int
+    tokens_per_row: int
+    window_tokens: int
+    restart_tokens: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def rows_per_page(self) -> int:
+        return self.tokens_per_page // self.tokens_per_row
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in all planes."""
+        return sum(plane.row_bytes for plane in self.planes)
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether a page is the state at the page's end, rather than rows of tokens (Mamba)."""
+        return self.kind is GroupKind.STATE and self.window_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Everything that one worker registered.
+
+    Attributes:
+        pools: The storages, in the order in which the planes first use them.
+        groups: Transfer groups, by scheduler group, then by tokens per row.
+        num_pages: Block ids per scheduler group; 0 is the null page.
+        num_scheduler_groups: Lists of block ids that a request has.
+    """
+
+    pools: tuple[Pool, ...]
+    groups: tuple[LayoutGroup, ...]
+    num_pages: int
+    num_scheduler_groups: int
+
+    @property
+    def unit_tokens(self) -> int:
+        """The boundaries at which no group loses part of a row: multiples of this."""
+        return math.lcm(*(group.tokens_per_row for group in self.groups))
+
+    @property
+    def num_planes(self) -> int:
+        return sum(len(group.planes) for group in self.groups)

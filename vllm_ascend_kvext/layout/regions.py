@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one registered tensor to the regions of bytes that it has in every page.
+
+The axes of a tensor are taken in its logical order, which the strides need not follow: pages come
+first, or second behind an axis of K and V; then perhaps an axis of K and V; then tokens, heads,
+elements. vLLM's CPU backend and NZ formats have another axis before the tokens; what their
+kernels write does not follow the shape at all (the CPU backend stores K transposed within a page),
+so that such a page is one row. Knows tensors as numbers, and nothing of groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.model import RowAddressing
+from vllm_ascend_kvext.layout.specs import LayerSpec
+from vllm_ascend_kvext.layout.views import TensorView
+
+_PAIR = 2
+"""Size of an axis of K and V."""
+
+_MAX_REGIONS = 256
+"""K and V of 128 heads that are apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes that every page of one layer has.
+
+    Attributes:
+        pool: Index of the storage.
+        offset_bytes: Of page 0's region in the pool.
+        page_stride_bytes: From one page to the next.
+        row_bytes: Size of a row.
+        num_rows: Rows per page.
+        dtype: Of the tensor.
+        is_packed: Whether the one row is a page whose inside is not understood.
+    """
+
+    pool: int
+    offset_bytes: int
+    page_stride_bytes: int
+    row_bytes: int
+    num_rows: int
+    dtype: str
+    is_packed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Per page."""
+        return self.row_bytes * self.num_rows
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """A tensor whose axes are known.
+
+    Attributes:
+        view: The tensor.
+        page_axis: Which axis counts pages, or the kernel's blocks that make up a page.
+        blocks_per_page: Kernel blocks per page.
+        token_axis: Which axis counts rows of tokens; None where rows cannot be addressed.
+        num_rows: Rows per page by the shape.
+    """
+
+    view: TensorView
+    page_axis: int
+    blocks_per_page: int
+    token_axis: int | None
+    num_rows: int
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page of this tensor holds, without gaps."""
+        block_elements = math.prod(self.view.shape) // self.view.shape[self.page_axis]
+        return block_elements * self.blocks_per_page * self.view.item_bytes
+
+    @property
+    def page_stride_bytes(self) -> int:
+        return self.view.strides_bytes[self.page_axis] * self.blocks_per_page
+
+
+def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
+    """Which axis of a tensor counts pages, and which counts tokens.
+
+    Raises:
+        LayoutError: If no axis fits, or two do.
+    """
+    if spec.num_states:
+        candidates = [0] if view.shape and view.shape[0] == num_pages else []
+    else:
+        candidates = [axis for axis in _page_axes(view.shape) if view.shape[axis] % num_pages == 0]
+    if len(candidates) != 1:
+        found = "two such axes" if candidates else "none"
+        raise LayoutError(
+            f"{spec.where}: tensor of shape {list(view.shape)}: expected one axis of {num_pages} "
+            f"pages, first or behind an axis of two, found {found}; "
+            + ("use more than two pages" if candidates else "this layout is not supported")
+        )
+    page_axis = candidates[0]
+    blocks_per_page = view.shape[page_axis] // num_pages
+    if spec.num_states:
+        return PageView(view, page_axis, blocks_per_page, None, 1)
+    token_axis, is_certain = _token_axis(view.shape, page_axis, blocks_per_page, spec)
+    num_rows = view.shape[token_axis] * blocks_per_page
+    return PageView(view, page_axis, blocks_per_page, token_axis if is_certain else None, num_rows)
+
+
+def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
+    """The regions of one tensor, K before V and head by head where those are apart.
+
+    Raises:
+        LayoutError: If the tensor repeats bytes (a stride of zero), or a page of it is in too many
+            pieces to be moved one by one.
+    """
+    regions = _regions(page, spec, addressing)
+    if len(regions) > _MAX_REGIONS:
+        raise LayoutError(
+            f"{spec.where}: a page of the tensor of shape {list(page.view.shape)} with strides "
+            f"{list(page.view.strides_bytes)} bytes is in {len(regions)} pieces, expected at most "
+            f"{_MAX_REGIONS}; this layout is not supported"
+        )
+    return regions
+
+
+def _regions(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
+    view = page.view
+    for size, stride in zip(view.shape, view.strides_bytes, strict=True):
+        if size > 1 and stride <= 0:
+            raise LayoutError(
+                f"{spec.where}: tensor of shape {list(view.shape)} has strides "
+                f"{list(view.strides_bytes)} bytes, expected positive ones; register the tensor "
+                "itself instead of an expanded view"
+            )
+    if spec.num_states:
+        return _split(page, is_packed=False)
+    if addressing is RowAddressing.PAGES or spec.is_byte_typed or page.token_axis is None:
+        return _split(page, is_packed=True)
+    return _rows_of_tokens(page) or _split(page, is_packed=True)
+
+
+def _page_axes(shape: Sequence[int]) -> list[int]:
+    axes = [0] if len(shape) >= 2 else []
+    if len(shape) >= 4 and shape[0] == _PAIR:
+        axes.append(1)
+    return axes
+
+
+def _token_axis(
+    shape: Sequence[int], page_axis: int, blocks_per_page: int, spec: LayerSpec
+) -> tuple[int, bool]:
+    """The axis that counts tokens, and whether rows of it can be addressed."""
+    axes = list(range(page_axis + 1, len(shape)))
+    if len(axes) == 4 and shape[axes[0]] == _PAIR:
+        axes = axes[1:]
+    if not axes:
+        raise LayoutError(
+            f"{spec.where}: tensor of shape {list(shape)} has no axis of tokens; this layout is "
+            "not supported"
+        )
+    rows = spec.config_rows or spec.block_size
+    if len(axes) > 2 and shape[axes[1]] * blocks_per_page == rows:
+        # Something stands before the tokens, or might: as many heads as tokens look the same.
+        return axes[1], False
+    return axes[0], True
+
+
+def _rows_of_tokens(page: PageView) -> list[Region] | None:
+    """One region per index of the axes outside the tokens; None if rows are not adjacent."""
+    view, token_axis = page.view, page.token_axis
+    assert token_axis is not None  # else the page is taken whole
+    rows_per_block = view.shape[token_axis]
+    row_bytes, outer = _dense(_axes_but(view, page.page_axis, token_axis), view.item_bytes)
+    block_stride_bytes = view.strides_bytes[page.page_axis]
+    rows_are_adjacent = rows_per_block == 1 or view.strides_bytes[token_axis] == row_bytes
+    blocks_are_adjacent = (
+        page.blocks_per_page == 1 or block_stride_bytes == rows_per_block * row_bytes
+    )
+    if not (rows_are_adjacent and blocks_are_adjacent):
+        return None
+    return [_region(page, offset, row_bytes, page.num_rows, False) for offset in _offsets(outer)]
+
+
+def _split(page: PageView, *, is_packed: bool) -> list[Region]:
+    """Regions of one row each: as few as the gaps in the tensor allow."""
+    view = page.view
+    blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
+    num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
+    return [_region(page, offset, num_bytes, 1, is_packed) for offset in _offsets(outer)]
+
+
+def _axes_but(view: TensorView, *left_out: int) -> list[tuple[int, int]]:
+    """Size and stride in bytes of the other axes."""
+    axes = enumerate(zip(view.shape, view.strides_bytes, strict=True))
+    return [axis for index, axis in axes if index not in left_out]
+
+
+def _dense(axes: Iterable[tuple[int, int]], item_bytes: int) -> tuple[int, list[tuple[int, int]]]:
+    """The bytes that lie next to each other, and the axes outside them, by falling stride."""
+    by_stride = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
+    dense_bytes = item_bytes
+    while by_stride and by_stride[0][1] == dense_bytes:
+        dense_bytes *= by_stride.pop(0)[0]
+    return dense_bytes, by_stride[::-1]
+
+
+def _offsets(axes: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """The offset in bytes of every index of these axes."""
+    return map(sum, itertools.product(*(range(0, size * step, step) for size, step in axes)))
+
+
+def _region(
+    page: PageView, offset_bytes: int, row_bytes: int, num_rows: int, is_packed: bool
+) -> Region:
+    return Region(
+        pool=page.view.pool,
+        offset_bytes=page.view.offset_bytes + offset_bytes,
+        page_stride_bytes=page.page_stride_bytes,
+        row_bytes=row_bytes,
+        num_rows=num_rows,
+        dtype=page.view.dtype,
+        is_packed=is_packed,
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registered tensors as numbers: storage, offset, shape, strides.
+
+Tensors are read by their methods; torch is imported only to make new ones. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.model import KVLayout, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One tensor. ``offset_bytes`` is into its pool; strides are in bytes too."""
+
+    pool: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    item_bytes: int
+    dtype: str
+
+
+class PoolTable:
+    """Numbers the storages of the tensors that are read."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, tuple[int, Pool]] = {}
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        return tuple(pool for _, pool in self._pools.values())
+
+    def read(self, tensor: Any) -> TensorView:
+        storage = tensor.untyped_storage()
+        address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
+        index, _ = self._pools.setdefault(address, (len(self._pools), Pool(address, num_bytes)))
+        item_bytes = int(tensor.element_size())
+        return TensorView(
+            pool=index,
+            offset_bytes=int(tensor.storage_offset()) * item_bytes,
+            shape=tuple(map(int, tensor.shape)),
+            strides_bytes=tuple(int(stride) * item_bytes for stride in tensor.stride()),
+            item_bytes=item_bytes,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+
+
+def tensors_of(entry: Any) -> Iterator[Any]:
+    """The tensors of one entry of ``kv_caches``: a tensor, or a list or tuple of entries."""
+    if isinstance(entry, (list, tuple)):
+        for item in entry:
+            yield from tensors_of(item)
+    elif entry is not None:
+        yield entry
+
+
+def device_type_of(kv_caches: Mapping[str, Any]) -> str:
+    """``npu``, ``cpu`` and so on.
+
+    Raises:
+        LayoutError: If the tensors are on devices of several types.
+    """
+    types = {
+        str(tensor.device).partition(":")[0]
+        for entry in kv_caches.values()
+        for tensor in tensors_of(entry)
+    }
+    if len(types) != 1:
+        raise LayoutError(
+            f"kv_caches: expected tensors of one device type, found {sorted(types) or 'none'}; "
+            "register the tensors of one worker"
+        )
+    return types.pop()
+
+
+def pool_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The pools of a layout as one-dimensional ``torch.uint8`` tensors over whole storages.
+
+    Args:
+        layout: As built from the same ``kv_caches``.
+        kv_caches: The registered tensors.
+
+    Raises:
+        LayoutError: If a pool is not among the storages of ``kv_caches``.
+    """
+    import torch
+
+    by_address = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for entry in kv_caches.values()
+        for tensor in tensors_of(entry)
+    }
+    missing = [hex(pool.address) for pool in layout.pools if pool.address not in by_address]
+    if missing:
+        raise LayoutError(
+            f"kv_caches: no tensor has its storage at {', '.join(missing)}; pass the tensors that "
+            "the layout was built from"
+        )
+    return tuple(
+        torch.empty(0, dtype=torch.uint8, device=by_address[pool.address].device).set_(
+            by_address[pool.address].untyped_storage()
+        )
+        for pool in layout.pools
+    )

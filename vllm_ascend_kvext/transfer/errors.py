@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with a transfer."""
+
+from __future__ import annotations
+
+from vllm_ascend_kvext.errors import KvextError
+
+
+class DescriptorError(KvextError, ValueError):
+    """A descriptor table is wrong; no byte has moved.
+
+    The message begins with ``<table>[<row>].<column>``, and has both numbers and the remedy.
+    """
+
+
+class BackendError(KvextError, RuntimeError):
+    """A backend cannot run in this process, or its device refused; bytes may have moved."""

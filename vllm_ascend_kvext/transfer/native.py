@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the compiled module comes from.
+
+It lies in the installed package. A process that is started in a checkout imports this package from
+there (see the package's ``__init__``), and takes the compiled module from where it is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+
+import vllm_ascend_kvext
+from vllm_ascend_kvext.transfer.errors import BackendError
+
+_NAME = "vllm_ascend_kvext._native"
+
+
+@functools.cache
+def native() -> ModuleType:
+    """The compiled module; its face is in ``_native.pyi``.
+
+    Raises:
+        BackendError: There is none for this interpreter, it does not load, or it is that of
+            another version.
+    """
+    try:
+        module = importlib.import_module(_NAME)
+    except ModuleNotFoundError:
+        module = _load(_installed_elsewhere())
+    except ImportError as error:
+        raise BackendError(f"{_NAME} does not load: {error}. Install the package again.") from error
+    found = module.describe()["version"]
+    if found != vllm_ascend_kvext.__version__:
+        raise BackendError(
+            f"{module.__file__}: expected version {vllm_ascend_kvext.__version__}, as the package "
+            f"in {Path(vllm_ascend_kvext.__file__).parent}, found {found}. Install that package."
+        )
+    return module
+
+
+def _installed_elsewhere() -> Path:
+    folders = [Path(entry) / "vllm_ascend_kvext" for entry in sys.path]
+    for folder in folders:
+        for suffix in EXTENSION_SUFFIXES:
+            path = folder / f"_native{suffix}"
+            if path.is_file():
+                return path
+    raise BackendError(
+        f"{_NAME}: expected _native{EXTENSION_SUFFIXES[0]} in vllm_ascend_kvext, found none on "
+        f"sys.path. Install the package for this interpreter ({sys.executable}): pip install ."
+    )
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None  # The suffix is one that Python loads.
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BackendError(f"{path} does not load: {error}. Install the package again.") from error
+    sys.modules[_NAME] = module
+    return module
