@@ -55,9 +55,11 @@ class PageTransfer:
 
     is_plane_major = True
 
-    def __init__(self, is_bundled: bool) -> None:
-        self.name = "page_transfer" if is_bundled else "page_transfer, one call per plane"
+    def __init__(self, name: str, is_bundled: bool = True, is_single: bool = False) -> None:
+        """`is_single` keeps to one thread, whatever the job says."""
+        self.name = name
         self.is_bundled = is_bundled
+        self.is_single = is_single
 
     def serves(self, layout: Layout) -> bool:
         return True
@@ -69,7 +71,7 @@ class PageTransfer:
             job.memory.plane_table,
             job.runs,
             job.direction,
-            num_threads=job.num_threads,
+            num_threads=1 if self.is_single else job.num_threads,
             is_bundled=self.is_bundled,
         )
 
