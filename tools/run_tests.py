@@ -87,10 +87,13 @@ def run(suite: Suite) -> Result:
     ]
     started_s = time.monotonic()
     # Not in the checkout, so that neither do the processes which tests start import from it.
+    # Two releases of vLLM that share a cache overwrite what the other one has found out about a
+    # model, and every engine that starts finds it out again.
+    cache = {"VLLM_CACHE_ROOT": str(ROOT / "out" / "cache" / suite.environment)}
     finished = subprocess.run(
         command,
         cwd=REPORTS,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **suite.variables},
+        env={"OMP_NUM_THREADS": "1", **os.environ, **cache, **suite.variables},
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
