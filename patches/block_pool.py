@@ -89,6 +89,7 @@ class RetainedPool:
                 kv_cache_group_id=group_id,
             )
         else:
+            # Without events the wrappers of cache_full_blocks have nothing to do but this.
             hashes = request.block_hashes
             cache_run(self._block_pool, hashes, blocks, run, group.block_tokens, group_id)
         # Mamba: a state must not be hit in the step that computes it.

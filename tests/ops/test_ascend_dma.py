@@ -32,7 +32,6 @@ from vllm_ascend_kvext.transfer.ascend_dma import IN_FLIGHT, AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.explode import explode
-from vllm_ascend_kvext.transfer.schema import Direction
 
 CASE = uniform_case(row_bytes=512, rows_per_page=4, pages=(3, 1, 2), num_planes=2)
 
@@ -49,17 +48,8 @@ def npu() -> Iterator[FakeNpu]:
 
 def transfer_of(case: TransferCase, memory: TransferMemory, npu: FakeNpu) -> Transfer:
     npu.host = (memory.host.address, case.host_bytes)
-    return Transfer(
-        pools=memory.pool_table,
-        planes=case.planes,
-        runs=case.runs,
-        host_address=memory.host.address,
-        host_bytes=case.host_bytes,
-        direction=Direction(case.direction),
-        num_threads=1,
-        pool_tensors=tuple(device_tensor() for _ in case.pool_bytes),
-        host_tensor=host_tensor(),
-    )
+    pools = [device_tensor() for _ in case.pool_bytes]
+    return memory.transfer(case, pools, host_tensor())
 
 
 @given(case=cases())

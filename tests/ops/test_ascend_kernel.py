@@ -52,17 +52,8 @@ def forget_launches(shim: Shim) -> None:
 
 
 def transfer_of(case: TransferCase, memory: TransferMemory) -> Transfer:
-    return Transfer(
-        pools=memory.pool_table,
-        planes=case.planes,
-        runs=case.runs,
-        host_address=memory.host.address,
-        host_bytes=case.host_bytes,
-        direction=Direction(case.direction),
-        num_threads=1,
-        pool_tensors=tuple(device_tensor() for _ in case.pool_bytes),
-        host_tensor=device_tensor(),
-    )
+    pools = [device_tensor() for _ in case.pool_bytes]
+    return memory.transfer(case, pools, device_tensor())
 
 
 def run(

@@ -84,16 +84,7 @@ def test_it_does_what_the_oracle_does(case: TransferCase, num_threads, is_bundle
 def test_it_writes_nothing_else(case: TransferCase, num_threads: int, streaming: int) -> None:
     memory = TransferMemory.random(case)
     expected = memory.after(case)
-    native().page_transfer(
-        memory.pool_table,
-        memory.host.address,
-        case.host_bytes,
-        case.planes,
-        case.runs,
-        case.direction,
-        num_threads,
-        streaming,
-    )
+    native().page_transfer(*memory.descriptors(case), num_threads, streaming)
     assert_same(memory.snapshot(), expected)
 
 
@@ -145,16 +136,7 @@ def test_large_transfers_are_split(case, direction, num_threads, streaming) -> N
         case = case.reversed()
     memory = TransferMemory.random(case)
     expected = oracles_result(case, memory)
-    native().page_transfer(
-        memory.pool_table,
-        memory.host.address,
-        case.host_bytes,
-        case.planes,
-        case.runs,
-        case.direction,
-        num_threads,
-        streaming,
-    )
+    native().page_transfer(*memory.descriptors(case), num_threads, streaming)
     assert_same(memory.snapshot(), expected)
 
 
@@ -162,14 +144,7 @@ def test_large_transfers_are_split(case, direction, num_threads, streaming) -> N
 @given(cases())
 def test_expansion_is_the_same_copies(case: TransferCase) -> None:
     memory = TransferMemory.random(case)
-    sources, destinations, sizes = native().expand(
-        memory.pool_table,
-        memory.host.address,
-        case.host_bytes,
-        case.planes,
-        case.runs,
-        case.direction,
-    )
+    sources, destinations, sizes = native().expand(*memory.descriptors(case))
     assert {part.dtype for part in (sources, destinations, sizes)} == {np.dtype(np.int64)}
     rows = {group: case.runs[case.runs[:, 0] == group, 3].sum() for group in case.planes[:, 0]}
     assert sizes.sum() == sum(rows[plane[0]] * plane[5] for plane in case.planes)
@@ -269,17 +244,7 @@ def test_tensors_are_bytes(wrong: torch.Tensor, found: str) -> None:
 
 def transfer_of(case: TransferCase, pools: list[torch.Tensor]) -> Transfer:
     memory = TransferMemory.random(case)
-    return Transfer(
-        pools=memory.pool_table,
-        planes=case.planes,
-        runs=case.runs,
-        host_address=memory.host.address,
-        host_bytes=case.host_bytes,
-        direction=Direction(case.direction),
-        num_threads=1,
-        pool_tensors=tuple(pools),
-        host_tensor=torch.from_numpy(memory.host.region),
-    )
+    return memory.transfer(case, pools, torch.from_numpy(memory.host.region))
 
 
 def test_the_mean_counts_every_plane_of_every_run() -> None:

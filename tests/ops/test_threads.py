@@ -18,15 +18,7 @@ LARGE = uniform_case(row_bytes=2048, rows_per_page=16, pages=(5, 2, 8, 7), num_p
 
 
 def run(memory: TransferMemory, num_threads: int) -> None:
-    native().page_transfer(
-        memory.pool_table,
-        memory.host.address,
-        LARGE.host_bytes,
-        LARGE.planes,
-        LARGE.runs,
-        LARGE.direction,
-        num_threads,
-    )
+    native().page_transfer(*memory.descriptors(LARGE), num_threads)
 
 
 def test_other_threads_run_meanwhile() -> None:

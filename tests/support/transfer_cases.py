@@ -14,6 +14,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from vllm_ascend_kvext.transfer.backend import Transfer
+from vllm_ascend_kvext.transfer.schema import Direction
+
 PAGES_TO_HOST = 0
 HOST_TO_PAGES = 1
 HOST_ALIGNMENT_BYTES = 64
@@ -98,6 +101,33 @@ class TransferMemory:
         """shape: [num_pools, 2]: address, num_bytes."""
         rows = [(pool.address, pool.region.size) for pool in self.pools]
         return np.array(rows, dtype=np.int64).reshape(len(rows), 2)
+
+    def descriptors(self, case: TransferCase) -> tuple[Table, int, int, Table, Table, int]:
+        """The first six arguments of every function of the compiled module."""
+        return (
+            self.pool_table,
+            self.host.address,
+            case.host_bytes,
+            case.planes,
+            case.runs,
+            case.direction,
+        )
+
+    def transfer(
+        self, case: TransferCase, pool_tensors: Sequence[object], host_tensor: object
+    ) -> Transfer:
+        """What a backend is handed; the tensors may stand for memory that a device has."""
+        return Transfer(
+            pools=self.pool_table,
+            planes=case.planes,
+            runs=case.runs,
+            host_address=self.host.address,
+            host_bytes=case.host_bytes,
+            direction=Direction(case.direction),
+            num_threads=1,
+            pool_tensors=tuple(pool_tensors),
+            host_tensor=host_tensor,
+        )
 
     def snapshot(self) -> tuple[Bytes, ...]:
         """Copies of every allocation, guards included: pools, then host."""

@@ -71,9 +71,10 @@ class Journeys:
         node = self._resume(request, hit_tokens, tails)
         tree.pin(node)
         self._passed[request.request_id] = node
-        demand = self.demand(request, hit_tokens)
+        shared_tokens = self._shared_tokens(request, hit_tokens)
+        demand = self._demand(request, hit_tokens, shared_tokens)
         report_unusable_hints(request)
-        self._count(request, hit_tokens, demand)
+        self._count(hit_tokens, demand, shared_tokens[0])
         for tokens, reason in demand.items():
             if reason.origin is Origin.WANTED:
                 tree.want(self.pool.prefix_key(request, tokens))
@@ -81,15 +82,17 @@ class Journeys:
 
     def demand(self, request: Request, hit_tokens: int) -> Plan:
         """The boundaries past a request's hit that it, or earlier requests, have asked for."""
+        return self._demand(request, hit_tokens, self._shared_tokens(request, hit_tokens))
+
+    def _demand(self, request: Request, hit_tokens: int, shared_tokens: tuple[int, int]) -> Plan:
         demand: dict[int, Reason] = {}
         prefix_key = partial(self.pool.prefix_key, request)
         ghost = self.tree.find_ghost(prefix_key, hit_tokens, request.num_prompt_tokens)
         if ghost is not None:
             demand[ghost] = Reason(Origin.WANTED)
-        fewest_tokens, most_tokens = self._shared_tokens(request, hit_tokens)
-        for shared_tokens in (fewest_tokens, most_tokens):
-            junction_tokens = self.geometry.reachable_tokens(shared_tokens)
-            if hit_tokens < junction_tokens <= fewest_tokens:
+        for limit_tokens in shared_tokens:
+            junction_tokens = self.geometry.reachable_tokens(limit_tokens)
+            if hit_tokens < junction_tokens <= shared_tokens[0]:
                 demand.setdefault(junction_tokens, Reason(Origin.JUNCTION))
         for tokens in hinted_boundaries(request, self.geometry):
             if tokens > hit_tokens:
@@ -137,7 +140,7 @@ class Journeys:
         if passed is not None:
             self.tree.unpin(passed)
 
-    def _count(self, request: Request, hit_tokens: int, demand: Plan) -> None:
+    def _count(self, hit_tokens: int, demand: Plan, computed_tokens: int) -> None:
         """Report what a request lost: tokens that were computed before and are not hit."""
         stats = self.stats
         above_tokens = hit_tokens
@@ -148,7 +151,6 @@ class Journeys:
                 above_tokens = tokens
             stats.junctions_pinned += reason.origin is Origin.JUNCTION
             stats.hints_pinned += reason.origin is Origin.HINT
-        computed_tokens, _ = self._shared_tokens(request, hit_tokens)
         unit_tokens = self.geometry.unit_tokens
         aligned_tokens = computed_tokens // unit_tokens * unit_tokens
         if aligned_tokens > above_tokens:

@@ -62,14 +62,7 @@ def test_it_says_what_it_is() -> None:
 def test_it_moves_bytes(case: TransferCase) -> None:
     memory = TransferMemory.random(case)
     expected = memory.after(case)
-    native().page_transfer(
-        memory.pool_table,
-        memory.host.address,
-        case.host_bytes,
-        case.planes,
-        case.runs,
-        case.direction,
-    )
+    native().page_transfer(*memory.descriptors(case))
     assert_same(memory.snapshot(), expected)
 
 
