@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -23,7 +21,6 @@ from support.transfer_cases import (
     cases,
     uniform_case,
 )
-from vllm_ascend_kvext.transfer.backend import Transfer
 
 NUM_TRANSFERS = 150
 # So many runs that units take as many as they can.
@@ -47,17 +44,7 @@ def main(library: Path) -> None:
         nonlocal num_moved
         memory = TransferMemory.random(case)
         expected = memory.after(case)
-        transfer = cast(
-            "Transfer",
-            SimpleNamespace(
-                pools=memory.pool_table,
-                planes=case.planes,
-                runs=case.runs,
-                host_address=memory.host.address,
-                host_bytes=case.host_bytes,
-                direction=case.direction,
-            ),
-        )
+        transfer = memory.transfer(case, (), None)
         shim.num_cores = num_cores
         shim.prepare(transfer, is_mapped=False)
         shim.move(transfer)
