@@ -35,8 +35,8 @@ Layouts = dict[str, Callable[[], object]]
 
 
 def vllm_layouts() -> Layouts:
-    from support import layout_fixtures
-    from support.eleven_groups import eleven_groups
+    from support.layout import fixtures as layout_fixtures
+    from support.layout.eleven_groups import eleven_groups
 
     layouts: Layouts = {
         "K and V, 4 full + 4 window": layout_fixtures.keys_then_values,

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import inspect
 
 import vllm
-from support.layouts import Attention, Group, Layout
-from support.worlds import INTERVAL_VARIABLE
+from support.scheduler.layouts import Attention, Group, Layout
+from support.scheduler.worlds import INTERVAL_VARIABLE
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager

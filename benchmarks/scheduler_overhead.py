@@ -31,9 +31,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import vllm
-from support.layouts import Attention, Group, Layout
-from support.steady_load import Scenario, SteadyLoad
-from support.worlds import INTERVAL_VARIABLE
+from support.scheduler.layouts import Attention, Group, Layout
+from support.scheduler.steady_load import Scenario, SteadyLoad
+from support.scheduler.worlds import INTERVAL_VARIABLE
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FEATURES, REPAIRS, with_requirements

@@ -49,7 +49,7 @@ def deepseek_v4() -> tuple[str, object]:
         import ascend_layouts
 
         return "vllm-ascend", ascend_layouts.deepseek_v4(128, 256)
-    from support import layout_fixtures
+    from support.layout import fixtures as layout_fixtures
 
     return "vLLM", layout_fixtures.deepseek_v4("fp8_ds_mla", num_blocks=512)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from support.layouts import Attention, Group, Layout
+from support.scheduler.layouts import Attention, Group, Layout
 
 from retention.losses import GroupNeeds
 

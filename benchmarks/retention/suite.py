@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INFINITE = "inf"
-BENCHMARK_SOURCES = ("benchmarks/retention", "tests/support/layouts.py", "tests/ascend")
+BENCHMARK_SOURCES = ("benchmarks/retention", "tests/support/scheduler/layouts.py", "tests/ascend")
 PACKAGE_SOURCES = ("vllm_ascend_kvext", "patches")
 OUTSIDE_OF_CELLS = {"run.py", "report.py", "picture.py", "suite.py"}
 

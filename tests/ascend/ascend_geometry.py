@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from support.block_manager import Layout
+from support.scheduler.block_manager import Layout
 from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec

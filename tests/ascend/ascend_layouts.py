@@ -13,8 +13,8 @@ import ascend_geometry
 import torch
 from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes
 from ascend_runner import INDEX_DIM, LATENT_DIM, ROPE_DIM, attention_backend, kv_caches
-from support.layout_reach import Reach
-from support.layout_truth import LayoutFixture, paged_tensors
+from support.layout.reach import Reach
+from support.layout.truth import LayoutFixture, paged_tensors
 from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on the true layouts, whose hits are thousands of tokens apart.
 
-`support.reachability` walks through every token of a life. Here only the moments around one
+`support.retention.reachability` walks through every token of a life. Here only the moments around one
 length are visited, for which a few steps are enough.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support.block_manager import BlockManager
-from support.reachability import Hits
+from support.scheduler.block_manager import BlockManager
+from support.retention.reachability import Hits
 
 NUM_BLOCKS = 16000
 """Room for three units of every group, cached densely."""

@@ -22,7 +22,7 @@ import vllm.v1.core.single_type_kv_cache_manager as single_type
 from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, BlockSizes
 from ascend_sources import subprocess_environment
 from packaging.specifiers import SpecifierSet
-from support.block_manager import BlockManager
+from support.scheduler.block_manager import BlockManager
 from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.patches import PATCHES

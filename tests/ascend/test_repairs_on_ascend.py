@@ -26,7 +26,7 @@ from ascend_geometry import (
     window_spec,
 )
 from long_prompts import NUM_BLOCKS, prompt, serve
-from support.block_manager import BlockManager, Layout
+from support.scheduler.block_manager import BlockManager, Layout
 from support.installed import installed
 from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version

@@ -18,7 +18,7 @@ pytest.importorskip(
 
 from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
 from long_prompts import CHUNK_TOKENS, NUM_BLOCKS, hits_around, outputs, prompt, serve
-from support.block_manager import BlockManager
+from support.scheduler.block_manager import BlockManager
 from support.installed import retention_installed
 from vllm_ascend._version import __version__ as ascend_version
 

@@ -16,31 +16,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from support.block_manager import retention_interval
-from support.checkpoints import (
+from support.scheduler.block_manager import retention_interval
+from support.retention.checkpoints import (
     CheckpointsAccountForCache,
     adaptive_retention,
     all_nodes,
     checkpoint_tree,
 )
-from support.engine import SchedulerEngine
-from support.invariants import (
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.invariants import (
     CacheContents,
     blocks_are_conserved,
     null_block_is_left_alone,
     useless_blocks_come_first,
 )
-from support.layouts import DEEPSEEK_V4, FULL_WINDOW, LAYOUTS, MAMBA, Layout
-from support.model_runner import ReadCheck, WrongKVError
-from support.random_workloads import (
+from support.scheduler.layouts import DEEPSEEK_V4, FULL_WINDOW, LAYOUTS, MAMBA, Layout
+from support.scheduler.model_runner import ReadCheck, WrongKVError
+from support.scheduler.random_workloads import (
     EAGLE_LAYOUTS,
     random_workload,
     without_upstream_defects,
     workload_of,
 )
-from support.run import Check, run
-from support.transcript import Step, Transcript, first_difference
-from support.workload import RequestPlan, Workload
+from support.scheduler.run import Check, run
+from support.scheduler.transcript import Step, Transcript, first_difference
+from support.scheduler.workload import RequestPlan, Workload
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_ascend_kvext.features import REPAIRS

@@ -2,7 +2,7 @@
 """The faster prefix-cache functions decide what upstream's decide.
 
 Random workloads on vLLM's real scheduler, each run twice in this process: as it is, and with the
-feature. Compared is all that `support.transcript.Step` holds: requests, tokens and block ids of
+feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block ids of
 every step, preemptions, the order of the free queue, reference counts, keys, events and outputs.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import vllm
-from support.block_manager import retention_interval
-from support.random_workloads import random_workloads, without_upstream_defects
-from support.run import run
-from support.transcript import Transcript, first_difference
-from support.workload import Workload
+from support.scheduler.block_manager import retention_interval
+from support.scheduler.random_workloads import random_workloads, without_upstream_defects
+from support.scheduler.run import run
+from support.scheduler.transcript import Transcript, first_difference
+from support.scheduler.workload import Workload
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES

@@ -21,8 +21,8 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from served import ENGINE_ENVIRON, INTERVAL, PLUGIN_OFF
-from support.layouts import Attention, Group, Layout
-from support.options import EngineOptions, build_vllm_config
+from support.scheduler.layouts import Attention, Group, Layout
+from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import (

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import vllm
-from support.block_manager import BlockManager, Layout, full, window
+from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.installed import retention_installed
-from support.reachability import (
+from support.retention.reachability import (
     Difference,
     Price,
     eagle_sets,

@@ -14,17 +14,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from support.block_manager import BlockManager, Layout, full, window
-from support.engine import SchedulerEngine
+from support.scheduler.block_manager import BlockManager, Layout, full, window
+from support.scheduler.engine import SchedulerEngine
 from support.installed import installed
-from support.invariants import blocks_are_conserved
-from support.layouts import FULL, LAYOUTS, MAMBA, Attention, Group
-from support.layouts import Layout as EngineLayout
-from support.model_runner import ReadCheck, WrongKVError
-from support.options import Drafter, ExternalLoad
-from support.random_workloads import EAGLE_LAYOUTS, random_workload, without_upstream_defects
-from support.run import run
-from support.workload import Workload
+from support.scheduler.invariants import blocks_are_conserved
+from support.scheduler.layouts import FULL, LAYOUTS, MAMBA, Attention, Group
+from support.scheduler.layouts import Layout as EngineLayout
+from support.scheduler.model_runner import ReadCheck, WrongKVError
+from support.scheduler.options import Drafter, ExternalLoad
+from support.scheduler.random_workloads import EAGLE_LAYOUTS, random_workload, without_upstream_defects
+from support.scheduler.run import run
+from support.scheduler.workload import Workload
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.patches.repairs.kv_cache_manager import drafts_in_flight

@@ -12,27 +12,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from support.engine import SchedulerEngine
+from support.scheduler.engine import SchedulerEngine
 from support.installed import retention_installed
-from support.invariants import (
+from support.scheduler.invariants import (
     CacheContents,
     blocks_are_conserved,
     null_block_is_left_alone,
     useless_blocks_come_first,
 )
-from support.layouts import FULL_WINDOW, LAYOUTS, MAMBA_WINDOW, Layout
-from support.model_runner import ReadCheck, WrongKVError
-from support.options import Drafter
-from support.random_workloads import (
+from support.scheduler.layouts import FULL_WINDOW, LAYOUTS, MAMBA_WINDOW, Layout
+from support.scheduler.model_runner import ReadCheck, WrongKVError
+from support.scheduler.options import Drafter
+from support.scheduler.random_workloads import (
     EAGLE_LAYOUTS,
     random_workload,
     without_upstream_defects,
     workload_of,
 )
-from support.run import Check, run
-from support.transcript import Step
-from support.workload import Workload
-from support.worlds import INTERVAL_VARIABLE
+from support.scheduler.run import Check, run
+from support.scheduler.transcript import Step
+from support.scheduler.workload import Workload
+from support.scheduler.worlds import INTERVAL_VARIABLE
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -5,7 +5,7 @@ With the repairs switched off, all of them; with the repairs, all of those in wo
 into none of the defects.
 
 Random workloads on vLLM's real scheduler, in fresh processes. What is compared is in
-`support.transcript.Step`: requests, tokens and block ids of every step, preemptions, the order of
+`support.scheduler.transcript.Step`: requests, tokens and block ids of every step, preemptions, the order of
 the free queue, reference counts and hashes of all blocks, every KV cache event, and the outputs.
 """
 
@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vllm
-from support.random_workloads import workload_of
-from support.worlds import Outcome, World, explain_difference, run_world
+from support.scheduler.random_workloads import workload_of
+from support.scheduler.worlds import Outcome, World, explain_difference, run_world
 
 from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.features import REPAIRS

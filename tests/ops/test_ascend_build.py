@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.ascend_shim import SOURCES
+from support.transfer.ascend_shim import SOURCES
 
 from vllm_ascend_kvext.transfer.ascend_launcher import LIBRARY_NAME, KernelLauncher
 from vllm_ascend_kvext.transfer.errors import BackendError

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from support.fake_npu import (
+from support.transfer.fake_npu import (
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
     FakeNpu,
@@ -18,7 +18,7 @@ from support.fake_npu import (
     host_tensor,
     installed_npu,
 )
-from support.transfer_cases import (
+from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
     TransferCase,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AscendC kernel and its backend, on a host: see `support.ascend_shim`."""
+"""The AscendC kernel and its backend, on a host: see `support.transfer.ascend_shim`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.ascend_shim import SANITIZERS, Shim, compile_shim
-from support.fake_npu import device_tensor, host_tensor, installed_npu
-from support.transfer_cases import (
+from support.transfer.ascend_shim import SANITIZERS, Shim, compile_shim
+from support.transfer.fake_npu import device_tensor, host_tensor, installed_npu
+from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
     TransferCase,
@@ -270,7 +270,7 @@ def test_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": str(TESTS),
     }
-    command = [sys.executable, "-m", "support.sanitized_shim", str(library)]
+    command = [sys.executable, "-m", "support.transfer.sanitized_shim", str(library)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) >= 100

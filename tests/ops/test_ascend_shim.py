@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ascend_shim import Shim, compile_shim
+from support.transfer.ascend_shim import Shim, compile_shim
 
 MISUSES = {
     1: "InitBuffer of 196608 bytes with 196096",

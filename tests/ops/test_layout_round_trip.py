@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from support import layout_fixtures
-from support.ascend_backends import simulated_backends
-from support.eleven_groups import eleven_groups
-from support.layout_fixtures import latent_rows
-from support.layout_round_trip import Mover, movers, round_trip
-from support.layout_truth import LayoutFixture
+from support.layout import fixtures as layout_fixtures
+from support.transfer.ascend_backends import simulated_backends
+from support.layout.eleven_groups import eleven_groups
+from support.layout.fixtures import latent_rows
+from support.layout.round_trip import Mover, movers, round_trip
+from support.layout.truth import LayoutFixture
 
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint

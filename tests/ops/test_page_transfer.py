@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.transfer_cases import (
+from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
     TransferCase,

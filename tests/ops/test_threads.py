@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from support.transfer_cases import TransferMemory, assert_same, uniform_case
+from support.transfer.cases import TransferMemory, assert_same, uniform_case
 
 from vllm_ascend_kvext.transfer.native import native
 

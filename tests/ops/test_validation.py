@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.transfer_cases import (
+from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
     TransferCase,
@@ -18,7 +18,7 @@ from support.transfer_cases import (
     cases,
     uniform_case,
 )
-from support.transfer_model import is_valid
+from support.transfer.model import is_valid
 
 from vllm_ascend_kvext.transfer.errors import DescriptorError
 from vllm_ascend_kvext.transfer.native import native

@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's real scheduler, driven without a model, for tests and benchmarks.
-
-``engine`` runs it, ``workloads`` gives it something to do, ``transcript`` records what it decided,
-``model_runner`` and ``kv_memory`` check that what it decided leads to the right KV.
-"""
+"""What several test suites and benchmarks share."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from support.layout_fakes import (
+from support.layout.fakes import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,

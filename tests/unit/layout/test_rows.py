@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layout_reach import Reach
+from support.layout.reach import Reach
 
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.model import GroupKind, LayoutGroup, StatePolicy

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.layout_fakes import (
+from support.layout.fakes import (
     INT8,
     AscendMLAAttentionSpec,
     FullAttentionSpec,

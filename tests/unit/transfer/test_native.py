@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support.transfer_cases import TransferCase, TransferMemory, assert_same, cases
+from support.transfer.cases import TransferCase, TransferMemory, assert_same, cases
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext.transfer.native import native

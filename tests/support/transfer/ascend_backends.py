@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from support.ascend_shim import Shim, compile_shim
-from support.fake_npu import FakeNpu, device_tensor, host_tensor, installed_npu
+from support.transfer.ascend_shim import Shim, compile_shim
+from support.transfer.fake_npu import FakeNpu, device_tensor, host_tensor, installed_npu
 from vllm_ascend_kvext.transfer.ascend_dma import IN_FLIGHT, AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 

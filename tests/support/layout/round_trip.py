@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores a chunk of one worker and loads it into another, and compares every byte of both.
 
-Knows how to call the op; what must come out is what ``layout_truth`` copies by definition.
+Knows how to call the op; what must come out is what `truth` copies by definition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from support.layout_truth import LayoutFixture, copy_by_definition, random_block_ids
+from support.layout.truth import LayoutFixture, copy_by_definition, random_block_ids
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.runs import Descriptors, PlacedChunk, RunPlanner

@@ -18,9 +18,9 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
-from .engine import SchedulerEngine
-from .installed import installed, retention_installed
-from .transcript import Step
+from support.scheduler.engine import SchedulerEngine
+from support.installed import installed, retention_installed
+from support.scheduler.transcript import Step
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def checkpoint_tree(block_manager: Any) -> Any:
 class CheckpointsAccountForCache:
     """Every cached block that no request holds belongs to a checkpoint, and to what it needs.
 
-    A `support.run.Check`; it looks closer whenever no request is left.
+    A `support.scheduler.run.Check`; it looks closer whenever no request is left.
 
     Attributes:
         num_idle: How often no request was left.

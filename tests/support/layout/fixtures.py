@@ -31,8 +31,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from support.layout_reach import Reach
-from support.layout_truth import LayoutFixture, paged_tensors
+from support.layout.reach import Reach
+from support.layout.truth import LayoutFixture, paged_tensors
 from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
 
 HAS_DEEPSEEK_V4 = find_spec("vllm.models") is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random transfers through a shim that was compiled with sanitizers: a process of its own.
 
-``python -m support.sanitized_shim <library>``, with the sanitizer's runtime preloaded. Prints how
+``python -m support.transfer.sanitized_shim <library>``, with the sanitizer's runtime preloaded. Prints how
 many transfers went through; a finding ends the process.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from support.ascend_shim import Shim
-from support.transfer_cases import (
+from support.transfer.ascend_shim import Shim
+from support.transfer.cases import (
     TransferCase,
     TransferMemory,
     assert_same,

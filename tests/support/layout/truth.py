@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from support.layout_reach import Reach
+from support.layout.reach import Reach
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
 from vllm_ascend_kvext.layout.rows import TokenRange

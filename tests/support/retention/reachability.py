@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from support.block_manager import BlockManager
+from support.scheduler.block_manager import BlockManager
 
 Hits = dict[str, int]
 """Name of a point in the life of a request -> tokens that a lookup hits there."""

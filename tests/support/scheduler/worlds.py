@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same random workloads in several worlds: fresh processes that differ in what is patched.
 
-``python -m support.worlds WORLD`` runs all workloads of a world and prints one JSON line for each;
+``python -m support.scheduler.worlds WORLD`` runs all workloads of a world and prints one JSON line for each;
 `run_world` and `explain_difference` do so from a test.
 """
 
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Mode, Settings
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
-_TESTS = Path(__file__).parents[1]
+_TESTS = Path(__file__).parents[2]
 
 
 class World(enum.Enum):
@@ -111,7 +111,7 @@ def _spawn(world: World, *arguments: str) -> str:
         environ[DISABLE_VARIABLE] = ",".join(repair.name for repair in REPAIRS)
     if world is World.INTERVAL_0:
         environ[INTERVAL_VARIABLE] = "0"
-    command = [sys.executable, "-m", "support.worlds", world.value, *arguments]
+    command = [sys.executable, "-m", "support.scheduler.worlds", world.value, *arguments]
     process = subprocess.run(command, env=environ, cwd=_TESTS, capture_output=True, text=True)
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from support.layout_fakes import (
+from support.layout.fakes import (
     AscendMLAAttentionSpec,
     SlidingWindowMLASpec,
     config,
 )
-from support.layout_reach import Reach
-from support.layout_truth import LayoutFixture, PagedTensor
+from support.layout.reach import Reach
+from support.layout.truth import LayoutFixture, PagedTensor
 from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
 
 LAYERS = (0, 1, 2, 3, 20, 21, 22, 23, 24)

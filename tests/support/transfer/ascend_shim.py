@@ -19,7 +19,7 @@ from vllm_ascend_kvext.transfer.ascend_work_table import build_work_table
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "ascend"
+SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ascend"
 KERNEL = SOURCES / "page_transfer_kernel.cpp"
 SANITIZERS = "-fsanitize=address,undefined"
 

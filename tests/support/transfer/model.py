@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
-from support.transfer_cases import HOST_ALIGNMENT_BYTES, HOST_TO_PAGES, Table
+from support.transfer.cases import HOST_ALIGNMENT_BYTES, HOST_TO_PAGES, Table
 
 MOST = 2**63 - 1
 
