@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper, tokens_per_block
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:

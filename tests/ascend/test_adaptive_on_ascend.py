@@ -31,8 +31,8 @@ from support.retention.reachability import serve_conversation, serve_prompt_only
 from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.patches.block_pool import RETAINING
-from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.block_pool import RETAINING
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 UNIT_TOKENS = SMALL_HIT_UNIT_TOKENS

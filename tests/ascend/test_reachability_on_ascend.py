@@ -26,7 +26,7 @@ from support.installed import retention_installed
 from support.retention.reachability import Difference, Price, serve_conversation, serve_prompt_only
 from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.patches.block_pool import RETAINING
+from vllm_ascend_kvext.patches.retention.block_pool import RETAINING
 
 SMALL_NUM_BLOCKS = 1500
 SMALL_LENGTHS = range(1, 3 * SMALL_HIT_UNIT_TOKENS + 2)

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 TOTALS_VARIABLE = "TOTALS_FILE"

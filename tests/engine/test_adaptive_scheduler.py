@@ -44,7 +44,7 @@ from support.scheduler.workload import RequestPlan, Workload
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_ascend_kvext.features import REPAIRS
-from vllm_ascend_kvext.patches.block_pool import RetainedPool
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 
 NUM_SEEDS = 8
 REPAIRED = frozenset(repair.name for repair in REPAIRS)

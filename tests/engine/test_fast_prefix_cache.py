@@ -24,7 +24,7 @@ from support.scheduler.workload import Workload
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
-from vllm_ascend_kvext.patches.prefix_cache import factory
+from vllm_ascend_kvext.patches.fast_prefix_cache import factory
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
 from vllm_ascend_kvext.settings import Mode, Settings

@@ -34,7 +34,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_ascend_kvext.activation import apply_feature, revert_feature
-from vllm_ascend_kvext.patches.stats import attach_report, attached_report
+from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
 from vllm_ascend_kvext.retention.stats import METRICS, LossCause, RetentionStats
 
 PREFIX = "vllm:kvext_"
@@ -239,7 +239,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackEncoder
 from vllm_ascend_kvext.activation import apply_feature
-from vllm_ascend_kvext.patches.stats import attach_report
+from vllm_ascend_kvext.patches.metrics.stats import attach_report
 
 apply_feature("retention")
 stats = SchedulerStats(num_running_reqs=3)

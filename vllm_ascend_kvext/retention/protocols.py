@@ -70,7 +70,7 @@ class ManagedGroup:
 
 
 class Pool(Protocol):
-    """The block pool, adapted in ``vllm_ascend_kvext.patches.block_pool``."""
+    """The block pool, adapted in ``vllm_ascend_kvext.patches.retention.block_pool``."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_group_id
 
-from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
 from support.scheduler.engine import SchedulerEngine

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_ascend_kvext.patches.prefix_cache.block_pool import split_by_use
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import split_by_use
 
 
 @pytest.mark.parametrize("num_blocks", range(9))

@@ -6,7 +6,7 @@ upstream, for retention as for dense caching, and know nothing of either: what r
 otherwise wraps them. What they do not cover they leave to upstream.
 """
 
-from vllm_ascend_kvext.patches.prefix_cache import (
+from vllm_ascend_kvext.patches.fast_prefix_cache import (
     block_pool,
     factory,
     kv_cache_coordinator,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.stats import attached_report
+from vllm_ascend_kvext.patches.metrics.stats import attached_report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.stats import METRICS, Counts, LossCause, Metric, describe, merge
 

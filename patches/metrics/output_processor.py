@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.stats import attach_report, attached_report
+from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.stats import Counts, merge
 
@@ -29,7 +29,7 @@ def carry_over(
 ) -> None:
     """Add what has not been recorded so far to the report at hand.
 
-    The one dict is attached until `patches.loggers.mark_recorded` empties it.
+    The one dict is attached until `patches.metrics.loggers.mark_recorded` empties it.
     """
     wrapped(*args, **kwargs)
     _carry_over(instance, *args, **kwargs)

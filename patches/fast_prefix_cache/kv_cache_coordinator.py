@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.prefix_cache.lookup_groups import lookup_groups
+from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import lookup_groups
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
 

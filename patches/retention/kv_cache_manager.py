@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.kv_cache_coordinator import retain, tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, Retention, parse_retention
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.prefix_cache.block_pool import cache_run, split_by_use
-from vllm_ascend_kvext.patches.prefix_cache.lookup_groups import lookup_groups, unjoined
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import cache_run, split_by_use
+from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import lookup_groups, unjoined
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 

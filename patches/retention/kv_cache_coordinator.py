@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.block_pool import RETAINING, RetainedPool
+from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
 from vllm_ascend_kvext.retention.journeys import Journeys

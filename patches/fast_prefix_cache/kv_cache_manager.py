@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.prefix_cache.factory import has_connector
-from vllm_ascend_kvext.patches.prefix_cache.key_scheme import choose_short_keys
-from vllm_ascend_kvext.patches.prefix_cache.kv_cache_coordinator import sees_all_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.factory import has_connector
+from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import choose_short_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import sees_all_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.edges import GroupEdges
 
@@ -145,7 +145,7 @@ class Steps:
 
     @classmethod
     def of(cls, block_manager: KVCacheManager, is_plain: bool) -> Steps:
-        from vllm_ascend_kvext.patches.kv_cache_coordinator import tail_keeper
+        from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 
         coordinator = block_manager.coordinator
         managers = coordinator.single_type_managers
