@@ -185,6 +185,61 @@ def write_lognormal(script: Script, scale: float) -> None:
         script.ask(prompt, (output_tokens, output_tokens), delay_steps)
 
 
+def write_retrieval(script: Script, scale: float) -> None:
+    """Questions behind the first chunks of some ranked lists of chunks, never as many."""
+    system = script.text(300, 300)
+    rankings = []
+    for _ in range(round(20 * scale)):
+        ends, so_far = [], system
+        for _ in range(12):
+            so_far = script.text(200, 800, so_far)
+            ends.append(so_far)
+        rankings.append(ends)
+    delay_steps = 0
+    for _ in range(round(240 * scale)):
+        delay_steps += script.rng.randint(1, 8)
+        found = script.rng.choice(script.rng.choice(rankings))
+        script.ask(script.text(20, 200, found), (32, 128), delay_steps)
+
+
+def write_one_token_edits(script: Script, scale: float) -> None:
+    """Prompts that are sent again and again, each time with one token replaced somewhere."""
+    originals = [script.text(1000, 8000) for _ in range(round(40 * scale))]
+    order = [original for original in originals for _ in range(6)]
+    script.rng.shuffle(order)
+    delay_steps = 0
+    for original in order:
+        delay_steps += script.rng.randint(1, 8)
+        # Nothing behind an edited token is shared, so that the rest may as well be new.
+        kept_tokens = script.rng.randint(1, len(original) - 1)
+        edited = script.library.write(len(original) - kept_tokens, original.cut(kept_tokens))
+        script.ask(edited, (32, 128), delay_steps)
+
+
+def write_tree(script: Script, scale: float) -> None:
+    """Prompts along a tree of prefixes: every text has three continuations, five levels deep."""
+    roots = [script.text(100, 1500) for _ in range(max(1, round(3 * scale)))]
+    levels = [roots]
+    for _ in range(4):
+        levels.append([script.text(100, 1500, text) for text in levels[-1] for _ in range(3)])
+    texts = [text for level in levels for text in level]
+    delay_steps = 0
+    for _ in range(round(360 * scale)):
+        delay_steps += script.rng.randint(1, 8)
+        script.ask(script.text(20, 300, script.rng.choice(texts)), (32, 128), delay_steps)
+
+
+def write_short(script: Script, scale: float) -> None:
+    """Short questions behind a short system prompt, some of them asked often."""
+    system = script.text(200, 200)
+    questions = [script.text(20, 500, system) for _ in range(round(300 * scale))]
+    weights = [1 / rank for rank in range(1, len(questions) + 1)]
+    delay_steps = 0
+    for question in script.rng.choices(questions, weights=weights, k=round(1200 * scale)):
+        delay_steps += script.rng.randint(0, 3)
+        script.ask(question, (16, 128), delay_steps)
+
+
 WRITERS: dict[str, Callable[[Script, float], None]] = {
     "chat": write_chat,
     "agent": write_agent,
@@ -192,6 +247,10 @@ WRITERS: dict[str, Callable[[Script, float], None]] = {
     "oneshot": write_oneshot,
     "edited": write_edited,
     "lognormal": write_lognormal,
+    "retrieval": write_retrieval,
+    "one-token-edits": write_one_token_edits,
+    "tree": write_tree,
+    "short": write_short,
 }
 
 

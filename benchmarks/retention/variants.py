@@ -60,7 +60,7 @@ def package_features() -> tuple[str, ...]:
     """Retention and what is in effect without being asked for, as for a user who asks for it."""
     from vllm_ascend_kvext.features import FEATURES
 
-    return (RETENTION, *(feature.name for feature in FEATURES if feature.default_on))
+    return (*(("fast-prefix-cache",) if os.environ.get("FAST") else ()), RETENTION, *(feature.name for feature in FEATURES if feature.default_on))
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
@@ -11,7 +12,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     cache_run,
     split_by_use,
 )
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import cached_block
+from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import cached_block, group_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
@@ -27,6 +28,7 @@ RETAINING = "_kvext_retaining"
 """Attribute set on the block pool of a coordinator whose blocks are retained sparsely."""
 
 _CHECKPOINTS = "_kvext_checkpoints"
+_MOST_COPIES = 16
 
 
 def is_retaining(block_pool: BlockPool) -> bool:
@@ -38,43 +40,33 @@ class RetainedPool:
 
     def __init__(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
-        self._checkpoints: CheckpointTree | None = None
 
     @property
-    def num_blocks(self) -> int:
-        return self._block_pool.num_gpu_blocks
+    def blocks(self) -> Sequence[KVCacheBlock]:
+        return self._block_pool.blocks
 
     def evict_by(self, checkpoints: CheckpointTree) -> None:
         """Let the checkpoints decide what is reallocated next."""
-        self._checkpoints = checkpoints
         setattr(self._block_pool, _CHECKPOINTS, checkpoints)
 
     def prefix_key(self, request: Request, num_tokens: int) -> bytes:
         return request.block_hashes[num_tokens // self._block_pool.hash_block_size - 1]
 
     @property
-    def has_checkpoints(self) -> bool:
-        return self._checkpoints is not None
+    def free_queue(self) -> FreeKVCacheBlockQueue:
+        return self._block_pool.free_block_queue
 
-    def is_needed(self, block: KVCacheBlock) -> bool:
-        return self._checkpoints is not None and self._checkpoints.is_in_tail(block)
-
-    def count_useless(self, limit: int) -> int:
-        queue = self._block_pool.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
-        end = queue.fake_free_list_tail
-        count = 0
-        while count < limit and block is not end and block._block_hash is None:
-            block = block.next_free_block
-            count += 1
-        return count
-
-    def idle_cached_blocks(self) -> list[KVCacheBlock]:
-        return [
-            block
-            for block in self._block_pool.blocks
-            if not block.ref_cnt and block._block_hash is not None
-        ]
+    def copies(
+        self, request: Request, group: ManagedGroup, block_index: int
+    ) -> list[KVCacheBlock]:
+        keys = group_keys(
+            self._block_pool, group.manager.kv_cache_group_id, group.block_tokens
+        )
+        table = self._block_pool.cached_block_hash_to_block._cache
+        cached = table.get(keys.at(request.block_hashes, block_index))
+        if cached is None:
+            return []
+        return list(islice(cached.values(), _MOST_COPIES)) if isinstance(cached, dict) else [cached]
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
@@ -115,7 +107,15 @@ class RetainedPool:
 
     def discard(self, blocks: list[KVCacheBlock]) -> None:
         self._block_pool.evict_blocks({block.block_id for block in blocks})
-        _move_to_front(self._block_pool, [block for block in blocks if block.ref_cnt == 0])
+        free = [block for block in blocks if block.ref_cnt == 0]
+        _move_to_front(self._block_pool, free)
+        checkpoints = _checkpoints_of(self._block_pool)
+        if checkpoints is not None:
+            checkpoints.free_order.note_prepended(free)
+
+
+def _checkpoints_of(block_pool: BlockPool) -> CheckpointTree | None:
+    return getattr(block_pool, _CHECKPOINTS, None)
 
 
 def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
@@ -187,21 +187,34 @@ def _free_useless_blocks_first(
     prepend: bool = False,
 ) -> None:
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    has_prepend = hasattr(block_pool.free_block_queue, "prepend_n")
-    if prepend and has_prepend:
-        wrapped(blocks, prepend=True)  # upstream has told them apart
-        return
+    checkpoints = _checkpoints_of(block_pool)
     cached, useless = split_by_use(blocks)
-    if cached:
+    if cached and checkpoints is not None:
+        _free_needed_blocks_last(wrapped, checkpoints, cached)
+    elif cached:
         wrapped(cached)
     useless = [block for block in useless if not block.is_null]
     if not useless:
         return
-    if has_prepend:
+    if hasattr(block_pool.free_block_queue, "prepend_n"):
         wrapped(useless, prepend=True)
     else:
         wrapped(useless)
         _turn_over(block_pool.free_block_queue, [b for b in useless if b.ref_cnt == 0])
+    if checkpoints is not None:
+        checkpoints.free_order.note_prepended([b for b in useless if b.ref_cnt == 0])
+
+
+def _free_needed_blocks_last(
+    wrapped: Callable[..., None], checkpoints: CheckpointTree, cached: list[KVCacheBlock]
+) -> None:
+    count_needs = checkpoints.needs.count
+    surplus = [block for block in cached if not count_needs[block.block_id]]
+    if len(surplus) < len(cached):
+        wrapped([block for block in cached if count_needs[block.block_id]])
+    if surplus:
+        wrapped(surplus)
+        checkpoints.free_order.note_appended([b for b in surplus if b.ref_cnt == 0])
 
 
 def _turn_over(queue: FreeKVCacheBlockQueue, last_blocks: list[KVCacheBlock]) -> None:
@@ -228,7 +241,7 @@ def make_room_first(
     kwargs: dict[str, Any],
 ) -> list[KVCacheBlock]:
     """Have the least useful checkpoints give way to what is allocated."""
-    checkpoints = getattr(instance, _CHECKPOINTS, None)
+    checkpoints = _checkpoints_of(instance)
     if checkpoints is not None:
         checkpoints.make_room(*args, **kwargs)
     return wrapped(*args, **kwargs)
@@ -239,7 +252,7 @@ def forget_checkpoints(
 ) -> bool:
     """With the cache, forget its checkpoints."""
     is_reset = wrapped(*args, **kwargs)
-    checkpoints = getattr(instance, _CHECKPOINTS, None)
+    checkpoints = _checkpoints_of(instance)
     if is_reset and checkpoints is not None:
         checkpoints.clear()
     return is_reset

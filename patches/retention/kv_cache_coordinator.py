@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
-from vllm_ascend_kvext.retention.journeys import Journeys
-from vllm_ascend_kvext.retention.keeper import TailKeeper
+from vllm_ascend_kvext.retention.interval_retention import IntervalRetention
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
-from vllm_ascend_kvext.retention.protocols import ManagedGroup
+from vllm_ascend_kvext.retention.protocols import ManagedGroup, Retention
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -27,7 +27,7 @@ _KEEPER = "_kvext_tail_keeper"
 _DENSE_MANAGERS = "_kvext_dense_managers"
 
 
-def tail_keeper(coordinator: KVCacheCoordinator) -> TailKeeper | None:
+def tail_keeper(coordinator: KVCacheCoordinator) -> Retention | None:
     return getattr(coordinator, _KEEPER, None)
 
 
@@ -90,17 +90,14 @@ def retain(
     sparse_groups = (*managed[GroupKind.WINDOW], *managed[GroupKind.STATE])
     full_groups = tuple(managed[GroupKind.FULL])
     pool = RetainedPool(coordinator.block_pool)
-    keeper = TailKeeper(
-        policy=RetentionPolicy(geometry, interval_tokens, is_adaptive),
-        sparse_groups=sparse_groups,
-        full_groups=full_groups,
-        pool=pool,
-        skips_by_tokens=not (_is_ascend(coordinator) or managed[GroupKind.STATE]),
-    )
+    policy = RetentionPolicy(geometry, interval_tokens, is_adaptive)
+    skips_by_tokens = not (_is_ascend(coordinator) or managed[GroupKind.STATE])
+    keeper: Retention
     if is_adaptive:
-        journeys = Journeys.start(geometry, full_groups, sparse_groups, pool, keeper.stats)
-        keeper.journeys = journeys
-        pool.evict_by(journeys.tree)
+        keeper = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
+        pool.evict_by(keeper.tree)
+    else:
+        keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
     setattr(coordinator, _KEEPER, keeper)
     dense = tuple(group.manager for group in managed[GroupKind.UNMANAGED])
     setattr(coordinator, _DENSE_MANAGERS, dense)
@@ -108,7 +105,7 @@ def retain(
     logger.info(
         "Prefix-cache retention: %s in %d sliding-window and %d state group(s); hits land on "
         "multiples of %d tokens.",
-        describe_policy(keeper.policy),
+        describe_policy(policy),
         len(managed[GroupKind.WINDOW]),
         len(managed[GroupKind.STATE]),
         unit_tokens,
@@ -234,7 +231,7 @@ def move_windows_on(
 
 
 def _move_windows_on(
-    keeper: TailKeeper,
+    keeper: Retention,
     dense_managers: tuple[SingleTypeKVCacheManager, ...],
     request_id: str,
     total_computed_tokens: int,

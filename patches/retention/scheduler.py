@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.retention.keeper import TailKeeper
+    from vllm_ascend_kvext.retention.protocols import Retention
 
 
 def report_retention(
@@ -46,7 +46,7 @@ def end_step_at_checkpoint(
 
 
 def _end_step_at_checkpoint(
-    keeper: TailKeeper,
+    keeper: Retention,
     num_new_tokens: int,
     request: Request,
     num_asked_tokens: int,

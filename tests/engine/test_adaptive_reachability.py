@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.scheduler.block_manager import BlockManager, Layout, full, window
-from support.retention.checkpoints import adaptive_retention
+from support.retention.checkpoints import adaptive_retention, checkpoint_tree
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
 from support.scheduler.layouts import Layout as EngineLayout
@@ -25,6 +25,7 @@ from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 4000
+SMALL_POOL_BLOCKS = 400
 
 LAYOUTS = {
     "one full, one window": (full(4), window(4, 9)),
@@ -44,11 +45,13 @@ class Case:
         name: For messages.
         unit_tokens: The granularity of hits.
         window_tokens: The widest window.
+        layout: The layout.
     """
 
     name: str
     unit_tokens: int
     window_tokens: int
+    layout: Layout
     dense: BlockManager
     adaptive: BlockManager
 
@@ -61,6 +64,7 @@ def cases(layout_name: str) -> Iterator[Case]:
             f"{layout_name}, EAGLE {sorted(eagle_group_ids)}",
             max(spec.block_size for spec in specs),
             max(getattr(spec, "sliding_window", None) or 0 for spec in specs),
+            layout,
             dense_manager(layout),
             BlockManager(layout, None, NUM_BLOCKS),
         )
@@ -119,13 +123,10 @@ def shared_lengths(case: Case) -> range:
     return range(1, longest, case.unit_tokens // 2 + 1)
 
 
-@pytest.mark.parametrize("layout_name", sorted(LAYOUTS.keys() - {"window only"}))
-def test_second_demand_for_a_prefix_is_met(layout_name: str) -> None:
-    """Two requests share a prefix that nobody kept; the third hits what dense caching hits.
-
-    That they share it shows in the full-attention groups, which a layout has to have.
-    """
-    num_hits = num_missed = 0
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_every_branch_hits_what_dense_caching_hits(layout_name: str) -> None:
+    """Requests that share a prefix hit it from the second one on: nothing has been dropped."""
+    num_hits = 0
     with adaptive_retention():
         for case in cases(layout_name):
             for num_shared_tokens in shared_lengths(case):
@@ -134,33 +135,60 @@ def test_second_demand_for_a_prefix_is_met(layout_name: str) -> None:
                     world.reset()
                     prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
                     hits.append([serve_in_chunks(world, next(prompts)) for _ in range(3)])
-                (_, dense_second, dense_third), (_, second, third) = hits
-                assert third >= dense_third, f"{case.name}, {num_shared_tokens} shared: {hits}"
-                num_hits += dense_third > 0
-                num_missed += second < dense_second
+                dense, adaptive = hits
+                assert adaptive == dense, f"{case.name}, {num_shared_tokens} shared"
+                num_hits += dense[1] > 0
     assert num_hits > 10
-    assert num_missed > 0, "the second hits as well: nothing is shown"
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_first_demand_for_a_hinted_prefix_is_met(layout_name: str) -> None:
+def branch_under_pressure(
+    layout: Layout, num_shared_tokens: int, hints: Sequence[int] = ()
+) -> list[int]:
+    """The hits of branches of one prefix, between which other requests take all that is surplus."""
+    world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
+    prompts = branches(num_shared_tokens, 3)
+    hits = []
+    for number in range(3):
+        hits.append(serve_in_chunks(world, next(prompts), hints if not number else ()))
+        tree = checkpoint_tree(world.manager)
+        tree.make_room(tree.free_order.count_next(SMALL_POOL_BLOCKS))
+        surplus = tree.free_order.next_blocks(tree.free_order.count_next(SMALL_POOL_BLOCKS))
+        world.pool.evict_blocks({block.block_id for block in surplus})
+    return hits
+
+
+@pytest.mark.parametrize("layout_name", sorted(LAYOUTS.keys() - {"window only"}))
+def test_second_demand_for_a_prefix_keeps_it_under_pressure(layout_name: str) -> None:
+    """Two requests share a prefix whose surplus is gone; the third hits what they shared."""
     num_hits = num_missed = 0
     with adaptive_retention():
         for case in cases(layout_name):
             for num_shared_tokens in shared_lengths(case):
                 case.dense.reset()
-                prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
+                prompts = branches(num_shared_tokens, 3)
+                dense = [serve_in_chunks(case.dense, next(prompts)) for _ in range(3)]
+                found = branch_under_pressure(case.layout, num_shared_tokens)
+                assert found[2] >= dense[2], f"{case.name}, {num_shared_tokens} shared"
+                num_hits += dense[2] > 0
+                num_missed += found[1] < dense[1]
+    assert num_hits > 10
+    assert num_missed > 0, "the second hits as well: nothing is shown"
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_a_hint_keeps_a_prefix_under_pressure(layout_name: str) -> None:
+    num_hits = num_missed = 0
+    with adaptive_retention():
+        for case in cases(layout_name):
+            for num_shared_tokens in shared_lengths(case):
+                case.dense.reset()
+                prompts = branches(num_shared_tokens, 3)
                 dense = [serve_in_chunks(case.dense, next(prompts)) for _ in range(2)]
-                found = []
-                for hints in ([num_shared_tokens], []):
-                    case.adaptive.reset()
-                    prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
-                    serve_in_chunks(case.adaptive, next(prompts), hints)
-                    found.append(serve_in_chunks(case.adaptive, next(prompts)))
-                hinted, unhinted = found
-                assert hinted >= dense[1], f"{case.name}, {num_shared_tokens} shared"
+                hinted = branch_under_pressure(case.layout, num_shared_tokens, [num_shared_tokens])
+                unhinted = branch_under_pressure(case.layout, num_shared_tokens)
+                assert hinted[1] >= dense[1], f"{case.name}, {num_shared_tokens} shared"
                 num_hits += dense[1] > 0
-                num_missed += unhinted < dense[1]
+                num_missed += unhinted[1] < dense[1]
     assert num_hits > 10
     assert num_missed > 0, "it hits without the hint as well: nothing is shown"
 

@@ -244,13 +244,22 @@ def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
 
 
 def forget_a_checkpoint(engine: SchedulerEngine, step: Step) -> None:
-    """Take a checkpoint out of the tree, and leave its blocks in the cache."""
+    """Take a checkpoint out of the tree, and leave its blocks needed."""
     tree = checkpoint_tree(engine.scheduler.kv_cache_manager)
     for node in all_nodes(tree)[1:]:
-        if not node.children and not node.pins:
-            tree._give_up_tail(node, [])
+        if not node.children:
             tree.nodes.pop(node.key)
             node.parent.children.discard(node)
+            return
+
+
+def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
+    """Make the first cached block that nothing needs the last one to be reallocated."""
+    tree = checkpoint_tree(engine.scheduler.kv_cache_manager)
+    for block_id in step.free_queue:
+        block = engine.block_pool.blocks[block_id]
+        if block.block_hash is not None and not tree.needs.count[block_id]:
+            tree.free_order.move_to_back([block])
             return
 
 
@@ -258,9 +267,10 @@ def forget_a_checkpoint(engine: SchedulerEngine, step: Step) -> None:
     ("spoil", "violation"),
     [
         (swap_the_last_two, "does not hold what its key says"),
-        (forget_a_checkpoint, ""),
+        (forget_a_checkpoint, "is miscounted"),
+        (spoil_the_order, "which nothing needs, waits behind"),
     ],
-    ids=["swapped", "forgotten"],
+    ids=["swapped", "forgotten", "out of order"],
 )
 def test_sees_what_is_wrong(spoil: Check, violation: str) -> None:
     found = violation_of(FULL_WINDOW, spoil)

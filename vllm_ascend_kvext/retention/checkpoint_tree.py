@@ -1,88 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoints of one prefix cache, as a tree of prefixes.
 
-Blocks of one boundary live and die together across groups: full-attention blocks go with the last
-checkpoint that needs them, and never before it. Where the cache holds some content twice, the
-older copy gives way.
+A boundary has the full-attention blocks between its parent's boundary and its own (its *runs*),
+and, if it can be resumed from, the blocks of the sparse groups that a hit reads (its *tail*)::
+
+      root ───── 400 ────┬──── 900 [tail]         runs of 900: full-attention blocks 400 to 900
+                         └──── 720 [tail]         400 has no tail: two prompts part ways there
+
+Full-attention blocks go with the last checkpoint that needs them, and never before it. What no
+checkpoint needs stays cached as surplus, and is reallocated first.
+
+What a call costs depends on the blocks of the boundary that it is about, and not on how many other
+boundaries there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import numpy as np
 
 from vllm_ascend_kvext.retention.checkpoints import (
+    NO_BLOCKS,
+    BlockIds,
+    BlockNeeds,
     Checkpoint,
     Runs,
-    TailCounts,
-    alive,
 )
-from vllm_ascend_kvext.retention.eviction import EvictionOrder
+from vllm_ascend_kvext.retention.eviction import EvictionOrder, nearest_with_tail
+from vllm_ascend_kvext.retention.free_order import FreeOrder
 from vllm_ascend_kvext.retention.prefix_table import PrefixTable
-from vllm_ascend_kvext.retention.protocols import Block, CachedBlock, Pool
+from vllm_ascend_kvext.retention.protocols import Block, BlockStore, CachedBlock
 from vllm_ascend_kvext.retention.reasons import Origin, Reason, UseRates
 from vllm_ascend_kvext.retention.stats import RetentionStats
 
 _REMEMBERED = 8192
-_UNBOUNDED = 1 << 62
 _MOST_CONTINUATIONS = 16
+_LOOK_AGAIN_AT = 8
+
+
+class PrefixBlocks(Protocol):
+    """The cached blocks of one request's prefixes."""
+
+    def key(self, num_tokens: int) -> bytes:
+        """The chained hash of the first tokens."""
+
+    def copies(self, block_index: int) -> Iterable[int]:
+        """Ids of cached blocks that hold what a block of the first full-attention group does."""
+
+    def runs(self, start_tokens: int, stop_tokens: int) -> Runs | None:
+        """The full-attention blocks of a stretch of tokens; None if one is not cached."""
 
 
 class CheckpointTree:
     """All checkpoints of one block pool.
 
     Args:
-        pool: Where blocks are uncached.
+        store: The pool's blocks.
         block_tokens: Tokens per block of each full-attention group.
         unit_tokens: Every boundary is a multiple of it.
         stats: Where checkpoints are counted.
 
     Attributes:
         root: The empty prefix.
-        nodes: Every boundary that a checkpoint or a running request needs.
-        ghosts: Boundaries whose checkpoints were evicted, with what had kept them.
+        nodes: By key, every boundary that can be resumed from, or where prompts part ways.
+        evicted: Boundaries whose checkpoints were evicted, with what had kept them.
         rates: How often checkpoints turned out useful.
+        needs: How many checkpoints each block is part of.
+        free_order: In which order free blocks are reallocated.
     """
 
     def __init__(
-        self, pool: Pool, block_tokens: Sequence[int], unit_tokens: int, stats: RetentionStats
+        self,
+        store: BlockStore,
+        block_tokens: Iterable[int],
+        unit_tokens: int,
+        stats: RetentionStats,
     ) -> None:
-        self._pool = pool
+        self._store = store
         self._stats = stats
         self._block_tokens = tuple(block_tokens)
         self._unit_tokens = unit_tokens
-        self._tail_counts = TailCounts()
+        self._num_blocks = len(store.blocks)
+        # By id of a block of the first full-attention group: the boundary whose run it is in.
+        self._owners = np.full(self._num_blocks, None, object)
+        self.needs = BlockNeeds(self._num_blocks)
+        self.free_order = FreeOrder(store.free_queue, self._num_blocks, self.needs.count)
         self.rates = UseRates()
-        self._order = EvictionOrder(self.rates, self._tail_counts)
+        self._order = EvictionOrder(self.rates, self.needs, self._is_in_use)
         self.root = Checkpoint(b"", 0, None, Reason(Origin.LATEST))
-        self.nodes: PrefixTable[Checkpoint] = PrefixTable(_UNBOUNDED)
-        self.ghosts: PrefixTable[Reason] = PrefixTable(_REMEMBERED)
+        self.nodes: dict[bytes, Checkpoint] = {}
+        self.evicted: PrefixTable[Reason] = PrefixTable(_REMEMBERED)
 
     def clear(self) -> None:
         """Forget everything; the pool has uncached all blocks, and no request holds one."""
         self._order.clear()
-        self._tail_counts.clear()
+        self._owners[:] = None
+        self.needs.clear()
+        self.free_order.clear()
         self.nodes.clear()
-        self.ghosts.clear()
+        self.evicted.clear()
         self.root.children.clear()
         self._stats.checkpoints = 0
-
-    def is_in_tail(self, block: Block) -> bool:
-        """Whether some checkpoint's tail needs a block."""
-        return self._tail_counts.has(block)
-
-    def path(
-        self, prefix_key: Callable[[int], bytes], after_tokens: int, upto_tokens: int
-    ) -> list[Checkpoint]:
-        """Known boundaries of a prompt in ``(after_tokens, upto_tokens]``, shortest first."""
-        found = self.nodes.on_path(prefix_key, after_tokens, upto_tokens, self._unit_tokens)
-        return [node for _, node in found]
-
-    def find_ghost(
-        self, prefix_key: Callable[[int], bytes], after_tokens: int, upto_tokens: int
-    ) -> int | None:
-        """The longest boundary of a prompt, in tokens, whose checkpoint was evicted."""
-        found = self.ghosts.on_path(prefix_key, after_tokens, upto_tokens, self._unit_tokens)
-        return found[-1][0] if found else None
 
     # What requests report.
 
@@ -90,223 +110,270 @@ class CheckpointTree:
         """A request resumes here."""
         self.rates.count_use(node.reason)
         node.reason = node.reason.used_again()
-        if node.tail:
-            self._order.renew(node)
+        self._order.renew(node)
 
     def want(self, key: bytes) -> None:
         """A request would have resumed at a boundary that is gone."""
-        reason = self.ghosts.pop(key)
+        reason = self.evicted.pop(key)
         if reason is not None:
             self.rates.take_eviction_back(reason)
 
-    def pin(self, node: Checkpoint) -> None:
-        node.pins += 1
-
-    def unpin(self, node: Checkpoint) -> None:
-        node.pins -= 1
-        useless: list[Block] = []
-        self._remove_unneeded(node, useless)
-        self._discard(useless)
-
-    def step_back(self, node: Checkpoint) -> Checkpoint:
-        """Move a request's pin to the parent; forget the boundary if nobody else was there."""
-        parent = node.parent
-        self.pin(parent)
-        if node.pins == 1 and not node.children:
-            useless: list[Block] = []
-            self._give_up_tail(node, useless)
-            self._discard(useless)
-        self.unpin(node)
-        return parent
+    def find_evicted(
+        self, prefix_key: Callable[[int], bytes], after_tokens: int, upto_tokens: int
+    ) -> int | None:
+        """The longest boundary of a prompt, in tokens, whose checkpoint was evicted."""
+        return self.evicted.longest(prefix_key, after_tokens, upto_tokens)
 
     def add(
         self,
-        parent: Checkpoint,
-        key: bytes,
+        prefix: PrefixBlocks,
         boundary_tokens: int,
-        runs: Runs,
-        beyond: list[CachedBlock] | None,
-        tail: list[CachedBlock],
+        tail: BlockIds,
+        ahead: BlockIds,
         reason: Reason,
-    ) -> Checkpoint:
-        """Record a boundary that a running request has just passed.
+        before: Checkpoint | None = None,
+    ) -> Checkpoint | None:
+        """Keep a boundary that a running request has just passed, or hit.
 
         Args:
-            parent: The longest known boundary below it on the request's path.
-            runs: Per full-attention group its cached blocks from the parent's boundary to this.
-            beyond: Its cached full-attention blocks past the boundary that a lookup reads; None
-                if nothing is to change about them.
-            tail: Its cached blocks of the sparse groups; empty if they are not complete.
+            tail: Its cached blocks of the sparse groups.
+            ahead: Its cached full-attention blocks past the boundary that a hit reads.
+            reason: Why; what a known boundary is kept for, its uses decide, if it has any.
+            before: A boundary below it on the request's path. Asked for only where there is no
+                full attention, for nothing else tells then what lies behind what.
+
+        Returns:
+            None if full-attention blocks that lead there are not cached.
         """
-        useless: list[Block] = []
+        key = prefix.key(boundary_tokens)
         node = self.nodes.get(key)
         if node is None:
-            node = Checkpoint(key, boundary_tokens, parent, reason)
-            node.runs = runs
-            self._order.advance(node.num_run_blocks / self._pool.num_blocks)
-            self._adopt(node, useless)
-            parent.children.add(node)
-            self.nodes.put(key, boundary_tokens, node)
+            node = self._insert(prefix, key, boundary_tokens, reason, before or self.root)
+            if node is None:
+                return None
+        elif node.has_tail and not node.reason.uses:
+            node.reason = reason
+        if not node.has_tail:
+            node.origin, node.reason = reason.origin, reason
+            self._take_tail(node, tail, ahead)
         else:
-            if node.parent is not parent:
-                self._move(
-                    node, parent
-                )  # without full attention nothing tells who lies behind whom
-            older, node.runs = node.runs, runs
-            self._merge(node, older, useless)
-        self._look_beyond(parent, [], useless)
-        if beyond is not None:
-            self._look_beyond(node, beyond, useless)
-        if tail:
-            self._take_tail(node, tail, useless)
-        self._discard(useless)
+            self._order.renew(node)
+            if len(ahead):
+                self._take_ahead(node, ahead)
         return node
 
-    def keep(
-        self,
-        node: Checkpoint,
-        beyond: list[CachedBlock],
-        tail: list[CachedBlock],
-        reason: Reason,
-    ) -> None:
-        """There is a further reason for a boundary, and perhaps its tail again."""
-        useless: list[Block] = []
-        self._look_beyond(node, beyond, useless)
-        if not node.reason.uses:
-            node.reason = reason
-        if tail:
-            self._take_tail(node, tail, useless)
-        elif node.tail:
-            self._order.renew(node)
-        self._discard(useless)
+    def remove(self, node: Checkpoint) -> None:
+        """A request takes back a checkpoint: what it was about to compute, it did not."""
+        if node.has_tail:
+            self._give_up_tail(node)
+            self._remove_unneeded(node)
 
-    # Eviction.
+    def need(self, block: Block) -> None:
+        """A running request needs a block that it is about to free."""
+        self.needs.count[block.block_id] += 1
+
+    def release(self, blocks: Iterable[CachedBlock]) -> None:
+        """A running request needs these no more, once for each call of `need`."""
+        count = self.needs.count
+        useless = []
+        for block, block_hash in blocks:
+            if block._block_hash is not block_hash:
+                continue  # reallocated, for want of others
+            count[block.block_id] -= 1
+            if not count[block.block_id]:
+                useless.append(block)
+        self.free_order.move_to_surplus(useless)
+
+    def refresh(self, block: Block) -> None:
+        """If a block is surplus, make it the last of the surplus to be reallocated."""
+        if not self.needs.count[block.block_id]:
+            self.free_order.move_to_surplus((block,))
+
+    def end_request(self) -> None:
+        """A request gives its blocks back."""
+        self._order.look_again(_LOOK_AGAIN_AT)
+
+    # What the pool reports.
 
     def make_room(self, num_blocks: int) -> None:
-        """Uncache checkpoints until the next blocks to be reallocated are not cached.
+        """Evict checkpoints until nothing needs the next blocks to be reallocated.
 
-        Stops earlier where every checkpoint is in use; the pool then evicts as it would without.
+        Takes time in proportion to ``num_blocks`` and to the blocks of the evicted checkpoints.
         """
-        missing = num_blocks - self._pool.count_useless(num_blocks)
+        missing = num_blocks - self.free_order.count_next(num_blocks)
         while missing > 0 and (node := self._order.pop()) is not None:
             missing -= self._evict(node)
+        if missing > 0:
+            for block in self.free_order.next_blocks(num_blocks):
+                self.needs.forget(block.block_id)  # only running requests need it
 
     def _evict(self, node: Checkpoint) -> int:
-        """Returns how many blocks that yields."""
+        """Returns how many free blocks became surplus."""
         self._stats.checkpoints_evicted += 1
         self.rates.count_eviction(node.reason)
-        self.ghosts.put(node.key, node.boundary_tokens, node.reason)
-        useless: list[Block] = []
-        self._give_up_tail(node, useless)
-        self._remove_unneeded(node, useless)
-        self._discard(useless)
-        return len({block.block_id for block in useless if not block.ref_cnt})
+        self.evicted.put(node.key, node.boundary_tokens, node.reason)
+        return self._give_up_tail(node) + self._remove_unneeded(node)
 
-    def forget_strays(self, in_use: set[int]) -> int:
-        """Uncache idle blocks that no checkpoint accounts for; returns how many there were.
-
-        Such a block would be lost to the cache for good, for eviction goes by checkpoints. None is
-        meant to exist; the books are kept across preemptions, aborts and foreign evictions, and
-        this is where they are balanced.
-
-        Args:
-            in_use: Ids of blocks that running requests account for.
-        """
-        known = set(in_use)
-        for node in self.nodes.values():
-            for run in (*node.runs, node.beyond, node.tail):
-                known.update(block.block_id for block in alive(run))
-        strays = [b for b in self._pool.idle_cached_blocks() if b.block_id not in known]
-        self._discard(strays)
-        return len(strays)
-
-    @property
-    def num_pools_cached(self) -> float:
-        """How often as many blocks have been cached for checkpoints as there are."""
-        return self._order.clock
+    def _is_in_use(self, node: Checkpoint) -> bool:
+        """Whether requests read every block that only this checkpoint needs."""
+        own = self.needs.only_here(node.tail).tolist()
+        if not node.children:
+            own += [int(run[-1]) for run in node.runs if len(run)]
+        blocks = self._store.blocks
+        return bool(own) and all(blocks[block_id].ref_cnt for block_id in own)
 
     # Structure.
 
-    def _remove_unneeded(self, node: Checkpoint, useless: list[Block]) -> None:
-        """Remove a boundary, and those that led to it, unless something needs them."""
-        while not (node.is_root or node.is_needed):
-            others = {block.block_id for block, _ in node.parent.beyond}
-            for run in (*node.runs, node.beyond):
-                useless += [block for block in alive(run) if block.block_id not in others]
-            self.nodes.pop(node.key)
-            node.parent.children.discard(node)
-            node = node.parent
-            if node.tail:
-                self._order.update(node)  # its eviction yields more than before
-
-    def _adopt(self, node: Checkpoint, useless: list[Block]) -> None:
-        """Put a new boundary between its parent and those children that lie behind it."""
-        for child in [child for child in node.parent.children if self._passes(child, node)]:
-            older, child.runs = child.cut(node.boundary_tokens, self._block_tokens)
-            self._move(child, node)
-            self._merge(node, older, useless)
-
-    def _passes(self, child: Checkpoint, node: Checkpoint) -> bool:
-        if child.boundary_tokens <= node.boundary_tokens or not (node.runs and node.runs[0]):
-            return False
-        before, _ = child.cut(node.boundary_tokens, self._block_tokens)
-        return bool(before[0]) and before[0][-1][1] == node.runs[0][-1][1]
-
-    @staticmethod
-    def _move(node: Checkpoint, parent: Checkpoint) -> None:
-        node.parent.children.discard(node)
-        parent.children.add(node)
-        node.parent = parent
-
-    @staticmethod
-    def _merge(node: Checkpoint, older: Runs, useless: list[Block]) -> None:
-        """Of two copies of a node's runs keep the node's: a running request holds it."""
-        for run, older_run in zip(node.runs, older, strict=True):
-            for index, (block, block_hash) in enumerate(older_run):
-                kept, kept_hash = run[index]
-                if block is kept or block._block_hash is not block_hash:
-                    continue
-                if kept._block_hash is kept_hash:
-                    useless.append(block)
+    def _insert(
+        self,
+        prefix: PrefixBlocks,
+        key: bytes,
+        boundary_tokens: int,
+        reason: Reason,
+        before: Checkpoint,
+    ) -> Checkpoint | None:
+        parent = before
+        if self._block_tokens:
+            parent, known_tokens = self._find_deepest(prefix, boundary_tokens)
+            if known_tokens < parent.boundary_tokens:
+                # The path leaves the parent's runs, or ends, within them.
+                cut_tokens = known_tokens // self._unit_tokens * self._unit_tokens
+                if cut_tokens > parent.parent.boundary_tokens:
+                    parent = self._split(parent, prefix.key(cut_tokens), cut_tokens)
                 else:
-                    run[index] = block, block_hash
+                    parent = parent.parent
+            if parent.boundary_tokens == boundary_tokens:
+                return parent
+        else:
+            parent = nearest_with_tail(parent)
+        runs = prefix.runs(parent.boundary_tokens, boundary_tokens)
+        if runs is None:
+            return None
+        node = Checkpoint(key, boundary_tokens, parent, reason, runs)
+        for run in runs:
+            self._need(run)
+        if runs:
+            self._owners[runs[0]] = node
+            parent.children.add(node)
+        self.nodes[key] = node
+        return node
 
-    @staticmethod
-    def _look_beyond(node: Checkpoint, beyond: list[CachedBlock], useless: list[Block]) -> None:
-        """Add what a request computed past a boundary to what others did, each content once."""
-        if not (beyond or node.beyond):
-            return
-        kept = {block_hash: (block, block_hash) for block, block_hash in node.beyond}
-        kept = {block_hash: (block, block_hash) for block, block_hash in beyond} | {
-            block_hash: cached for block_hash, cached in kept.items() if alive([cached])
-        }
-        for child in node.children:
-            for run in child.runs:
-                kept.update((cached[1], cached) for cached in run[:1] if cached[1] in kept)
-        older = [*node.beyond, *beyond]
-        limit = _MOST_CONTINUATIONS * len(beyond) or len(kept)
-        node.beyond = list(kept.values())[:limit]
-        needed = {block.block_id for block, _ in node.beyond}
-        for child in node.children:
-            needed.update(block.block_id for run in child.runs for block, _ in run)
-        useless += [block for block in alive(older) if block.block_id not in needed]
+    def _find_deepest(self, prefix: PrefixBlocks, upto_tokens: int) -> tuple[Checkpoint, int]:
+        """How far the tree knows a path; bisects, for what it knows begins at the first token.
 
-    def _take_tail(self, node: Checkpoint, tail: list[CachedBlock], useless: list[Block]) -> None:
-        num_new_blocks = self._tail_counts.add(tail)
-        if not node.tail:
-            self._order.advance(num_new_blocks / self._pool.num_blocks)
-        self._stats.checkpoints_kept += not node.tail
-        self._give_up_tail(node, useless)
-        node.tail = tail
+        Returns:
+            The boundary whose run the last known block is in, and the tokens up to the block's end.
+        """
+        block_tokens = self._block_tokens[0]
+        node, low, high = self.root, 0, upto_tokens // block_tokens
+        middle = high  # known to its end, mostly
+        while low < high:
+            owner = self._find_owner(prefix, middle - 1)
+            if owner is None:
+                high = middle - 1
+            else:
+                node, low = owner, middle
+            middle = (low + high + 1) // 2
+        return node, low * block_tokens
+
+    def _find_owner(self, prefix: PrefixBlocks, block_index: int) -> Checkpoint | None:
+        for block_id in prefix.copies(block_index):
+            node: Checkpoint | None = self._owners[block_id]
+            if node is not None:
+                index = block_index - node.parent.boundary_tokens // self._block_tokens[0]
+                run = node.runs[0]
+                if 0 <= index < len(run) and run[index] == block_id:
+                    return node
+        return None
+
+    def _split(self, node: Checkpoint, key: bytes, boundary_tokens: int) -> Checkpoint:
+        """Put a boundary without a tail between a node and its parent."""
+        parent = node.parent
+        cuts = [(boundary_tokens - parent.boundary_tokens) // n for n in self._block_tokens]
+        runs = tuple(run[:cut] for run, cut in zip(node.runs, cuts, strict=True))
+        upper = Checkpoint(key, boundary_tokens, parent, Reason(Origin.LATEST), runs)
+        node.runs = tuple(run[cut:] for run, cut in zip(node.runs, cuts, strict=True))
+        node.parent = upper
+        upper.children.add(node)
+        parent.children.discard(node)
+        parent.children.add(upper)
+        self._owners[runs[0]] = upper
+        self.nodes[key] = upper
+        return upper
+
+    def _remove_unneeded(self, node: Checkpoint) -> int:
+        """Remove a boundary that has lost its tail, and its parent, if nothing needs them.
+
+        Every boundary without a tail has two children at least: one that has lost all but one of
+        them joins the last one.
+
+        Returns:
+            How many free blocks became surplus.
+        """
+        num_surplus = 0
+        while not (node.is_root or node.has_tail):
+            if len(node.children) > 1:
+                return num_surplus
+            if node.children:
+                self._join_child(node)
+                return num_surplus
+            self.nodes.pop(node.key)
+            if not self._block_tokens:
+                return num_surplus
+            node.parent.children.discard(node)
+            for run in node.runs:
+                num_surplus += self._give_up(run[::-1])
+            if node.runs:
+                self._owners[node.runs[0]] = None
+            node = node.parent
+        if node.has_tail and not node.children:
+            self._order.lower(node)  # its eviction yields its runs, too
+        return num_surplus
+
+    def _join_child(self, node: Checkpoint) -> None:
+        (child,) = node.children
+        child.runs = tuple(
+            np.concatenate(both) for both in zip(node.runs, child.runs, strict=True)
+        )
+        child.parent = node.parent
+        node.parent.children.discard(node)
+        node.parent.children.add(child)
+        self._owners[node.runs[0]] = child
+        self.nodes.pop(node.key)
+
+    def _take_tail(self, node: Checkpoint, tail: BlockIds, ahead: BlockIds) -> None:
+        node.tail = np.concatenate((tail, ahead)) if len(ahead) else tail
+        node.num_ahead = len(ahead)
+        self._need(node.tail)
+        self._stats.checkpoints_kept += 1
         self._stats.checkpoints += 1
-        self._order.renew(node)
+        self._order.add(node)
 
-    def _give_up_tail(self, node: Checkpoint, useless: list[Block]) -> None:
-        self._stats.checkpoints -= bool(node.tail)
-        useless += alive(self._tail_counts.remove(node.tail))
-        node.tail = []
+    def _take_ahead(self, node: Checkpoint, ahead: BlockIds) -> None:
+        """Keep what another request has past a boundary, too: a hit reads its own blocks there."""
+        ahead = ahead[np.isin(ahead, node.tail[-node.num_ahead :], invert=True)]
+        if len(ahead) and node.num_ahead < _MOST_CONTINUATIONS * len(ahead):
+            self._need(ahead)
+            node.tail = np.concatenate((node.tail, ahead))
+            node.num_ahead += len(ahead)
 
-    def _discard(self, blocks: list[Block]) -> None:
-        # Two boundaries may have given up the same one.
-        if blocks:
-            self._pool.discard(list({block.block_id: block for block in blocks}.values()))
+    def _give_up_tail(self, node: Checkpoint) -> int:
+        self._stats.checkpoints -= 1
+        tail, node.tail, node.num_ahead = node.tail, NO_BLOCKS, 0
+        return self._give_up(tail)
+
+    def _need(self, ids: BlockIds) -> None:
+        blocks = self._store.blocks
+        new_ids = self.needs.add(ids).tolist()
+        self._order.advance(len(new_ids) / self._num_blocks)
+        idle = [blocks[block_id] for block_id in new_ids if not blocks[block_id].ref_cnt]
+        if idle:
+            self.free_order.move_to_back(idle)
+
+    def _give_up(self, ids: BlockIds) -> int:
+        """Returns how many free blocks became surplus."""
+        blocks = self._store.blocks
+        useless_ids = self.needs.remove(ids).tolist()
+        idle = [blocks[block_id] for block_id in useless_ids if not blocks[block_id].ref_cnt]
+        self.free_order.move_to_surplus(idle)
+        return len(idle)

@@ -7,6 +7,12 @@ gives way. Because all decay alike, the order of two checkpoints changes only wh
 of them is used, and a heap holds it. (Worth per size with aging is the idea of GreedyDual-Size, Cao
 and Irani 1997; there the clock jumps with what is evicted, so that the dear ages the cheap.)
 
+The heap is lazy: using a checkpoint does not touch it. Its entry then is lower than what it is
+worth, which shows when it comes up, and it is put back with its real worth::
+
+      heap     3.1 A   3.4 B   4.0 C ...     A was used: its priority is 5.2
+      pop      A comes up, goes back as 5.2; B comes up, is worth 3.4 still: B gives way
+
 Knows no pool and changes no checkpoint but for its place in the order.
 """
 
@@ -14,8 +20,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
+from collections.abc import Callable
 
-from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts, alive
+from vllm_ascend_kvext.retention.checkpoints import BlockNeeds, Checkpoint
 from vllm_ascend_kvext.retention.reasons import UseRates
 
 HALF_LIFE = 0.3
@@ -23,7 +31,12 @@ HALF_LIFE = 0.3
 tokens and drop it at once, many pools are allocated while little is cached. And not in pools
 evicted: nothing would age until the pool is full."""
 
-_LOOK_AGAIN_AFTER = 1 / 64
+MOST_PUT_BACK = 32
+"""Checkpoints that one call of `EvictionOrder.pop` puts back before it takes what comes up."""
+
+MOST_ANCESTORS = 16
+"""Boundaries without a tail that are looked at on the way to one that has a tail."""
+
 _NEXT_TO_NOTHING = 1e-6
 
 
@@ -32,81 +45,88 @@ class EvictionOrder:
 
     Args:
         rates: What is known of the usefulness of checkpoints.
-        tail_counts: Which blocks of a tail are no other's.
+        needs: How many checkpoints each block is part of.
+        is_in_use: Whether running requests read all that eviction of a checkpoint would yield.
 
     Attributes:
         clock: Blocks cached for checkpoints since the start, in pools.
     """
 
-    def __init__(self, rates: UseRates, tail_counts: TailCounts) -> None:
+    def __init__(
+        self, rates: UseRates, needs: BlockNeeds, is_in_use: Callable[[Checkpoint], bool]
+    ) -> None:
         self._rates = rates
-        self._tail_counts = tail_counts
+        self._needs = needs
+        self._is_in_use = is_in_use
         self._heap: list[tuple[float, int, Checkpoint]] = []
-        # Entries of checkpoints that requests hold: looked at every now and then only.
-        self._held: list[tuple[float, int, Checkpoint]] = []
-        self._look_again_at = 0.0
+        # Checkpoints of which eviction yielded nothing when they came up, longest ago first.
+        self._in_use: deque[tuple[int, Checkpoint]] = deque()
         self._num_entries = 0
-        self._num_valid = 0
         self.clock = 0.0
 
     def advance(self, num_pools: float) -> None:
         """So much of the pool has been cached."""
         self.clock += num_pools
 
-    def renew(self, node: Checkpoint) -> None:
-        """A checkpoint is new, or has been of use."""
+    def add(self, node: Checkpoint) -> None:
+        """A checkpoint has got a tail. Takes time in proportion to the tail."""
         node.clock = self.clock
-        self.update(node)
+        self._push(node, self._priority(node))
 
-    def update(self, node: Checkpoint) -> None:
-        """What a checkpoint is worth has changed."""
-        self._num_entries += 1
-        node.entry = self._num_entries
-        heapq.heappush(self._heap, (self._priority(node), node.entry, node))
-        if len(self._heap) > 4 * self._num_valid + 64:
-            self._heap[:] = [e for e in self._heap if e[1] == e[2].entry and e[2].tail]
-            self._num_valid = len(self._heap)
-            heapq.heapify(self._heap)
+    def renew(self, node: Checkpoint) -> None:
+        """A checkpoint has been of use. Takes constant time."""
+        node.clock = self.clock
+
+    def lower(self, node: Checkpoint) -> None:
+        """A checkpoint may be worth less than before. Takes time in proportion to its tail."""
+        priority = self._priority(node)
+        if priority < node.priority:
+            self._push(node, priority)
 
     def pop(self) -> Checkpoint | None:
-        """Take the least worthy checkpoint whose tail no request holds; None if there is none."""
-        if self.clock >= self._look_again_at:
-            self._look_at_held_again()
-        node = self._pop_idle()
-        if node is None and self._held:
-            self._look_at_held_again()
-            node = self._pop_idle()
-        return node
+        """Take the least worthy checkpoint; None if there is none.
 
-    def _pop_idle(self) -> Checkpoint | None:
+        One that is in use is taken only when all are. At most `MOST_PUT_BACK` checkpoints are put
+        back per call; those that are set aside as in use, or were forgotten, are met once for
+        each time that they were put in.
+        """
         heap = self._heap
+        num_put_back = 0
         while heap:
-            priority, entry, node = heapq.heappop(heap)
-            if node.entry != entry or not node.tail:
+            _, entry, node = heapq.heappop(heap)
+            if node.entry != entry or not node.has_tail:
                 continue
-            if len(alive(node.tail)) < len(node.tail):
-                return node  # the pool took a block of it: nothing can resume there
-            if any(block.ref_cnt for block, _ in node.tail):
-                self._held.append((priority, entry, node))
+            if self._is_in_use(node):
+                self._in_use.append((entry, node))
                 continue
             current = self._priority(node)
-            if current > priority and heap and current > heap[0][0]:
-                # Its worth has grown since, for example with the loss of the one before it.
-                self.update(node)
+            if heap and current > heap[0][0] and num_put_back < MOST_PUT_BACK:
+                self._push(node, current)
+                num_put_back += 1
                 continue
             return node
+        while self._in_use:
+            entry, node = self._in_use.popleft()
+            if node.entry == entry and node.has_tail:
+                return node
         return None
 
-    def _look_at_held_again(self) -> None:
-        held = [node for _, entry, node in self._held if node.entry == entry and node.tail]
-        self._held.clear()
-        for node in held:
-            self.renew(node)  # it was of use until a moment ago
-        self._look_again_at = self.clock + _LOOK_AGAIN_AFTER
+    def look_again(self, limit: int) -> None:
+        """A request has gone: up to ``limit`` checkpoints that were in use may come up again."""
+        for _ in range(min(limit, len(self._in_use))):
+            entry, node = self._in_use.popleft()
+            if node.entry == entry and node.has_tail:
+                self.add(node)  # it was of use until a moment ago
 
     def clear(self) -> None:
         self._heap.clear()
-        self._held.clear()
+        self._in_use.clear()
+
+    def _push(self, node: Checkpoint, priority: float) -> None:
+        self._num_entries += 1
+        node.entry = self._num_entries
+        node.priority = priority
+        heapq.heappush(self._heap, (priority, node.entry, node))
 
     def _priority(self, node: Checkpoint) -> float:
         """The logarithm of its decayed worth, in half-lives."""
@@ -115,16 +135,17 @@ class EvictionOrder:
 
     def _saved_per_block(self, node: Checkpoint) -> float:
         """Tokens that a use saves per block that the checkpoint takes."""
-        num_blocks = self._tail_counts.share(node.tail)
-        ancestor = node.parent
-        if not (node.children or node.pins):
-            # Full-attention blocks go along, up to a boundary that something else needs.
-            num_blocks += node.num_run_blocks
-            while not (ancestor.is_root or ancestor.tail or ancestor.pins):
-                if len(ancestor.children) > 1:
-                    break
-                num_blocks += ancestor.num_run_blocks
-                ancestor = ancestor.parent
-        while not (ancestor.is_root or ancestor.tail):
-            ancestor = ancestor.parent
+        num_blocks = self._needs.share(node.tail)
+        if not node.children:
+            num_blocks += node.num_run_blocks  # they go along
+        ancestor = nearest_with_tail(node.parent)
         return (node.boundary_tokens - ancestor.boundary_tokens) / max(1, num_blocks)
+
+
+def nearest_with_tail(node: Checkpoint) -> Checkpoint:
+    """A node or its nearest ancestor with a tail; after `MOST_ANCESTORS` others, any ancestor."""
+    for _ in range(MOST_ANCESTORS):
+        if node.is_root or node.has_tail:
+            break
+        node = node.parent
+    return node

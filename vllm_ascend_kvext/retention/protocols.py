@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_ascend_kvext.retention.stats import RetentionStats
+
 
 class Block(Protocol):
     """``vllm.v1.core.kv_cache_utils.KVCacheBlock``.
@@ -72,33 +74,87 @@ class ManagedGroup:
 class Pool(Protocol):
     """The block pool, adapted in ``vllm_ascend_kvext.patches.retention.block_pool``."""
 
-    @property
-    def num_blocks(self) -> int: ...
-
     def cache(self, request: Any, group: ManagedGroup, run: range) -> None:
         """Cache a run of a request's blocks, all full and none cached yet."""
 
     def find(self, request: Any, group: ManagedGroup, block_index: int) -> Block | None:
         """The cached block that holds what a request's block holds, if there is one."""
 
-    def prefix_key(self, request: Any, num_tokens: int) -> bytes:
-        """The chained hash of a request's first tokens; a multiple of every block's tokens."""
-
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether checkpoints account for all that is cached."""
-
-    def is_needed(self, block: Block) -> bool:
-        """Whether a block belongs to a checkpoint, whichever request cached it."""
-
-    def count_useless(self, limit: int) -> int:
-        """How many of the next ``limit`` blocks to be reallocated are not cached, in a row."""
-
-    def idle_cached_blocks(self) -> list[Block]:
-        """Cached blocks that no request holds."""
-
     def refresh(self, block: Block) -> None:
         """Make a free block the last to be reallocated."""
 
     def discard(self, blocks: list[Block]) -> None:
         """Uncache blocks; those that are free become the next ones to be reallocated."""
+
+
+class BlockStore(Protocol):
+    """What `CheckpointTree` needs of the block pool.
+
+    Attributes:
+        blocks: Every block, by id.
+        free_queue: See `free_order.FreeQueue`.
+    """
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+
+    @property
+    def free_queue(self) -> Any: ...
+
+
+class CheckpointPool(Pool, BlockStore, Protocol):
+    """The block pool where checkpoints decide what is reallocated next."""
+
+    def prefix_key(self, request: Any, num_tokens: int) -> bytes:
+        """The chained hash of a request's first tokens; a multiple of every block's tokens."""
+
+    def copies(self, request: Any, group: ManagedGroup, block_index: int) -> list[Block]:
+        """Some of the cached blocks that hold what a request's block holds."""
+
+
+class Retention(Protocol):
+    """Decides for one coordinator which blocks are cached; one for each running engine.
+
+    Attributes:
+        sparse_groups: Groups of which a hit reads a tail only: sliding windows and states.
+        full_groups: Cached from the first token up to what the latest boundary needs.
+        stats: What to report of it.
+    """
+
+    sparse_groups: tuple[ManagedGroup, ...]
+    full_groups: tuple[ManagedGroup, ...]
+    stats: RetentionStats
+
+    def cache(self, request: Any, num_computed_tokens: int) -> None:
+        """Cache what is worth keeping once tokens of a request are scheduled.
+
+        Args:
+            num_computed_tokens: As upstream counts them: those being scheduled are included,
+                draft tokens are not.
+        """
+
+    def quiet_until_tokens(self, request: Any) -> int:
+        """The tokens to cache up to which `cache` only takes note of them."""
+
+    def pass_quietly(self, request: Any, num_computed_tokens: int) -> None:
+        """What `cache` does below `quiet_until_tokens`."""
+
+    def before_skip(self, request_id: str, total_computed_tokens: int) -> int | None:
+        """Blocks are about to leave the windows of a request.
+
+        Returns:
+            The computed tokens up to which windows may move on; None if no block leaves one, as
+            in most steps of a decode. Draft tokens that are still in flight do not count: where
+            they are rejected, the request needs the window before them (vLLM issue 47728).
+        """
+
+    def next_stop_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        """Where a prefill step of a request has to end, so that a state is there to keep.
+
+        Returns:
+            The nearest boundary past ``computed_tokens`` that was asked for; None where states
+            play no part, or nothing was asked for.
+        """
+
+    def release(self, request: Any) -> None:
+        """Settle what a request leaves behind; call it before its blocks are freed."""

@@ -68,8 +68,7 @@ class GroupTails:
             and blocks[block_index] is not block
             and blocks[block_index]._block_hash is not None
         )
-        is_needed = block.ref_cnt or self._pool.is_needed(block)
-        if is_copied and block._block_hash is block_hash and not is_needed:
+        if is_copied and block._block_hash is block_hash and not block.ref_cnt:
             self._pool.discard([block])
 
     def keep_for_now(self, run: range, cached_tokens: int) -> None:
@@ -100,42 +99,17 @@ class GroupTails:
             self.keep_for_now(leaving, cached_tokens)
 
     def drop_all_but(self, runs: Sequence[range]) -> None:
-        """Uncache the blocks kept for now outside ``runs``, unless something else needs them.
-
-        Where there are checkpoints, these say what is needed; else whatever another request reads.
-        """
+        """Uncache the blocks kept for now outside ``runs``, unless another request reads them."""
         blocks = self._blocks
         useless: list[Block] = []
         kept = set(itertools.chain.from_iterable(runs))
-        has_checkpoints, is_needed = self._pool.has_checkpoints, self._pool.is_needed
         for block_index in sorted(self._rolling.keys() - kept):
             block, block_hash = self._rolling.pop(block_index)
             if block._block_hash is not block_hash:
                 continue  # evicted since, and perhaps reused
-            if has_checkpoints:
-                if is_needed(block):
-                    continue
-            elif block.ref_cnt > (block_index < len(blocks) and blocks[block_index] is block):
+            if block.ref_cnt > (block_index < len(blocks) and blocks[block_index] is block):
                 continue
             useless.append(block)
-        if useless:
-            self._pool.discard(useless)
-
-    def rolling_block_ids(self) -> list[int]:
-        """The blocks that are cached for now."""
-        return [block.block_id for block, _ in self._rolling.values()]
-
-    def settle(self) -> None:
-        """Leave what was cached for now to the checkpoints, and uncache what none of them needs.
-
-        Also what another request reads: it goes on reading, and has a checkpoint of its own.
-        """
-        useless = [
-            block
-            for block, block_hash in self._rolling.values()
-            if block._block_hash is block_hash and not self._pool.is_needed(block)
-        ]
-        self._rolling.clear()
         if useless:
             self._pool.discard(useless)
 
@@ -146,43 +120,6 @@ class GroupTails:
             (index < len(blocks) and not blocks[index].is_null) or index in self._rolling
             for index in run
         )
-
-    def cached_blocks(self, run: range) -> list[CachedBlock] | None:
-        """The cached blocks that hold what the request's do; None if one is missing.
-
-        The request's own blocks go before others.
-        """
-        cached = _with_hashes(self._blocks[run.start : run.stop])
-        if len(cached) < len(run):
-            copies = (self._cached_block(index) for index in run)
-            cached = _with_hashes(block for block in copies if block is not None)
-        return cached if len(cached) == len(run) else None
-
-    def _cached_block(self, block_index: int) -> Block | None:
-        blocks = self._blocks
-        if block_index < len(blocks):
-            block = blocks[block_index]
-            if not block.is_null and block._block_hash is not None:
-                return block
-        if block_index in self._rolling:
-            block, block_hash = self._rolling[block_index]
-            if block._block_hash is block_hash:
-                return block
-        return self._pool.find(self._request, self._group, block_index)
-
-    def let_go(self, run: range) -> None:
-        """Uncache those of the request's blocks that were cached for good and that nobody needs."""
-        blocks = self._blocks
-        useless = [
-            blocks[index]
-            for index in range(run.start, min(run.stop, len(blocks)))
-            if index not in self._rolling
-            and not blocks[index].is_null
-            and blocks[index]._block_hash is not None
-            and not self._pool.is_needed(blocks[index])
-        ]
-        if useless:
-            self._pool.discard(useless)
 
     @property
     def _blocks(self) -> Sequence[Block]:
@@ -222,7 +159,3 @@ class GroupTails:
         if block is None:
             return False
         return not lasting or block is self._rolling.get(block_index, (None,))[0]
-
-
-def _with_hashes(blocks: Iterable[Block]) -> list[CachedBlock]:
-    return [(block, key) for block in blocks if (key := block._block_hash) is not None]

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_group_id
-
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
@@ -50,12 +48,12 @@ def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
 
 def checkpoint_tree(block_manager: Any) -> Any:
     """The tree of a ``KVCacheManager``; None where nothing is retained."""
-    keeper = tail_keeper(block_manager.coordinator)
-    return None if keeper is None else keeper.journeys.tree
+    retention = tail_keeper(block_manager.coordinator)
+    return None if retention is None else retention.tree
 
 
 class CheckpointsAccountForCache:
-    """Every cached block that no request holds belongs to a checkpoint, and to what it needs.
+    """Every cached block that no request holds belongs to a checkpoint, or is surplus.
 
     A `support.scheduler.run.Check`; it looks closer whenever no request is left.
 
@@ -70,86 +68,70 @@ class CheckpointsAccountForCache:
 
     def __call__(self, engine: SchedulerEngine, step: Step) -> None:
         block_manager = engine.scheduler.kv_cache_manager
-        tree = checkpoint_tree(block_manager)
-        if tree is None:
+        if checkpoint_tree(block_manager) is None:
             return
-        check_structure(tree)
+        check_books(block_manager)
         if not engine.scheduler.requests:
             self.num_idle += 1
-            self.num_checkpoints += num_checkpoints(tree)
+            self.num_checkpoints += num_checkpoints(checkpoint_tree(block_manager))
             check_idle(block_manager)
 
 
 def all_nodes(tree: Any) -> list[Any]:
-    nodes = []
-    pending = [tree.root]
-    while pending:
-        node = pending.pop()
-        nodes.append(node)
-        pending += node.children
-    return nodes
+    """Every boundary, the empty prefix first."""
+    return [tree.root, *tree.nodes.values()]
 
 
 def num_checkpoints(tree: Any) -> int:
     """Boundaries that can be resumed from."""
-    return sum(bool(node.tail) for node in all_nodes(tree))
+    return sum(node.has_tail for node in all_nodes(tree))
+
+
+def check_books(block_manager: Any) -> None:
+    """Structure, counts of needs and the surplus agree with each other and with the pool."""
+    retention = tail_keeper(block_manager.coordinator)
+    tree = retention.tree
+    check_structure(tree)
+    needs: Counter[int] = Counter()
+    for node in all_nodes(tree):
+        for ids in (*node.runs, node.tail):
+            needs.update(ids.tolist())
+    for progress in retention._progress.values():
+        for of_group in progress.groups:
+            needs.update(b.block_id for b, h in of_group.left.values() if b.block_hash is h)
+    for block in block_manager.block_pool.blocks:
+        assert tree.needs.count[block.block_id] == needs[block.block_id], f"{block} is miscounted"
+    is_first_part = True
+    for block in block_manager.block_pool.free_block_queue.get_all_free_blocks():
+        if needs[block.block_id]:
+            is_first_part, needed = False, block
+            assert block.block_hash is not None, f"{block} is needed and not cached"
+        else:
+            assert is_first_part, f"{block}, which nothing needs, waits behind {needed}"
 
 
 def check_structure(tree: Any) -> None:
-    """Parents and children agree, the table knows every node, and nothing useless is left."""
+    """Parents and children agree, blocks know their runs, and no boundary is there for nothing."""
     nodes = all_nodes(tree)
-    assert nodes[0] is tree.root and len(tree.nodes) == len(nodes) - 1
     for node in nodes[1:]:
-        assert tree.nodes.get(node.key) is node, f"{node} is not the one in the table"
-        assert node in node.parent.children
+        assert tree.nodes[node.key] is node
         assert node.parent.boundary_tokens < node.boundary_tokens
-        assert node.is_needed, f"{node} is kept for nothing"
-        assert node.pins >= 0
-        assert len(node.runs) == len(node.parent.runs) or node.parent is tree.root
+        if not tree._block_tokens:
+            assert node.has_tail, f"{node} is kept for nothing"
+            continue
+        assert node in node.parent.children
+        assert node.parent.is_root or tree.nodes[node.parent.key] is node.parent
+        assert node.has_tail or len(node.children) > 1, f"{node} is kept for nothing"
         for run, block_tokens in zip(node.runs, tree._block_tokens, strict=True):
             spanned = node.boundary_tokens - node.parent.boundary_tokens
             assert len(run) == spanned // block_tokens, f"{node} has a run of {len(run)} blocks"
-    assert tree._stats.checkpoints == num_checkpoints(tree)
-    counts = Counter(block.block_id for node in nodes for block, _ in node.tail)
+        assert len(set(node.tail.tolist())) == len(node.tail), f"{node} has a block twice"
     for node in nodes:
-        for cached in node.tail:
-            block, block_hash = cached
-            if block.block_hash is block_hash:
-                assert tree._tail_counts.count(cached) >= 1
-                assert tree._tail_counts.count(cached) <= counts[block.block_id]
+        assert all(child.parent is node for child in node.children)
+    assert tree._stats.checkpoints == num_checkpoints(tree)
 
 
 def check_idle(block_manager: Any) -> None:
-    """No request is left: the cache holds what the checkpoints need and nothing else."""
-    tree = checkpoint_tree(block_manager)
-    keeper = tail_keeper(block_manager.coordinator)
-    assert not keeper._progress, "remembers requests that are gone"
-    nodes = all_nodes(tree)
-    assert all(not node.pins for node in nodes), "pinned although no request is left"
-    known = {
-        (block.block_id, block_hash)
-        for node in nodes
-        for run in (*node.runs, node.beyond, node.tail)
-        for block, block_hash in run
-    }
-    managed = {
-        group.manager.kv_cache_group_id for group in (*keeper.full_groups, *keeper.sparse_groups)
-    }
-    for block in block_manager.block_pool.blocks:
-        if block.block_hash is not None and get_group_id(block.block_hash) in managed:
-            assert (block.block_id, block.block_hash) in known, f"{block} is cached for nobody"
-    check_duplicates(nodes)
-
-
-def check_duplicates(nodes: list[Any]) -> None:
-    """No full-attention block leads to two boundaries, but where prompts part ways between some.
-
-    Requests that run at the same time part ways where there is no boundary yet; the next one that
-    comes by makes one there, and their copies become one.
-    """
-    parents: dict[bytes, Any] = {}
-    for node in nodes:
-        for block, block_hash in (cached for run in node.runs for cached in run):
-            if block.block_hash is block_hash:
-                parent = parents.setdefault(block_hash, node.parent)
-                assert parent is node.parent, f"{block} on the way to {node} is a copy"
+    """No request is left: nothing is remembered of any, and no two checkpoints need one content."""
+    retention = tail_keeper(block_manager.coordinator)
+    assert not retention._progress, "remembers requests that are gone"

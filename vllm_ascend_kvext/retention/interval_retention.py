@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the tails of a request's boundaries in the prefix cache, and lets the others go.
+"""Retention by a fixed interval: keeps the tails of a request's boundaries, and drops the rest.
 
 Per request and sparse group the tails of the planned boundaries stay cached, and that of the
 latest boundary, where the next turn, or the same request after a preemption, resumes. The latter
 moves on with the request; the blocks it leaves behind lose their hash and go to the front of the
-free queue.
+free queue::
+
+      boundaries     0 ......... N ......... 2N .... latest
+      cached                   ■■■         ■■■      ■■■         tails only
 """
 
 from __future__ import annotations
@@ -13,10 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.retention.geometry import GroupKind
-from vllm_ascend_kvext.retention.journeys import Journeys
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Pool, Request
-from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
 from vllm_ascend_kvext.retention.tails import GroupTails
 
@@ -28,7 +29,6 @@ class _Progress:
     Attributes:
         tails: Per sparse group.
         plan: The boundaries whose tails are to outlive the request.
-        replay_tokens: The last boundary of its prompt.
         boundary_tokens: The latest boundary; its tails are cached.
         next_event_tokens: The smallest reach at which there is something to do.
         next_skip_tokens: The smallest number of computed tokens at which a block leaves a window.
@@ -39,7 +39,6 @@ class _Progress:
     request: Request
     tails: tuple[GroupTails, ...]
     plan: Plan = field(default_factory=dict)
-    replay_tokens: int = 0
     boundary_tokens: int = 0
     next_event_tokens: int = 0
     next_skip_tokens: int = 0
@@ -48,8 +47,8 @@ class _Progress:
 
 
 @dataclass(slots=True)
-class TailKeeper:
-    """Caches blocks of all groups of one coordinator.
+class IntervalRetention:
+    """Implements `Retention`.
 
     Attributes:
         policy: Which boundaries to keep.
@@ -60,7 +59,6 @@ class TailKeeper:
             tokens alone. On Ascend they depend on the steps in flight as well, and states on
             what was allocated.
         stats: What to report of it.
-        journeys: Follows requests where retention is adaptive.
     """
 
     policy: RetentionPolicy
@@ -69,17 +67,9 @@ class TailKeeper:
     pool: Pool
     skips_by_tokens: bool = True
     stats: RetentionStats = field(default_factory=RetentionStats)
-    journeys: Journeys | None = None
     _progress: dict[str, _Progress] = field(init=False, default_factory=dict)
-    _balance_at: float = field(init=False, default=1.0)
 
     def cache(self, request: Request, num_computed_tokens: int) -> None:
-        """Cache what is worth keeping once tokens of a request are scheduled.
-
-        Args:
-            num_computed_tokens: As upstream counts them: those being scheduled are included,
-                draft tokens are not.
-        """
         progress = self._progress.get(request.request_id)
         if progress is None or not progress.holds_blocks:
             progress = self._admit(request, progress)
@@ -93,12 +83,10 @@ class TailKeeper:
             self._advance(progress, reach_tokens)
 
     def quiet_until_tokens(self, request: Request) -> int:
-        """The tokens to cache up to which `cache` only takes note of them."""
         progress = self._progress.get(request.request_id)
         return progress.next_event_tokens if progress and progress.holds_blocks else 0
 
     def pass_quietly(self, request: Request, num_computed_tokens: int) -> None:
-        """What `cache` does below `quiet_until_tokens`."""
         cached_tokens = min(num_computed_tokens, request.num_tokens)
         self._progress[request.request_id].cached_tokens = cached_tokens
 
@@ -107,11 +95,6 @@ class TailKeeper:
 
         A boundary opens only when every group that looks ahead has its block past it. By then
         the first blocks of a tail may have left the window.
-
-        Returns:
-            The computed tokens up to which windows may move on; None if no block leaves one, as
-            in most steps of a decode. Draft tokens that are still in flight do not count: where
-            they are rejected, the request needs the window before them (vLLM issue 47728).
         """
         progress = self._progress.get(request_id)
         if progress is None or not progress.holds_blocks:
@@ -130,30 +113,9 @@ class TailKeeper:
         return computed_tokens
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Where a prefill step of a request has to end, so that a state is there to keep.
-
-        Returns:
-            The nearest boundary past ``computed_tokens`` that was asked for; None where states
-            play no part, or nothing was asked for.
-        """
-        if self.journeys is None or not self.policy.geometry.has_states:
-            return None
-        progress = self._progress.get(request.request_id)
-        if progress is not None and progress.holds_blocks:
-            plan = progress.plan
-        else:
-            plan = self.journeys.demand(request, computed_tokens)
-        stops = [
-            tokens
-            for tokens, reason in plan.items()
-            if tokens > computed_tokens and reason.origin in STEPS_END_AT
-        ]
-        if interval_tokens := self.policy.interval_tokens:
-            stops.append((computed_tokens // interval_tokens + 1) * interval_tokens)
-        return min(stops, default=None)
+        return None  # steps end where upstream ends them
 
     def release(self, request: Request) -> None:
-        """Settle what a request leaves behind; call it before its blocks are freed."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return
@@ -166,29 +128,8 @@ class TailKeeper:
             own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
             progress.holds_blocks = False
             self._advance(progress, min(computed_tokens, own_tokens))
-            if self.journeys is not None:
-                for tails in progress.tails:
-                    tails.settle()
-                self.journeys.end(request)
-                self._balance_books(self.journeys)
         if request.is_finished():
             del self._progress[request.request_id]
-
-    def _balance_books(self, journeys: Journeys) -> None:
-        """Every time that a whole pool has been cached, look for blocks that are lost."""
-        if journeys.tree.num_pools_cached >= self._balance_at:
-            self._balance_at = journeys.tree.num_pools_cached + 1
-            self.forget_strays()
-
-    def forget_strays(self) -> int:
-        """Uncache idle blocks that neither a checkpoint nor a request accounts for."""
-        if self.journeys is None:
-            return 0
-        in_use: set[int] = set()
-        for progress in self._progress.values():
-            for tails in progress.tails:
-                in_use.update(tails.rolling_block_ids())
-        return self.journeys.tree.forget_strays(in_use)
 
     def _admit(self, request: Request, progress: _Progress | None) -> _Progress:
         if progress is None:
@@ -211,13 +152,7 @@ class TailKeeper:
             run = runs[group.geometry_index]
             tails.drop_all_but([run])
             tails.admit(range(progress.boundary_tokens // group.block_tokens, run.stop))
-        demand: Plan = {}
-        if self.journeys is not None:
-            demand = self.journeys.begin(request, progress.boundary_tokens, progress.tails)
-        progress.plan = self.policy.plan(
-            request.num_prompt_tokens, progress.boundary_tokens, demand, self._is_worth_trying
-        )
-        progress.replay_tokens = self.policy.replay_boundary_tokens(request.num_prompt_tokens)
+        progress.plan = self.policy.plan(request.num_prompt_tokens, progress.boundary_tokens)
         return progress
 
     def _advance(self, progress: _Progress, reach_tokens: int) -> None:
@@ -231,13 +166,10 @@ class TailKeeper:
             if progress.holds_blocks:
                 return
         boundaries = self.policy.lasting_boundaries(
-            progress.plan, progress.boundary_tokens, boundary, self._is_worth_trying
+            progress.plan, progress.boundary_tokens, boundary
         )
-        if self._keeps_chunk_ends and progress.boundary_tokens < boundary < progress.replay_tokens:
-            boundaries = sorted({boundary: Reason(Origin.CHUNK), **dict(boundaries)}.items())
         lasting = [geometry.tails(tokens) for tokens, _ in boundaries]
-        if self.journeys is None:
-            self.stats.checkpoints_kept += len(lasting)
+        self.stats.checkpoints_kept += len(lasting)
         progress.boundary_tokens = boundary
         progress.next_event_tokens = geometry.opens_at_tokens(boundary + geometry.unit_tokens)
         coming = self._coming_boundaries(progress, progress.cached_tokens)
@@ -248,7 +180,7 @@ class TailKeeper:
                 lasting_runs = merge_runs(run[index] for run in lasting)
                 tails.keep(lasting_runs, progress.cached_tokens)
             tails.keep_for_now(for_now[0][index], progress.cached_tokens)
-            if lasting and self.journeys is None:
+            if lasting:
                 tails.make_last(lasting_runs)
             num_cached_blocks = progress.cached_tokens // group.block_tokens
             group.manager.num_cached_block[request.request_id] = num_cached_blocks
@@ -256,21 +188,9 @@ class TailKeeper:
         for group in self.full_groups:
             num_tokens = min(full_tokens[group.geometry_index], progress.cached_tokens)
             group.manager.cache_blocks(request, num_tokens)
-        if self.journeys is not None:
-            if not progress.holds_blocks and boundary:
-                boundaries = [*boundaries, (boundary, Reason(Origin.LATEST))]
-            self.journeys.pass_boundaries(request, boundaries, boundary, progress.tails)
         for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             runs = [run[group.geometry_index] for run in for_now]
             tails.drop_all_but(runs if progress.holds_blocks else runs[:1])
-
-    def _is_worth_trying(self, reason: Reason) -> bool:
-        return self.journeys is None or self.journeys.tree.rates.is_worth_trying(reason)
-
-    @property
-    def _keeps_chunk_ends(self) -> bool:
-        """Whether to keep what prefill steps end at: the only boundaries that have a state."""
-        return self.journeys is not None and self.policy.geometry.has_states
 
     def _has_states(self, progress: _Progress, boundary_tokens: int) -> bool:
         """Whether every state group has the state of a boundary: a step has to end there."""
@@ -304,8 +224,6 @@ class TailKeeper:
             cached = [b for b in uncomputed if not b.is_null and b._block_hash is not None]
             if cached:
                 self.pool.discard(cached)
-        if self.journeys is not None:
-            self.journeys.retreat(progress.request, progress.boundary_tokens)
 
 
 def merge_runs(runs: Iterable[range]) -> list[range]:
