@@ -15,9 +15,9 @@ pytest.importorskip(
 
 import ascend_layouts
 from ascend_layouts import deepseek_v4
-from support.transfer.ascend_backends import simulated_backends
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
+from support.transfer.ascend_backends import simulated_backends
 from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.layout.model import GroupKind, KVLayout
