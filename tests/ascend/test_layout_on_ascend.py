@@ -132,11 +132,11 @@ def test_deepseek_v4_byte_for_byte() -> None:
 
 def test_blobs_are_shared_by_layers_of_different_groups() -> None:
     layout = deepseek_v4(128).layout()
-    assert len(layout.pools) == 22 + 21  # 22 layer tuples; the last has no layer of small pages
+    assert len(layout.storages) == 22 + 21  # 22 layer tuples; the last has no layer of small pages
     groups_of_pool: dict[int, set[int]] = {}
     for group in layout.groups:
         for plane in group.planes:
-            groups_of_pool.setdefault(plane.pool, set()).add(group.scheduler_group)
+            groups_of_pool.setdefault(plane.storage, set()).add(group.scheduler_group)
     assert max(len(groups) for groups in groups_of_pool.values()) == 6
 
 

@@ -19,7 +19,7 @@ from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.views import pool_tensors
+from vllm_ascend_kvext.layout.views import storage_tensors
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "keys then values": layout_fixtures.keys_then_values,
@@ -124,7 +124,7 @@ def test_deepseek_v4_byte_for_byte() -> None:
 def test_tensors_of_another_worker_are_refused() -> None:
     one, other = latent_rows(), latent_rows()
     with pytest.raises(LayoutError, match="no tensor has its storage"):
-        pool_tensors(one.layout(), other.kv_caches)
+        storage_tensors(one.layout(), other.kv_caches)
 
 
 @pytest.mark.parametrize("name", FIXTURES)

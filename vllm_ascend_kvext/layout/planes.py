@@ -68,25 +68,26 @@ def regions_of_layer(
     return regions
 
 
-def planes_of(regions: Iterable[Region], layer_name: str) -> list[Plane]:
+def planes_of(regions: Iterable[Region], spec: LayerSpec) -> list[Plane]:
     """The planes of regions of one layer; regions of one page get a common base."""
     base_bytes: dict[tuple[int, int], int] = {}
     planes: dict[Region, Plane] = {}
     ordered = sorted(regions, key=lambda region: region.offset_bytes)
     for region in ordered:
-        page = region.pool, region.page_stride_bytes
+        page = region.storage, region.page_stride_bytes
         base = base_bytes.setdefault(page, region.offset_bytes)
         if region.end_bytes - base > region.page_stride_bytes:
             base = base_bytes[page] = region.offset_bytes
         planes[region] = Plane(
-            layer_name=layer_name,
-            pool=region.pool,
+            layer_name=spec.layer_name,
+            storage=region.storage,
             base_bytes=base,
             page_stride_bytes=region.page_stride_bytes,
             region_offset_bytes=region.offset_bytes - base,
             row_bytes=region.row_bytes,
             dtype=region.dtype,
             is_packed=region.is_packed,
+            is_replicated=spec.is_replicated,
         )
     return [planes[region] for region in regions]
 
@@ -104,10 +105,10 @@ def check_disjoint(regions: Sequence[tuple[int, str, Region]], num_pages: int) -
     Raises:
         LayoutError: Naming both layers.
     """
-    by_pool = sorted(regions, key=lambda item: (item[2].pool, item[2].offset_bytes))
-    for _, in_pool in itertools.groupby(by_pool, key=lambda item: item[2].pool):
+    by_storage = sorted(regions, key=lambda item: (item[2].storage, item[2].offset_bytes))
+    for _, in_storage in itertools.groupby(by_storage, key=lambda item: item[2].storage):
         for (group, layer, one), (other_group, other_layer, other) in itertools.combinations(
-            in_pool, 2
+            in_storage, 2
         ):
             if _collide(one, other, num_pages, is_same_group=group == other_group):
                 raise LayoutError(
@@ -121,7 +122,7 @@ def check_disjoint(regions: Sequence[tuple[int, str, Region]], num_pages: int) -
 def _share_bytes(one: Region, other: Region) -> bool:
     """Within a page; both of one layer."""
     return (
-        one.pool == other.pool
+        one.storage == other.storage
         and one.page_stride_bytes == other.page_stride_bytes
         and one.offset_bytes < other.end_bytes
         and other.offset_bytes < one.end_bytes
@@ -133,7 +134,7 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
     first = min(regions, key=lambda region: region.offset_bytes)
     end_bytes = max(region.end_bytes for region in regions)
     num_bytes = end_bytes - first.offset_bytes
-    if num_bytes > first.page_stride_bytes or len({region.pool for region in regions}) > 1:
+    if num_bytes > first.page_stride_bytes or len({region.storage for region in regions}) > 1:
         raise LayoutError(
             f"{spec.where}: its tensors overlap, and span {num_bytes} bytes of pages of "
             f"{first.page_stride_bytes}; this layout is not supported"
@@ -141,7 +142,7 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
     dtypes = "+".join(dict.fromkeys(region.dtype for region in regions))
     return [
         Region(
-            pool=first.pool,
+            storage=first.storage,
             offset_bytes=first.offset_bytes,
             page_stride_bytes=first.page_stride_bytes,
             row_bytes=num_bytes,

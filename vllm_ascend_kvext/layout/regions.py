@@ -32,8 +32,8 @@ class Region:
     """Bytes that every page of one layer has.
 
     Attributes:
-        pool: Index of the storage.
-        offset_bytes: Of page 0's region in the pool.
+        storage: Index of the storage.
+        offset_bytes: Of page 0's region in the storage.
         page_stride_bytes: From one page to the next.
         row_bytes: Size of a row.
         num_rows: Rows per page.
@@ -41,7 +41,7 @@ class Region:
         is_packed: Whether the one row is a page whose inside is not understood.
     """
 
-    pool: int
+    storage: int
     offset_bytes: int
     page_stride_bytes: int
     row_bytes: int
@@ -221,7 +221,7 @@ def _region(
     page: PageView, offset_bytes: int, row_bytes: int, num_rows: int, is_packed: bool
 ) -> Region:
     return Region(
-        pool=page.view.pool,
+        storage=page.view.storage,
         offset_bytes=page.view.offset_bytes + offset_bytes,
         page_stride_bytes=page.page_stride_bytes,
         row_bytes=row_bytes,

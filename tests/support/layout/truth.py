@@ -164,12 +164,13 @@ def copy_by_definition(
     target_ids: Sequence[Sequence[int]],
     tokens: TokenRange,
 ) -> int:
-    """Copy what a chunk keeps from worker to worker, row by row; returns the bytes."""
+    """Copy what a chunk keeps and a resume at its end needs, row by row; returns the bytes."""
     num_bytes = 0
     for one, other in zip(source.tensors, target.tensors, strict=True):
         reach = one.reach
         rows_per_page = reach.tokens_per_page // reach.tokens_per_row
-        for row in reach.rows_read(tokens.first, tokens.end):
+        needed = set(reach.rows_needed(tokens.first, tokens.end))
+        for row in sorted(needed.intersection(reach.rows_read(tokens.first, tokens.end))):
             index, first = divmod(row, rows_per_page)
             page, other_page = source_ids[one.group][index], target_ids[one.group][index]
             if page and other_page:

@@ -13,11 +13,11 @@ import pytest
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, Pool, StatePolicy
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RegisteredStorage, StatePolicy
 
 PLANE = Plane("model.layers.0.attn", 0, 0, 4096, 0, 256, "bfloat16", False)
 GROUP = LayoutGroup(0, GroupKind.WINDOW, 16, 1, 128, 0, (PLANE,))
-LAYOUT = KVLayout((Pool(4096, 1 << 20),), (GROUP,), 100, 1)
+LAYOUT = KVLayout((RegisteredStorage(4096, 1 << 20),), (GROUP,), 100, 1)
 MODEL = {"name": "deepseek", "revision": "a1", "quantization": None}
 PARALLEL = {"tensor": 8, "tensor_rank": 3}
 
@@ -38,8 +38,8 @@ def with_plane(**changes: object) -> KVLayout:
     "layout",
     [
         pytest.param(replace(LAYOUT, num_pages=7), id="pages"),
-        pytest.param(replace(LAYOUT, pools=(Pool(8192, 1 << 21),)), id="address"),
-        pytest.param(with_plane(pool=1), id="pool"),
+        pytest.param(replace(LAYOUT, storages=(RegisteredStorage(8192, 1 << 21),)), id="address"),
+        pytest.param(with_plane(storage=1), id="storage"),
         pytest.param(with_plane(base_bytes=64), id="base"),
         pytest.param(with_plane(page_stride_bytes=8192), id="padding"),
         pytest.param(with_plane(region_offset_bytes=64), id="region"),

@@ -68,7 +68,7 @@ def assert_inside(layout: KVLayout) -> None:
             assert plane.region_offset_bytes + region_bytes <= plane.page_stride_bytes
             last = plane.base_bytes + (layout.num_pages - 1) * plane.page_stride_bytes
             end_bytes = last + plane.region_offset_bytes + region_bytes
-            assert end_bytes <= layout.pools[plane.pool].num_bytes
+            assert end_bytes <= layout.storages[plane.storage].num_bytes
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_tuple_of_tensors() -> None:
     pair = tuple(tensor(PAGES, TOKENS, HEADS, HEAD) for _ in range(2))
     group = build_one(FULL, pair)
     assert placed(group) == [(0, PAGE, ROW, TOKENS)] * 2
-    assert [plane.pool for plane in group.planes] == [0, 1]
+    assert [plane.storage for plane in group.planes] == [0, 1]
 
 
 def test_latent_and_rope() -> None:
@@ -252,7 +252,7 @@ def test_one_blob_of_layers_of_different_groups() -> None:
         },
     )
     assert_inside(layout)
-    assert len(layout.pools) == 1
+    assert len(layout.storages) == 1
     assert [group.kind for group in layout.groups] == [
         GroupKind.FULL,
         GroupKind.WINDOW,
