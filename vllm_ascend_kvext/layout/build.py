@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_ascend_kvext.groups.model import CacheGroup
 from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
+from vllm_ascend_kvext.layout.disjoint import OwnedRegion, check_disjoint
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import (
     KVLayout,
@@ -21,13 +22,13 @@ from vllm_ascend_kvext.layout.model import (
     RowAddressing,
 )
 from vllm_ascend_kvext.layout.planes import (
-    check_disjoint,
-    deal_views,
+    assign_views,
     planes_of,
     regions_of_layer,
 )
 from vllm_ascend_kvext.layout.regions import PageView, Region
 from vllm_ascend_kvext.layout.views import StorageTable, device_type_of, tensors_of
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig
 
 _ADDRESSING = {"npu": RowAddressing.TOKENS}
 """Device types whose kernels write the rows that the shapes of the tensors promise."""
@@ -36,6 +37,7 @@ _ADDRESSING = {"npu": RowAddressing.TOKENS}
 def build_layout(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
+    worker: WorkerConfig,
     *,
     addressing: RowAddressing | None = None,
 ) -> KVLayout:
@@ -44,13 +46,15 @@ def build_layout(
     Args:
         kv_cache_config: vLLM's ``KVCacheConfig`` as the worker has it.
         kv_caches: By layer name: a tensor, or a list or tuple of tensors.
+        worker: What neither of them says.
         addressing: Whether rows of pages are addressed; by default where the device is known to
-            write them by token (NPUs).
+            write them by token (NPUs). Tiled pages are taken whole in any case.
 
     Raises:
         GroupError: If the config contradicts itself or is not understood.
         LayoutError: If config and tensors contradict each other or are not understood.
     """
+    worker.require_supported()
     specs_by_group = read_layer_specs(kv_cache_config)
     num_pages = int(kv_cache_config.num_blocks)
     _check_names(specs_by_group, kv_caches)
@@ -59,12 +63,12 @@ def build_layout(
     storages = StorageTable()
     pages = _pages_by_spec(specs_by_group, kv_caches, storages, num_pages)
     groups: list[LayoutGroup] = []
-    all_regions: list[tuple[int, str, Region]] = []
+    all_regions: list[OwnedRegion] = []
     for index, specs in enumerate(specs_by_group):
         if not specs:
             continue  # a pipeline stage without a layer of this group
-        found = _regions_of_group(specs, pages, addressing)
-        all_regions += [(index, spec.layer_name, region) for spec, region in found]
+        found = _regions_of_group(specs, pages, worker, addressing)
+        all_regions += [OwnedRegion(index, spec.layer_name, region) for spec, region in found]
         groups += _transfer_groups(cache_group(specs), found)
     check_disjoint(all_regions, num_pages)
     return KVLayout(storages.storages, tuple(groups), num_pages, len(specs_by_group))
@@ -105,23 +109,25 @@ def _pages_by_spec(
             specs_by_layer[spec.layer_name].append(spec)
     pages: _Pages = {}
     for name, specs_of_layer in specs_by_layer.items():
-        views = [storages.read(tensor) for tensor in tensors_of(kv_caches[name])]
-        for spec, dealt in zip(
-            specs_of_layer, deal_views(views, specs_of_layer, num_pages), strict=True
+        views = [storages.read(tensor, f"layer {name}") for tensor in tensors_of(kv_caches[name])]
+        for spec, assigned in zip(
+            specs_of_layer, assign_views(views, specs_of_layer, num_pages), strict=True
         ):
-            pages[spec.scheduler_group, name] = dealt
+            pages[spec.scheduler_group, name] = assigned
     return pages
 
 
 def _regions_of_group(
-    specs: Sequence[LayerSpec], pages: _Pages, addressing: RowAddressing
+    specs: Sequence[LayerSpec], pages: _Pages, worker: WorkerConfig, addressing: RowAddressing
 ) -> list[tuple[LayerSpec, Region]]:
     """Every region once, by layer: layers that share a cache name the same bytes."""
     found: dict[Region, LayerSpec] = {}
     for spec in specs:
         of_layer = pages[spec.scheduler_group, spec.layer_name]
         _check_rows(spec, of_layer)
-        for region in regions_of_layer(of_layer, spec, addressing):
+        is_nz = worker.has_nz_pages(spec.layer_name)
+        of_spec = RowAddressing.PAGES if is_nz else addressing
+        for region in regions_of_layer(of_layer, spec, of_spec):
             found.setdefault(region, spec)
     return [(spec, region) for region, spec in found.items()]
 

@@ -142,7 +142,8 @@ def _regions(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list
             )
     if spec.num_states:
         return _split(page, is_packed=False)
-    if addressing is RowAddressing.PAGES or spec.is_byte_typed or page.token_axis is None:
+    has_unknown_order = spec.is_byte_typed or view.is_private_format or page.token_axis is None
+    if addressing is RowAddressing.PAGES or has_unknown_order:
         return _split(page, is_packed=True)
     return _rows_of_tokens(page) or _split(page, is_packed=True)
 

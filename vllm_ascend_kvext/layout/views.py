@@ -6,6 +6,8 @@ Tensors are read by their methods; torch is imported only to make new ones. Know
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,17 @@ from vllm_ascend_kvext.layout.model import KVLayout, RegisteredStorage
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor. ``offset_bytes`` is into its storage; strides are in bytes too."""
+    """One tensor.
+
+    Attributes:
+        storage: Index of its storage.
+        offset_bytes: Of its first element in the storage.
+        shape: Logical.
+        strides_bytes: Logical, which in a private format says nothing.
+        item_bytes: Size of an element.
+        dtype: Of the elements.
+        is_private_format: Whether its NPU keeps the elements in an order of its own.
+    """
 
     storage: int
     offset_bytes: int
@@ -24,6 +36,11 @@ class TensorView:
     strides_bytes: tuple[int, ...]
     item_bytes: int
     dtype: str
+    is_private_format: bool = False
+
+
+_PLAIN_ACL_FORMATS = (-1, 0, 2)
+"""Undefined, NCHW, ND: elements lie as shape and strides say."""
 
 
 class StorageTable:
@@ -36,13 +53,28 @@ class StorageTable:
     def storages(self) -> tuple[RegisteredStorage, ...]:
         return tuple(storage for _, storage in self._storages.values())
 
-    def read(self, tensor: Any) -> TensorView:
+    def read(self, tensor: Any, where: str) -> TensorView:
+        """One tensor as numbers.
+
+        Raises:
+            LayoutError: If its storage holds more than the elements, in a private format: only the
+                device knows where.
+        """
         storage = tensor.untyped_storage()
         address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
         index, _ = self._storages.setdefault(
             address, (len(self._storages), RegisteredStorage(address, num_bytes))
         )
         item_bytes = int(tensor.element_size())
+        acl_format = _acl_format_of(tensor)
+        is_private_format = acl_format not in _PLAIN_ACL_FORMATS
+        tensor_bytes = math.prod(map(int, tensor.shape)) * item_bytes
+        if is_private_format and num_bytes != tensor_bytes:
+            raise LayoutError(
+                f"{where}: its tensor has ACL format {acl_format}, and a storage of {num_bytes} "
+                f"bytes for {tensor_bytes} bytes of elements; expected one without padding: this "
+                "layout is not supported"
+            )
         return TensorView(
             storage=index,
             offset_bytes=int(tensor.storage_offset()) * item_bytes,
@@ -50,7 +82,16 @@ class StorageTable:
             strides_bytes=tuple(int(stride) * item_bytes for stride in tensor.stride()),
             item_bytes=item_bytes,
             dtype=str(tensor.dtype).removeprefix("torch."),
+            is_private_format=is_private_format,
         )
+
+
+def _acl_format_of(tensor: Any) -> int:
+    """Of a tensor on an NPU. Where there is one, its worker has imported ``torch_npu``."""
+    torch_npu = sys.modules.get("torch_npu")
+    if torch_npu is None or not str(tensor.device).startswith("npu"):
+        return _PLAIN_ACL_FORMATS[-1]
+    return int(torch_npu.get_npu_format(tensor))
 
 
 def tensors_of(entry: Any) -> Iterator[Any]:
