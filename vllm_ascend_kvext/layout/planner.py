@@ -105,9 +105,10 @@ class TransferPlanner:
             [len(sections.kept) for sections in sections_of_chunks],
             [chunk.host_offset_bytes for chunk in chunks],
         )
-        row_maps = tuple([sections.row_map for sections in sections_of_chunks])
-        missing = tuple([sections.missing for sections in sections_of_chunks])
-        if NULL_PAGE in pages:
+        if NULL_PAGE not in pages:
+            row_maps = tuple([sections.row_map for sections in sections_of_chunks])
+            missing = tuple([sections.missing for sections in sections_of_chunks])
+        else:
             row_maps = tuple(
                 self._row_map_of(sections, block_ids) for sections in sections_of_chunks
             )
