@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.fast_prefix_cache.single_type_kv_cache_manager import (
+    num_leading_nulls,
+)
 from vllm_ascend_kvext.patches.retention.block_pool import is_retaining
-from vllm_ascend_kvext.patches.fast_prefix_cache.single_type_kv_cache_manager import num_leading_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from ascend_geometry import (
     window_spec,
 )
 from long_prompts import NUM_BLOCKS, prompt, serve
-from support.scheduler.block_manager import BlockManager, Layout
 from support.installed import installed
+from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version
 

@@ -2,8 +2,9 @@
 """The faster prefix-cache functions decide what upstream's decide.
 
 Random workloads on vLLM's real scheduler, each run twice in this process: as it is, and with the
-feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block ids of
-every step, preemptions, the order of the free queue, reference counts, keys, events and outputs.
+feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block
+ids of every step, preemptions, the order of the free queue, reference counts, keys, events and
+outputs.
 """
 
 from __future__ import annotations

@@ -14,15 +14,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.installed import installed
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
-from support.installed import installed
 from support.scheduler.invariants import blocks_are_conserved
 from support.scheduler.layouts import FULL, LAYOUTS, MAMBA, Attention, Group
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck, WrongKVError
 from support.scheduler.options import Drafter, ExternalLoad
-from support.scheduler.random_workloads import EAGLE_LAYOUTS, random_workload, without_upstream_defects
+from support.scheduler.random_workloads import (
+    EAGLE_LAYOUTS,
+    random_workload,
+    without_upstream_defects,
+)
 from support.scheduler.run import run
 from support.scheduler.workload import Workload
 from vllm.v1.request import Request

@@ -9,15 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from support.transfer.fake_npu import (
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    FakeNpu,
-    Stream,
-    device_tensor,
-    host_tensor,
-    installed_npu,
-)
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -26,6 +17,15 @@ from support.transfer.cases import (
     assert_same,
     cases,
     uniform_case,
+)
+from support.transfer.fake_npu import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    FakeNpu,
+    Stream,
+    device_tensor,
+    host_tensor,
+    installed_npu,
 )
 
 from vllm_ascend_kvext.transfer.ascend_dma import IN_FLIGHT, AscendDmaBackend

@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.transfer.ascend_shim import SANITIZERS, Shim, compile_shim
-from support.transfer.fake_npu import device_tensor, host_tensor, installed_npu
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -28,6 +27,7 @@ from support.transfer.cases import (
     cases,
     uniform_case,
 )
+from support.transfer.fake_npu import device_tensor, host_tensor, installed_npu
 
 from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.backend import Transfer

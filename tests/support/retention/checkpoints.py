@@ -15,12 +15,11 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_group_id
 
+from support.installed import installed, retention_installed
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
-
-from support.scheduler.engine import SchedulerEngine
-from support.installed import installed, retention_installed
-from support.scheduler.transcript import Step
 
 
 @contextmanager
