@@ -21,7 +21,7 @@ def has_connector() -> bool:
 
 
 def note_connector(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], factory: type[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Remember that there is a connector."""
     global _connectors_built

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.patches.fast_prefix_cache.factory import has_connector
 from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import choose_short_keys
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import sees_all_keys
+from vllm_ascend_kvext.patches.upstream import cache_unit_tokens
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.edges import GroupEdges
+from vllm_ascend_kvext.prefix_cache.steps import CachingRule
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -25,61 +27,73 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.retention.keeper import TailKeeper
-
-_LOOKAHEAD = "num_lookahead_tokens"
 _NEVER = 1 << 62
+_CACHING_RULE = "_kvext_caching_rule"
+
+
+def set_caching_rule(coordinator: KVCacheCoordinator, rule: CachingRule) -> None:
+    """Let a rule say when a step of a running request caches something; before the first step."""
+    setattr(coordinator, _CACHING_RULE, rule)
 
 
 def choose_keys(
-    wrapped: Callable[..., None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
 ) -> None:
     """Use short keys where nobody but this package sees them."""
     wrapped(*args, **kwargs)
-    pool = instance.block_pool
+    pool = manager.block_pool
     if (
-        instance.enable_caching
+        manager.enable_caching
         and not pool.enable_kv_cache_events
         and not has_connector()
-        and sees_all_keys(instance.coordinator)
+        and sees_all_keys(manager.coordinator)
     ):
         choose_short_keys(pool)
 
 
 def allocate_what_changes(
     wrapped: Callable[..., KVCacheBlocks | None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    manager: KVCacheManager,
+    request: Request,
+    num_new_tokens: int,
+    num_new_computed_tokens: int = 0,
+    new_computed_blocks: KVCacheBlocks | None = None,
+    num_lookahead_tokens: int = 0,
+    **admission: Any,
 ) -> KVCacheBlocks | None:
     """Return at once from a step in which nothing changes."""
     try:
-        steps: Steps = instance._kvext_steps
+        steps: Steps = manager._kvext_steps
     except AttributeError:
-        steps = Steps.of(instance, is_plain=not hasattr(wrapped, "__wrapped__"))
-        instance._kvext_steps = steps
-    if not steps.groups:
-        return wrapped(*args, **kwargs)
+        steps = manager._kvext_steps = Steps.of(
+            manager, is_plain=not hasattr(wrapped, "__wrapped__")
+        )
     # Upstream's scheduler names no other argument for a running request.
-    if len(args) == 2 and (not kwargs or (len(kwargs) == 1 and _LOOKAHEAD in kwargs)):
-        request, num_new_tokens = args
+    if steps.groups and not admission and not num_new_computed_tokens:
         progress = getattr(request, "_kvext_progress", None)
-        if progress is not None and num_new_tokens > 0:
-            lookahead_tokens = kwargs[_LOOKAHEAD] if kwargs else 0
-            if steps.tables.get(request.request_id) is progress.table:
-                num_tokens = request.num_computed_tokens + num_new_tokens
-                if num_tokens + lookahead_tokens < progress.until_tokens:
-                    if steps.keeper is not None:
-                        steps.keeper.pass_quietly(request, num_tokens)
-                    return instance.empty_kv_cache_blocks
-                if steps.is_plain:
-                    return steps.advance(request, progress, num_new_tokens, lookahead_tokens)
-    allocated = wrapped(*args, **kwargs)
-    if allocated is not None:
-        steps.look_ahead(args[0] if args else kwargs["request"])
+        if (
+            progress is not None
+            and new_computed_blocks is None
+            and num_new_tokens > 0
+            and steps.tables.get(request.request_id) is progress.table
+        ):
+            num_tokens = request.num_computed_tokens + num_new_tokens
+            if num_tokens + num_lookahead_tokens < progress.until_tokens:
+                if steps.rule is not None:
+                    steps.rule.note_quiet_step(request, num_tokens)
+                return manager.empty_kv_cache_blocks
+            if steps.is_plain:
+                return steps.advance(request, progress, num_new_tokens, num_lookahead_tokens)
+    allocated = wrapped(
+        request,
+        num_new_tokens,
+        num_new_computed_tokens,
+        new_computed_blocks,
+        num_lookahead_tokens,
+        **admission,
+    )
+    if allocated is not None and steps.groups:
+        steps.look_ahead(request)
     return allocated
 
 
@@ -132,7 +146,7 @@ class Steps:
         groups: All its groups; none if there is one whose steps are not known here.
         tables: Block tables of the first group.
         is_plain: Whether upstream's function is all there is to call.
-        keeper: What decides instead of upstream when something is cached, if anything does.
+        rule: What decides instead of upstream when something is cached, if anything does.
         skips_apart: Whether each group's window moves on by itself.
     """
 
@@ -140,13 +154,11 @@ class Steps:
     groups: tuple[_Group, ...]
     tables: dict[str, list[Any]]
     is_plain: bool
-    keeper: TailKeeper | None
+    rule: CachingRule | None
     skips_apart: bool
 
     @classmethod
     def of(cls, block_manager: KVCacheManager, is_plain: bool) -> Steps:
-        from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
-
         coordinator = block_manager.coordinator
         managers = coordinator.single_type_managers
         groups = [_group(coordinator, manager) for manager in managers]
@@ -156,9 +168,9 @@ class Steps:
             known if len(known) == len(groups) else (),
             managers[0].req_to_blocks if managers else {},
             is_plain,
-            keeper := tail_keeper(coordinator),
+            rule := getattr(coordinator, _CACHING_RULE, None),
             # A rule that was put into this one coordinator is to be asked.
-            keeper is None and "remove_skipped_blocks" not in vars(coordinator),
+            rule is None and "remove_skipped_blocks" not in vars(coordinator),
         )
 
     def advance(
@@ -185,8 +197,8 @@ class Steps:
         if num_tokens >= progress.next_cache_tokens and block_manager.enable_caching:
             block_manager.coordinator.cache_blocks(request, min(num_tokens, request.num_tokens))
             self._note_cached(request, progress)
-        elif self.keeper is not None:
-            self.keeper.pass_quietly(request, num_tokens)
+        elif self.rule is not None:
+            self.rule.note_quiet_step(request, num_tokens)
         progress.settle()
         return new_blocks
 
@@ -252,8 +264,8 @@ class Steps:
 
     def _note_cached(self, request: Request, progress: Progress) -> None:
         edge = _NEVER
-        if self.keeper is not None:
-            edge = self.keeper.quiet_until_tokens(request)
+        if self.rule is not None:
+            edge = self.rule.quiet_until_tokens(request)
         elif self.block_manager.enable_caching:
             for group in self.groups:
                 num_cached = group.manager.num_cached_block.get(request.request_id, 0)
@@ -278,8 +290,7 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
         KVCacheCoordinatorNoPrefixCache,
     ):
         return None
-    # vLLM 0.23.0 caches up to the last aligned boundary, and what looks ahead one block more.
-    unit_tokens = getattr(coordinator, "scheduler_block_size", None) if is_hybrid else None
+    unit_tokens = cache_unit_tokens(coordinator)
     edges = GroupEdges(
         block_tokens=manager.block_size,
         window_tokens=manager.sliding_window if is_window else 0,

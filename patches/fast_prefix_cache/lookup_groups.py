@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-def lookup_groups(
+def describe_groups(
     manager_class: type[SingleTypeKVCacheManager],
     spec: KVCacheSpec,
     group_ids: Sequence[int],

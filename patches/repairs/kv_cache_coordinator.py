@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
@@ -15,22 +15,13 @@ if TYPE_CHECKING:
 
 def hold_hits_while_allocating(
     wrapped: Callable[..., None],
-    instance: KVCacheCoordinator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Take the hits of all groups off the free queue before any group allocates from it."""
-    _hold_hits_while_allocating(wrapped, instance, *args, **kwargs)
-
-
-def _hold_hits_while_allocating(
-    wrapped: Callable[..., None],
     coordinator: KVCacheCoordinator,
     request_id: str,
     new_computed_blocks: Sequence[Sequence[KVCacheBlock]],
     num_local_computed_tokens: int,
     num_external_computed_tokens: int,
 ) -> None:
+    """Take the hits of all groups off the free queue before any group allocates from it."""
     held: list[KVCacheBlock] = []
     if num_external_computed_tokens > 0:  # only then is anything allocated
         num_tokens = num_local_computed_tokens + num_external_computed_tokens

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper, tokens_per_block
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -26,13 +27,12 @@ _FULL_GROUPS = "_kvext_full_groups"
 
 def trim_full_groups(
     wrapped: Callable[..., tuple[KVCacheBlocks, int]],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    manager: KVCacheManager,
+    request: Request,
 ) -> tuple[KVCacheBlocks, int]:
     """Hand out no block past the hit, in any full-attention group."""
-    blocks, hit_tokens = wrapped(*args, **kwargs)
-    for group_id, block_tokens in _full_groups(instance.coordinator):
+    blocks, hit_tokens = wrapped(request)
+    for group_id, block_tokens in _full_groups(manager.coordinator):
         group_blocks = blocks.blocks[group_id]
         if len(group_blocks) * block_tokens > hit_tokens:
             del group_blocks[hit_tokens // block_tokens :]
@@ -55,10 +55,7 @@ def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]
 
 
 def build_waiting_windows(
-    wrapped: Callable[..., None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
 ) -> None:
     """Put a rule of its own into a manager that has windows.
 
@@ -66,7 +63,7 @@ def build_waiting_windows(
     a plain call for each request and step.
     """
     wrapped(*args, **kwargs)
-    _let_windows_wait(instance)
+    _let_windows_wait(manager)
 
 
 def _let_windows_wait(manager: KVCacheManager) -> None:
