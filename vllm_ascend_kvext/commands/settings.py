@@ -25,8 +25,8 @@ def render(variables: Iterable[Variable]) -> str:
         "# Settings",
         "",
         "This page is generated: `make docs` writes it from `vllm_ascend_kvext/settings.py`.",
-        "All settings are environment variables. They are read when vLLM starts. A variable whose",
-        "name begins with `VLLM_ASCEND_KVEXT_` and that is not on this page is refused.",
+        "All settings are environment variables. Set them before vLLM starts. A variable that",
+        "begins with `VLLM_ASCEND_KVEXT_` and is not on this page is refused.",
     ]
     for variable in variables:
         lines += ["", f"## `{variable.name}`", ""]
