@@ -101,6 +101,25 @@ def allocate_what_changes(
     return allocated
 
 
+def cache_when_due(
+    wrapped: Callable[..., None],
+    manager: KVCacheManager,
+    request: Request,
+    num_computed_tokens: int,
+) -> None:
+    """An asynchronous scheduler caches once more at a step's end: where nothing is due, return."""
+    limits = getattr(request, _LIMITS, None)
+    steps = steps_of(manager)
+    if limits is None or steps is None or steps.tables.get(request.request_id) is not limits.table:
+        return wrapped(request, num_computed_tokens)
+    if num_computed_tokens >= limits.next_cache_tokens:
+        wrapped(request, num_computed_tokens)
+        steps.note_cached(request, limits)
+    elif steps.rule is not None:
+        steps.rule.note_quiet_step(request, num_computed_tokens)
+    return None
+
+
 def steps_of(manager: KVCacheManager) -> Steps | None:
     """The steps of a block manager, once it has taken one; tests count them."""
     return getattr(manager, _STEPS, None)
@@ -190,5 +209,17 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_allocate_slots",
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
+    ),
+    Patch(
+        id="KVX-233",
+        target=f"{_MANAGER}.cache_blocks",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_BOTH,
+        wrapper=cache_when_due,
+        why="With asynchronous scheduling upstream passes over all groups once more at the end of "
+        "every step of every request.",
+        retire_when="upstream's costs as little",
+        relies_on=(f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",),
     ),
 )

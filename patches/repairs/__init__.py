@@ -8,7 +8,6 @@ from vllm_ascend_kvext.patches.repairs import (
     ascend_single_type_kv_cache_manager,
     kv_cache_coordinator,
     kv_cache_manager,
-    scheduler,
     single_type_kv_cache_manager,
 )
 from vllm_ascend_kvext.patching.declaration import Patch
@@ -17,6 +16,5 @@ PATCHES: tuple[Patch, ...] = (
     *ascend_single_type_kv_cache_manager.PATCHES,
     *kv_cache_manager.PATCHES,
     *kv_cache_coordinator.PATCHES,
-    *scheduler.PATCHES,
     *single_type_kv_cache_manager.PATCHES,
 )

@@ -9,8 +9,9 @@ the window holds before them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -56,9 +57,13 @@ def hold_hits_while_allocating(
         coordinator.block_pool.free_blocks(held)
 
 
-def introduce_requests(coordinator: KVCacheCoordinator, requests: Mapping[str, Request]) -> None:
-    """Tell a coordinator where the scheduler keeps its requests, for `wait_for_drafts`."""
-    setattr(coordinator, _REQUESTS, requests)
+def introduce(coordinator: KVCacheCoordinator, request: Request) -> None:
+    """Have `wait_for_drafts` find a request by its id, for as long as the scheduler knows it."""
+    requests: MutableMapping[str, Request] | None = getattr(coordinator, _REQUESTS, None)
+    if requests is None:
+        requests = WeakValueDictionary()
+        setattr(coordinator, _REQUESTS, requests)
+    requests[request.request_id] = request
 
 
 def wait_for_drafts(
@@ -68,7 +73,7 @@ def wait_for_drafts(
     total_computed_tokens: int,
 ) -> None:
     """Free what has left the windows, should all drafts in flight be rejected."""
-    requests: Mapping[str, Request] = getattr(coordinator, _REQUESTS, {})
+    requests: MutableMapping[str, Request] = getattr(coordinator, _REQUESTS, {})
     request = requests.get(request_id)
     # A step in flight that has no drafts leaves one placeholder. Retention makes an allowance of
     # its own, which covers the tails that it saves.

@@ -17,8 +17,7 @@ from support.scheduler.run import run
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, Workload
 
-from vllm_ascend_kvext.activation import Activation, Support, Upstream, survey
-from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.activation import survey, wanted_features
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import steps_of
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
@@ -50,13 +49,6 @@ PROMPT_TOKENS = 40
 NEW_TOKENS = 160
 
 
-def shipped_features(environment: dict[str, str]) -> list[str]:
-    """What is in effect with these variables, in the order of installation."""
-    settings = Settings.from_environ(environment)
-    activation = Activation(settings, Upstream(None, None, False), Support(True))
-    return [feature.name for feature in FEATURES if activation.wants(feature.name)]
-
-
 @functools.cache
 def plans() -> dict[str, FeaturePlan]:
     """Made once: checking all fingerprints takes longer than a workload."""
@@ -64,7 +56,7 @@ def plans() -> dict[str, FeaturePlan]:
 
 
 @contextmanager
-def in_effect(names: list[str]) -> Iterator[None]:
+def in_effect(names: tuple[str, ...]) -> Iterator[None]:
     fitting = [name for name in names if plans()[name].fits]
     for name in fitting:
         BOOK.apply(plans()[name])
@@ -100,7 +92,7 @@ def counts_of(layout: Layout, environment: dict[str, str], **options: object) ->
     )
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(in_effect(shipped_features(environment)))
+        stack.enter_context(in_effect(wanted_features(Settings.from_environ(environment))))
         result = run(workload, [note])
     assert not result.wrong_outputs(workload)
     (last,) = counts

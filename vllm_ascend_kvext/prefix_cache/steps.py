@@ -156,6 +156,11 @@ class Steps:
         limits.update()
         return limits
 
+    def note_cached(self, request: Any, limits: RequestLimits) -> None:
+        """Something was cached outside of a step."""
+        limits.next_cache_tokens = self._next_cache_tokens(request)
+        limits.update()
+
     def _skip(self, request_id: str, limits: RequestLimits, computed_tokens: int) -> None:
         self.block_manager.coordinator.remove_skipped_blocks(request_id, computed_tokens)
         for index, tokens in enumerate(limits.skip_tokens):
