@@ -28,7 +28,8 @@ import ascend_sources
 import numpy as np
 import torch
 
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout, LayoutGroup, Plane, Pool
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, Pool
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
 from vllm_ascend_kvext.layout.runs import PlacedChunk, RunPlanner
 from vllm_ascend_kvext.layout.views import pool_tensors

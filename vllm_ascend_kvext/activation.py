@@ -124,6 +124,7 @@ def install(activation: Activation) -> None:
     """Install the wanted features.
 
     Raises:
+        SettingsError: If the retention interval is wrong for every model.
         PatchError: If a feature that was asked for does not fit; in mode ``strict`` if any does
             not. Features installed before stay; of the one that failed nothing is in place.
     """
@@ -133,6 +134,7 @@ def install(activation: Activation) -> None:
     if not activation.support.ok:
         _report_unsupported(activation)
         return
+    settings.refuse_wrong_interval()
     refused = activation.misfits
     asked_for = with_requirements(settings.requested_features, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]

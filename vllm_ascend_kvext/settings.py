@@ -122,6 +122,13 @@ VARIABLES = (
 )
 
 
+HOW_TO_ASK = {
+    "retention": f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
+    FAST_PREFIX_CACHE.name: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
+}
+"""For each feature that is off unless it is asked for: a setting that asks for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The variables as one process found them.
@@ -191,6 +198,30 @@ class Settings:
     def requested_features(self) -> frozenset[str]:
         """The features that the user asked for."""
         return frozenset(self.requests)
+
+    def refuse_wrong_interval(self) -> None:
+        """Refuse a retention interval that is wrong for every model.
+
+        Which intervals suit a model is decided at engine start, where the unit of its prefix-cache
+        hits is known.
+
+        Raises:
+            SettingsError: If it is no integer, or negative.
+        """
+        text = self.retention_interval or ""
+        if not text.strip():
+            return
+        try:
+            problem = "negative" if int(text) < 0 else ""
+        except ValueError:
+            problem = "not an integer"
+        if problem:
+            raise SettingsError(
+                f"{RETENTION_INTERVAL_VARIABLE}={text!r} is {problem}. Expected 0, or a multiple "
+                f"of the number of tokens at which the model's prefix cache can hit; that number "
+                f"is in the log of an engine that starts with 0. Unset the variable to keep "
+                f"all blocks."
+            )
 
     def _refuse_contradictions(self) -> None:
         for feature, variable in self.requests.items():

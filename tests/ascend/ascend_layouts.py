@@ -24,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import RowAddressing
 
 SPARSE_C8 = (
     {"cache_sparse_li_c8": True}
@@ -143,8 +144,8 @@ def _reaches(config: KVCacheConfig, sizes: BlockSizes) -> dict[str, Reach]:
         for name in group.layer_names
         if name.endswith(".attn")
     }
-    c4_state = Reach(GroupKind.STATE, sizes.c4_state, 1, 8)
-    c128_state = Reach(GroupKind.STATE, sizes.c128_state, 1, 128, 128)
+    c4_state = Reach(GroupKind.WINDOW, sizes.c4_state, 1, 8, holds_states=True)
+    c128_state = Reach(GroupKind.WINDOW, sizes.c128_state, 1, 128, 128, holds_states=True)
     found = {
         "swa_cache": Reach(GroupKind.WINDOW, sizes.window, 1, 128),
         "indexer.compressor.state_cache": c4_state,

@@ -20,9 +20,10 @@ from support.layout.truth import LayoutFixture
 from support.transfer.ascend_backends import simulated_backends
 from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.specs import read_cache_groups
+from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.specs import read_scheduler_groups
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "DeepSeek-V4": deepseek_v4,
@@ -63,12 +64,13 @@ def test_round_trip_with_the_backends_of_ascend(name: str, ascend_movers: dict[s
 @pytest.mark.parametrize("name", FIXTURES)
 def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
     fixture = FIXTURES[name]()
-    groups = read_scheduler_groups(fixture.config)
-    assert groups == read_scheduler_groups(fixture.scheduler_config)
+    groups = read_cache_groups(fixture.config)
+    assert groups == read_cache_groups(fixture.scheduler_config)
     for index, group in enumerate(groups):
         reaches = fixture.reaches(index)
         assert {reach.kind for reach in reaches} == {group.kind}
         assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
+        assert {reach.holds_states for reach in reaches} == {group.holds_states}
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -106,7 +108,7 @@ def geometry(layout: KVLayout) -> set[tuple[object, ...]]:
     }
 
 
-FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
+FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
@@ -119,9 +121,9 @@ def test_deepseek_v4_byte_for_byte() -> None:
         (FULL, 512, 16640, 16384, 2, 128),  # and their scales
         (FULL, 16384, 131072, 0, 1024, 128),  # attention of ratio 128
         (WINDOW, 128, 131072, 0, 1024, 128),
-        (STATE, 8, 131072, 0, 8192, 8),  # compressor of ratio 4, padded
-        (STATE, 8, 16640, 0, 2048, 8),  # of the indexer, padded
-        (STATE, 32, 131072, 0, 4096, 32),  # compressor of ratio 128
+        (WINDOW, 8, 131072, 0, 8192, 8),  # compressor of ratio 4, padded
+        (WINDOW, 8, 16640, 0, 2048, 8),  # of the indexer, padded
+        (WINDOW, 32, 131072, 0, 4096, 32),  # compressor of ratio 128
     }
     assert layout.num_scheduler_groups == 6
     assert layout.num_planes == 21 * 3 + 20 + 43 + 21 * 2 + 20

@@ -14,11 +14,11 @@ from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
 from support.transfer.ascend_backends import simulated_backends
 
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
-from vllm_ascend_kvext.layout.model import GroupKind
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.specs import read_scheduler_groups
 from vllm_ascend_kvext.layout.views import pool_tensors
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
@@ -64,13 +64,14 @@ def test_round_trip(name: str, tokens: str, all_movers: dict[str, Mover]) -> Non
 def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
     """Bundles on the worker's side, their first spec on the scheduler's."""
     fixture = FIXTURES[name]()
-    groups = read_scheduler_groups(fixture.config)
-    assert groups == read_scheduler_groups(fixture.scheduler_config)
+    groups = read_cache_groups(fixture.config)
+    assert groups == read_cache_groups(fixture.scheduler_config)
     for index, group in enumerate(groups):
         reaches = fixture.reaches(index)
         assert {reach.kind for reach in reaches} == {group.kind}
         assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
         assert {reach.window_tokens for reach in reaches} == {group.window_tokens}
+        assert {reach.holds_states for reach in reaches} == {group.holds_states}
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -113,9 +114,9 @@ def test_deepseek_v4_byte_for_byte() -> None:
         (GroupKind.FULL, 256, 8640, 64 * 132, 1),  # keys and scales of the indexer
         (GroupKind.FULL, 256, 1728, 2 * 584, 1),  # attention of ratio 128
         (GroupKind.WINDOW, 64, 37440, 64 * 584, 1),
-        (GroupKind.STATE, 4, 37440, 8192, 4),  # compressor of ratio 4
-        (GroupKind.STATE, 4, 8640, 2048, 4),  # of the indexer
-        (GroupKind.STATE, 8, 37440, 4096, 8),  # compressor of ratio 128
+        (GroupKind.WINDOW, 4, 37440, 8192, 4),  # compressor of ratio 4
+        (GroupKind.WINDOW, 4, 8640, 2048, 4),  # of the indexer
+        (GroupKind.WINDOW, 8, 37440, 4096, 8),  # compressor of ratio 128
     }
     assert layout.num_scheduler_groups == 5
 

@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ascend_kvext.groups.model import CacheGroup
+from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import (
     KVLayout,
     LayoutGroup,
     Plane,
     RowAddressing,
-    SchedulerGroup,
 )
 from vllm_ascend_kvext.layout.planes import (
     check_disjoint,
@@ -25,7 +26,6 @@ from vllm_ascend_kvext.layout.planes import (
     regions_of_layer,
 )
 from vllm_ascend_kvext.layout.regions import PageView, Region
-from vllm_ascend_kvext.layout.specs import LayerSpec, read_layer_specs, scheduler_group
 from vllm_ascend_kvext.layout.views import PoolTable, device_type_of, tensors_of
 
 _ADDRESSING = {"npu": RowAddressing.TOKENS}
@@ -47,6 +47,7 @@ def build_layout(
             write them by token (NPUs).
 
     Raises:
+        GroupError: If the config contradicts itself or is not understood.
         LayoutError: If config and tensors contradict each other or are not understood.
     """
     specs_by_group = read_layer_specs(kv_cache_config)
@@ -63,7 +64,7 @@ def build_layout(
             continue  # a pipeline stage without a layer of this group
         found = _regions_of_group(specs, pages, addressing)
         all_regions += [(index, spec.layer_name, region) for spec, region in found]
-        groups += _transfer_groups(scheduler_group(specs), found)
+        groups += _transfer_groups(cache_group(specs), found)
     check_disjoint(all_regions, num_pages)
     return KVLayout(pools.pools, tuple(groups), num_pages, len(specs_by_group))
 
@@ -137,7 +138,7 @@ def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
 
 
 def _transfer_groups(
-    group: SchedulerGroup, found: Sequence[tuple[LayerSpec, Region]]
+    group: CacheGroup, found: Sequence[tuple[LayerSpec, Region]]
 ) -> list[LayoutGroup]:
     """One group for each number of tokens per row."""
     regions: dict[tuple[int, int], dict[str, list[Region]]] = {}
@@ -159,6 +160,7 @@ def _transfer_groups(
             window_tokens=group.window_tokens,
             restart_tokens=restart_tokens,
             planes=_planes(by_layer),
+            holds_states=group.holds_states,
         )
         for (tokens_per_row, restart_tokens), by_layer in sorted(regions.items())
     ]

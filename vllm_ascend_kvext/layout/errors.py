@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from vllm_ascend_kvext.errors import KvextError
+from vllm_ascend_kvext.groups.errors import GroupError
 
 
-class LayoutError(KvextError, ValueError):
+class LayoutError(GroupError):
     """The KV cache config and the registered tensors contradict each other, or are not understood.
 
     The message names the layer or group, both numbers and the remedy.

@@ -65,6 +65,7 @@ def _describe(group: LayoutGroup) -> dict[str, Any]:
     return {
         "scheduler_group": group.scheduler_group,
         "kind": group.kind.value,
+        "holds_states": group.holds_states,
         "tokens_per_page": group.tokens_per_page,
         "tokens_per_row": group.tokens_per_row,
         "window_tokens": group.window_tokens,

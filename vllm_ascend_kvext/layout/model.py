@@ -13,18 +13,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-
-class GroupKind(enum.Enum):
-    """Which tokens before a boundary a group needs to go on from there."""
-
-    FULL = "full"
-    """All of them."""
-
-    WINDOW = "window"
-    """The last ``window_tokens - 1``, or those since the last restart."""
-
-    STATE = "state"
-    """What a recurrence or a compressor carries on: exact, or skipped as a whole."""
+from vllm_ascend_kvext.groups.model import GroupKind
 
 
 class StatePolicy(enum.Enum):
@@ -84,21 +73,6 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerGroup:
-    """One KV cache group as the scheduler knows it: no tensors.
-
-    Attributes:
-        kind: Which tokens it needs.
-        tokens_per_page: Tokens that one block id stands for.
-        window_tokens: Sliding window, with the token that reads; 0 where there is none.
-    """
-
-    kind: GroupKind
-    tokens_per_page: int
-    window_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class LayoutGroup:
     """One transfer group.
 
@@ -111,6 +85,7 @@ class LayoutGroup:
         restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
             compressor states without overlap); 0 where there is no such multiple.
         planes: In the order of the config: layer by layer, view by view.
+        holds_states: See ``CacheGroup``.
     """
 
     scheduler_group: int
@@ -120,6 +95,7 @@ class LayoutGroup:
     window_tokens: int
     restart_tokens: int
     planes: tuple[Plane, ...]
+    holds_states: bool = False
 
     @property
     def rows_per_page(self) -> int:
@@ -133,7 +109,7 @@ class LayoutGroup:
     @property
     def is_snapshot(self) -> bool:
         """Whether a page is the state at the page's end, rather than rows of tokens (Mamba)."""
-        return self.kind is GroupKind.STATE and self.window_tokens == 0
+        return self.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import Plane, RowAddressing
 from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
-from vllm_ascend_kvext.layout.specs import LayerSpec
 from vllm_ascend_kvext.layout.views import TensorView
 
 

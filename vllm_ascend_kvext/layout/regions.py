@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import RowAddressing
-from vllm_ascend_kvext.layout.specs import LayerSpec
 from vllm_ascend_kvext.layout.views import TensorView
 
 _PAIR = 2

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
-from vllm_ascend_kvext.layout.model import GroupKind, LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def kept_rows(
         TokenRangeError: If the group holds states of page ends only and the range ends within a
             page: what it holds there is the state of some other token.
     """
-    if group.kind is GroupKind.STATE and states is StatePolicy.SKIP:
+    if group.holds_states and states is StatePolicy.SKIP:
         return range(0)
     if group.is_snapshot and tokens.end % group.tokens_per_page:
         raise TokenRangeError(

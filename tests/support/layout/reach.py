@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ascend_kvext.layout.model import GroupKind
+from vllm_ascend_kvext.groups.model import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class Reach:
     tokens_per_row: int
     window_tokens: int = 0
     restart_tokens: int = 0
+    holds_states: bool = False
 
     def reads(self, token: int, end: int) -> bool:
         """Whether going on from ``end`` reads this token."""
         if self.kind is GroupKind.FULL:
             return True
-        if self.kind is GroupKind.STATE and not self.window_tokens:
+        if self.kind is GroupKind.STATE:
             return token == end - 1  # whose page is the state at the end
         if token <= end - self.window_tokens:
             return False

@@ -10,16 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
-from vllm_ascend_kvext.layout.model import (
-    GroupKind,
-    KVLayout,
-    LayoutGroup,
-    Plane,
-    Pool,
-    StatePolicy,
-)
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, Pool, StatePolicy
 
 PLANE = Plane("model.layers.0.attn", 0, 0, 4096, 0, 256, "bfloat16", False)
 GROUP = LayoutGroup(0, GroupKind.WINDOW, 16, 1, 128, 0, (PLANE,))
@@ -61,6 +55,7 @@ DIFFERENT = {
     "dtype": with_plane(dtype="float16"),
     "more planes": with_group(planes=(PLANE, PLANE)),
     "kind": with_group(kind=GroupKind.STATE),
+    "states": with_group(holds_states=True),
     "tokens per page": with_group(tokens_per_page=32),
     "tokens per row": with_group(tokens_per_row=2),
     "window": with_group(window_tokens=64),
@@ -77,7 +72,7 @@ def test_every_difference_in_bytes_counts() -> None:
         "model": fingerprint(model={**MODEL, "revision": "a2"}),
         "rank": fingerprint(parallel={**PARALLEL, "tensor_rank": 4}),
         "size": fingerprint(parallel={**PARALLEL, "tensor": 4}),
-        "states": fingerprint(states=StatePolicy.SKIP),
+        "policy": fingerprint(states=StatePolicy.SKIP),
         "type": fingerprint(parallel={**PARALLEL, "tensor": "8"}),
         "packed": fingerprint(with_plane(is_packed=True), page_format="cpu amx"),
         "packed otherwise": fingerprint(with_plane(is_packed=True), page_format="cpu vec"),
@@ -126,4 +121,4 @@ def test_what_has_no_canonical_text_is_refused(value: dict) -> None:
         fingerprint(model=value)
 
 
-EXPECTED = "79112d8102f899c55a8c626d1051a946923fc8256e133c197e2b4257ee566b6f"
+EXPECTED = "2254ee0b3a4b7429884471143af3245292de8337534b6395fc4037ff42491f1f"

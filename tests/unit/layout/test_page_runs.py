@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.host_layout import dense_host_bytes, host_layout
-from vllm_ascend_kvext.layout.model import (
-    GroupKind,
-    KVLayout,
-    LayoutGroup,
-    Plane,
-    Pool,
-    StatePolicy,
-)
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, Pool, StatePolicy
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
 from vllm_ascend_kvext.layout.runs import PlacedChunk, RunPlanner
 from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, RunColumn
@@ -38,6 +32,7 @@ def group(
     row_bytes: tuple[int, ...],
     window_tokens: int = 0,
     restart_tokens: int = 0,
+    holds_states: bool = False,
 ) -> LayoutGroup:
     rows = tokens_per_page // tokens_per_row
     planes = tuple(
@@ -52,6 +47,7 @@ def group(
         window_tokens,
         restart_tokens,
         planes,
+        holds_states,
     )
 
 
@@ -61,8 +57,8 @@ DEEPSEEK = KVLayout(
         group(0, GroupKind.FULL, 32, 4, (24, 2)),
         group(1, GroupKind.FULL, 1024, 128, (24,)),
         group(2, GroupKind.WINDOW, 16, 1, (24, 24), window_tokens=20),
-        group(3, GroupKind.STATE, 2, 1, (100,), window_tokens=8),
-        group(4, GroupKind.STATE, 8, 1, (64,), window_tokens=128, restart_tokens=128),
+        group(3, GroupKind.WINDOW, 2, 1, (100,), window_tokens=8, holds_states=True),
+        group(4, GroupKind.WINDOW, 8, 1, (64,), 128, 128, holds_states=True),
     ),
     num_pages=NUM_PAGES,
     num_scheduler_groups=5,
@@ -73,7 +69,7 @@ SPLIT = KVLayout(
     groups=(
         group(0, GroupKind.FULL, 16, 2, (24, 3)),
         group(0, GroupKind.FULL, 16, 8, (5,)),
-        group(2, GroupKind.STATE, 16, 16, (65,)),
+        group(2, GroupKind.STATE, 16, 16, (65,), holds_states=True),
     ),
     num_pages=NUM_PAGES,
     num_scheduler_groups=3,

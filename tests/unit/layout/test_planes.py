@@ -24,9 +24,11 @@ from support.layout.fakes import (
     tensor,
 )
 
+from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout, LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, RowAddressing
 
 PAGES = 5
 HEADS, TOKENS, HEAD = 3, 4, 8
@@ -254,8 +256,9 @@ def test_one_blob_of_layers_of_different_groups() -> None:
     assert [group.kind for group in layout.groups] == [
         GroupKind.FULL,
         GroupKind.WINDOW,
-        GroupKind.STATE,
+        GroupKind.WINDOW,
     ]
+    assert [group.holds_states for group in layout.groups] == [False, False, True]
     assert [group.scheduler_group for group in layout.groups] == [0, 1, 2]
 
 
@@ -310,7 +313,7 @@ def test_kinds_of_attention() -> None:
     )
     assert [(g.kind, g.window_tokens, g.restart_tokens) for g in layout.groups] == [
         (GroupKind.WINDOW, 9, 0),
-        (GroupKind.WINDOW, 8, 8),
+        (GroupKind.CHUNKED, 8, 8),
         (GroupKind.FULL, 0, 0),
     ]
 
@@ -389,7 +392,7 @@ STORAGE = FakeStorage(PAGES * 2 * PAGE)
     ],
 )
 def test_contradictions_are_refused(spec: object, caches: dict, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
+    with pytest.raises(GroupError, match=message):
         build_layout(config(PAGES, (spec, "a")), caches, addressing=RowAddressing.TOKENS)
 
 

@@ -10,7 +10,7 @@ the config says which, but the size of a page does, and so does the shape of the
 
 from __future__ import annotations
 
-from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.groups.errors import GroupError
 
 
 def tokens_per_page(
@@ -32,10 +32,10 @@ def tokens_per_page(
         where: The layer or group, for the message.
 
     Raises:
-        LayoutError: If the two contradict each other, or neither fits ``block_size``.
+        GroupError: If the two contradict each other, or neither fits ``block_size``.
     """
     if block_size < 1 or compress_ratio < 1:
-        raise LayoutError(
+        raise GroupError(
             f"{where}: block_size {block_size} and compress ratio {compress_ratio} must be "
             "positive; report the model and the vLLM version"
         )
@@ -44,7 +44,7 @@ def tokens_per_page(
         meanings[block_size // compress_ratio] = block_size
     both_known = config_rows is not None and tensor_rows is not None
     if both_known and config_rows != tensor_rows:
-        raise LayoutError(
+        raise GroupError(
             f"{where}: the size of a page in the KV cache config makes {config_rows} rows, the "
             f"registered tensor has {tensor_rows}; this vLLM and vLLM-Ascend lay out pages in a "
             "way that is not supported"
@@ -52,14 +52,14 @@ def tokens_per_page(
     rows = config_rows if tensor_rows is None else tensor_rows
     if rows is None:
         if len(set(meanings.values())) > 1:
-            raise LayoutError(
+            raise GroupError(
                 f"{where}: block_size {block_size} with compress ratio {compress_ratio} may mean "
                 f"{block_size} or {block_size * compress_ratio} tokens per page, and neither the "
                 "config nor a tensor says which; this layout is not supported"
             )
         return block_size
     if rows not in meanings:
-        raise LayoutError(
+        raise GroupError(
             f"{where}: a page has {rows} rows, expected {' or '.join(map(str, meanings))} from "
             f"block_size {block_size} and compress ratio {compress_ratio}; check that the config "
             "and the tensors come from the same worker"

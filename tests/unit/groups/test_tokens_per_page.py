@@ -16,10 +16,10 @@ from support.layout.fakes import (
     tensor,
 )
 
+from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.groups.specs import read_cache_groups
+from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.specs import read_scheduler_groups
-from vllm_ascend_kvext.layout.tokens_per_page import tokens_per_page
 
 
 def decide(block_size: int, ratio: int, config_rows: int | None, tensor_rows: int | None) -> int:
@@ -61,7 +61,7 @@ def test_without_compression_nothing_has_to_be_known() -> None:
     ],
 )
 def test_a_contradiction_names_both_numbers(arguments: tuple, numbers: tuple[str, str]) -> None:
-    with pytest.raises(LayoutError, match=r"^here: ") as caught:
+    with pytest.raises(GroupError, match=r"^here: ") as caught:
         decide(*arguments)
     found = re.findall(r"\d+", str(caught.value))
     assert set(numbers) <= set(found)
@@ -81,7 +81,7 @@ def test_config_and_tensor_agree_on_either_stack(spec: MLAAttentionSpec, rows: i
 @pytest.mark.parametrize(("spec", "rows"), [(ASCEND, 32), (UPSTREAM, 256)])
 def test_a_tensor_with_the_other_meaning_is_refused(spec: MLAAttentionSpec, rows: int) -> None:
     expected = 128 if spec is ASCEND else 64
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(GroupError) as caught:
         build_layout(config(4, (spec, "attn")), {"attn": tensor(4, rows, 1, 16)})
     assert {str(rows), str(expected)} <= set(re.findall(r"\d+", str(caught.value)))
 
@@ -90,7 +90,7 @@ def test_padding_does_not_make_rows() -> None:
     spec = MLAAttentionSpec(
         block_size=256, head_size=132, dtype=INT8, compress_ratio=4, page_size_padded=8640
     )
-    (group,) = read_scheduler_groups(config(4, (spec, "indexer")))
+    (group,) = read_cache_groups(config(4, (spec, "indexer")))
     assert group.tokens_per_page == 256
 
 
@@ -102,11 +102,11 @@ def test_the_scheduler_sees_the_same_as_the_worker() -> None:
     window = SlidingWindowSpec(block_size=128, sliding_window=128)
     worker = config(4, {"attn": c4, "indexer": indexer}, {"swa": window})
     scheduler = config(4, (c4, "attn", "indexer"), (window, "swa"))
-    assert read_scheduler_groups(worker) == read_scheduler_groups(scheduler)
-    assert [group.tokens_per_page for group in read_scheduler_groups(worker)] == [512, 128]
+    assert read_cache_groups(worker) == read_cache_groups(scheduler)
+    assert [group.tokens_per_page for group in read_cache_groups(worker)] == [512, 128]
 
 
 def test_layers_of_one_group_must_agree() -> None:
     full = FullAttentionSpec(block_size=16)
-    with pytest.raises(LayoutError, match=r"(?s)layer b: .*16.*32|layer b: .*32.*16"):
-        read_scheduler_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}))
+    with pytest.raises(GroupError, match=r"(?s)layer b: .*16.*32|layer b: .*32.*16"):
+        read_cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}))
