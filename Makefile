@@ -50,7 +50,9 @@ test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need
 lint: .venv/lint/.package ## Check style and types
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/ruff format --check .
-	.venv/lint/bin/mypy
+	rm -rf out/types && mkdir -p out/types/vllm_ascend_kvext
+	ln -s $(CURDIR)/vllm_ascend_kvext/* $(CURDIR)/patches out/types/vllm_ascend_kvext/
+	cd out/types && ../../.venv/lint/bin/mypy --config-file ../../pyproject.toml
 
 bench: $(MAIN_ENV)/.package ## Measure what the README claims
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done

@@ -10,9 +10,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_kvext import activation
 from vllm_ascend_kvext.activation import Activation
-from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, with_requirements
+from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES, with_requirements
 from vllm_ascend_kvext.patching.plan import Finding, State
 from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
@@ -51,7 +50,7 @@ def describe_features(surveyed: Activation, findings: Sequence[Finding]) -> list
         findings: Every planned patch as it stands, see `activation.current_findings`.
     """
     rows = []
-    for feature in activation.FEATURES:
+    for feature in FEATURES:
         own = [finding for finding in findings if finding.patch.feature == feature.name]
         state, reason = _describe(feature.name, surveyed, own)
         rows.append(FeatureRow(feature.name, state.value, reason))
@@ -95,11 +94,9 @@ def _why_on(name: str, surveyed: Activation) -> str:
         return f"asked for with {variable}"
     if name in settings.implied_features:
         return "comes with what is asked for"
-    if any(feature.name == name and feature.default_on for feature in activation.FEATURES):
+    if any(feature.name == name and feature.default_on for feature in FEATURES):
         return "on by default"
     needing = [
-        asked
-        for asked in sorted(settings.requests)
-        if name in with_requirements([asked], activation.FEATURES)
+        asked for asked in sorted(settings.requests) if name in with_requirements([asked], FEATURES)
     ]
     return f"needed by {', '.join(needing)}"
