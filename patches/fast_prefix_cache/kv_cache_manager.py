@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.factory import has_connector
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import choose_short_keys
-from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import sees_all_keys
 from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
@@ -28,21 +25,6 @@ _CACHING_RULE = "_kvext_caching_rule"
 def set_caching_rule(coordinator: KVCacheCoordinator, rule: CachingRule) -> None:
     """Let a rule say when a step of a running request caches something; before the first step."""
     setattr(coordinator, _CACHING_RULE, rule)
-
-
-def choose_keys(
-    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
-) -> None:
-    """Use short keys where nobody but this package sees them."""
-    wrapped(*args, **kwargs)
-    pool = manager.block_pool
-    if (
-        manager.enable_caching
-        and not pool.enable_kv_cache_events
-        and not has_connector()
-        and sees_all_keys(manager.coordinator)
-    ):
-        choose_short_keys(pool)
 
 
 def allocate_what_changes(
@@ -176,16 +158,6 @@ _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheMan
 _BOTH = ("==0.20.2.*", "==0.23.0.*")
 
 PATCHES = (
-    Patch(
-        id="KVX-231",
-        target=f"{_MANAGER}.__init__",
-        kind=Kind.WRAP,
-        feature="fast-prefix-cache",
-        vllm=_BOTH,
-        wrapper=choose_keys,
-        why="Upstream joins up to 64 hashes into a key of 2 KB, where the last one says the same.",
-        retire_when="vLLM >= 0.32, whose keys are the last hash",
-    ),
     Patch(
         id="KVX-232",
         target=f"{_MANAGER}.allocate_slots",
