@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 from support.layout import fixtures as layout_fixtures
-from support.transfer.ascend_backends import simulated_backends
 from support.layout.eleven_groups import eleven_groups
 from support.layout.fixtures import latent_rows
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
+from support.transfer.ascend_backends import simulated_backends
 
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
