@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import group_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
@@ -18,18 +18,9 @@ if TYPE_CHECKING:
 
 
 def take_new_blocks(
-    wrapped: Callable[..., list[KVCacheBlock]],
-    instance: BlockPool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[KVCacheBlock]:
-    """Allocate blocks; only those that are cached cost more than a few assignments."""
-    return _take_new_blocks(wrapped, instance, *args, **kwargs)
-
-
-def _take_new_blocks(
     wrapped: Callable[..., list[KVCacheBlock]], pool: BlockPool, num_blocks: int
 ) -> list[KVCacheBlock]:
+    """Allocate blocks; only those that are cached cost more than a few assignments."""
     queue = pool.free_block_queue
     if pool.metrics_collector or num_blocks > queue.num_free_blocks:
         return wrapped(num_blocks)
@@ -51,13 +42,6 @@ def _take_new_blocks(
 
 
 def cache_without_slicing(
-    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Make keys for the blocks that are cached, and for no others."""
-    return _cache_without_slicing(wrapped, instance, *args, **kwargs)
-
-
-def _cache_without_slicing(
     wrapped: Callable[..., None],
     pool: BlockPool,
     request: Request,
@@ -68,6 +52,7 @@ def _cache_without_slicing(
     kv_cache_group_id: int,
     block_mask: list[bool] | None = None,
 ) -> None:
+    """Make keys for the blocks that are cached, and for no others."""
     run = range(num_cached_blocks, num_full_blocks)
     if not run:
         return
@@ -155,18 +140,12 @@ class RequestUpTo:
 
 
 def free_in_one_pass(
-    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Count references down and queue what is free; nothing at all for no blocks."""
-    return _free_in_one_pass(wrapped, instance, *args, **kwargs)
-
-
-def _free_in_one_pass(
     wrapped: Callable[..., None],
     pool: BlockPool,
     ordered_blocks: Iterable[KVCacheBlock],
     prepend: bool = False,
 ) -> None:
+    """Count references down and queue what is free; nothing at all for no blocks."""
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
     if not blocks:
         return
@@ -234,15 +213,9 @@ def _is_sound(blocks: list[KVCacheBlock]) -> bool:
 
 
 def touch_in_one_pass(
-    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Take the blocks of a hit out of the free queue without a call for each."""
-    return _touch_in_one_pass(wrapped, instance, *args, **kwargs)
-
-
-def _touch_in_one_pass(
     wrapped: Callable[..., None], pool: BlockPool, blocks: Sequence[KVCacheBlock]
 ) -> None:
+    """Take the blocks of a hit out of the free queue without a call for each."""
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
     queue = pool.free_block_queue

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import cache_run, split_by_use
-from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import lookup_groups, unjoined
+from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import describe_groups, unjoined
+from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 
@@ -23,21 +24,12 @@ if TYPE_CHECKING:
 
 def cache_by_runs(
     wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Cache runs of blocks, without a flag for every block that is not cached."""
-    return _cache_by_runs(wrapped, instance, *args, **kwargs)
-
-
-def _cache_by_runs(
-    wrapped: Callable[..., None],
     manager: SingleTypeKVCacheManager,
     request: Request,
     num_tokens: int,
     retention_interval: int | None = None,
 ) -> None:
+    """Cache runs of blocks, without a flag for every block that is not cached."""
     request_id = request.request_id
     block_tokens = manager.block_size
     run = range(manager.num_cached_block.get(request_id, 0), num_tokens // block_tokens)
@@ -97,20 +89,11 @@ def _tail_rule(
 
 def skip_in_one_pass(
     wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Free the blocks that leave a window; compare one block where none does."""
-    return _skip_in_one_pass(wrapped, instance, *args, **kwargs)
-
-
-def _skip_in_one_pass(
-    wrapped: Callable[..., None],
     manager: SingleTypeKVCacheManager,
     request_id: str,
     total_computed_tokens: int,
 ) -> None:
+    """Free the blocks that leave a window; compare one block where none does."""
     skipped_tokens = manager.get_num_skipped_tokens(total_computed_tokens)
     if skipped_tokens <= 0:
         return
@@ -145,59 +128,18 @@ def _splits_by_use(pool: BlockPool) -> bool:
 
 
 def free_live_blocks(
-    wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Free a request's blocks, the last first, without a look at the nulls before its window."""
-    return _free_live_blocks(wrapped, instance, *args, **kwargs)
-
-
-def _free_live_blocks(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
-    _drop_leading_nulls(manager, request_id)
+    """Free a request's blocks, the last first, without a look at the nulls before its window."""
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)  # as upstream counts them
     return wrapped(request_id)
 
 
-def _drop_leading_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    """Take the nulls before a window out of the table, with the references upstream counts down."""
-    blocks = manager.req_to_blocks.get(request_id)
-    num_nulls = num_leading_nulls(blocks) if blocks else 0
-    if blocks and num_nulls:
-        # A new list: whoever was handed the old one may still read it.
-        manager.req_to_blocks[request_id] = blocks[num_nulls:]
-        manager._null_block.ref_cnt -= num_nulls
-
-
-_FEW_BLOCKS = 64
-
-
-def num_leading_nulls(blocks: Sequence[KVCacheBlock]) -> int | None:
-    """How many nulls a block table begins with; None where there are live blocks between them."""
-    if not blocks[0].is_null:
-        return 0
-    stop = len(blocks)
-    while stop and not blocks[stop - 1].is_null:
-        stop -= 1
-    # A pointer is compared for each null; the few live blocks of a window field by field.
-    nulls = blocks if len(blocks) - stop <= _FEW_BLOCKS else blocks[:stop]
-    return stop if nulls.count(blocks[0]) == stop else None
-
-
 def free_window(
-    wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """The same for windows of vLLM 0.23.0, which have what was never cached reused first."""
-    return _free_window(instance, *args, **kwargs)
-
-
-def _free_window(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    _drop_leading_nulls(manager, request_id)
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         cached, uncached = split_by_use(blocks[::-1])
@@ -211,28 +153,13 @@ def _free_window(manager: SingleTypeKVCacheManager, request_id: str) -> None:
 def count_evictable(
     wrapped: Callable[..., int],
     instance: type[SingleTypeKVCacheManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    blocks: Sequence[KVCacheBlock],
 ) -> int:
     """Count the free blocks of a hit without a generator."""
-    return _count_evictable(*args, **kwargs)
-
-
-def _count_evictable(blocks: Sequence[KVCacheBlock]) -> int:
     return [block.is_null for block in blocks if not block.ref_cnt].count(False)
 
 
 def find_longest_hit(
-    wrapped: Callable[..., Hits],
-    instance: type[SingleTypeKVCacheManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Hits:
-    """Find the longest hit of one group with few probes, and without a call for each."""
-    return _find_longest_hit(wrapped, instance, *args, **kwargs)
-
-
-def _find_longest_hit(
     wrapped: Callable[..., Hits],
     manager_class: type[SingleTypeKVCacheManager],
     block_hashes: Any,
@@ -243,6 +170,7 @@ def _find_longest_hit(
     *args: Any,
     **kwargs: Any,
 ) -> Hits:
+    """Find the longest hit of one group with few probes, and without a call for each."""
     given = (block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec)
     if args:
         return wrapped(*given, *args, **kwargs)
@@ -251,7 +179,7 @@ def _find_longest_hit(
     groups = None
     hashes, hashes_per_entry = unjoined(block_hashes)
     if num_ranks == 1:
-        groups = lookup_groups(
+        groups = describe_groups(
             manager_class,
             kv_cache_spec,
             kv_cache_group_ids,
