@@ -55,7 +55,9 @@ test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need
 lint: .venv/lint/.package ## Check style and types
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/ruff format --check .
-	.venv/lint/bin/mypy
+	rm -rf out/types && mkdir -p out/types/vllm_ascend_kvext
+	ln -s $(CURDIR)/vllm_ascend_kvext/* $(CURDIR)/patches out/types/vllm_ascend_kvext/
+	cd out/types && ../../.venv/lint/bin/mypy --config-file ../../pyproject.toml
 
 docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md

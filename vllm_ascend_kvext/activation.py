@@ -64,13 +64,7 @@ class Activation:
     @property
     def wanted(self) -> frozenset[str]:
         """What was asked for or is on by default, and all that is needed for it."""
-        defaults = {declared.name for declared in FEATURES if declared.default_on}
-        return with_requirements(
-            self.settings.requested_features
-            | self.settings.implied_features
-            | (defaults - self.settings.disabled),
-            FEATURES,
-        )
+        return frozenset(wanted_features(self.settings))
 
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
@@ -85,6 +79,16 @@ class Activation:
 
     def wants(self, feature: str) -> bool:
         return feature in self.wanted
+
+
+def wanted_features(settings: Settings) -> tuple[str, ...]:
+    """What these settings bring where everything fits, in the order of installation."""
+    defaults = {declared.name for declared in FEATURES if declared.default_on}
+    wanted = with_requirements(
+        settings.requested_features | settings.implied_features | (defaults - settings.disabled),
+        FEATURES,
+    )
+    return tuple(declared.name for declared in FEATURES if declared.name in wanted)
 
 
 def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:

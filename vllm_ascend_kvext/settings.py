@@ -27,6 +27,7 @@ DISABLE_VARIABLE = f"{OWN_PREFIX}DISABLE"
 RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
+ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
 BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -55,6 +56,13 @@ class Bundle(enum.Enum):
 
     ONE_PER_PLANE = "0"
     ONE = "1"
+
+
+class AscendKernel(enum.Enum):
+    """Whether small scattered runs are moved by the AscendC kernel."""
+
+    OFF = "0"
+    ON = "1"
 
 
 class Retention(enum.Enum):
@@ -119,6 +127,12 @@ VARIABLES = (
         doc="`1`: one call moves all groups and planes of a request. `0`: one call per plane, with "
         f"the same result. While it is unset, `{BUNDLE_ALIAS}` is read.",
     ),
+    Variable(
+        name=ASCEND_KERNEL_VARIABLE,
+        default=AscendKernel.OFF.value,
+        doc="Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the "
+        "AscendC kernel, where the package was built with it. `0`: by the DMA engines.",
+    ),
 )
 
 
@@ -140,6 +154,7 @@ class Settings:
         disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
         fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
         is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
+        uses_ascend_kernel: Value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
     """
 
     mode: Mode = Mode.SAFE
@@ -148,6 +163,7 @@ class Settings:
     disabled: frozenset[str] = frozenset()
     fast_prefix_cache: Switch = Switch.AUTO
     is_bundled: bool = True
+    uses_ascend_kernel: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -171,6 +187,7 @@ class Settings:
             disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
             fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
             is_bundled=parse_is_bundled(environ),
+            uses_ascend_kernel=parse_uses_ascend_kernel(environ),
         )
         settings._refuse_contradictions()
         return settings
@@ -263,6 +280,15 @@ def parse_is_bundled(environ: Mapping[str, str]) -> bool:
     digit = {"true": "1", "false": "0"}.get(text, text)
     alias = _parse_choice({BUNDLE_ALIAS: digit}, BUNDLE_ALIAS, Bundle.ONE)
     return _parse_choice(environ, BUNDLE_VARIABLE, alias) is Bundle.ONE
+
+
+def parse_uses_ascend_kernel(environ: Mapping[str, str]) -> bool:
+    """The value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
+
+    Raises:
+        SettingsError: If it is neither 0 nor 1.
+    """
+    return _parse_choice(environ, ASCEND_KERNEL_VARIABLE, AscendKernel.OFF) is AscendKernel.ON
 
 
 def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:

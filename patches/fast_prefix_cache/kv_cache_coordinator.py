@@ -32,13 +32,6 @@ def find_longest_common_hit(
     return lookup.longest_hit(table.get, block_hashes, max_cache_hit_length)
 
 
-def sees_all_keys(coordinator: KVCacheCoordinator) -> bool:
-    """Whether every lookup of this coordinator is one of ours, so that keys may be ours too."""
-    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-
-    return type(coordinator) is HybridKVCacheCoordinator and _describe(coordinator) is not None
-
-
 def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     """The coordinator's groups; None if upstream has to look some of them up."""
     num_ranks = getattr(coordinator, "dcp_world_size", 1) * getattr(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import cached_block
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
     cache_run,
     split_by_use,
 )
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import cached_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 

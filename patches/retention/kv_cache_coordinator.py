@@ -77,10 +77,10 @@ def retain(
         return
 
     managed: dict[GroupKind, list[ManagedGroup]] = {kind: [] for kind in GroupKind}
-    for index, (geometry, group_ids) in enumerate(groups):
+    for index, (group, group_ids) in enumerate(groups):
         for group_id in group_ids:
             manager = coordinator.single_type_managers[group_id]
-            managed[geometry.kind].append(ManagedGroup(manager, index, geometry.block_tokens))
+            managed[group.kind].append(ManagedGroup(manager, index, group.block_tokens))
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
     if is_adaptive and managed[GroupKind.UNMANAGED]:
         logger.warning(

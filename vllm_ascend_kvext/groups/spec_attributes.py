@@ -22,6 +22,9 @@ _KINDS = {
 }
 """By the name of a base class."""
 
+_REPLICATED = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
+"""Base classes of specs whose one head is not split over tensor-parallel ranks."""
+
 _STATE_CACHE_SUFFIX = ".state_cache"
 """Layers that hold a compressor's state; to the scheduler they are sliding windows."""
 
@@ -86,6 +89,14 @@ def holds_states(spec: Any, layer_name: str) -> bool:
         return kind is GroupKind.STATE
     is_state_spec = any(base.endswith(_STATE_SPEC_SUFFIX) for base in _bases(spec))
     return is_state_spec or layer_name.endswith(_STATE_CACHE_SUFFIX)
+
+
+def is_replicated(spec: Any) -> bool:
+    """Whether every tensor-parallel rank caches the same: MLA, and the states of its compressors.
+
+    Their projections are not split (``vllm/models/deepseek_v4/compressor.py``: ``disable_tp``).
+    """
+    return not _REPLICATED.isdisjoint(_bases(spec))
 
 
 def state_shapes_of(spec: Any) -> tuple[Any, ...]:

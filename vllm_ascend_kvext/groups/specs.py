@@ -18,6 +18,7 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     compress_ratio_of,
     config_rows_of,
     holds_states,
+    is_replicated,
     kind_of,
     min_page_bytes_of,
     state_shapes_of,
@@ -46,6 +47,7 @@ class LayerSpec:
         num_kv_heads: 1 where heads do not matter.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
         num_states: Tensors that it registers, if it is a recurrent state; else 0.
+        is_replicated: Whether every tensor-parallel rank caches the same.
     """
 
     layer_name: str
@@ -62,6 +64,7 @@ class LayerSpec:
     num_kv_heads: int
     is_byte_typed: bool
     num_states: int
+    is_replicated: bool
 
     @property
     def where(self) -> str:
@@ -95,13 +98,22 @@ def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
     return tuple(tuple(_with_restart(spec, ratios) for spec in specs) for specs in groups)
 
 
-def read_cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+def read_cache_groups(kv_cache_config: Any, context_parallel_size: int) -> tuple[CacheGroup, ...]:
     """The groups of a config from either side; equal for the scheduler's and a worker's.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
+            the tokens of a block.
 
     Raises:
         GroupError: If the layers of a group do not fit one list of block ids.
     """
-    return tuple(cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs)
+    groups = [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]
+    return tuple(
+        replace(group, tokens_per_page=group.tokens_per_page * context_parallel_size)
+        for group in groups
+    )
 
 
 def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
@@ -152,6 +164,7 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
         num_kv_heads=int(getattr(spec, "num_kv_heads", 1)),
         is_byte_typed=str(getattr(spec, "dtype", "")).endswith("uint8"),
         num_states=len(state_shapes_of(spec)),
+        is_replicated=is_replicated(spec),
     )
 
 

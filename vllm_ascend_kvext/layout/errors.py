@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a layout."""
+"""What can be wrong with a layout, and with what is asked of it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ class LayoutError(GroupError):
 
 class TokenRangeError(KvextError, ValueError):
     """A token range, or the block ids that come with it, does not fit the layout."""
+
+
+class RowMapError(KvextError, ValueError):
+    """A row map was not written by a store with this layout."""

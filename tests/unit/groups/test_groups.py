@@ -68,14 +68,17 @@ def test_a_spec_says_which_tokens_its_layers_read(
 
 
 def test_context_parallelism_multiplies_the_tokens_of_a_page() -> None:
-    assert tokens_per_page_of(FullAttentionSpec(block_size=16), context_parallel_size=4) == 64
+    spec = FullAttentionSpec(block_size=16)
+    assert tokens_per_page_of(spec, context_parallel_size=4) == 64
+    (group,) = read_cache_groups(config(4, (spec, "a")), 4)
+    assert group.tokens_per_page == 64
 
 
 def test_a_compressors_states_are_a_window_that_holds_states() -> None:
     """To the scheduler they are a sliding window like any other."""
     spec = SlidingWindowMLASpec(block_size=4, sliding_window=8)
     of_compressor, of_attention = read_cache_groups(
-        config(4, (spec, "0.compressor.state_cache"), (spec, "0.swa_cache"))
+        config(4, (spec, "0.compressor.state_cache"), (spec, "0.swa_cache")), 1
     )
     assert of_compressor == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=True)
     assert of_attention == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=False)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 from support.layout.fakes import (
@@ -20,6 +21,9 @@ from vllm_ascend_kvext.groups.errors import GroupError
 from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
 from vllm_ascend_kvext.layout.build import build_layout
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig
+
+build = partial(build_layout, worker=WorkerConfig())
 
 
 def decide(block_size: int, ratio: int, config_rows: int | None, tensor_rows: int | None) -> int:
@@ -73,7 +77,7 @@ UPSTREAM = MLAAttentionSpec(block_size=256, head_size=16, compress_ratio=4)
 
 @pytest.mark.parametrize(("spec", "rows"), [(ASCEND, 128), (UPSTREAM, 64)])
 def test_config_and_tensor_agree_on_either_stack(spec: MLAAttentionSpec, rows: int) -> None:
-    layout = build_layout(config(4, (spec, "attn")), {"attn": tensor(4, rows, 1, 16)})
+    layout = build(config(4, (spec, "attn")), {"attn": tensor(4, rows, 1, 16)})
     (group,) = layout.groups
     assert (group.tokens_per_row, group.rows_per_page) == (4, rows)
 
@@ -82,7 +86,7 @@ def test_config_and_tensor_agree_on_either_stack(spec: MLAAttentionSpec, rows: i
 def test_a_tensor_with_the_other_meaning_is_refused(spec: MLAAttentionSpec, rows: int) -> None:
     expected = 128 if spec is ASCEND else 64
     with pytest.raises(GroupError) as caught:
-        build_layout(config(4, (spec, "attn")), {"attn": tensor(4, rows, 1, 16)})
+        build(config(4, (spec, "attn")), {"attn": tensor(4, rows, 1, 16)})
     assert {str(rows), str(expected)} <= set(re.findall(r"\d+", str(caught.value)))
 
 
@@ -90,7 +94,7 @@ def test_padding_does_not_make_rows() -> None:
     spec = MLAAttentionSpec(
         block_size=256, head_size=132, dtype=INT8, compress_ratio=4, page_size_padded=8640
     )
-    (group,) = read_cache_groups(config(4, (spec, "indexer")))
+    (group,) = read_cache_groups(config(4, (spec, "indexer")), 1)
     assert group.tokens_per_page == 256
 
 
@@ -102,11 +106,11 @@ def test_the_scheduler_sees_the_same_as_the_worker() -> None:
     window = SlidingWindowSpec(block_size=128, sliding_window=128)
     worker = config(4, {"attn": c4, "indexer": indexer}, {"swa": window})
     scheduler = config(4, (c4, "attn", "indexer"), (window, "swa"))
-    assert read_cache_groups(worker) == read_cache_groups(scheduler)
-    assert [group.tokens_per_page for group in read_cache_groups(worker)] == [512, 128]
+    assert read_cache_groups(worker, 1) == read_cache_groups(scheduler, 1)
+    assert [group.tokens_per_page for group in read_cache_groups(worker, 1)] == [512, 128]
 
 
 def test_layers_of_one_group_must_agree() -> None:
     full = FullAttentionSpec(block_size=16)
     with pytest.raises(GroupError, match=r"(?s)layer b: .*16.*32|layer b: .*32.*16"):
-        read_cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}))
+        read_cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}), 1)

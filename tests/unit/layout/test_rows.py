@@ -11,7 +11,7 @@ from support.layout.reach import Reach
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
-from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows, kept_rows
+from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows, kept_rows, needed_rows
 
 
 def group(
@@ -44,6 +44,8 @@ def groups(draw: st.DrawFn) -> LayoutGroup:
         window_tokens, restart_tokens = draw(st.integers(1, 40)), draw(st.sampled_from([0, 8, 16]))
     elif kind is GroupKind.CHUNKED:
         window_tokens = restart_tokens = draw(st.sampled_from([8, 16, 40]))
+    elif kind is GroupKind.STATE:
+        tokens_per_row = tokens_per_page
     return group(kind, tokens_per_page, tokens_per_row, window_tokens, restart_tokens)
 
 
@@ -63,8 +65,6 @@ ranges = st.tuples(st.integers(0, 80), st.integers(1, 60)).map(lambda r: TokenRa
 @given(group=groups(), tokens=ranges)
 def test_rows_are_those_whose_page_is_still_read(group: LayoutGroup, tokens: TokenRange) -> None:
     """Token by token: whole rows only, and all of a page that the next token reads any of."""
-    if group.is_snapshot:
-        tokens = TokenRange(tokens.first, tokens.end + -tokens.end % group.tokens_per_page)
     assert list(kept_rows(group, tokens)) == reach_of(group).rows_read(tokens.first, tokens.end)
 
 
@@ -125,15 +125,28 @@ def test_kept_rows(kept: range, of_group: LayoutGroup, tokens: TokenRange) -> No
     assert kept_rows(of_group, tokens) == kept
 
 
-def test_a_state_at_no_page_end_is_refused() -> None:
-    with pytest.raises(TokenRangeError, match=r"1000 .* 512"):
-        kept_rows(group(GroupKind.STATE, 512, 512), TokenRange(0, 1000))
+@given(group=groups(), tokens=ranges)
+def test_needed_rows_are_those_whose_page_is_still_read(
+    group: LayoutGroup, tokens: TokenRange
+) -> None:
+    """Token by token, and a row that the range does not fill is one of them."""
+    expected = reach_of(group).rows_needed(tokens.first, tokens.end)
+    assert list(needed_rows(group, tokens)) == expected
+
+
+@given(group=groups(), tokens=ranges)
+def test_what_a_store_keeps_is_what_a_resume_needs(group: LayoutGroup, tokens: TokenRange) -> None:
+    """Where the range ends with a row."""
+    end = tokens.end + -tokens.end % group.tokens_per_row
+    tokens = TokenRange(tokens.first, end)
+    assert kept_rows(group, tokens) == needed_rows(group, tokens)
 
 
 def test_skipped_states_keep_nothing() -> None:
     compressor = group(GroupKind.WINDOW, 8, 1, 8, holds_states=True)
     for state in (group(GroupKind.STATE, 512, 512), compressor):
         assert not kept_rows(state, TokenRange(0, 1000), StatePolicy.SKIP)
+        assert not needed_rows(state, TokenRange(0, 1000), StatePolicy.SKIP)
 
 
 def test_skipping_states_leaves_the_other_groups_alone() -> None:

@@ -2,7 +2,7 @@
 """The launcher library of the AscendC kernel, through ctypes.
 
 Built with ``-DKVEXT_ASCEND=ON`` (``csrc/ascend``). Knows addresses, streams and error codes; what a
-table means is `ascend_work_table`'s.
+table means is `work_table`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm_ascend_kvext
-from vllm_ascend_kvext.transfer.ascend_work_table import KernelLimits
+from vllm_ascend_kvext.transfer.ascend.work_table import KernelLimits
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 if TYPE_CHECKING:

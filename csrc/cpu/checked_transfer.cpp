@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one place that decides whether descriptors are valid. Every range is checked before anything
 // that relies on it is computed.
-#include "kvext/plan.h"
+#include "kvext/checked_transfer.h"
 
 #include <algorithm>
 #include <numeric>
@@ -14,14 +14,6 @@ namespace {
 
 constexpr int64_t kHostAlignmentBytes = 64;
 
-void require_at_least(int64_t least, int64_t found, const char* table, int64_t row,
-                      const char* column, const char* remedy) {
-  if (found < least) {
-    refuse(cell(table, row, column), "at least " + std::to_string(least), std::to_string(found),
-           remedy);
-  }
-}
-
 void check_region(int64_t address, int64_t num_bytes, const char* table, int64_t row) {
   require_at_least(1, address, table, row, "address", "Pass the address of allocated memory.");
   require_at_least(1, num_bytes, table, row, "num_bytes", "Leave out what is empty.");
@@ -32,7 +24,10 @@ void check_region(int64_t address, int64_t num_bytes, const char* table, int64_t
 }
 
 void check_memory(const Transfer& transfer) {
-  check_region(transfer.host_address, transfer.host_bytes, "host", 0);
+  // A transfer without runs needs no host buffer.
+  if (transfer.host_bytes != 0 || transfer.host_address < 0 || transfer.runs.num_rows != 0) {
+    check_region(transfer.host_address, transfer.host_bytes, "host", 0);
+  }
   for (int64_t i = 0; i < transfer.pools.num_rows; ++i) {
     const Pool& pool = transfer.pools[i];
     check_region(pool.address, pool.num_bytes, "pools", i);
@@ -93,8 +88,8 @@ void check_plane(const Transfer& transfer, int64_t index) {
   }
 }
 
-// By number, each with its planes.
-std::vector<Group> groups_of_planes(const Transfer& transfer) {
+// Rows of the planes, by group.
+std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   std::vector<int64_t> order(transfer.planes.num_rows);
   std::iota(order.begin(), order.end(), int64_t{0});
   const auto is_before = [&](int64_t left, int64_t right) {
@@ -103,24 +98,28 @@ std::vector<Group> groups_of_planes(const Transfer& transfer) {
   if (!std::is_sorted(order.begin(), order.end(), is_before)) {
     std::stable_sort(order.begin(), order.end(), is_before);
   }
+  return order;
+}
+
+// By number, each with its planes.
+std::vector<Group> groups_of_planes(const Transfer& transfer, const std::vector<int64_t>& order) {
   std::vector<Group> groups;
-  for (const int64_t index : order) {
-    const Plane& plane = transfer.planes[index];
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Plane& plane = transfer.planes[order[i]];
     if (groups.empty() || groups.back().number != plane.group) {
-      groups.push_back(Group{plane.group, {}});
+      groups.push_back(Group{plane.group, static_cast<int64_t>(i)});
     }
     Group& group = groups.back();
-    if (!group.planes.empty()) {
-      const int64_t rows_per_page = transfer.planes[group.planes.front()].rows_per_page;
-      if (plane.rows_per_page != rows_per_page) {
-        refuse(cell("planes", index, "rows_per_page"),
-               std::to_string(rows_per_page) + ", as planes[" +
-                   std::to_string(group.planes.front()) + "] of the same group has",
-               std::to_string(plane.rows_per_page),
-               "Make planes whose rows stand for different numbers of tokens groups of their own.");
-      }
+    const int64_t first_plane = order[group.first_plane];
+    const int64_t rows_per_page = transfer.planes[first_plane].rows_per_page;
+    if (plane.rows_per_page != rows_per_page) {
+      refuse(cell("planes", order[i], "rows_per_page"),
+             std::to_string(rows_per_page) + ", as planes[" + std::to_string(first_plane) +
+                 "] of the same group has",
+             std::to_string(plane.rows_per_page),
+             "Make planes whose rows stand for different numbers of tokens groups of their own.");
     }
-    group.planes.push_back(index);
+    ++group.num_planes;
   }
   return groups;
 }
@@ -149,11 +148,13 @@ void check_run(const Transfer& transfer, int64_t index, int64_t rows_per_page,
 }
 
 // Gives every group its runs.
-void assign_runs(const Transfer& transfer, std::vector<Group>& groups) {
+void assign_runs(const Transfer& transfer, const std::vector<int64_t>& order,
+                 std::vector<Group>& groups) {
   int64_t index = 0;
   for (Group& group : groups) {
-    int64_t fewest = group.planes.front();
-    for (const int64_t plane : group.planes) {
+    int64_t fewest = order[group.first_plane];
+    for (int64_t i = 1; i < group.num_planes; ++i) {
+      const int64_t plane = order[group.first_plane + i];
       if (transfer.planes[plane].num_pages < transfer.planes[fewest].num_pages) fewest = plane;
     }
     const int64_t rows_per_page = transfer.planes[fewest].rows_per_page;
@@ -189,7 +190,8 @@ void check_run_groups(const Transfer& transfer, const std::vector<Group>& groups
   }
 }
 
-void check_host_extents(const Transfer& transfer, const std::vector<Group>& groups) {
+void check_host_extents(const Transfer& transfer, const std::vector<int64_t>& order,
+                        const std::vector<Group>& groups) {
   struct Extent {
     int64_t begin;
     int64_t end;
@@ -198,7 +200,8 @@ void check_host_extents(const Transfer& transfer, const std::vector<Group>& grou
   std::vector<Extent> extents;
   extents.reserve(transfer.planes.num_rows);
   for (const Group& group : groups) {
-    for (const int64_t index : group.planes) {
+    for (int64_t i = 0; i < group.num_planes; ++i) {
+      const int64_t index = order[group.first_plane + i];
       const Plane& plane = transfer.planes[index];
       const int64_t end =
           saturating_add(plane.host_offset_bytes,
@@ -232,24 +235,26 @@ void check_host_extents(const Transfer& transfer, const std::vector<Group>& grou
 
 }  // namespace
 
-Plan::Plan(const Transfer& transfer) : transfer_(transfer) {
+CheckedTransfer::CheckedTransfer(const Transfer& transfer) : transfer_(transfer) {
   check_memory(transfer);
   for (int64_t i = 0; i < transfer.planes.num_rows; ++i) check_plane(transfer, i);
-  groups_ = groups_of_planes(transfer);
+  plane_order_ = order_of_planes(transfer);
+  groups_ = groups_of_planes(transfer, plane_order_);
   check_run_groups(transfer, groups_);
-  assign_runs(transfer, groups_);
+  assign_runs(transfer, plane_order_, groups_);
   groups_.erase(std::remove_if(groups_.begin(), groups_.end(),
                                [](const Group& group) { return group.num_runs == 0; }),
                 groups_.end());
-  check_host_extents(transfer, groups_);
+  check_host_extents(transfer, plane_order_, groups_);
   if (transfer.direction == Direction::kPagesToHost) {
-    refuse_host_rows_written_twice(transfer, groups_);
+    refuse_host_rows_written_twice(*this);
   } else {
-    refuse_pool_bytes_written_twice(transfer, groups_);
+    refuse_pool_bytes_written_twice(*this);
   }
   for (const Group& group : groups_) {
-    for (const int64_t plane : group.planes) {
-      num_bytes_ += group.num_rows * transfer.planes[plane].row_bytes;
+    num_plane_runs_ += group.num_planes * group.num_runs;
+    for (int64_t i = 0; i < group.num_planes; ++i) {
+      num_bytes_ += group.num_rows * transfer.planes[plane_order_[group.first_plane + i]].row_bytes;
     }
   }
 }

@@ -1,34 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a block pool uses: the one place where that is decided and asked."""
+"""The keys of a block pool's groups, made once per group."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.prefix_cache.keys import GroupKeys, KeyScheme
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_KEY_SCHEME = "_kvext_key_scheme"
 _GROUP_KEYS = "_kvext_group_keys"
-
-
-def choose_short_keys(block_pool: BlockPool) -> None:
-    """Key a block with the last of its hashes; only before anything is cached.
-
-    Raises:
-        ValueError: If blocks are cached already.
-    """
-    if len(block_pool.cached_block_hash_to_block):
-        raise ValueError("The keys of a block pool cannot change while blocks are cached in it.")
-    setattr(block_pool, _KEY_SCHEME, KeyScheme.LAST)
-    setattr(block_pool, _GROUP_KEYS, {})
-
-
-def key_scheme(block_pool: BlockPool) -> KeyScheme:
-    """Upstream's, unless `choose_short_keys` was called for this pool."""
-    return getattr(block_pool, _KEY_SCHEME, KeyScheme.JOINED)
 
 
 def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> GroupKeys:
@@ -40,7 +22,7 @@ def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> Group
     keys = known.get((group_id, block_tokens))
     if keys is None:
         hashes_per_block = block_tokens // block_pool.hash_block_size
-        keys = GroupKeys.of_group(group_id, hashes_per_block, key_scheme(block_pool))
+        keys = GroupKeys.of_group(group_id, hashes_per_block)
         known[group_id, block_tokens] = keys
     return keys
 
