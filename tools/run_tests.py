@@ -89,7 +89,7 @@ class Result:
 
 
 def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
-    """Every test on every version.
+    """Every test on every version, short suites first.
 
     Args:
         upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each; the first is the main one.
@@ -111,12 +111,15 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:
-    """What is worth running after every change: a part of `suites`, on the main version."""
+    """What is worth running after every change: a part of `suites`, on the main version.
+
+    Short suites first.
+    """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     environment, variables = f"vllm-{main_vllm}", ascend_sources(main_ascend)
-    yield Suite("sample of engine and transfers", environment, CHECKED_SAMPLE, variables)
-    for folder in ("unit", "contract"):
+    for folder in ("contract", "unit"):
         yield from split(Suite(folder, environment, (folder,), variables))
+    yield Suite("sample of engine and transfers", environment, CHECKED_SAMPLE, variables)
 
 
 def split(suite: Suite) -> Iterator[Suite]:
