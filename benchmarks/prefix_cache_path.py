@@ -414,7 +414,7 @@ def main() -> int:
     parser.add_argument("--layout", default="", help="only layouts whose name contains this")
     parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
     parser.add_argument("--operation", default="", help="only operations whose name contains this")
-    parser.add_argument("--patches", action="store_true", help="leave out each patch in turn")
+    parser.add_argument("--patches", nargs="*", metavar="ID", help="leave out each one in turn")
     arguments = parser.parse_args()
 
     print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
@@ -428,8 +428,9 @@ def main() -> int:
         register(None)
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
     left_out = []
-    if arguments.patches:
-        left_out = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
+    if arguments.patches is not None:
+        known = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
+        left_out = arguments.patches or known
     sizes = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
     results: list[Result] = []
     for layout in LAYOUTS:
