@@ -19,6 +19,8 @@ MAIN_PYTHON := $(MAIN_ENV)/bin/python
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
 # Options for the benchmark of `make bench-retention` or `make bench-transfer`: BENCH=--quick.
 BENCH ?=
+# Text in the name of the suites that `make test` is to run; all of them by default.
+ONLY ?=
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -31,18 +33,21 @@ PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
 
-.PHONY: help demo test test-pythons lint bench bench-retention bench-transfer clean
+.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-transfer clean
 .SECONDARY:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
 demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine, with and without retention
 	$(MAIN_PYTHON) examples/retention.py
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test on every supported version
-	$(RUN_TESTS)
+check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
+	$(RUN_TESTS) --check
+
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test on every supported version (ONLY=text: some suites)
+	$(RUN_TESTS) --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
@@ -50,7 +55,13 @@ test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need
 lint: .venv/lint/.package ## Check style and types
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/ruff format --check .
-	.venv/lint/bin/mypy
+	rm -rf out/types && mkdir -p out/types/vllm_ascend_kvext
+	ln -s $(CURDIR)/vllm_ascend_kvext/* $(CURDIR)/patches out/types/vllm_ascend_kvext/
+	cd out/types && ../../.venv/lint/bin/mypy --config-file ../../pyproject.toml
+
+docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
+	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md
+	$(MAIN_PYTHON) -I -m vllm_ascend_kvext settings > docs/settings.md
 
 bench: $(MAIN_ENV)/.package ## Measure what the README claims
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done

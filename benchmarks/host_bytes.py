@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ascend"))
 
 import ascend_sources
 
-from vllm_ascend_kvext.layout.host_layout import dense_host_bytes, host_layout
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout, StatePolicy
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.host_arrangement import dense_chunk_bytes
+from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
 
 CHUNK = TokenRange(15 * 1024, 16 * 1024)
@@ -65,24 +67,26 @@ def ascend_layouts() -> Layouts:
     }
 
 
-def kind_bytes(layout: KVLayout, kind: GroupKind) -> int:
-    """Bytes of one kind of group, alignment aside."""
+def kind_bytes(layout: KVLayout, kinds: Container[GroupKind], holds_states: bool) -> int:
+    """Bytes of some kinds of groups, alignment aside."""
     return sum(
         group.row_bytes * len(kept_rows(group, CHUNK))
         for group in layout.groups
-        if group.kind is kind
+        if group.kind in kinds and group.holds_states is holds_states
     )
 
 
 def print_line(name: str, layout: KVLayout) -> None:
-    kept = host_layout(layout, CHUNK).num_bytes
-    skipping = host_layout(layout, CHUNK, StatePolicy.SKIP).num_bytes
-    dense = dense_host_bytes(layout, CHUNK)
-    stateless = replace(
-        layout, groups=tuple(g for g in layout.groups if g.kind is not GroupKind.STATE)
-    )
-    columns = [kind_bytes(layout, kind) for kind in GroupKind]
-    columns += [kept, skipping, dense, dense_host_bytes(stateless, CHUNK)]
+    kept = TransferPlanner(layout).chunk_bytes(CHUNK)
+    skipping = TransferPlanner(layout, StatePolicy.SKIP).chunk_bytes(CHUNK)
+    dense = dense_chunk_bytes(layout, CHUNK)
+    stateless = replace(layout, groups=tuple(g for g in layout.groups if not g.holds_states))
+    columns = [
+        kind_bytes(layout, [GroupKind.FULL], False),
+        kind_bytes(layout, [GroupKind.WINDOW, GroupKind.CHUNKED], False),
+        kind_bytes(layout, GroupKind, True),
+    ]
+    columns += [kept, skipping, dense, dense_chunk_bytes(stateless, CHUNK)]
     print(f"{name:32}" + "".join(f"{size:12,}" for size in columns) + f"{dense / kept:8.1f}")
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler's prefix-cache functions cost, beside upstream's, in one run.
 
-    python benchmarks/prefix_cache_path.py [--json FILE] [--quick] [--layout NAME]
+    python benchmarks/prefix_cache_path.py [--json FILE] [--quick] [--layout NAME] [--patches]
 
-Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, with the feature
-``fast-prefix-cache``, and with that and retention, at an interval or adaptive. They take turns, and
+Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, and with all that the
+package brings when it is asked for a faster prefix cache, or for retention at an interval or
+adaptive. ``--patches`` leaves each patch of the feature out, one at a time, and shows what each
+operation then costs. Where ``KVEXT_ASCEND_SOURCES`` names a folder with vllm-ascend unpacked in it,
+the block manager is that of vllm-ascend. The variants take turns, and
 the patches are installed and taken back at every turn, so that whatever the machine does meanwhile
 hits all of them. Times are medians of the thread's CPU time. Every turn begins with an empty prefix
 cache and with requests that were hashed before; the hashing of prompts is not part of it.
@@ -23,13 +26,19 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+if os.environ.get("KVEXT_ASCEND_SOURCES"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/ascend"))
+    import ascend_sources
+
+    ascend_sources.activate(ascend_sources.sources())
 
 import inspect
 
@@ -42,10 +51,16 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_kvext.activation import survey
+from vllm_ascend_kvext.activation import survey, wanted_features
+from vllm_ascend_kvext.features import FAST_PREFIX_CACHE
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
-from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Mode, Settings
+from vllm_ascend_kvext.settings import (
+    FAST_PREFIX_CACHE_VARIABLE,
+    RETENTION_VARIABLE,
+    Mode,
+    Settings,
+)
 
 CHUNK_TOKENS = 8192
 NEW_TOKENS = 2048
@@ -67,14 +82,20 @@ LAYOUTS = (
         ),
     ),
 )
+WITHOUT = " without "
+if "ascend_sources" in sys.modules:
+    from prefix_cache.ascend_layout import AscendLayout
+
+    LAYOUTS = (AscendLayout.planned(),)
+
 STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
-_RETENTION = ("fast-prefix-cache", "trim-full-groups", "compressed-block-keys", "retention")
-FEATURES = {
-    STOCK: (),
-    FAST: ("fast-prefix-cache",),
-    RETAINING: _RETENTION,
-    ADAPTIVE: _RETENTION,
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    FAST: {FAST_PREFIX_CACHE_VARIABLE: "1"},
+    RETAINING: {INTERVAL_VARIABLE: "0"},
+    ADAPTIVE: {RETENTION_VARIABLE: "adaptive"},
 }
+"""What a user sets; the features that it brings are the package's to say."""
+
 TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "decode step": 3}
 """Times upstream's speed, at 128k tokens."""
 
@@ -82,9 +103,14 @@ TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "dec
 @contextmanager
 def entered(variant: str, plans: dict[str, FeaturePlan]) -> Iterator[None]:
     """Make this process that of a variant, for a while."""
-    names = [name for name in FEATURES[variant] if plans[name].fits]
+    base, _, left_out = variant.partition(WITHOUT)
+    names: list[str] = []
+    if base != STOCK:
+        wanted = wanted_features(Settings.from_environ(ENVIRONMENTS[base]))
+        names = [name for name in wanted if plans[name].fits]
     for name in names:
-        BOOK.apply(plans[name])
+        findings = tuple(f for f in plans[name].findings if f.patch.id != left_out)
+        BOOK.apply(FeaturePlan(name, findings))
     try:
         yield
     finally:
@@ -98,6 +124,12 @@ def elapsed_us(operation: Callable[[], object]) -> float:
     return (time.thread_time_ns() - start_ns) / 1000
 
 
+def hash_block_size(layout: Layout) -> int:
+    """In tokens."""
+    smallest = min(group.block_tokens for group in layout.groups)
+    return getattr(layout, "hash_block_size", smallest)
+
+
 class Bench:
     """One block manager under one variant, and prompts that are hashed already."""
 
@@ -105,8 +137,7 @@ class Bench:
         self, layout: Layout, num_tokens: int, interval: int | None, is_adaptive: bool
     ) -> None:
         self.num_tokens = num_tokens
-        sizes = [group.block_tokens for group in layout.groups]
-        self.hash_block_size = min(sizes)
+        self.hash_block_size = hash_block_size(layout)
         num_blocks = 64 + sum(
             (2 if group.attention in (Attention.FULL, Attention.MLA) else 1)
             * (num_tokens + 2 * CHUNK_TOKENS)
@@ -174,7 +205,7 @@ class Prompts:
 
     def __init__(self, layout: Layout, num_tokens: int) -> None:
         rng = random.Random(1)
-        size = min(group.block_tokens for group in layout.groups)
+        size = hash_block_size(layout)
         self._hasher = get_request_block_hasher(size, sha256)
         self._number = 0
         tokens = [rng.randrange(100_000) for _ in range(num_tokens)]
@@ -249,6 +280,21 @@ def decode_step(bench: Bench, prompts: Prompts) -> float:
     return elapsed_us(decode) / DECODE_STEPS
 
 
+def async_decode_step(bench: Bench, prompts: Prompts) -> float:
+    """As an asynchronous scheduler does it: what a step computes is cached again at its end."""
+    request = bench.run(prompts.request("prompt", DECODE_STEPS))
+    bench.prefill(request)
+
+    def decode() -> None:
+        allocate, cache = bench.manager.allocate_slots, bench.manager.cache_blocks
+        for _ in range(DECODE_STEPS):
+            allocate(request, 1, num_lookahead_tokens=0)
+            request.num_computed_tokens += 1
+            cache(request, request.num_computed_tokens)
+
+    return elapsed_us(decode) / DECODE_STEPS
+
+
 def admit_full_hit(bench: Bench, prompts: Prompts) -> float:
     request = prompts.request("prompt")
     bench.prefill(request)
@@ -272,6 +318,7 @@ OPERATIONS: tuple[tuple[str, Callable[[Bench, Prompts], float], tuple[int | None
     ("whole prefill", whole_prefill, (None, 0)),
     ("free", free, (None, 0)),
     ("decode step", decode_step, (None, 0)),
+    ("async decode step", async_decode_step, (None, 0)),
 )
 
 
@@ -301,7 +348,9 @@ def measure(
     num_turns: int,
     plans: dict[str, FeaturePlan],
     only: str = "",
+    left_out: Sequence[str] = (),
 ) -> Iterator[Result]:
+    """Every operation in every variant; with ``left_out`` also without each of these patches."""
     prompts = Prompts(layout, num_tokens)
     for name, operation, intervals in OPERATIONS:
         if only not in name:
@@ -310,11 +359,16 @@ def measure(
             if interval is not None and not HAS_INTERVAL:
                 continue
             variants = [STOCK, FAST, ADAPTIVE] if interval is None else [STOCK, FAST, RETAINING]
+            variants += [
+                f"{variant}{WITHOUT}{patch_id}" for variant in variants[1:] for patch_id in left_out
+            ]
             times: dict[str, list[float]] = {variant: [] for variant in variants}
             benches: dict[str, Bench] = {}
             for variant in variants:
                 with entered(variant, plans):
-                    benches[variant] = Bench(layout, num_tokens, interval, variant is ADAPTIVE)
+                    benches[variant] = Bench(
+                        layout, num_tokens, interval, variant.startswith(ADAPTIVE)
+                    )
             gc.collect()
             gc.disable()
             for turn in range(num_turns + 1):
@@ -340,6 +394,19 @@ def print_result(result: Result) -> None:
     print(f"  {result.operation + interval:36}" + "".join(cells), flush=True)
 
 
+def print_gains(result: Result) -> None:
+    """What an operation costs without a patch, times what it costs with it."""
+    for base in ENVIRONMENTS:
+        gains = {
+            variant.removeprefix(base + WITHOUT): us / result.us[base]
+            for variant, us in result.us.items()
+            if variant.startswith(base + WITHOUT)
+        }
+        cells = [f"{patch_id[4:]} {gain:.2f}" for patch_id, gain in gains.items()]
+        if cells:
+            print(f"    {base} without: {', '.join(cells)}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
@@ -347,6 +414,7 @@ def main() -> int:
     parser.add_argument("--layout", default="", help="only layouts whose name contains this")
     parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
     parser.add_argument("--operation", default="", help="only operations whose name contains this")
+    parser.add_argument("--patches", nargs="*", metavar="ID", help="leave out each one in turn")
     arguments = parser.parse_args()
 
     print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
@@ -359,6 +427,10 @@ def main() -> int:
     if register is not None:
         register(None)
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
+    left_out = []
+    if arguments.patches is not None:
+        known = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
+        left_out = arguments.patches or known
     sizes = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
     results: list[Result] = []
     for layout in LAYOUTS:
@@ -371,11 +443,14 @@ def main() -> int:
                 f"\n{layout.name}, {num_tokens} tokens{'':18}stock us"
                 f"{'fast us':>13}{'retaining us':>21}{'adaptive us':>21}"
             )
-            for result in measure(layout, num_tokens, num_turns, plans, arguments.operation):
+            for result in measure(
+                layout, num_tokens, num_turns, plans, arguments.operation, left_out
+            ):
                 print_result(result)
+                print_gains(result)
                 results.append(result)
 
-    slower = [(r, v) for r in results for v in r.us if v != STOCK and (r.ratio(v) or 1) < 1]
+    slower = [(r, v) for r in results for v in ENVIRONMENTS if v in r.us and r.ratio(v) < 1]
     print("\nSlower than upstream:" if slower else "\nNothing is slower than upstream.")
     for result, variant in slower:
         where = f"{result.layout}, {result.num_tokens} tokens, interval {result.interval}"

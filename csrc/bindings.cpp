@@ -6,12 +6,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <sched.h>
+
 #include <string>
 #include <vector>
 
+#include "kvext/checked_transfer.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
-#include "kvext/plan.h"
+#include "kvext/placement.h"
 
 namespace nb = nanobind;
 
@@ -93,36 +96,61 @@ class HeldTransfer {
   kvext::Transfer transfer_;
 };
 
-int checked_threads(int64_t num_threads) {
+[[noreturn]] void refuse_option(const std::string& message) {
+  throw nb::value_error(message.c_str());
+}
+
+kvext::Placement checked_placement(const std::vector<int>& cpus, int64_t niceness) {
+  for (size_t i = 0; i < cpus.size(); ++i) {
+    if (cpus[i] < 0 || cpus[i] >= CPU_SETSIZE) {
+      refuse_option("cpus: expected 0 to " + std::to_string(CPU_SETSIZE - 1) + ", found " +
+                    std::to_string(cpus[i]) + ".");
+    }
+    if (i > 0 && cpus[i] <= cpus[i - 1]) {
+      refuse_option("cpus: expected ascending numbers, found " + std::to_string(cpus[i]) +
+                    " behind " + std::to_string(cpus[i - 1]) + ".");
+    }
+  }
+  if (niceness < 0 || niceness > 19) {
+    refuse_option("niceness: expected 0 to 19, found " + std::to_string(niceness) + ".");
+  }
+  return {cpus, static_cast<int>(niceness)};
+}
+
+kvext::CopyOptions checked_options(int64_t num_threads, int64_t streaming,
+                                   const std::vector<int>& cpus, int64_t niceness) {
   if (num_threads < 1 || num_threads > kMostThreads) {
-    throw nb::value_error(("num_threads: expected 1 to " + std::to_string(kMostThreads) +
-                           ", found " + std::to_string(num_threads) + ".").c_str());
+    refuse_option("num_threads: expected 1 to " + std::to_string(kMostThreads) + ", found " +
+                  std::to_string(num_threads) + ".");
   }
-  return static_cast<int>(num_threads);
-}
-
-kvext::Streaming checked_streaming(int64_t streaming) {
   if (streaming < -1 || streaming > 1) {
-    throw nb::value_error(("streaming: expected -1 (auto), 0 or 1, found " +
-                           std::to_string(streaming) + ".").c_str());
+    refuse_option("streaming: expected -1 (auto), 0 or 1, found " + std::to_string(streaming) +
+                  ".");
   }
-  return static_cast<kvext::Streaming>(streaming);
+  return {static_cast<int>(num_threads), static_cast<kvext::Streaming>(streaming),
+          checked_placement(cpus, niceness)};
 }
 
-void validate(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
-              nb::handle runs, int64_t direction) {
+nb::tuple validate(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
+                   nb::handle runs, int64_t direction) {
   const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
-  const nb::gil_scoped_release released;
-  kvext::Plan plan(held.transfer());
+  int64_t num_bytes, num_plane_runs;
+  {
+    const nb::gil_scoped_release released;
+    const kvext::CheckedTransfer checked(held.transfer());
+    num_bytes = checked.num_bytes();
+    num_plane_runs = checked.num_plane_runs();
+  }
+  return nb::make_tuple(num_bytes, num_plane_runs);
 }
 
 void page_transfer(nb::handle pools, int64_t host_address, int64_t host_bytes, nb::handle planes,
-                   nb::handle runs, int64_t direction, int64_t num_threads, int64_t streaming) {
+                   nb::handle runs, int64_t direction, int64_t num_threads, int64_t streaming,
+                   const std::vector<int>& cpus, int64_t niceness) {
   const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
-  const int threads = checked_threads(num_threads);
-  const kvext::Streaming stream = checked_streaming(streaming);
+  const kvext::CopyOptions options = checked_options(num_threads, streaming, cpus, niceness);
   const nb::gil_scoped_release released;
-  kvext::page_transfer(kvext::Plan(held.transfer()), threads, stream);
+  kvext::page_transfer(kvext::CheckedTransfer(held.transfer()), options);
 }
 
 using Column = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
@@ -141,8 +169,8 @@ nb::tuple expand(nb::handle pools, int64_t host_address, int64_t host_bytes, nb:
   std::vector<int64_t> sources, destinations, sizes;
   {
     const nb::gil_scoped_release released;
-    const kvext::Plan plan(held.transfer());
-    kvext::for_each_copy(plan, 0, plan.num_bytes(), [&](const kvext::Copy& copy) {
+    const kvext::CheckedTransfer checked(held.transfer());
+    kvext::for_each_copy(checked, 0, checked.num_bytes(), [&](const kvext::Copy& copy) {
       sources.push_back(copy.source);
       destinations.push_back(copy.destination);
       sizes.push_back(copy.num_bytes);
@@ -153,12 +181,18 @@ nb::tuple expand(nb::handle pools, int64_t host_address, int64_t host_bytes, nb:
 }
 
 void copy(int64_t destination, int64_t source, int64_t num_bytes, int64_t num_threads,
-          int64_t streaming) {
-  const int threads = checked_threads(num_threads);
-  const kvext::Streaming stream = checked_streaming(streaming);
+          int64_t streaming, const std::vector<int>& cpus, int64_t niceness) {
+  const kvext::CopyOptions options = checked_options(num_threads, streaming, cpus, niceness);
   const nb::gil_scoped_release released;
   kvext::copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
-              num_bytes, threads, stream);
+              num_bytes, options);
+}
+
+void require_cpus(const std::vector<int>& cpus, int64_t niceness) {
+  const kvext::Placement placement = checked_placement(cpus, niceness);
+  if (placement.cpus.empty()) refuse_option("cpus: expected at least one, found none.");
+  const nb::gil_scoped_release released;
+  kvext::require_cpus(placement);
 }
 
 nb::dict describe() {
@@ -189,10 +223,12 @@ NB_MODULE(_native, module) {
   module.def("validate", &validate, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a);
   module.def("page_transfer", &page_transfer, pools, "host_address"_a, "host_bytes"_a, planes, runs,
-             "direction"_a, "num_threads"_a = 1, "streaming"_a = -1);
+             "direction"_a, "num_threads"_a = 1, "streaming"_a = -1, "cpus"_a = nb::tuple(),
+             "niceness"_a = 0);
   module.def("expand", &expand, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a);
   module.def("copy", &copy, "destination"_a, "source"_a, "num_bytes"_a, "num_threads"_a = 1,
-             "streaming"_a = -1);
+             "streaming"_a = -1, "cpus"_a = nb::tuple(), "niceness"_a = 0);
+  module.def("require_cpus", &require_cpus, "cpus"_a, "niceness"_a = 0);
   module.def("describe", &describe);
 }

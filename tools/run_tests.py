@@ -1,25 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every test suite in its environment, one per processor core, and add up the results.
 
-A suite is one pytest process: some paths, an interpreter, environment variables. A suite that
-fails does not stop the others. What a suite prints is shown when it has ended.
+A suite is one pytest process: some paths, an interpreter, environment variables. The long files of
+a folder are suites of their own, and the suites that took longest the last time start first, so
+that all cores are busy to the end. A suite that fails does not stop the others. What a suite prints
+is shown when it has ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "out" / "tests"
+
+
+TESTS = ROOT / "tests"
+
+LONG_FILES = {
+    "unit": ("retention",),
+    "ops": ("test_fuzz.py", "test_validation.py"),
+    "engine": (
+        "test_adaptive_reachability.py",
+        "test_scheduler_differential.py",
+        "test_reachability.py",
+        "test_fast_prefix_cache.py",
+        "test_adaptive_scheduler.py",
+        "test_repairs.py",
+        "test_retention_scheduler.py",
+        "test_bench_retention.py",
+        "test_metrics.py",
+    ),
+    "ascend": (
+        "test_reachability_on_ascend.py",
+        "test_adaptive_on_ascend.py",
+        "test_cache_contents_on_ascend.py",
+    ),
+}
+"""The files, or folders, of a folder of tests that take long enough for a process of their own."""
+
+CHECKED_SAMPLE = (
+    "engine/test_block_stored_events.py",
+    "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",
+    "engine/test_retention_scheduler.py::test_windows_outlive_drafts_in_flight",
+    "ops/test_page_transfer.py",
+)
+"""What `make check` runs of the tests that need vLLM."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +67,11 @@ class Suite:
     environment: str
     paths: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def report(self) -> Path:
+        """pytest's report of the last run, if there was one."""
+        return REPORTS / (re.sub(r"[^A-Za-z0-9.]+", "-", self.name) + ".xml")
 
 
 @dataclass(frozen=True)
@@ -47,10 +89,10 @@ class Result:
 
 
 def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
-    """Fast suites first.
+    """Every test on every version, short suites first.
 
     Args:
-        upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each.
+        upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each; the first is the main one.
         pythons: Versions, such as ``3.12``, that have an environment without vLLM.
     """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
@@ -58,13 +100,50 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     for python in pythons:
         yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",))
     yield Suite("wheel", main_environment, ("packaging",))
-    yield Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
-    for paths in (("unit", "contract"), ("ascend",), ("engine",)):
+    transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
+    yield from split(transfers)
+    for folder in ("unit", "contract", "ascend", "engine"):
         for upstream in upstreams:
             vllm, _, ascend = upstream.partition(":")
-            on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if paths == ("ascend",) else f"vLLM {vllm}"
-            name = f"{' and '.join(paths)}, {on}"
-            yield Suite(name, f"vllm-{vllm}", paths, ascend_sources(ascend))
+            on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if folder == "ascend" else f"vLLM {vllm}"
+            variables = ascend_sources(ascend)
+            yield from split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables))
+
+
+def checks(upstreams: list[str]) -> Iterator[Suite]:
+    """What is worth running after every change: a part of `suites`, on the main version.
+
+    Short suites first.
+    """
+    main_vllm, _, main_ascend = upstreams[0].partition(":")
+    environment, variables = f"vllm-{main_vllm}", ascend_sources(main_ascend)
+    for folder in ("contract", "unit"):
+        yield from split(Suite(folder, environment, (folder,), variables))
+    yield Suite("sample of engine and transfers", environment, CHECKED_SAMPLE, variables)
+
+
+def split(suite: Suite) -> Iterator[Suite]:
+    """The suite of a folder as one suite per long file, and one of the other files."""
+    (folder,) = suite.paths
+    long = LONG_FILES.get(folder, ())
+    for file in long:
+        name = f"{suite.name}: {file.removeprefix('test_').removesuffix('.py')}"
+        yield replace(suite, name=name, paths=(f"{folder}/{file}",))
+    files = (file.relative_to(TESTS) for file in sorted((TESTS / folder).rglob("test_*.py")))
+    others = tuple(str(file) for file in files if not {*file.parts[1:]} & {*long})
+    yield replace(suite, paths=others)
+
+
+def longest_first(chosen: list[Suite]) -> list[Suite]:
+    """By the last run's reports; those that have none come first, the last named ahead."""
+
+    def last_duration_s(suite: Suite) -> float:
+        if not suite.report.exists():
+            return math.inf
+        elements = ElementTree.parse(suite.report).iter("testsuite")
+        return sum(float(element.get("time", 0)) for element in elements)
+
+    return sorted(reversed(chosen), key=last_duration_s, reverse=True)
 
 
 def ascend_sources(version: str) -> dict[str, str]:
@@ -75,7 +154,7 @@ def ascend_sources(version: str) -> dict[str, str]:
 
 def run(suite: Suite) -> Result:
     """Run one suite."""
-    report = REPORTS / (suite.name.replace(" ", "-").replace(",", "") + ".xml")
+    report = suite.report
     report.unlink(missing_ok=True)
     # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is
     # what is tested.
@@ -83,7 +162,7 @@ def run(suite: Suite) -> Result:
         str(ROOT / ".venv" / suite.environment / "bin" / "python"),
         *("-I", "-m", "pytest", "--quiet"),
         *(f"--junitxml={report}", "--override-ini=junit_family=xunit1"),
-        *(str(ROOT / "tests" / path) for path in suite.paths),
+        *(str(TESTS / path) for path in suite.paths),
     ]
     started_s = time.monotonic()
     # Not in the checkout, so that neither do the processes which tests start import from it.
@@ -118,9 +197,10 @@ def read_report(report: Path, exit_code: int, duration_s: float) -> Result:
     return Result(passed, failed or int(not all_skipped), counts["skipped"], duration_s)
 
 
-def print_totals(results: dict[str, Result]) -> None:
+def print_totals(results: dict[str, Result], duration_s: float, num_processes: int) -> None:
     """One line per suite, then the sum."""
     print("\n=== totals")
+    width = max(map(len, results), default=0)
     lines = {
         **results,
         "all": Result(
@@ -132,11 +212,13 @@ def print_totals(results: dict[str, Result]) -> None:
     }
     for name, result in lines.items():
         print(
-            f"{name:40} {result.passed:6} passed {result.failed:4} failed "
+            f"{name:{width}} {result.passed:6} passed {result.failed:4} failed "
             f"{result.skipped:4} skipped {result.duration_s:6.0f} s"
         )
-    # On a line of its own, in the words of pytest.
     total = lines["all"]
+    busy = total.duration_s / (duration_s * num_processes)
+    print(f"{duration_s:.0f} s, {num_processes} at a time, busy {busy:.0%} of the time")
+    # On a line of its own, in the words of pytest.
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
 
 
@@ -144,15 +226,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--upstream", action="append", default=[], metavar="VLLM:ASCEND")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION")
+    parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
-    chosen = [s for s in suites(options.upstream, options.python) if options.only in s.name]
-    # The longest come last in the table and first here, so that no core waits for one at the end.
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as executor:
-        running = {suite.name: executor.submit(run, suite) for suite in reversed(chosen)}
+    known = checks(options.upstream) if options.check else suites(options.upstream, options.python)
+    chosen = [suite for suite in known if options.only in suite.name]
+    num_processes = min(4, os.cpu_count() or 1)
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(max_workers=num_processes) as executor:
+        running = {suite.name: executor.submit(run, suite) for suite in longest_first(chosen)}
     results = {suite.name: running[suite.name].result() for suite in chosen}
-    print_totals(results)
+    print_totals(results, time.monotonic() - started_s, num_processes)
     return 0 if results and all(result.is_green for result in results.values()) else 1
 
 

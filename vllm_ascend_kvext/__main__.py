@@ -12,10 +12,11 @@ from vllm_ascend_kvext import __version__
 from vllm_ascend_kvext.settings import VARIABLES
 
 _COMMANDS = {
-    "status": "activate as vLLM would and show every patch",
+    "status": "activate as vLLM would and show what came of each feature",
     "collect-env": "what to attach to a bug report",
-    "fingerprint": "compare upstream's sources with the stored fingerprints, or store theirs",
-    "ledger": "the tables of the README",
+    "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
+    "ledger": "the page docs/patches.md",
+    "settings": "the page docs/settings.md",
 }
 _PROGRAM = "python -m vllm_ascend_kvext"
 

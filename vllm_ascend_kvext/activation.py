@@ -64,13 +64,7 @@ class Activation:
     @property
     def wanted(self) -> frozenset[str]:
         """What was asked for or is on by default, and all that is needed for it."""
-        defaults = {declared.name for declared in FEATURES if declared.default_on}
-        return with_requirements(
-            self.settings.requested_features
-            | self.settings.implied_features
-            | (defaults - self.settings.disabled),
-            FEATURES,
-        )
+        return frozenset(wanted_features(self.settings))
 
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
@@ -85,6 +79,16 @@ class Activation:
 
     def wants(self, feature: str) -> bool:
         return feature in self.wanted
+
+
+def wanted_features(settings: Settings) -> tuple[str, ...]:
+    """What these settings bring where everything fits, in the order of installation."""
+    defaults = {declared.name for declared in FEATURES if declared.default_on}
+    wanted = with_requirements(
+        settings.requested_features | settings.implied_features | (defaults - settings.disabled),
+        FEATURES,
+    )
+    return tuple(declared.name for declared in FEATURES if declared.name in wanted)
 
 
 def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
@@ -120,6 +124,7 @@ def install(activation: Activation) -> None:
     """Install the wanted features.
 
     Raises:
+        SettingsError: If the retention interval is wrong for every model.
         PatchError: If a feature that was asked for does not fit; in mode ``strict`` if any does
             not. Features installed before stay; of the one that failed nothing is in place.
     """
@@ -129,6 +134,7 @@ def install(activation: Activation) -> None:
     if not activation.support.ok:
         _report_unsupported(activation)
         return
+    settings.refuse_wrong_interval()
     refused = activation.misfits
     asked_for = with_requirements(settings.requested_features, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]

@@ -27,6 +27,7 @@ DISABLE_VARIABLE = f"{OWN_PREFIX}DISABLE"
 RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
+ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
 BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -55,6 +56,13 @@ class Bundle(enum.Enum):
 
     ONE_PER_PLANE = "0"
     ONE = "1"
+
+
+class AscendKernel(enum.Enum):
+    """Whether small scattered runs are moved by the AscendC kernel."""
+
+    OFF = "0"
+    ON = "1"
 
 
 class Retention(enum.Enum):
@@ -119,7 +127,20 @@ VARIABLES = (
         doc="`1`: one call moves all groups and planes of a request. `0`: one call per plane, with "
         f"the same result. While it is unset, `{BUNDLE_ALIAS}` is read.",
     ),
+    Variable(
+        name=ASCEND_KERNEL_VARIABLE,
+        default=AscendKernel.OFF.value,
+        doc="Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the "
+        "AscendC kernel, where the package was built with it. `0`: by the DMA engines.",
+    ),
 )
+
+
+HOW_TO_ASK = {
+    "retention": f"{RETENTION_VARIABLE}={Retention.ADAPTIVE.value}",
+    FAST_PREFIX_CACHE.name: f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.ON.value}",
+}
+"""For each feature that is off unless it is asked for: a setting that asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +154,7 @@ class Settings:
         disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
         fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
         is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
+        uses_ascend_kernel: Value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
     """
 
     mode: Mode = Mode.SAFE
@@ -141,6 +163,7 @@ class Settings:
     disabled: frozenset[str] = frozenset()
     fast_prefix_cache: Switch = Switch.AUTO
     is_bundled: bool = True
+    uses_ascend_kernel: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -164,6 +187,7 @@ class Settings:
             disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
             fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
             is_bundled=parse_is_bundled(environ),
+            uses_ascend_kernel=parse_uses_ascend_kernel(environ),
         )
         settings._refuse_contradictions()
         return settings
@@ -191,6 +215,30 @@ class Settings:
     def requested_features(self) -> frozenset[str]:
         """The features that the user asked for."""
         return frozenset(self.requests)
+
+    def refuse_wrong_interval(self) -> None:
+        """Refuse a retention interval that is wrong for every model.
+
+        Which intervals suit a model is decided at engine start, where the unit of its prefix-cache
+        hits is known.
+
+        Raises:
+            SettingsError: If it is no integer, or negative.
+        """
+        text = self.retention_interval or ""
+        if not text.strip():
+            return
+        try:
+            problem = "negative" if int(text) < 0 else ""
+        except ValueError:
+            problem = "not an integer"
+        if problem:
+            raise SettingsError(
+                f"{RETENTION_INTERVAL_VARIABLE}={text!r} is {problem}. Expected 0, or a multiple "
+                f"of the number of tokens at which the model's prefix cache can hit; that number "
+                f"is in the log of an engine that starts with 0. Unset the variable to keep "
+                f"all blocks."
+            )
 
     def _refuse_contradictions(self) -> None:
         for feature, variable in self.requests.items():
@@ -232,6 +280,15 @@ def parse_is_bundled(environ: Mapping[str, str]) -> bool:
     digit = {"true": "1", "false": "0"}.get(text, text)
     alias = _parse_choice({BUNDLE_ALIAS: digit}, BUNDLE_ALIAS, Bundle.ONE)
     return _parse_choice(environ, BUNDLE_VARIABLE, alias) is Bundle.ONE
+
+
+def parse_uses_ascend_kernel(environ: Mapping[str, str]) -> bool:
+    """The value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
+
+    Raises:
+        SettingsError: If it is neither 0 nor 1.
+    """
+    return _parse_choice(environ, ASCEND_KERNEL_VARIABLE, AscendKernel.OFF) is AscendKernel.ON
 
 
 def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:

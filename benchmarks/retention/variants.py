@@ -57,21 +57,26 @@ class Variant:
 
 
 def package_features() -> tuple[str, ...]:
-    """Retention and what is in effect without being asked for, as for a user who asks for it."""
+    """What a user gets with the environment as it is, in the order of installation."""
     from vllm_ascend_kvext.features import FEATURES
+    from vllm_ascend_kvext.settings import Settings
 
-    return (*(("fast-prefix-cache",) if os.environ.get("FAST") else ()), RETENTION, *(feature.name for feature in FEATURES if feature.default_on))
+    settings = Settings.from_environ(os.environ)
+    wanted = settings.requested_features | settings.implied_features
+    return tuple(
+        feature.name for feature in FEATURES if feature.default_on or feature.name in wanted
+    )
 
 
 @contextmanager
 def entered(variant: Variant) -> Iterator[None]:
     """Make this process that of a variant, for a while."""
     before = {name: os.environ.pop(name, None) for name in (INTERVAL_VARIABLE, POLICY_VARIABLE)}
-    features = package_features() if variant.policy is not None else ()
     if variant.interval_tokens is not None and variant.kind != "v032":
         os.environ[INTERVAL_VARIABLE] = str(variant.interval_tokens)
     if variant.policy is not None:
         os.environ[POLICY_VARIABLE] = variant.policy
+    features = package_features() if variant.policy is not None else ()
     try:
         for feature in features:
             _install(feature)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one table that the kernel reads: what a transfer is, in a form that a core can walk without
-// searching. Written by vllm_ascend_kvext/transfer/ascend_work_table.py; compiled for cores and for
+// searching. Written by vllm_ascend_kvext/transfer/ascend/work_table.py; compiled for cores and for
 // the host, so it holds nothing but constants.
 //
 //   header | tasks | runs                                    all int64

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ways to copy bytes, chosen for the CPU at hand when the process first copies.
+// Ways to copy bytes, chosen for the CPU at hand when the library is loaded.
 #pragma once
 
 #include <cstddef>

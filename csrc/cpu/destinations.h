@@ -2,12 +2,12 @@
 // Whether a transfer writes a byte twice.
 #pragma once
 
-#include "kvext/plan.h"
+#include "kvext/checked_transfer.h"
 
 namespace kvext {
 
-// Both expect ranges that have been found valid, and throw DescriptorError.
-void refuse_host_rows_written_twice(const Transfer& transfer, const std::vector<Group>& groups);
-void refuse_pool_bytes_written_twice(const Transfer& transfer, const std::vector<Group>& groups);
+// Both expect a transfer whose ranges have been found valid, and throw DescriptorError.
+void refuse_host_rows_written_twice(const CheckedTransfer& checked);
+void refuse_pool_bytes_written_twice(const CheckedTransfer& checked);
 
 }  // namespace kvext

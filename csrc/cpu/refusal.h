@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "kvext/plan.h"
+#include "kvext/checked_transfer.h"
 
 namespace kvext {
 
@@ -33,6 +33,23 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
 [[noreturn]] inline void refuse(const std::string& where, const std::string& expected,
                                 const std::string& found, const std::string& remedy) {
   throw DescriptorError(where + ": expected " + expected + ", found " + found + ". " + remedy);
+}
+
+// Apart from the comparison, so that the comparison alone is inlined.
+[[noreturn, gnu::cold, gnu::noinline]] inline void refuse_less(int64_t least, int64_t found,
+                                                               const char* table, int64_t row,
+                                                               const char* column,
+                                                               const char* remedy) {
+  refuse(cell(table, row, column), "at least " + std::to_string(least), std::to_string(found),
+         remedy);
+}
+
+[[gnu::always_inline]] inline void require_at_least(int64_t least, int64_t found,
+                                                    const char* table, int64_t row,
+                                                    const char* column, const char* remedy) {
+  if (__builtin_expect(found < least, false)) {
+    refuse_less(least, found, table, row, column, remedy);
+  }
 }
 
 }  // namespace kvext

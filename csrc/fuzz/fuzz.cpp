@@ -150,10 +150,10 @@ std::vector<std::vector<uint8_t>> expected(const Case& made) {
   return result;
 }
 
-void run_in_parts(const kvext::Plan& plan) {
-  for (int64_t begin = 0, end; begin < plan.num_bytes(); begin = end) {
-    end = begin + between(1, plan.num_bytes() - begin);
-    kvext::for_each_copy(plan, begin, end, [](const kvext::Copy& copy) {
+void run_in_parts(const kvext::CheckedTransfer& checked) {
+  for (int64_t begin = 0, end; begin < checked.num_bytes(); begin = end) {
+    end = begin + between(1, checked.num_bytes() - begin);
+    kvext::for_each_copy(checked, begin, end, [](const kvext::Copy& copy) {
       std::memcpy(reinterpret_cast<void*>(copy.destination),
                   reinterpret_cast<const void*>(copy.source), copy.num_bytes);
     });
@@ -162,13 +162,13 @@ void run_in_parts(const kvext::Plan& plan) {
 
 bool check_case(const Case& made) {
   try {
-    const kvext::Plan plan(made.transfer());
+    const kvext::CheckedTransfer checked(made.transfer());
     const auto wanted = expected(made);
     if (one_in(3)) {
-      run_in_parts(plan);
+      run_in_parts(checked);
     } else {
-      kvext::page_transfer(plan, static_cast<int>(between(1, 3)),
-                           static_cast<kvext::Streaming>(between(-1, 1)));
+      kvext::page_transfer(checked, {static_cast<int>(between(1, 3)),
+                                     static_cast<kvext::Streaming>(between(-1, 1)), {}});
     }
     for (size_t i = 0; i < made.pools.size(); ++i) {
       if (std::memcmp(made.pools[i].bytes.get(), wanted[i].data(), wanted[i].size()) != 0) {

@@ -8,7 +8,6 @@ otherwise wraps them. What they do not cover they leave to upstream.
 
 from vllm_ascend_kvext.patches.fast_prefix_cache import (
     block_pool,
-    factory,
     kv_cache_coordinator,
     kv_cache_manager,
     single_type_kv_cache_manager,
@@ -20,5 +19,4 @@ PATCHES: tuple[Patch, ...] = (
     *single_type_kv_cache_manager.PATCHES,
     *kv_cache_coordinator.PATCHES,
     *kv_cache_manager.PATCHES,
-    *factory.PATCHES,
 )

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import lookup_groups
+from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import describe_groups
+from vllm_ascend_kvext.patches.upstream import hit_unit_tokens, lookup_groups, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
+from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -16,66 +17,41 @@ if TYPE_CHECKING:
 
 def find_longest_common_hit(
     wrapped: Callable[..., Hit],
-    instance: KVCacheCoordinator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Hit:
-    """Look the groups up as a whole, where all of them are of a known kind."""
-    try:
-        lookup: Lookup | None = instance._kvext_lookup
-    except AttributeError:
-        lookup = instance._kvext_lookup = _describe(instance)
-    if lookup is None:
-        return wrapped(*args, **kwargs)
-    return _find_longest_common_hit(lookup, instance, *args, **kwargs)
-
-
-def _find_longest_common_hit(
-    lookup: Lookup,
     coordinator: KVCacheCoordinator,
     block_hashes: Sequence[bytes],
     max_cache_hit_length: int,
 ) -> Hit:
+    """Look the groups up as a whole, where all of them are of a known kind."""
+    try:
+        lookup: Lookup | None = coordinator._kvext_lookup
+    except AttributeError:
+        lookup = coordinator._kvext_lookup = _describe(coordinator)
+    if lookup is None:
+        return wrapped(block_hashes, max_cache_hit_length)
     table = coordinator.block_pool.cached_block_hash_to_block._cache
     return lookup.longest_hit(table.get, block_hashes, max_cache_hit_length)
 
 
-def sees_all_keys(coordinator: KVCacheCoordinator) -> bool:
-    """Whether every lookup of this coordinator is one of ours, so that keys may be ours too."""
-    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-
-    return type(coordinator) is HybridKVCacheCoordinator and _describe(coordinator) is not None
-
-
 def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     """The coordinator's groups; None if upstream has to look some of them up."""
-    groups: list[LookupGroups | None] = []
-    pool = coordinator.block_pool
-    if not hasattr(coordinator, "attention_groups"):
-        (manager,) = coordinator.single_type_managers
-        if coordinator.dcp_world_size * coordinator.pcp_world_size == 1:
-            looks_ahead = 0 in coordinator.eagle_group_ids
-            tokens = coordinator.block_size
-            spec = coordinator.kv_cache_spec
-            groups = [lookup_groups(type(manager), spec, [0], pool, tokens, looks_ahead, tokens)]
-    else:
-        unit_tokens = getattr(coordinator, "lcm_block_size", None)
-        if unit_tokens is None:
-            unit_tokens = coordinator.scheduler_block_size
-        for spec, group_ids, manager_class, *_ in coordinator.attention_groups:
-            # One group that looks ahead makes all those that share its spec do so.
-            looks_ahead = not coordinator.eagle_group_ids.isdisjoint(group_ids)
-            groups.append(
-                lookup_groups(
-                    manager_class,
-                    spec,
-                    group_ids,
-                    pool,
-                    unit_tokens,
-                    looks_ahead,
-                    spec.block_size,
-                )
-            )
+    num_ranks = getattr(coordinator, "dcp_world_size", 1) * getattr(
+        coordinator, "pcp_world_size", 1
+    )
+    if num_ranks > 1:
+        return None
+    pool, unit_tokens = coordinator.block_pool, hit_unit_tokens(coordinator)
+    groups = [
+        describe_groups(
+            type(group.manager),
+            group.spec,
+            group.group_ids,
+            pool,
+            unit_tokens,
+            group.looks_ahead,
+            tokens_per_block(coordinator, group.manager),
+        )
+        for group in lookup_groups(coordinator)
+    ]
     known = [group for group in groups if group is not None]
     return Lookup.of(known, pool.null_block) if known and len(known) == len(groups) else None
 

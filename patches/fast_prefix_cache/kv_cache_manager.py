@@ -1,292 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: steps of a running request that change nothing.
-
-Most steps of a decode need no block, free none and cache none. Each request carries the number of
-tokens up to which that holds, with the block table for which it was computed: a table is given up
-when a request is freed, by whomever.
-"""
+"""``vllm/v1/core/kv_cache_manager.py``: steps of a running request that change nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.factory import has_connector
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import choose_short_keys
-from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import sees_all_keys
+from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.prefix_cache.edges import GroupEdges
+from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
+from vllm_ascend_kvext.prefix_cache.steps import CachingRule, StepGroup, Steps
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.retention.keeper import TailKeeper
+_STEPS = "_kvext_steps"
+_LIMITS = "_kvext_limits"
+_CACHING_RULE = "_kvext_caching_rule"
 
-_LOOKAHEAD = "num_lookahead_tokens"
-_NEVER = 1 << 62
 
-
-def choose_keys(
-    wrapped: Callable[..., None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Use short keys where nobody but this package sees them."""
-    wrapped(*args, **kwargs)
-    pool = instance.block_pool
-    if (
-        instance.enable_caching
-        and not pool.enable_kv_cache_events
-        and not has_connector()
-        and sees_all_keys(instance.coordinator)
-    ):
-        choose_short_keys(pool)
+def set_caching_rule(coordinator: KVCacheCoordinator, rule: CachingRule) -> None:
+    """Let a rule say when a step of a running request caches something; before the first step."""
+    setattr(coordinator, _CACHING_RULE, rule)
 
 
 def allocate_what_changes(
     wrapped: Callable[..., KVCacheBlocks | None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    manager: KVCacheManager,
+    request: Request,
+    num_new_tokens: int,
+    num_new_computed_tokens: int = 0,
+    new_computed_blocks: KVCacheBlocks | None = None,
+    num_lookahead_tokens: int = 0,
+    *others: Any,
+    **admission: Any,
 ) -> KVCacheBlocks | None:
-    """Return at once from a step in which nothing changes."""
+    """Do nothing in a step in which nothing changes."""
     try:
-        steps: Steps = instance._kvext_steps
+        steps: Steps = manager._kvext_steps
     except AttributeError:
-        steps = Steps.of(instance, is_plain=not hasattr(wrapped, "__wrapped__"))
-        instance._kvext_steps = steps
-    if not steps.groups:
-        return wrapped(*args, **kwargs)
+        steps = _describe(manager, does_partial_steps=not hasattr(wrapped, "__wrapped__"))
+        setattr(manager, _STEPS, steps)
     # Upstream's scheduler names no other argument for a running request.
-    if len(args) == 2 and (not kwargs or (len(kwargs) == 1 and _LOOKAHEAD in kwargs)):
-        request, num_new_tokens = args
-        progress = getattr(request, "_kvext_progress", None)
-        if progress is not None and num_new_tokens > 0:
-            lookahead_tokens = kwargs[_LOOKAHEAD] if kwargs else 0
-            if steps.tables.get(request.request_id) is progress.table:
-                num_tokens = request.num_computed_tokens + num_new_tokens
-                if num_tokens + lookahead_tokens < progress.until_tokens:
-                    if steps.keeper is not None:
-                        steps.keeper.pass_quietly(request, num_tokens)
-                    return instance.empty_kv_cache_blocks
-                if steps.is_plain:
-                    return steps.advance(request, progress, num_new_tokens, lookahead_tokens)
-    allocated = wrapped(*args, **kwargs)
-    if allocated is not None:
-        steps.look_ahead(args[0] if args else kwargs["request"])
+    if steps.groups and not (num_new_computed_tokens or others or admission):
+        limits = getattr(request, _LIMITS, None)
+        if (
+            limits is not None
+            and new_computed_blocks is None
+            and num_new_tokens > 0
+            and steps.tables.get(request.request_id) is limits.table
+        ):
+            num_tokens = request.num_computed_tokens + num_new_tokens
+            slot_tokens = num_tokens + num_lookahead_tokens
+            if slot_tokens < limits.until_tokens or (
+                # With drafts, more tokens need a slot than can be cached, or leave a window.
+                slot_tokens < limits.next_slot_tokens
+                and request.num_computed_tokens < limits.next_skip_tokens
+                and min(num_tokens, request.num_tokens) < limits.next_cache_tokens
+            ):
+                if steps.rule is not None:
+                    steps.rule.note_quiet_step(request, num_tokens)
+                steps.counts.quiet += 1
+                return manager.empty_kv_cache_blocks
+            if steps.does_partial_steps:
+                steps.counts.partial += 1
+                return steps.take_partial_step(
+                    request, limits, num_new_tokens, num_lookahead_tokens
+                )
+    allocated = wrapped(
+        request,
+        num_new_tokens,
+        num_new_computed_tokens,
+        new_computed_blocks,
+        num_lookahead_tokens,
+        *others,
+        **admission,
+    )
+    steps.counts.upstream += 1
+    if allocated is not None and steps.groups:
+        setattr(request, _LIMITS, steps.limits_of(request))
     return allocated
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    manager: SingleTypeKVCacheManager
-    edges: GroupEdges
-    null: Any
+def cache_when_due(
+    wrapped: Callable[..., None],
+    manager: KVCacheManager,
+    request: Request,
+    num_computed_tokens: int,
+) -> None:
+    """An asynchronous scheduler caches once more at a step's end: where nothing is due, return."""
+    limits = getattr(request, _LIMITS, None)
+    steps = steps_of(manager)
+    if limits is None or steps is None or steps.tables.get(request.request_id) is not limits.table:
+        return wrapped(request, num_computed_tokens)
+    if num_computed_tokens >= limits.next_cache_tokens:
+        wrapped(request, num_computed_tokens)
+        steps.note_cached(request, limits)
+    elif steps.rule is not None:
+        steps.rule.note_quiet_step(request, num_computed_tokens)
+    return None
 
 
-class Progress:
-    """Where the next thing happens to a running request, per group and at all, in tokens.
+def steps_of(manager: KVCacheManager) -> Steps | None:
+    """The steps of a block manager, once it has taken one; tests count them."""
+    return getattr(manager, _STEPS, None)
 
-    Every number is a lower bound. It holds for as long as the request has the block table for
-    which it was computed.
-    """
 
-    __slots__ = (
-        "next_cache_tokens",
-        "next_skip_tokens",
-        "next_slot_tokens",
-        "skip_tokens",
-        "slot_tokens",
-        "table",
-        "until_tokens",
+def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
+    coordinator = manager.coordinator
+    group_managers = coordinator.single_type_managers
+    if not (is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR):
+        group_managers = ()  # someone else's
+    groups = [_group(coordinator, group_manager) for group_manager in group_managers]
+    known = tuple(group for group in groups if group is not None)
+    return Steps(
+        block_manager=manager,
+        groups=known if len(known) == len(groups) else (),
+        tables=group_managers[0].req_to_blocks if group_managers else {},
+        does_partial_steps=does_partial_steps,
+        rule=getattr(coordinator, _CACHING_RULE, None),
     )
 
-    def __init__(self, table: list[Any], num_groups: int) -> None:
-        self.table = table
-        self.slot_tokens = [0] * num_groups
-        self.skip_tokens = [_NEVER] * num_groups
-        self.next_cache_tokens = 0
-        self.settle()
 
-    def settle(self) -> None:
-        """Take in what was changed for single groups."""
-        self.next_slot_tokens = min(self.slot_tokens)
-        self.next_skip_tokens = min(self.skip_tokens)
-        self.until_tokens = min(
-            self.next_slot_tokens, self.next_skip_tokens, self.next_cache_tokens
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Steps of running requests on one block manager.
-
-    Attributes:
-        block_manager: Upstream's.
-        groups: All its groups; none if there is one whose steps are not known here.
-        tables: Block tables of the first group.
-        is_plain: Whether upstream's function is all there is to call.
-        keeper: What decides instead of upstream when something is cached, if anything does.
-        skips_apart: Whether each group's window moves on by itself.
-    """
-
-    block_manager: KVCacheManager
-    groups: tuple[_Group, ...]
-    tables: dict[str, list[Any]]
-    is_plain: bool
-    keeper: TailKeeper | None
-    skips_apart: bool
-
-    @classmethod
-    def of(cls, block_manager: KVCacheManager, is_plain: bool) -> Steps:
-        from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
-
-        coordinator = block_manager.coordinator
-        managers = coordinator.single_type_managers
-        groups = [_group(coordinator, manager) for manager in managers]
-        known = tuple(group for group in groups if group is not None)
-        return cls(
-            block_manager,
-            known if len(known) == len(groups) else (),
-            managers[0].req_to_blocks if managers else {},
-            is_plain,
-            keeper := tail_keeper(coordinator),
-            # A rule that was put into this one coordinator is to be asked.
-            keeper is None and "remove_skipped_blocks" not in vars(coordinator),
-        )
-
-    def advance(
-        self, request: Request, progress: Progress, num_new_tokens: int, lookahead_tokens: int
-    ) -> KVCacheBlocks | None:
-        """A step of a running request: what changes, in the groups in which it does.
-
-        In upstream's order: all groups free, all groups allocate or none, all groups cache.
-        """
-        request_id = request.request_id
-        block_manager = self.block_manager
-        computed_tokens = min(request.num_computed_tokens, block_manager.max_model_len)
-        num_tokens = computed_tokens + num_new_tokens
-        slot_tokens = min(num_tokens + lookahead_tokens, block_manager.max_model_len)
-        if computed_tokens >= progress.next_skip_tokens:
-            self._skip(request_id, progress, computed_tokens)
-        new_blocks = block_manager.empty_kv_cache_blocks
-        if slot_tokens >= progress.next_slot_tokens:
-            allocated = self._allocate(request_id, progress, slot_tokens, num_tokens)
-            if allocated is None:
-                progress.settle()
-                return None
-            new_blocks = allocated
-        if num_tokens >= progress.next_cache_tokens and block_manager.enable_caching:
-            block_manager.coordinator.cache_blocks(request, min(num_tokens, request.num_tokens))
-            self._note_cached(request, progress)
-        elif self.keeper is not None:
-            self.keeper.pass_quietly(request, num_tokens)
-        progress.settle()
-        return new_blocks
-
-    def look_ahead(self, request: Request) -> None:
-        """Note where the next thing happens, once a step has been allocated."""
-        request_id = request.request_id
-        table = self.tables.get(request_id)
-        if table is None:
-            return
-        progress = request._kvext_progress = Progress(table, len(self.groups))
-        for index, group in enumerate(self.groups):
-            num_blocks = len(group.manager.req_to_blocks[request_id])
-            progress.slot_tokens[index] = group.edges.next_slot_tokens(num_blocks)
-        for index in range(len(self.groups)):
-            self._note_skips(request_id, progress, index, request.num_computed_tokens)
-        self._note_cached(request, progress)
-        progress.settle()
-
-    def _skip(self, request_id: str, progress: Progress, computed_tokens: int) -> None:
-        due = [i for i, edge in enumerate(progress.skip_tokens) if computed_tokens >= edge]
-        if self.skips_apart:
-            for index in due:
-                self.groups[index].manager.remove_skipped_blocks(request_id, computed_tokens)
-        else:
-            self.block_manager.coordinator.remove_skipped_blocks(request_id, computed_tokens)
-        for index in due:
-            self._note_skips(request_id, progress, index, computed_tokens)
-
-    def _allocate(
-        self, request_id: str, progress: Progress, slot_tokens: int, num_tokens: int
-    ) -> KVCacheBlocks | None:
-        short: list[int] = []
-        num_missing = 0
-        for index, edge in enumerate(progress.slot_tokens):
-            if slot_tokens >= edge:
-                group = self.groups[index]
-                num_blocks = -(-slot_tokens // group.edges.block_tokens)
-                num_missing += num_blocks - len(group.manager.req_to_blocks[request_id])
-                progress.slot_tokens[index] = group.edges.next_slot_tokens(num_blocks)
-                short.append(index)
-        if num_missing > self.block_manager.block_pool.free_block_queue.num_free_blocks:
-            for index in short:
-                progress.slot_tokens[index] = 0
-            return None
-        new_blocks: list[list[KVCacheBlock]] = [[] for _ in self.groups]
-        for index in short:
-            allocate = self.groups[index].manager.allocate_new_blocks
-            new_blocks[index] = allocate(request_id, slot_tokens, num_tokens)
-        return self.block_manager.create_kv_cache_blocks(tuple(new_blocks))
-
-    def _note_skips(
-        self, request_id: str, progress: Progress, index: int, computed_tokens: int
-    ) -> None:
-        group = self.groups[index]
-        edges = group.edges
-        if edges.window_tokens:
-            blocks = group.manager.req_to_blocks[request_id]
-            num_skipped = min(edges.num_skipped_blocks(computed_tokens), len(blocks))
-            if num_skipped and blocks[num_skipped - 1] is not group.null:
-                progress.skip_tokens[index] = 0  # it waits for drafts or steps in flight
-            else:
-                progress.skip_tokens[index] = edges.next_skip_tokens(num_skipped)
-
-    def _note_cached(self, request: Request, progress: Progress) -> None:
-        edge = _NEVER
-        if self.keeper is not None:
-            edge = self.keeper.quiet_until_tokens(request)
-        elif self.block_manager.enable_caching:
-            for group in self.groups:
-                num_cached = group.manager.num_cached_block.get(request.request_id, 0)
-                edge = min(edge, group.edges.next_cache_tokens(num_cached))
-        progress.next_cache_tokens = edge
-
-
-def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> _Group | None:
+def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> StepGroup | None:
     from vllm.v1.core import single_type_kv_cache_manager as managers
-    from vllm.v1.core.kv_cache_coordinator import (
-        HybridKVCacheCoordinator,
-        KVCacheCoordinatorNoPrefixCache,
-        UnitaryKVCacheCoordinator,
-    )
 
     is_window = type(manager) is managers.SlidingWindowManager
-    if not is_window and type(manager) is not managers.FullAttentionManager:
+    is_full = type(manager) is managers.FullAttentionManager
+    unit_tokens = cache_unit_tokens(coordinator)
+    if is_ascend(coordinator):
+        # Before 0.23.0 it keys compressed blocks by a part of their tokens, and counts them so.
+        is_full |= unit_tokens is not None and _is_compressed(manager)
+    if not (is_window or is_full):
         return None
-    is_hybrid = type(coordinator) is HybridKVCacheCoordinator
-    if not is_hybrid and type(coordinator) not in (
-        UnitaryKVCacheCoordinator,
-        KVCacheCoordinatorNoPrefixCache,
-    ):
-        return None
-    # vLLM 0.23.0 caches up to the last aligned boundary, and what looks ahead one block more.
-    unit_tokens = getattr(coordinator, "scheduler_block_size", None) if is_hybrid else None
-    edges = GroupEdges(
-        block_tokens=manager.block_size,
+    block_tokens = tokens_per_block(coordinator, manager)
+    limits = GroupLimits(
+        block_tokens=block_tokens,
         window_tokens=manager.sliding_window if is_window else 0,
         unit_tokens=unit_tokens or 1,
         looks_ahead=unit_tokens is not None and manager.use_eagle,
+        row_tokens=block_tokens // manager.block_size,
     )
-    return _Group(manager, edges, manager._null_block)
+    return StepGroup(manager, limits, manager._null_block)
+
+
+def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:
+    kind = type(manager)
+    return (
+        kind.__module__.startswith("vllm_ascend.") and kind.__name__ == "CompressAttentionManager"
+    )
 
 
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
@@ -295,16 +160,6 @@ _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheMan
 _BOTH = ("==0.20.2.*", "==0.23.0.*")
 
 PATCHES = (
-    Patch(
-        id="KVX-231",
-        target=f"{_MANAGER}.__init__",
-        kind=Kind.WRAP,
-        feature="fast-prefix-cache",
-        vllm=_BOTH,
-        wrapper=choose_keys,
-        why="Upstream joins up to 64 hashes into a key of 2 KB, where the last one says the same.",
-        retire_when="vLLM >= 0.32, whose keys are the last hash",
-    ),
     Patch(
         id="KVX-232",
         target=f"{_MANAGER}.allocate_slots",
@@ -328,5 +183,17 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_allocate_slots",
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
+    ),
+    Patch(
+        id="KVX-233",
+        target=f"{_MANAGER}.cache_blocks",
+        kind=Kind.REPLACE,
+        feature="fast-prefix-cache",
+        vllm=_BOTH,
+        wrapper=cache_when_due,
+        why="With asynchronous scheduling upstream passes over all groups once more at the end of "
+        "every step of every request.",
+        retire_when="upstream's costs as little",
+        relies_on=(f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",),
     ),
 )

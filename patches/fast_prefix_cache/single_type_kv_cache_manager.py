@@ -1,43 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/single_type_kv_cache_manager.py``: what one group caches, finds and frees."""
+"""``vllm/v1/core/single_type_kv_cache_manager.py``: what one group caches and frees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import cache_run, split_by_use
-from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import lookup_groups, unjoined
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
+    RequestUpTo,
+    cache_run,
+    split_by_use,
+)
+from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
-
-    Hits = tuple[list[KVCacheBlock], ...]
 
 
 def cache_by_runs(
-    wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Cache runs of blocks, without a flag for every block that is not cached."""
-    return _cache_by_runs(wrapped, instance, *args, **kwargs)
-
-
-def _cache_by_runs(
     wrapped: Callable[..., None],
     manager: SingleTypeKVCacheManager,
     request: Request,
     num_tokens: int,
     retention_interval: int | None = None,
 ) -> None:
+    """Cache runs of blocks, without a flag for every block that is not cached."""
     request_id = request.request_id
     block_tokens = manager.block_size
     run = range(manager.num_cached_block.get(request_id, 0), num_tokens // block_tokens)
@@ -52,7 +43,9 @@ def _cache_by_runs(
         manager._kvext_tail_rules = {retention_interval: (has_mask, rule)}
     if pool.enable_kv_cache_events or (has_mask and rule is None):
         arguments = {} if retention_interval is None else {"retention_interval": retention_interval}
-        return wrapped(request, num_tokens, **arguments)
+        # Upstream slices a request's hashes from each block on to the prompt's end.
+        num_hashes = run.stop * block_tokens // pool.hash_block_size
+        return wrapped(RequestUpTo(request, num_hashes), num_tokens, **arguments)
     runs = [run]
     if rule is not None:
         replay_tokens = request.num_prompt_tokens - 1
@@ -97,20 +90,11 @@ def _tail_rule(
 
 def skip_in_one_pass(
     wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Free the blocks that leave a window; compare one block where none does."""
-    return _skip_in_one_pass(wrapped, instance, *args, **kwargs)
-
-
-def _skip_in_one_pass(
-    wrapped: Callable[..., None],
     manager: SingleTypeKVCacheManager,
     request_id: str,
     total_computed_tokens: int,
 ) -> None:
+    """Free the blocks that leave a window; compare one block where none does."""
     skipped_tokens = manager.get_num_skipped_tokens(total_computed_tokens)
     if skipped_tokens <= 0:
         return
@@ -145,59 +129,18 @@ def _splits_by_use(pool: BlockPool) -> bool:
 
 
 def free_live_blocks(
-    wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Free a request's blocks, the last first, without a look at the nulls before its window."""
-    return _free_live_blocks(wrapped, instance, *args, **kwargs)
-
-
-def _free_live_blocks(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
-    _drop_leading_nulls(manager, request_id)
+    """Free a request's blocks, the last first, without a look at the nulls before its window."""
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)  # as upstream counts them
     return wrapped(request_id)
 
 
-def _drop_leading_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    """Take the nulls before a window out of the table, with the references upstream counts down."""
-    blocks = manager.req_to_blocks.get(request_id)
-    num_nulls = num_leading_nulls(blocks) if blocks else 0
-    if blocks and num_nulls:
-        # A new list: whoever was handed the old one may still read it.
-        manager.req_to_blocks[request_id] = blocks[num_nulls:]
-        manager._null_block.ref_cnt -= num_nulls
-
-
-_FEW_BLOCKS = 64
-
-
-def num_leading_nulls(blocks: Sequence[KVCacheBlock]) -> int | None:
-    """How many nulls a block table begins with; None where there are live blocks between them."""
-    if not blocks[0].is_null:
-        return 0
-    stop = len(blocks)
-    while stop and not blocks[stop - 1].is_null:
-        stop -= 1
-    # A pointer is compared for each null; the few live blocks of a window field by field.
-    nulls = blocks if len(blocks) - stop <= _FEW_BLOCKS else blocks[:stop]
-    return stop if nulls.count(blocks[0]) == stop else None
-
-
 def free_window(
-    wrapped: Callable[..., None],
-    instance: SingleTypeKVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """The same for windows of vLLM 0.23.0, which have what was never cached reused first."""
-    return _free_window(instance, *args, **kwargs)
-
-
-def _free_window(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    _drop_leading_nulls(manager, request_id)
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         cached, uncached = split_by_use(blocks[::-1])
@@ -206,64 +149,6 @@ def _free_window(manager: SingleTypeKVCacheManager, request_id: str) -> None:
         if uncached:
             manager.block_pool.free_blocks(uncached, prepend=True)
     manager.num_cached_block.pop(request_id, None)
-
-
-def count_evictable(
-    wrapped: Callable[..., int],
-    instance: type[SingleTypeKVCacheManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> int:
-    """Count the free blocks of a hit without a generator."""
-    return _count_evictable(*args, **kwargs)
-
-
-def _count_evictable(blocks: Sequence[KVCacheBlock]) -> int:
-    return [block.is_null for block in blocks if not block.ref_cnt].count(False)
-
-
-def find_longest_hit(
-    wrapped: Callable[..., Hits],
-    instance: type[SingleTypeKVCacheManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Hits:
-    """Find the longest hit of one group with few probes, and without a call for each."""
-    return _find_longest_hit(wrapped, instance, *args, **kwargs)
-
-
-def _find_longest_hit(
-    wrapped: Callable[..., Hits],
-    manager_class: type[SingleTypeKVCacheManager],
-    block_hashes: Any,
-    max_length: int,
-    kv_cache_group_ids: list[int],
-    block_pool: BlockPool,
-    kv_cache_spec: KVCacheSpec,
-    *args: Any,
-    **kwargs: Any,
-) -> Hits:
-    given = (block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec)
-    if args:
-        return wrapped(*given, *args, **kwargs)
-    num_ranks = kwargs.get("dcp_world_size", 1) * kwargs.get("pcp_world_size", 1)
-    looks_ahead = kwargs["drop_eagle_block" if "drop_eagle_block" in kwargs else "use_eagle"]
-    groups = None
-    hashes, hashes_per_entry = unjoined(block_hashes)
-    if num_ranks == 1:
-        groups = lookup_groups(
-            manager_class,
-            kv_cache_spec,
-            kv_cache_group_ids,
-            block_pool,
-            kwargs["alignment_tokens"],
-            looks_ahead,
-            kv_cache_spec.block_size,
-        )
-    if groups is None or hashes_per_entry != groups.keys[0].hashes_per_block:
-        return wrapped(*given, **kwargs)
-    get = block_pool.cached_block_hash_to_block._cache.get
-    return tuple(groups.hit(get, hashes, max_length, looks_ahead, block_pool.null_block))
 
 
 _BOTH = ("==0.20.2.*", "==0.23.0.*")
@@ -281,8 +166,15 @@ PATCHES = (
         feature="fast-prefix-cache",
         vllm=_BOTH,
         wrapper=cache_by_runs,
-        why="Upstream computes a flag for every block of a chunk to find the few that it caches.",
+        why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
+        "and makes keys for every block up to the prompt's end.",
         retire_when=_RETIRE_WHEN,
+        relies_on=(
+            "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
+            "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
+            "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
+            "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
+        ),
     ),
     Patch(
         id="KVX-212",
@@ -318,42 +210,5 @@ PATCHES = (
         wrapper=free_window,
         why=_WHY_FREE,
         retire_when=_RETIRE_WHEN,
-    ),
-    Patch(
-        id="KVX-215",
-        target=f"{_BASE}._get_num_evictable_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=_BOTH,
-        wrapper=count_evictable,
-        why="A request that hits is admitted in two passes over its blocks, with a generator.",
-        retire_when=_RETIRE_WHEN,
-    ),
-    *(
-        Patch(
-            id=f"KVX-{number}",
-            target=f"{_MODULE}:{manager}.find_longest_cache_hit",
-            kind=Kind.REPLACE,
-            feature="fast-prefix-cache",
-            vllm=_BOTH,
-            wrapper=find_longest_hit,
-            why="Upstream looks at every block of the prompt, with three calls for each.",
-            retire_when=_RETIRE_WHEN,
-            relies_on=relies_on,
-            ascend=ascend,
-        )
-        for number, manager, relies_on, ascend in (
-            (216, "FullAttentionManager", (), ()),
-            (217, "SlidingWindowManager", (), ()),
-            (
-                218,
-                "MambaManager",
-                (),
-                (
-                    "vllm_ascend.patch.platform.patch_mamba_manager:"
-                    "AscendMambaManager.find_longest_cache_hit",
-                ),
-            ),
-        )
     ),
 )

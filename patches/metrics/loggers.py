@@ -64,34 +64,23 @@ class RetentionMetrics:
 
 
 def register_metrics(
-    wrapped: Callable[..., None],
-    instance: PrometheusStatLogger,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], stat_logger: PrometheusStatLogger, *args: Any, **kwargs: Any
 ) -> None:
     """Register after upstream's constructor, which unregisters what an earlier one left."""
     wrapped(*args, **kwargs)
-    setattr(instance, _PROMETHEUS, RetentionMetrics(instance))
+    setattr(stat_logger, _PROMETHEUS, RetentionMetrics(stat_logger))
 
 
 def record_metrics(
     wrapped: Callable[..., None],
-    instance: PrometheusStatLogger,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Add a report to the metrics."""
-    wrapped(*args, **kwargs)
-    _record_metrics(instance, *args, **kwargs)
-
-
-def _record_metrics(
     stat_logger: PrometheusStatLogger,
     scheduler_stats: SchedulerStats | None,
     iteration_stats: object,
     mm_cache_stats: object = None,
     engine_idx: int = 0,
 ) -> None:
+    """Add a report to the metrics."""
+    wrapped(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
     report = attached_report(scheduler_stats)
     metrics: RetentionMetrics | None = getattr(stat_logger, _PROMETHEUS, None)
     if report and metrics is not None:
@@ -100,18 +89,13 @@ def _record_metrics(
 
 def note_for_log(
     wrapped: Callable[..., None],
-    instance: LoggingStatLogger,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    stat_logger: LoggingStatLogger,
+    scheduler_stats: SchedulerStats | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Collect reports until the next log line."""
-    wrapped(*args, **kwargs)
-    _note_for_log(instance, *args, **kwargs)
-
-
-def _note_for_log(
-    stat_logger: LoggingStatLogger, scheduler_stats: SchedulerStats | None, *_: object, **__: object
-) -> None:
+    wrapped(scheduler_stats, *args, **kwargs)
     report = attached_report(scheduler_stats)
     if report:
         unlogged: Counts = vars(stat_logger).setdefault(_UNLOGGED, {})
@@ -119,32 +103,26 @@ def _note_for_log(
 
 
 def log_retention(
-    wrapped: Callable[..., None],
-    instance: LoggingStatLogger,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], stat_logger: LoggingStatLogger, *args: Any, **kwargs: Any
 ) -> None:
     """Follow upstream's line with one about retention, if there is anything to say."""
     from vllm.v1.metrics.loggers import logger
 
     wrapped(*args, **kwargs)
-    line = describe(vars(instance).pop(_UNLOGGED, {}))
+    line = describe(vars(stat_logger).pop(_UNLOGGED, {}))
     if line:
-        logger.info("%s%s", instance.log_prefix, line)
+        logger.info("%s%s", stat_logger.log_prefix, line)
 
 
 def mark_recorded(
     wrapped: Callable[..., None],
-    instance: StatLoggerManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    stat_loggers: StatLoggerManager,
+    scheduler_stats: SchedulerStats | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Empty a report once every logger has seen it, so that it is not carried over."""
-    wrapped(*args, **kwargs)
-    _mark_recorded(*args, **kwargs)
-
-
-def _mark_recorded(scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
+    wrapped(scheduler_stats, *args, **kwargs)
     report = attached_report(scheduler_stats)
     if report:
         report.clear()

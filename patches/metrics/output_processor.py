@@ -8,7 +8,7 @@ but its last, in which most of retention happens. Here all statistics pass by.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -23,19 +23,14 @@ _UNRECORDED = "_kvext_retention_unrecorded"
 
 def carry_over(
     wrapped: Callable[..., None],
-    instance: OutputProcessor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    processor: OutputProcessor,
+    scheduler_stats: SchedulerStats | None,
 ) -> None:
     """Add what has not been recorded so far to the report at hand.
 
     The one dict is attached until `patches.metrics.loggers.mark_recorded` empties it.
     """
-    wrapped(*args, **kwargs)
-    _carry_over(instance, *args, **kwargs)
-
-
-def _carry_over(processor: OutputProcessor, scheduler_stats: SchedulerStats | None) -> None:
+    wrapped(scheduler_stats)
     if scheduler_stats is None:
         return
     unrecorded: Counts = vars(processor).setdefault(_UNRECORDED, {})

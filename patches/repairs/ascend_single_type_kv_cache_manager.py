@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 
 def cache_by_own_tokens(
     wrapped: Callable[..., None],
-    instance: CompressAttentionManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    manager: CompressAttentionManager,
+    request: Request,
+    num_tokens: int,
 ) -> None:
     """Key each compressed block with the hash of all the tokens that it holds."""
-    return _cache_by_own_tokens(instance, *args, **kwargs)
-
-
-def _cache_by_own_tokens(
-    manager: CompressAttentionManager, request: Request, num_tokens: int
-) -> None:
     request_id = request.request_id
     tokens_per_block = manager.block_size * manager.compress_ratio
     num_cached_blocks = manager.num_cached_block.get(request_id, 0)
@@ -52,16 +46,7 @@ def _cache_by_own_tokens(
 
 def find_by_own_tokens(
     wrapped: Callable[..., Any],
-    instance: type[CompressAttentionManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Look compressed blocks up by the same hashes, and not beyond the tokens asked for."""
-    return _find_by_own_tokens(wrapped, *args, **kwargs)
-
-
-def _find_by_own_tokens(
-    wrapped: Callable[..., Any],
+    manager_class: type[CompressAttentionManager],
     block_hashes: BlockHashList,
     max_length: int,
     kv_cache_group_ids: list[int],
@@ -69,6 +54,7 @@ def _find_by_own_tokens(
     kv_cache_spec: KVCacheSpec,
     **arguments: Any,
 ) -> Any:
+    """Look compressed blocks up by the same hashes, and not beyond the tokens asked for."""
     from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
     rows = kv_cache_spec.block_size

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 def miss_under_context_parallelism(
     wrapped: Callable[..., Hits],
-    instance: type[SlidingWindowManager],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    manager_class: type[SlidingWindowManager],
+    *args: Any,
+    **kwargs: Any,
 ) -> Hits:
     """Find nothing where upstream asserts that context parallelism is off."""
     # Every coordinator names these arguments; without them there is no parallelism.

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import cached_block, group_keys
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
     cache_run,
     split_by_use,
 )
-from vllm_ascend_kvext.patches.fast_prefix_cache.key_scheme import cached_block, group_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
@@ -136,15 +136,6 @@ def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
 
 
 def cache_runs(
-    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Call upstream once per run of blocks, so that each event describes the blocks it names."""
-    if not is_retaining(instance):
-        return wrapped(*args, **kwargs)
-    return _cache_runs(wrapped, instance, *args, **kwargs)
-
-
-def _cache_runs(
     wrapped: Callable[..., None],
     block_pool: BlockPool,
     request: Request,
@@ -155,6 +146,18 @@ def _cache_runs(
     kv_cache_group_id: int,
     block_mask: list[bool] | None = None,
 ) -> None:
+    """Call upstream once per run of blocks, so that each event describes the blocks it names."""
+    if not is_retaining(block_pool):
+        arguments = {} if block_mask is None else {"block_mask": block_mask}
+        return wrapped(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            **arguments,
+        )
     hashes_per_block = block_size // block_pool.hash_block_size
     holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
     if block_mask is not None:
@@ -172,20 +175,16 @@ def _cache_runs(
 
 
 def free_useless_blocks_first(
-    wrapped: Callable[..., None], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Free cached blocks to the back of the queue, all others to its front."""
-    if not is_retaining(instance):
-        return wrapped(*args, **kwargs)
-    return _free_useless_blocks_first(wrapped, instance, *args, **kwargs)
-
-
-def _free_useless_blocks_first(
     wrapped: Callable[..., None],
     block_pool: BlockPool,
     ordered_blocks: Iterable[KVCacheBlock],
     prepend: bool = False,
 ) -> None:
+    """Free cached blocks to the back of the queue, all others to its front."""
+    if not is_retaining(block_pool):
+        if prepend:
+            return wrapped(ordered_blocks, prepend)
+        return wrapped(ordered_blocks)
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
     checkpoints = _checkpoints_of(block_pool)
     cached, useless = split_by_use(blocks)
@@ -236,23 +235,20 @@ def _turn_over(queue: FreeKVCacheBlockQueue, last_blocks: list[KVCacheBlock]) ->
 
 def make_room_first(
     wrapped: Callable[..., list[KVCacheBlock]],
-    instance: BlockPool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    block_pool: BlockPool,
+    num_blocks: int,
 ) -> list[KVCacheBlock]:
     """Have the least useful checkpoints give way to what is allocated."""
-    checkpoints = _checkpoints_of(instance)
+    checkpoints = _checkpoints_of(block_pool)
     if checkpoints is not None:
-        checkpoints.make_room(*args, **kwargs)
-    return wrapped(*args, **kwargs)
+        checkpoints.make_room(num_blocks)
+    return wrapped(num_blocks)
 
 
-def forget_checkpoints(
-    wrapped: Callable[..., bool], instance: BlockPool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> bool:
     """With the cache, forget its checkpoints."""
-    is_reset = wrapped(*args, **kwargs)
-    checkpoints = _checkpoints_of(instance)
+    is_reset = wrapped()
+    checkpoints = _checkpoints_of(block_pool)
     if is_reset and checkpoints is not None:
         checkpoints.clear()
     return is_reset

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import set_caching_rule
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
+from vllm_ascend_kvext.patches.upstream import (
+    LookupGroup,
+    cache_unit_tokens,
+    hit_unit_tokens,
+    is_ascend,
+    lookup_groups,
+    tokens_per_block,
+)
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
@@ -20,7 +29,6 @@ from vllm_ascend_kvext.retention.protocols import ManagedGroup, Retention
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 _KEEPER = "_kvext_tail_keeper"
@@ -29,20 +37,6 @@ _DENSE_MANAGERS = "_kvext_dense_managers"
 
 def tail_keeper(coordinator: KVCacheCoordinator) -> Retention | None:
     return getattr(coordinator, _KEEPER, None)
-
-
-def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
-    """The granularity at which this coordinator's lookup can hit.
-
-    vllm-ascend and vLLM 0.20.2 align hits to ``lcm_block_size`` (on Ascend with the compress
-    ratios), vLLM 0.23.0 to ``scheduler_block_size``, the coordinator of a single group to its
-    block size.
-    """
-    for name in ("lcm_block_size", "block_size", "scheduler_block_size"):
-        unit_tokens = getattr(coordinator, name, None)
-        if unit_tokens is not None:
-            return unit_tokens
-    raise AttributeError(f"{type(coordinator).__name__} names no unit of its prefix-cache hits")
 
 
 def retain(
@@ -60,7 +54,14 @@ def retain(
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.ascend_kvext.retention")
-    groups = _lookup_groups(coordinator) if coordinator.enable_caching else []
+    groups = (
+        [
+            (_group_geometry(coordinator, group), group.group_ids)
+            for group in lookup_groups(coordinator)
+        ]
+        if coordinator.enable_caching
+        else []
+    )
     unit_tokens = hit_unit_tokens(coordinator) if groups else 1
     is_sparse = any(geometry.is_sparse for geometry, _ in groups)
     interval_tokens = parse_interval(interval or "0", unit_tokens, check_unit=is_sparse)
@@ -76,10 +77,10 @@ def retain(
         return
 
     managed: dict[GroupKind, list[ManagedGroup]] = {kind: [] for kind in GroupKind}
-    for index, (geometry, group_ids) in enumerate(groups):
+    for index, (group, group_ids) in enumerate(groups):
         for group_id in group_ids:
             manager = coordinator.single_type_managers[group_id]
-            managed[geometry.kind].append(ManagedGroup(manager, index, geometry.block_tokens))
+            managed[group.kind].append(ManagedGroup(manager, index, group.block_tokens))
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
     if is_adaptive and managed[GroupKind.UNMANAGED]:
         logger.warning(
@@ -91,7 +92,7 @@ def retain(
     full_groups = tuple(managed[GroupKind.FULL])
     pool = RetainedPool(coordinator.block_pool)
     policy = RetentionPolicy(geometry, interval_tokens, is_adaptive)
-    skips_by_tokens = not (_is_ascend(coordinator) or managed[GroupKind.STATE])
+    skips_by_tokens = not (is_ascend(coordinator) or managed[GroupKind.STATE])
     keeper: Retention
     if is_adaptive:
         keeper = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
@@ -99,6 +100,7 @@ def retain(
     else:
         keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
     setattr(coordinator, _KEEPER, keeper)
+    set_caching_rule(coordinator, keeper)
     dense = tuple(group.manager for group in managed[GroupKind.UNMANAGED])
     setattr(coordinator, _DENSE_MANAGERS, dense)
     setattr(coordinator.block_pool, RETAINING, True)
@@ -119,33 +121,10 @@ def describe_policy(policy: RetentionPolicy) -> str:
     return f"adaptive, and {grid}" if grid else "adaptive"
 
 
-def _lookup_groups(coordinator: KVCacheCoordinator) -> list[tuple[GroupGeometry, list[int]]]:
-    """The coordinator's groups in its order of lookup, with the ids that share each entry."""
-    looks_ahead = coordinator.eagle_group_ids
-    if not hasattr(coordinator, "attention_groups"):
-        (manager,) = coordinator.single_type_managers
-        return [
-            (_group_geometry(coordinator, manager.kv_cache_spec, manager, 0 in looks_ahead, 1), [0])
-        ]
-    groups = []
-    for spec, group_ids, *_ in coordinator.attention_groups:
-        manager = coordinator.single_type_managers[group_ids[0]]
-        ahead = any(group_id in looks_ahead for group_id in group_ids)
-        geometry = _group_geometry(coordinator, spec, manager, ahead, len(group_ids))
-        groups.append((geometry, group_ids))
-    return groups
-
-
-def _group_geometry(
-    coordinator: KVCacheCoordinator,
-    spec: KVCacheSpec,
-    manager: SingleTypeKVCacheManager,
-    looks_ahead: bool,
-    num_groups: int,
-) -> GroupGeometry:
+def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    is_ascend = _is_ascend(coordinator)
+    spec = group.spec
     kind = GroupKind.UNMANAGED
     if isinstance(spec, FullAttentionSpec):
         kind = GroupKind.FULL
@@ -156,47 +135,26 @@ def _group_geometry(
     has_margin = kind in (GroupKind.FULL, GroupKind.WINDOW)
     return GroupGeometry(
         kind=kind,
-        block_tokens=tokens_per_block(coordinator, manager),
+        block_tokens=tokens_per_block(coordinator, group.manager),
         window_tokens=getattr(spec, "sliding_window", 0) if kind is GroupKind.WINDOW else 0,
-        looks_ahead=looks_ahead,
-        margin_tokens=0 if is_ascend and not has_margin else spec.block_size,
-        num_groups=num_groups,
+        looks_ahead=group.looks_ahead,
+        margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
+        num_groups=len(group.group_ids),
     )
-
-
-def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> int:
-    """On Ascend a block has ``block_size`` *rows*, each of ``compress_ratio`` tokens."""
-    ratio = _compress_ratio(manager.kv_cache_spec) if _is_ascend(coordinator) else 1
-    return manager.block_size * ratio
-
-
-def _is_ascend(coordinator: KVCacheCoordinator) -> bool:
-    return type(coordinator).__module__.startswith("vllm_ascend.")
-
-
-def _compress_ratio(spec: KVCacheSpec) -> int:
-    return max(1, getattr(spec, "compress_ratio", None) or 1)
 
 
 def cache_tails(
     wrapped: Callable[..., None],
-    instance: KVCacheCoordinator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    coordinator: KVCacheCoordinator,
+    request: Request,
+    num_computed_tokens: int,
 ) -> None:
     """Let the keeper cache full-attention, window and state groups, upstream the others."""
-    keeper = tail_keeper(instance)
+    keeper = tail_keeper(coordinator)
     if keeper is None:
-        wrapped(*args, **kwargs)
+        wrapped(request, num_computed_tokens)
         return
-    keeper.cache(*args, **kwargs)
-    if getattr(instance, _DENSE_MANAGERS):
-        _cache_densely(instance, *args, **kwargs)
-
-
-def _cache_densely(
-    coordinator: KVCacheCoordinator, request: Request, num_computed_tokens: int
-) -> None:
+    keeper.cache(request, num_computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.cache_blocks(
             request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)
@@ -207,9 +165,9 @@ def _densely_cached_tokens(
     coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager, num_tokens: int
 ) -> int:
     """What upstream would cache of a group that retention leaves alone (chunked-local)."""
-    unit_tokens = getattr(coordinator, "scheduler_block_size", None)
-    if unit_tokens is None or not hasattr(coordinator, "attention_groups"):
-        return num_tokens  # vLLM 0.20.2, and the coordinator of a single group
+    unit_tokens = cache_unit_tokens(coordinator)
+    if unit_tokens is None:
+        return num_tokens
     aligned = num_tokens // unit_tokens * unit_tokens
     if aligned and manager.use_eagle:
         return min(num_tokens, aligned + manager.block_size)
@@ -218,34 +176,25 @@ def _densely_cached_tokens(
 
 def move_windows_on(
     wrapped: Callable[..., None],
-    instance: KVCacheCoordinator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Free what has left a window, after saving what is needed later."""
-    keeper = tail_keeper(instance)
-    if keeper is None:
-        wrapped(*args, **kwargs)
-    else:
-        _move_windows_on(keeper, getattr(instance, _DENSE_MANAGERS), *args, **kwargs)
-
-
-def _move_windows_on(
-    keeper: Retention,
-    dense_managers: tuple[SingleTypeKVCacheManager, ...],
+    coordinator: KVCacheCoordinator,
     request_id: str,
     total_computed_tokens: int,
 ) -> None:
+    """Free what has left a window, after saving what is needed later."""
+    keeper = tail_keeper(coordinator)
+    if keeper is None:
+        wrapped(request_id, total_computed_tokens)
+        return
     computed_tokens = keeper.before_skip(request_id, total_computed_tokens)
     if computed_tokens is not None:
         for group in keeper.sparse_groups:
             group.manager.remove_skipped_blocks(request_id, computed_tokens)
-    for manager in dense_managers:
+    for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.remove_skipped_blocks(request_id, total_computed_tokens)
 
 
 def accept_any_interval(
-    wrapped: Callable[..., None], instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., None], instance: None, *args: Any, **kwargs: Any
 ) -> None:
     """`retain` validates, against the unit of the lookup."""
 

@@ -13,33 +13,28 @@ from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, Retention, p
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 
 def start_retaining(
-    wrapped: Callable[..., None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: KVCacheManager, *args: Any, **kwargs: Any
 ) -> None:
     """Read the interval when a block manager is built; refuse it here if it is wrong."""
     wrapped(*args, **kwargs)
     interval = os.environ.get(RETENTION_INTERVAL_VARIABLE)
     is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
     if interval or is_adaptive:
-        retain(instance.coordinator, interval, is_adaptive)
+        retain(manager.coordinator, interval, is_adaptive)
 
 
 def release_request(
-    wrapped: Callable[..., None],
-    instance: KVCacheManager,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., None], manager: KVCacheManager, request: Request
 ) -> None:
     """Settle what a finished or preempted request leaves in the prefix cache."""
-    keeper = tail_keeper(instance.coordinator)
+    keeper = tail_keeper(manager.coordinator)
     if keeper is not None:
-        keeper.release(*args, **kwargs)
-    return wrapped(*args, **kwargs)
+        keeper.release(request)
+    return wrapped(request)
 
 
 PATCHES = (

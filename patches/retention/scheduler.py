@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -15,19 +15,17 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.retention.protocols import Retention
-
 
 def report_retention(
     wrapped: Callable[..., SchedulerStats | None],
-    instance: Scheduler,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    scheduler: Scheduler,
+    *args: Any,
+    **kwargs: Any,
 ) -> SchedulerStats | None:
     """Send along what retention has counted since the last step."""
     stats = wrapped(*args, **kwargs)
     if stats is not None:
-        keeper = tail_keeper(instance.kv_cache_manager.coordinator)
+        keeper = tail_keeper(scheduler.kv_cache_manager.coordinator)
         report = None if keeper is None else keeper.stats.take()
         if report is not None:
             attach_report(stats, report)
@@ -35,24 +33,20 @@ def report_retention(
 
 
 def end_step_at_checkpoint(
-    wrapped: Callable[..., int], instance: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    """Shorten a prefill step so that it leaves the state of a boundary that was asked for."""
-    num_new_tokens = wrapped(*args, **kwargs)
-    keeper = tail_keeper(instance.kv_cache_manager.coordinator)
-    if keeper is None:
-        return num_new_tokens
-    return _end_step_at_checkpoint(keeper, num_new_tokens, *args, **kwargs)
-
-
-def _end_step_at_checkpoint(
-    keeper: Retention,
-    num_new_tokens: int,
+    wrapped: Callable[..., int],
+    scheduler: Scheduler,
     request: Request,
-    num_asked_tokens: int,
+    num_new_tokens: int,
     num_new_local_computed_tokens: int = 0,
     num_external_computed_tokens: int = 0,
 ) -> int:
+    """Shorten a prefill step so that it leaves the state of a boundary that was asked for."""
+    num_new_tokens = wrapped(
+        request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+    )
+    keeper = tail_keeper(scheduler.kv_cache_manager.coordinator)
+    if keeper is None:
+        return num_new_tokens
     computed_tokens = (
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
     )

@@ -7,7 +7,7 @@ are three layers each.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import ascend_geometry
 import torch
@@ -24,7 +24,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import RowAddressing
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig
 
 SPARSE_C8 = (
     {"cache_sparse_li_c8": True}
@@ -143,8 +145,8 @@ def _reaches(config: KVCacheConfig, sizes: BlockSizes) -> dict[str, Reach]:
         for name in group.layer_names
         if name.endswith(".attn")
     }
-    c4_state = Reach(GroupKind.STATE, sizes.c4_state, 1, 8)
-    c128_state = Reach(GroupKind.STATE, sizes.c128_state, 1, 128, 128)
+    c4_state = Reach(GroupKind.WINDOW, sizes.c4_state, 1, 8, holds_states=True)
+    c128_state = Reach(GroupKind.WINDOW, sizes.c128_state, 1, 128, 128, holds_states=True)
     found = {
         "swa_cache": Reach(GroupKind.WINDOW, sizes.window, 1, 128),
         "indexer.compressor.state_cache": c4_state,
@@ -180,6 +182,17 @@ def latent_and_rope() -> LayoutFixture:
     )
     specs = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(3)}
     return _three_layers(specs, "mla_v1", 2, {"": Reach(GroupKind.FULL, 128, 1)})
+
+
+def tiled_latent_and_rope() -> LayoutFixture:
+    """The same with ``enable_kv_nz``: tensors of the same shapes, whose kernels write tiles."""
+    by_row = latent_and_rope()
+    page = Reach(GroupKind.FULL, 128, 128)
+    return replace(
+        by_row,
+        tensors=tuple(replace(paged, token_axis=None, reach=page) for paged in by_row.tensors),
+        worker=WorkerConfig(all_pages_are_nz=True),
+    )
 
 
 def sparse_c8() -> LayoutFixture:

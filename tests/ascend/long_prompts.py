@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests on the true layouts, whose hits are thousands of tokens apart.
 
-`support.retention.reachability` walks through every token of a life. Here only the moments around one
-length are visited, for which a few steps are enough.
+`support.retention.reachability` walks through every token of a life. Here only the moments around
+one length are visited, for which a few steps are enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support.scheduler.block_manager import BlockManager
 from support.retention.reachability import Hits
+from support.scheduler.block_manager import BlockManager
 
 NUM_BLOCKS = 16000
 """Room for three units of every group, cached densely."""

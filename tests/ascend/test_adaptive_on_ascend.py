@@ -19,7 +19,6 @@ pytest.importorskip(
 
 from ascend_geometry import HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, planned_layout, small_layout
 from long_prompts import NUM_BLOCKS, hits_around, outputs, prompt
-from support.scheduler.block_manager import BlockManager, Layout
 from support.retention.checkpoints import (
     adaptive_retention,
     check_idle,
@@ -28,6 +27,7 @@ from support.retention.checkpoints import (
     num_checkpoints,
 )
 from support.retention.reachability import serve_conversation, serve_prompt_only
+from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version
 

@@ -17,8 +17,8 @@ pytest.importorskip(
 )
 
 from ascend_geometry import SMALL_HIT_UNIT_TOKENS, small_layout
-from support.scheduler.block_manager import BlockManager
 from support.installed import retention_installed
+from support.scheduler.block_manager import BlockManager
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHashListWithBlockSize,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -14,21 +15,24 @@ pytest.importorskip(
 )
 
 import ascend_layouts
+import vllm_ascend
 from ascend_layouts import deepseek_v4
-from support.transfer.ascend_backends import simulated_backends
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
+from support.transfer.ascend_backends import simulated_backends
 from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.specs import read_cache_groups
+from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.specs import read_scheduler_groups
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "DeepSeek-V4": deepseek_v4,
     "DeepSeek-V4, no connector": partial(deepseek_v4, has_connector=False),
     "DeepSeek-V4, small blocks": partial(deepseek_v4, 32, 80),
     "latent and rope": ascend_layouts.latent_and_rope,
+    "latent and rope in tiles": ascend_layouts.tiled_latent_and_rope,
     "sparse C8": ascend_layouts.sparse_c8,
     "keys and values": ascend_layouts.keys_and_values,
 }
@@ -63,12 +67,13 @@ def test_round_trip_with_the_backends_of_ascend(name: str, ascend_movers: dict[s
 @pytest.mark.parametrize("name", FIXTURES)
 def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
     fixture = FIXTURES[name]()
-    groups = read_scheduler_groups(fixture.config)
-    assert groups == read_scheduler_groups(fixture.scheduler_config)
+    groups = read_cache_groups(fixture.config, 1)
+    assert groups == read_cache_groups(fixture.scheduler_config, 1)
     for index, group in enumerate(groups):
         reaches = fixture.reaches(index)
         assert {reach.kind for reach in reaches} == {group.kind}
         assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
+        assert {reach.holds_states for reach in reaches} == {group.holds_states}
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -106,7 +111,7 @@ def geometry(layout: KVLayout) -> set[tuple[object, ...]]:
     }
 
 
-FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
+FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
@@ -119,22 +124,62 @@ def test_deepseek_v4_byte_for_byte() -> None:
         (FULL, 512, 16640, 16384, 2, 128),  # and their scales
         (FULL, 16384, 131072, 0, 1024, 128),  # attention of ratio 128
         (WINDOW, 128, 131072, 0, 1024, 128),
-        (STATE, 8, 131072, 0, 8192, 8),  # compressor of ratio 4, padded
-        (STATE, 8, 16640, 0, 2048, 8),  # of the indexer, padded
-        (STATE, 32, 131072, 0, 4096, 32),  # compressor of ratio 128
+        (WINDOW, 8, 131072, 0, 8192, 8),  # compressor of ratio 4, padded
+        (WINDOW, 8, 16640, 0, 2048, 8),  # of the indexer, padded
+        (WINDOW, 32, 131072, 0, 4096, 32),  # compressor of ratio 128
     }
     assert layout.num_scheduler_groups == 6
     assert layout.num_planes == 21 * 3 + 20 + 43 + 21 * 2 + 20
     assert layout.unit_tokens == 128
 
 
+def test_pages_in_tiles_are_one_row() -> None:
+    """Of the same tensors, which do not say that kernels write tiles of 16 elements."""
+    by_row, tiled = (
+        make().layout().groups[0]
+        for make in (ascend_layouts.latent_and_rope, ascend_layouts.tiled_latent_and_rope)
+    )
+    assert (by_row.rows_per_page, tiled.rows_per_page) == (128, 1)
+    assert tiled.row_bytes == 128 * by_row.row_bytes
+    assert not any(plane.is_packed for plane in by_row.planes)
+    assert all(plane.is_packed for plane in tiled.planes)
+
+
+NZ_CACHE_MODES = {
+    "attention/mla_v1.py": ['cache_mode = "PA_NZ" if self.enable_kv_nz else "PA"'],
+    "device/device_op.py": [
+        'cache_mode="PA_NZ",',
+        'cache_mode="nzcache" if atten_obj.enable_kv_nz else "krope_ctkv",',
+    ],
+}
+"""Where vllm-ascend writes pages in tiles; the second is under ``fa_quant_layer``."""
+
+
+def test_pages_are_tiled_where_the_worker_config_looks() -> None:
+    """Read as text: the modules need a device to import."""
+    package = Path(vllm_ascend.__file__).parent
+    found = {
+        str(path.relative_to(package)): [
+            line.strip()
+            for line in path.read_text().splitlines()
+            if '"PA_NZ"' in line or '"nzcache"' in line
+        ]
+        for path in sorted(package.rglob("*.py"))
+    }
+    assert {path: lines for path, lines in found.items() if lines} == NZ_CACHE_MODES
+    assert 'additional_config.get("enable_kv_nz"' in (package / "ascend_config.py").read_text()
+    quantization = (package / "quantization/modelslim_config.py").read_text()
+    assert "self.enable_fa_quant =" in quantization
+    assert "def is_fa_quant_layer(self, prefix)" in quantization
+
+
 def test_blobs_are_shared_by_layers_of_different_groups() -> None:
     layout = deepseek_v4(128).layout()
-    assert len(layout.pools) == 22 + 21  # 22 layer tuples; the last has no layer of small pages
+    assert len(layout.storages) == 22 + 21  # 22 layer tuples; the last has no layer of small pages
     groups_of_pool: dict[int, set[int]] = {}
     for group in layout.groups:
         for plane in group.planes:
-            groups_of_pool.setdefault(plane.pool, set()).add(group.scheduler_group)
+            groups_of_pool.setdefault(plane.storage, set()).add(group.scheduler_group)
     assert max(len(groups) for groups in groups_of_pool.values()) == 6
 
 

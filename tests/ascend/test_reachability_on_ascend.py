@@ -21,9 +21,9 @@ from ascend_geometry import (
     small_layout,
 )
 from long_prompts import NUM_BLOCKS, hits_around
-from support.scheduler.block_manager import BlockManager, Layout
 from support.installed import retention_installed
 from support.retention.reachability import Difference, Price, serve_conversation, serve_prompt_only
+from support.scheduler.block_manager import BlockManager, Layout
 from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING

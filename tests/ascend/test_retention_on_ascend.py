@@ -18,8 +18,8 @@ pytest.importorskip(
 
 from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
 from long_prompts import CHUNK_TOKENS, NUM_BLOCKS, hits_around, outputs, prompt, serve
-from support.scheduler.block_manager import BlockManager
 from support.installed import retention_installed
+from support.scheduler.block_manager import BlockManager
 from vllm_ascend._version import __version__ as ascend_version
 
 UNIT_TOKENS = HIT_UNIT_TOKENS[128]

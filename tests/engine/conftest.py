@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import served
-
-Serve = Callable[..., served.Served]
+from served import Serve
 
 
 @pytest.fixture(scope="session")

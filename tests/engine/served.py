@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +68,10 @@ class Served:
             for step, theirs in zip(mine.logprobs, expected.logprobs, strict=True)
             for token, logprob in step.items()
         )
+
+
+Serve = Callable[..., Served]
+"""What the fixture ``serve`` is."""
 
 
 @dataclass(frozen=True)

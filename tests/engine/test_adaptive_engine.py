@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Serve
 from serve_workload import BLOCK_TOKENS, DOCUMENT_TOKENS, SYSTEM_PROMPT_TOKENS
-from served import INTERVAL, LOGPROB_TOLERANCE, Served
+from served import INTERVAL, LOGPROB_TOLERANCE, Serve, Served
 
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 SETTINGS = {

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.retention.checkpoints import adaptive_retention, checkpoint_tree
+from support.retention.reachability import eagle_sets, serve_conversation, serve_prompt_only
+from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import EngineOptions
-from support.retention.reachability import eagle_sets, serve_conversation, serve_prompt_only
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from support.scheduler.block_manager import retention_interval
 from support.retention.checkpoints import (
     CheckpointsAccountForCache,
     adaptive_retention,
     all_nodes,
     checkpoint_tree,
 )
+from support.scheduler.block_manager import retention_interval
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import (
     CacheContents,

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.installed import retention_installed
+from support.scheduler.block_manager import BlockManager, Layout, full, window
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 

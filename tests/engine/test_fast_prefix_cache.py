@@ -2,8 +2,9 @@
 """The faster prefix-cache functions decide what upstream's decide.
 
 Random workloads on vLLM's real scheduler, each run twice in this process: as it is, and with the
-feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block ids of
-every step, preemptions, the order of the free queue, reference counts, keys, events and outputs.
+feature. Compared is all that `support.scheduler.transcript.Step` holds: requests, tokens and block
+ids of every step, preemptions, the order of the free queue, reference counts, keys, events and
+outputs.
 """
 
 from __future__ import annotations
@@ -24,14 +25,11 @@ from support.scheduler.workload import Workload
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
-from vllm_ascend_kvext.patches.fast_prefix_cache import factory
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
 from vllm_ascend_kvext.settings import Mode, Settings
 
 NUM_SEEDS = 5
-KEY_HEX_DIGITS = 2 * (32 + 4)
-"""Those of the last hash and the group id, in which a joined key and a short one agree."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Setting:
 
     Attributes:
         name: Id of the test.
-        events: Whether KV cache events are on; without them keys are short.
+        events: Whether KV cache events are on.
         units: The retention interval in units of the layout's hits; None for none.
         retains: Whether retention is this package's, not upstream's.
     """
@@ -97,22 +95,13 @@ def in_effect(setting: Setting, is_fast: bool) -> Iterator[None]:
 
 
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
-    factory._connectors_built = 0  # earlier workloads had connectors
     interval = None if setting.units is None else setting.units * workload.layout.unit_tokens
     if not (setting.retains or workload.layout.has_window):
         interval = None  # upstream refuses it
     with ExitStack() as stack:
         stack.enter_context(in_effect(setting, is_fast))
         stack.enter_context(retention_interval(interval))
-        transcript = run(workload).transcript
-    transcript.steps = [
-        replace(
-            step,
-            blocks=tuple((count, key and key[-KEY_HEX_DIGITS:]) for count, key in step.blocks),
-        )
-        for step in transcript.steps
-    ]
-    return transcript
+        return run(workload).transcript
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

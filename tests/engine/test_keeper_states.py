@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.installed import retention_installed
+from support.scheduler.block_manager import BlockManager, Layout, full, window
 from vllm.v1.request import Request
 
 NUM_BLOCKS = 60

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import vllm
-from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.installed import retention_installed
 from support.retention.reachability import (
     Difference,
@@ -17,6 +16,7 @@ from support.retention.reachability import (
     serve_conversation,
     serve_prompt_only,
 )
+from support.scheduler.block_manager import BlockManager, Layout, full, window
 
 NUM_BLOCKS = 800
 

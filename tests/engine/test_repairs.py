@@ -11,23 +11,28 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
+from support.installed import installed
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
-from support.installed import installed
 from support.scheduler.invariants import blocks_are_conserved
-from support.scheduler.layouts import FULL, LAYOUTS, MAMBA, Attention, Group
+from support.scheduler.layouts import LAYOUTS, Attention, Group
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck, WrongKVError
 from support.scheduler.options import Drafter, ExternalLoad
-from support.scheduler.random_workloads import EAGLE_LAYOUTS, random_workload, without_upstream_defects
+from support.scheduler.random_workloads import (
+    EAGLE_LAYOUTS,
+    random_workload,
+    without_upstream_defects,
+)
 from support.scheduler.run import run
 from support.scheduler.workload import Workload
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.request import Request
 
-from vllm_ascend_kvext.patches.repairs.kv_cache_manager import drafts_in_flight
+from vllm_ascend_kvext.patches.repairs.kv_cache_coordinator import drafts_in_flight
 
 NUM_SEEDS = 8
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
@@ -279,11 +284,15 @@ class TestDraftsInFlight:
     def test_every_request_reads_its_own(self) -> None:
         assert self.wrong_reads()[1] == 0
 
-    @pytest.mark.usefixtures("repaired")
-    @pytest.mark.parametrize("layout", [FULL, MAMBA], ids=lambda layout: layout.name)
-    def test_managers_without_windows_are_left_alone(self, layout: EngineLayout) -> None:
-        engine = SchedulerEngine(layout, random_workload(layout, 0).options)
-        assert "allocate_slots" not in vars(engine.scheduler.kv_cache_manager)
+    def test_nothing_is_left_of_it_once_it_is_reverted(self) -> None:
+        layout = WINDOW_LAYOUTS[0]
+        with installed(self.FEATURE):
+            engine = SchedulerEngine(layout, random_workload(layout, 0).options)
+        manager = engine.scheduler.kv_cache_manager
+        for instance in (manager, manager.coordinator, *manager.coordinator.single_type_managers):
+            replaced = [name for name, value in vars(instance).items() if callable(value)]
+            assert not [name for name in replaced if hasattr(type(instance), name)]
+        assert type(KVCacheCoordinator.remove_skipped_blocks) is FunctionType
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from support.scheduler.engine import SchedulerEngine
 from support.installed import retention_installed
+from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import (
     CacheContents,
     blocks_are_conserved,

@@ -5,8 +5,9 @@ With the repairs switched off, all of them; with the repairs, all of those in wo
 into none of the defects.
 
 Random workloads on vLLM's real scheduler, in fresh processes. What is compared is in
-`support.scheduler.transcript.Step`: requests, tokens and block ids of every step, preemptions, the order of
-the free queue, reference counts and hashes of all blocks, every KV cache event, and the outputs.
+`support.scheduler.transcript.Step`: requests, tokens and block ids of every step, preemptions, the
+order of the free queue, reference counts and hashes of all blocks, every KV cache event, and the
+outputs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from support.transfer.ascend_shim import SOURCES
 
-from vllm_ascend_kvext.transfer.ascend_launcher import LIBRARY_NAME, KernelLauncher
+from vllm_ascend_kvext.transfer.ascend.launcher import LIBRARY_NAME, KernelLauncher
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
@@ -27,8 +27,10 @@ project(stand_in LANGUAGES CXX)
 add_subdirectory("{SOURCES}" ascend)
 """
 
-# Compiles the kernel for the host and makes the launch header, as ascendc_library() does.
+# Compiles the kernel for the host and makes the launch header, as ascendc_library() does. CANN's own
+# file sets CMAKE_SKIP_RPATH too.
 ASCENDC_CMAKE = f"""
+set(CMAKE_SKIP_RPATH TRUE)
 function(ascendc_library name kind)
   add_library(${{name}} ${{kind}} ${{ARGN}} "${{ASCEND_CANN_PACKAGE_PATH}}/runtime.cpp")
   target_include_directories(${{name}} PRIVATE "{SOURCES}/shim")
@@ -109,9 +111,21 @@ def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_builds_installs_and_loads(tmp_path: Path, cann: Path) -> None:
+def runpath(library: Path) -> str:
+    """The line of the dynamic section that says where libraries are looked for."""
+    listed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    (line,) = (line for line in listed.stdout.splitlines() if "RUNPATH" in line or "RPATH" in line)
+    return line
+
+
+@pytest.mark.parametrize("generator", ["Unix Makefiles", "Ninja"])
+def test_builds_installs_and_loads(tmp_path: Path, cann: Path, generator: str) -> None:
+    if generator == "Ninja" and shutil.which("ninja") is None:
+        pytest.skip("needs ninja")
     configured = configure(
         tmp_path,
+        f"-G{generator}",
         f"-DASCEND_HOME_PATH={cann}",
         "-DSOC_VERSION=ascend910b1",
         f"-DCMAKE_INSTALL_PREFIX={tmp_path / 'installed'}",
@@ -123,6 +137,7 @@ def test_builds_installs_and_loads(tmp_path: Path, cann: Path) -> None:
     package = tmp_path / "installed" / "vllm_ascend_kvext"
     names = sorted(path.name for path in package.iterdir())
     assert names == [LIBRARY_NAME, "libkvext_ascend_kernels.so"]
+    assert "[$ORIGIN]" in runpath(package / LIBRARY_NAME)
     launcher = KernelLauncher(ctypes.CDLL(str(package / LIBRARY_NAME)))
     assert launcher.limits.tile_bytes % launcher.limits.data_block_bytes == 0
     assert launcher.num_cores() == 40
@@ -151,3 +166,16 @@ def test_without_a_chip_the_error_says_which_option(tmp_path: Path, cann: Path) 
     configured = configure(tmp_path, f"-DASCEND_HOME_PATH={cann}")
     assert configured.returncode != 0
     assert "SOC_VERSION" in configured.stderr
+
+
+def test_a_cann_without_device_info_is_refused(tmp_path: Path, cann: Path) -> None:
+    """As 8.1.RC1."""
+    header = cann / "include" / "acl" / "acl.h"
+    lines = header.read_text(encoding="utf-8").splitlines(keepends=True)
+    header.write_text("".join(line for line in lines if "GetDeviceInfo" not in line))
+    (cann / "version.cfg").write_text("runtime_running_version=[8.1.0.1.200:8.1.RC1]\n")
+    configured = configure(tmp_path, f"-DASCEND_HOME_PATH={cann}", "-DSOC_VERSION=ascend910b1")
+    assert configured.returncode != 0
+    message = " ".join(configured.stderr.split())
+    assert "needs CANN 8.3.RC1 or newer: expected aclrtGetDeviceInfo" in message
+    assert "8.1.RC1" in message

@@ -9,15 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from support.transfer.fake_npu import (
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    FakeNpu,
-    Stream,
-    device_tensor,
-    host_tensor,
-    installed_npu,
-)
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -27,8 +18,17 @@ from support.transfer.cases import (
     cases,
     uniform_case,
 )
+from support.transfer.fake_npu import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    FakeNpu,
+    Stream,
+    device_tensor,
+    host_tensor,
+    installed_npu,
+)
 
-from vllm_ascend_kvext.transfer.ascend_dma import IN_FLIGHT, AscendDmaBackend
+from vllm_ascend_kvext.transfer.ascend.dma import IN_FLIGHT, AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.explode import explode
@@ -89,7 +89,7 @@ def test_direction_is_upstreams_code(npu: FakeNpu, direction: int, code: int) ->
 
 def test_goes_to_the_current_stream_of_the_pools_device(npu: FakeNpu) -> None:
     transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
-    on_other_device = replace(transfer, pool_tensors=(device_tensor(1), device_tensor(1)))
+    on_other_device = transfer._replace(pool_tensors=(device_tensor(1), device_tensor(1)))
     stream = Stream()
     with npu.device(device_tensor(1).device), npu.stream(stream):
         with npu.device(device_tensor(0).device):
@@ -112,7 +112,7 @@ def test_pointer_arrays_live_until_the_stream_has_passed(npu: FakeNpu) -> None:
 
 def test_nothing_to_move_enqueues_nothing(npu: FakeNpu) -> None:
     transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
-    AscendDmaBackend().run(replace(transfer, runs=transfer.runs[:0]))
+    AscendDmaBackend().run(transfer._replace(runs=transfer.runs[:0]))
     assert npu.directions == [] and len(IN_FLIGHT) == 0
 
 
@@ -121,14 +121,14 @@ def test_bad_descriptor_enqueues_nothing(npu: FakeNpu) -> None:
     runs = transfer.runs.copy()
     runs[1, 1] = 4
     with pytest.raises(DescriptorError, match=r"runs\[1\]"):
-        AscendDmaBackend().run(replace(transfer, runs=runs))
+        AscendDmaBackend().run(transfer._replace(runs=runs))
     assert npu.directions == [] and len(IN_FLIGHT) == 0
 
 
 def test_refuses_host_memory_that_is_not_pinned(npu: FakeNpu) -> None:
     transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
     with pytest.raises(BackendError, match="pin_memory=True"):
-        AscendDmaBackend().run(replace(transfer, host_tensor=host_tensor(is_pinned=False)))
+        AscendDmaBackend().run(transfer._replace(host_tensor=host_tensor(is_pinned=False)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_refuses_pools_that_are_not_on_one_npu(
 ) -> None:
     transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
     with pytest.raises(BackendError, match=found):
-        AscendDmaBackend().run(replace(transfer, pool_tensors=pools))
+        AscendDmaBackend().run(transfer._replace(pool_tensors=pools))
 
 
 def test_failure_of_the_operator_names_it_and_keeps_the_arrays(

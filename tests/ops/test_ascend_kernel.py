@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.transfer.ascend_shim import SANITIZERS, Shim, compile_shim
-from support.transfer.fake_npu import device_tensor, host_tensor, installed_npu
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -28,8 +27,9 @@ from support.transfer.cases import (
     cases,
     uniform_case,
 )
+from support.transfer.fake_npu import device_tensor, host_tensor, installed_npu
 
-from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
 from vllm_ascend_kvext.transfer.explode import explode
@@ -134,7 +134,7 @@ def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> 
     case = replace(CASE, direction=direction)
     memory = TransferMemory.random(case)
     expected = memory.after(case)
-    transfer = replace(transfer_of(case, memory), host_tensor=host_tensor())
+    transfer = transfer_of(case, memory)._replace(host_tensor=host_tensor())
     shim.prepare(transfer, is_mapped=True)
     backend = shim.backend()
     arena = memory.host.whole
@@ -151,7 +151,7 @@ def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> 
 def test_refuses_host_memory_that_is_not_mapped(shim: Shim) -> None:
     memory = TransferMemory.random(CASE)
     before = memory.snapshot()
-    transfer = replace(transfer_of(CASE, memory), host_tensor=host_tensor())
+    transfer = transfer_of(CASE, memory)._replace(host_tensor=host_tensor())
     with pytest.raises(BackendError, match="map_host"):
         shim.backend().run(transfer)
     with pytest.raises(BackendError, match="unmap_host"):
@@ -164,8 +164,8 @@ def test_bad_descriptor_launches_nothing(shim: Shim) -> None:
     runs = transfer.runs.copy()
     runs[2, 3] = 5
     with pytest.raises(DescriptorError, match=r"runs\[2\]"):
-        shim.backend().run(replace(transfer, runs=runs))
-    shim.backend().run(replace(transfer, runs=runs[:0]))
+        shim.backend().run(transfer._replace(runs=runs))
+    shim.backend().run(transfer._replace(runs=runs[:0]))
     assert shim.launches == []
 
 
@@ -250,7 +250,7 @@ def run_far(
         host_address=host.ctypes.data,
         host_bytes=host.size,
         direction=Direction(direction),
-        num_threads=1,
+        placement=None,
         pool_tensors=(device_tensor(),),
         host_tensor=device_tensor(),
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from support.transfer.ascend_backends import simulated_backends
 from support.layout.round_trip import Mover, round_trip
+from support.transfer.ascend_backends import simulated_backends
 from test_layout_round_trip import FIXTURES, RANGES
 
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer

@@ -8,18 +8,24 @@ from functools import partial
 
 import pytest
 from support.layout import fixtures as layout_fixtures
-from support.transfer.ascend_backends import simulated_backends
 from support.layout.eleven_groups import eleven_groups
 from support.layout.fixtures import latent_rows
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
+from support.transfer.ascend_backends import simulated_backends
+from vllm.config import CacheConfig, VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.specs import read_cache_groups
+from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
-from vllm_ascend_kvext.layout.model import GroupKind
+from vllm_ascend_kvext.layout.page_format import PageFormat, read_page_format
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.specs import read_scheduler_groups
-from vllm_ascend_kvext.layout.views import pool_tensors
+from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig, read_worker_config
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "keys then values": layout_fixtures.keys_then_values,
@@ -44,6 +50,9 @@ RANGES = {
 }
 
 
+PAGE_FORMAT = PageFormat("cpu", ("TESTS",), "", "auto", "SD", "ND")
+
+
 @pytest.fixture(scope="module")
 def all_movers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mover]]:
     """The Ascend backends on a simulated device among them."""
@@ -64,13 +73,14 @@ def test_round_trip(name: str, tokens: str, all_movers: dict[str, Mover]) -> Non
 def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
     """Bundles on the worker's side, their first spec on the scheduler's."""
     fixture = FIXTURES[name]()
-    groups = read_scheduler_groups(fixture.config)
-    assert groups == read_scheduler_groups(fixture.scheduler_config)
+    groups = read_cache_groups(fixture.config, 1)
+    assert groups == read_cache_groups(fixture.scheduler_config, 1)
     for index, group in enumerate(groups):
         reaches = fixture.reaches(index)
         assert {reach.kind for reach in reaches} == {group.kind}
         assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
         assert {reach.window_tokens for reach in reaches} == {group.window_tokens}
+        assert {reach.holds_states for reach in reaches} == {group.holds_states}
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -78,7 +88,7 @@ def test_another_worker_has_the_same_fingerprint(name: str) -> None:
     """Whatever memory it got."""
     one, other = (
         layout_fingerprint(
-            FIXTURES[name]().layout(), model={"name": name}, parallel={}, page_format="tests"
+            FIXTURES[name]().layout(), model={"name": name}, parallel={}, page_format=PAGE_FORMAT
         )
         for _ in range(2)
     )
@@ -87,7 +97,7 @@ def test_another_worker_has_the_same_fingerprint(name: str) -> None:
 
 def test_layouts_have_different_fingerprints() -> None:
     found = {
-        layout_fingerprint(make().layout(), model={}, parallel={}, page_format="tests")
+        layout_fingerprint(make().layout(), model={}, parallel={}, page_format=PAGE_FORMAT)
         for make in FIXTURES.values()
     }
     # Where a page is one row, only the kernels' format says how it was cut into blocks.
@@ -113,17 +123,47 @@ def test_deepseek_v4_byte_for_byte() -> None:
         (GroupKind.FULL, 256, 8640, 64 * 132, 1),  # keys and scales of the indexer
         (GroupKind.FULL, 256, 1728, 2 * 584, 1),  # attention of ratio 128
         (GroupKind.WINDOW, 64, 37440, 64 * 584, 1),
-        (GroupKind.STATE, 4, 37440, 8192, 4),  # compressor of ratio 4
-        (GroupKind.STATE, 4, 8640, 2048, 4),  # of the indexer
-        (GroupKind.STATE, 8, 37440, 4096, 8),  # compressor of ratio 128
+        (GroupKind.WINDOW, 4, 37440, 8192, 4),  # compressor of ratio 4
+        (GroupKind.WINDOW, 4, 8640, 2048, 4),  # of the indexer
+        (GroupKind.WINDOW, 8, 37440, 4096, 8),  # compressor of ratio 128
     }
     assert layout.num_scheduler_groups == 5
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(name: str) -> None:
+    """Of vLLM's own config, whose scheduler then counts twice the tokens per block."""
+    vllm_config = VllmConfig()
+    setattr(vllm_config.parallel_config, name, 2)
+    fixture = latent_rows()
+    worker = read_worker_config(vllm_config, fixture.kv_caches)
+    with pytest.raises(LayoutError, match="context parallelism: found a size of 2"):
+        build_layout(fixture.config, fixture.kv_caches, worker)
+
+
+def test_a_default_config_is_that_of_a_plain_worker() -> None:
+    assert read_worker_config(VllmConfig(), {}) == WorkerConfig()
+
+
+def test_the_page_format_of_a_default_config() -> None:
+    vllm_config = VllmConfig(cache_config=CacheConfig(cache_dtype="fp8_e5m2"))
+    found = read_page_format(
+        vllm_config,
+        device_type="cpu",
+        attention_backends=[CPUAttentionBackend.get_name()],
+        instruction_set="amx",
+        has_nz_pages=False,
+        environ={},
+    )
+    assert found == PageFormat(
+        "cpu", ("CPU_ATTN",), "amx", "fp8_e5m2", get_conv_state_layout(), "ND"
+    )
 
 
 def test_tensors_of_another_worker_are_refused() -> None:
     one, other = latent_rows(), latent_rows()
     with pytest.raises(LayoutError, match="no tensor has its storage"):
-        pool_tensors(one.layout(), other.kv_caches)
+        storage_tensors(one.layout(), other.kv_caches)
 
 
 @pytest.mark.parametrize("name", FIXTURES)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,12 +17,14 @@ from support.transfer.cases import (
     TransferMemory,
     assert_same,
     cases,
+    cut_into_chunks,
     uniform_case,
 )
 
-from vllm_ascend_kvext.settings import BUNDLE_ALIAS, BUNDLE_VARIABLE
-from vllm_ascend_kvext.transfer.ascend_dma import AscendDmaBackend
-from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
+from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_ALIAS, BUNDLE_VARIABLE
+from vllm_ascend_kvext.transfer import choice
+from vllm_ascend_kvext.transfer import page_transfer as op
+from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.choice import (
     LEAST_MEAN_RUN_BYTES_FOR_DMA,
@@ -39,6 +40,13 @@ from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction
 
 SLOW = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def forget_what_the_environment_said():
+    """A process reads it once."""
+    for cached in (op._is_bundled_by_default, choice._uses_kernel, choice._warn_once):
+        cached.cache_clear()
 
 
 def tensors(memory: TransferMemory) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -252,7 +260,7 @@ def test_the_mean_counts_every_plane_of_every_run() -> None:
     case.planes[1, 5] = 2
     case.runs[0, 3] = 1
     assert mean_run_bytes(transfer_of(case, [])) == (5 * 8 + 5 * 2) / 4
-    nothing = replace(transfer_of(case, []), runs=case.runs[:0])
+    nothing = transfer_of(case, [])._replace(runs=case.runs[:0])
     assert mean_run_bytes(nothing) == 0.0
 
 
@@ -260,27 +268,64 @@ def test_pools_on_the_cpu_take_the_cpu() -> None:
     assert isinstance(choose_backend(transfer_of(THREE_PLANES, []), ("cpu",)), CpuBackend)
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "has_kernel", "is_host_mapped", "expected"),
-    [
-        (LEAST_MEAN_RUN_BYTES_FOR_DMA // 4, True, True, AscendDmaBackend),
-        (LEAST_MEAN_RUN_BYTES_FOR_DMA // 4 - 1, True, True, AscendKernelBackend),
-        (LEAST_MEAN_RUN_BYTES_FOR_DMA // 4 - 1, True, False, AscendDmaBackend),
-        (LEAST_MEAN_RUN_BYTES_FOR_DMA // 4 - 1, False, False, AscendDmaBackend),
-    ],
-)
-def test_pools_on_an_npu_go_by_the_size_of_runs(
-    monkeypatch, row_bytes: int, has_kernel: bool, is_host_mapped: bool, expected: type
-) -> None:
-    monkeypatch.setattr(AscendKernelBackend, "is_available", staticmethod(lambda: has_kernel))
-    monkeypatch.setattr(AscendKernelBackend, "__init__", lambda backend: None)
-    monkeypatch.setattr(AscendKernelBackend, "can_reach", lambda backend, _: is_host_mapped)
+SMALL_ROW_BYTES = LEAST_MEAN_RUN_BYTES_FOR_DMA // 4 - 1
+
+
+class FakeKernel:
+    """Stands for the kernel's backend on a machine that has one."""
+
+    is_built = True
+    is_host_mapped = True
+
+    def __init__(self) -> None:
+        if not self.is_built:
+            raise BackendError("libkvext_ascend.so: expected it, found none. Build it.")
+
+    def can_reach(self, _: Transfer) -> bool:
+        return self.is_host_mapped
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> type[FakeKernel]:
+    class Kernel(FakeKernel):
+        pass
+
+    monkeypatch.setattr("vllm_ascend_kvext.transfer.ascend.kernel.AscendKernelBackend", Kernel)
+    return Kernel
+
+
+def chosen_on_npu(row_bytes: int) -> object:
     case = uniform_case(row_bytes=row_bytes, rows_per_page=4, pages=(3, 1), num_planes=2)
-    assert isinstance(choose_backend(transfer_of(case, []), ("npu",)), expected)
+    return choose_backend(transfer_of(case, []), ("npu",))
+
+
+def test_an_npu_has_the_kernel_only_where_it_is_asked_for(monkeypatch, kernel) -> None:
+    assert isinstance(chosen_on_npu(SMALL_ROW_BYTES), AscendDmaBackend)
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    choice._uses_kernel.cache_clear()
+    assert isinstance(chosen_on_npu(SMALL_ROW_BYTES), kernel)
+    assert isinstance(chosen_on_npu(SMALL_ROW_BYTES + 1), AscendDmaBackend)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("is_built", "libkvext_ascend.so: expected it"), ("is_host_mapped", "Call map_host on it")],
+)
+def test_a_kernel_that_cannot_be_used_is_said_once(
+    monkeypatch, kernel, caplog, missing, reason
+) -> None:
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    monkeypatch.setattr(kernel, missing, False)
+    with caplog.at_level("WARNING", "vllm.ascend_kvext.transfer"):
+        for _ in range(3):
+            assert isinstance(chosen_on_npu(SMALL_ROW_BYTES), AscendDmaBackend)
+    (message,) = caplog.messages
+    assert message.startswith(f"{ASCEND_KERNEL_VARIABLE}=1 asks for the AscendC kernel")
+    assert reason in message
 
 
 def test_the_choice_refuses_wrong_tables() -> None:
-    transfer = replace(transfer_of(THREE_PLANES, []), runs=np.zeros((1, 4), np.int64))
+    transfer = transfer_of(THREE_PLANES, [])._replace(runs=np.zeros((1, 4), np.int64))
     with pytest.raises(DescriptorError, match=r"runs: expected int64, shape \[rows, 5\]"):
         choose_backend(transfer, ("npu",))
 
@@ -294,11 +339,29 @@ def test_pools_of_no_known_device_are_refused() -> None:
         choose_backend(transfer_of(THREE_PLANES, []), pools.device_types)
 
 
-def test_pools_are_registered_once() -> None:
-    memory = TransferMemory.random(THREE_PLANES)
-    expected = memory.after(THREE_PLANES)
-    pools, host = tensors(memory)
-    registered = Pools.of(pools)
-    assert np.array_equal(registered.table, memory.pool_table)
-    page_transfer(registered, host, THREE_PLANES.planes, THREE_PLANES.runs, Direction(0))
+@SLOW
+@given(cases(), st.data(), st.booleans())
+def test_chunks_go_in_one_call(case: TransferCase, data: st.DataObject, is_bundled: bool) -> None:
+    """Wherever each of them lies in the host buffer, and in any order."""
+    chunks = cut_into_chunks(case, data.draw)
+    memory = TransferMemory.random(chunks)
+    expected = memory.after(chunks)
+    run(chunks, memory, is_bundled=is_bundled)
     assert_same(memory.snapshot(), expected)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_transfer_of_no_bytes_moves_nothing(direction: Direction) -> None:
+    memory = TransferMemory.random(THREE_PLANES)
+    pools, _ = tensors(memory)
+    before = memory.snapshot()
+    no_host = torch.empty(0, dtype=torch.uint8)
+    no_runs = THREE_PLANES.runs[:0]
+    recorder = Recorder()
+    page_transfer(pools, no_host, THREE_PLANES.planes, no_runs, direction)
+    page_transfer(pools, no_host, THREE_PLANES.planes[:0], no_runs, direction, backend=recorder)
+    page_transfer([], no_host, THREE_PLANES.planes[:0], no_runs, direction, is_bundled=False)
+    assert recorder.transfers == []
+    assert_same(memory.snapshot(), before)
+    with pytest.raises(DescriptorError, match=r"runs: expected int64, shape \[rows, 5\]"):
+        page_transfer(pools, no_host, THREE_PLANES.planes, no_runs[:, :4], direction)

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module's threads: they leave the interpreter alone, survive a fork, serve many callers."""
+"""The module's threads: where they run, and that they survive a fork and serve many callers."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from support.transfer.cases import TransferMemory, assert_same, uniform_case
 
+from vllm_ascend_kvext.transfer.errors import PlacementError
 from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.schema import Direction
 
 TESTS = Path(__file__).parents[1]
 LARGE = uniform_case(row_bytes=2048, rows_per_page=16, pages=(5, 2, 8, 7), num_planes=16)
@@ -120,3 +128,170 @@ def test_a_copy_is_whole() -> None:
                 assert np.array_equal(destination[first:][:num_bytes], source[:num_bytes])
                 assert not destination[:first].any()
                 assert not destination[first + num_bytes :].any()
+
+
+FIRST_TRANSFERS = f"""
+import os, sys, threading, time
+sys.path.insert(0, {str(TESTS)!r})
+from ops.test_threads import LARGE, TransferMemory, assert_same, native, run
+
+native()  # As whoever registers pools: Python's own imports do not survive a fork.
+memory = TransferMemory.random(LARGE)
+expected = memory.after(LARGE)
+
+
+def wait_for(child, what):
+    end_s = time.monotonic() + 10
+    while time.monotonic() < end_s:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.001)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    print(what, "hangs", flush=True)
+    os._exit(1)
+
+
+def transfer():
+    run(memory, 3)
+    assert_same(memory.snapshot(), expected)
+
+
+def fork_during_the_first_transfer():
+    is_started = threading.Event()
+    first = threading.Thread(target=lambda: (is_started.set(), transfer()))
+    first.start()
+    is_started.wait()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            transfer()
+            os._exit(0)
+        children.append(child)
+    are_fine = [wait_for(child, "a child") for child in children]
+    first.join()
+    transfer()
+    return all(are_fine)
+
+
+# Each of these processes has never copied before.
+num_fine = 0
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if fork_during_the_first_transfer() else 1)
+    num_fine += wait_for(child, "a parent")
+print(num_fine)
+"""
+
+
+def test_children_of_a_first_transfer_do_not_hang() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", FIRST_TRANSFERS],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout) == (0, "30\n"), finished.stderr[-2000:]
+
+
+CPUS = sorted(os.sched_getaffinity(0))
+needs_two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+
+
+def copy_threads() -> dict[int, tuple[set[int], int]]:
+    """CPUs and niceness of each of the module's threads, by its number in this process."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "kvext-copy":
+            number = int(task.name)
+            found[number] = (
+                os.sched_getaffinity(number),
+                os.getpriority(os.PRIO_PROCESS, number),
+            )
+    return found
+
+
+@pytest.fixture
+def pinned() -> Iterator[int]:
+    """Binds this thread to the first CPU, as OpenMP does with a worker's main thread."""
+    os.sched_setaffinity(0, CPUS[:1])
+    yield CPUS[0]
+    os.sched_setaffinity(0, CPUS)
+
+
+def run_on(memory: TransferMemory, placement: CopyPlacement) -> None:
+    pools = [torch.from_numpy(pool.region) for pool in memory.pools]
+    host = torch.from_numpy(memory.host.region)
+    page_transfer(
+        pools, host, LARGE.planes, LARGE.runs, Direction.PAGES_TO_HOST, placement=placement
+    )
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_copies_run_on_the_named_cpus(pinned: int, num_threads: int) -> None:
+    """And not on the one that the caller is bound to."""
+    before = set(copy_threads())
+    # A niceness of its own makes these threads new ones.
+    placement = CopyPlacement.on(CPUS[1:], num_threads=num_threads, niceness=10 + num_threads)
+    memory = TransferMemory.random(LARGE)
+    expected = memory.after(LARGE)
+    run_on(memory, placement)
+    assert_same(memory.snapshot(), expected)
+    started = {number: found for number, found in copy_threads().items() if number not in before}
+    assert len(started) == num_threads
+    assert set(map(str, started.values())) == {str((set(CPUS[1:]), 10 + num_threads))}
+    assert os.sched_getaffinity(0) == {pinned}
+
+
+@needs_two_cpus
+def test_a_caller_on_the_named_cpus_copies_too() -> None:
+    before = set(copy_threads())
+    placement = CopyPlacement.on(CPUS, num_threads=2)
+    started = set(copy_threads()) - before
+    run_on(TransferMemory.random(LARGE), placement)
+    # The thread that has asked the kernel for the CPUs is enough beside the caller.
+    assert set(copy_threads()) - before == started and len(started) <= 1
+
+
+@needs_two_cpus
+def test_the_default_is_not_what_the_caller_inherits(pinned: int) -> None:
+    default_placement.cache_clear()
+    try:
+        placement = default_placement()
+    finally:
+        default_placement.cache_clear()
+    # The main thread is bound here, and nothing says by whom: that is all there is.
+    assert placement.cpus == (pinned,)
+
+
+def test_no_cpu_is_refused() -> None:
+    with pytest.raises(PlacementError, match="cpus: expected at least one CPU for copies, found n"):
+        CopyPlacement.on([])
+
+
+@pytest.mark.parametrize("num_possible", [0, 1])
+def test_a_cpu_that_the_kernel_does_not_give_is_refused(num_possible: int) -> None:
+    absent = [1021, 1022]
+    with pytest.raises(PlacementError, match="this process, found 1021, 1022, which it does not"):
+        CopyPlacement.on([*CPUS[:num_possible], *absent])
+
+
+@pytest.mark.parametrize("cpus", [[-1], [1024], [10**12], [2**70]])
+def test_a_number_that_no_cpu_has_is_refused(cpus: list[int]) -> None:
+    with pytest.raises(PlacementError):
+        CopyPlacement.on(cpus)
+
+
+def test_a_refused_cpu_moves_nothing() -> None:
+    memory = TransferMemory.random(LARGE)
+    before = memory.snapshot()
+    with pytest.raises(ValueError, match="cpus: expected CPUs that the kernel gives"):
+        native().page_transfer(*memory.descriptors(LARGE), 2, -1, (1022,))
+    with pytest.raises(ValueError, match="cpus: expected ascending numbers, found 0 behind 1"):
+        native().page_transfer(*memory.descriptors(LARGE), 2, -1, (1, 0))
+    assert_same(memory.snapshot(), before)

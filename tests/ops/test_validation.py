@@ -16,6 +16,7 @@ from support.transfer.cases import (
     TransferMemory,
     assert_same,
     cases,
+    cut_into_chunks,
     uniform_case,
 )
 from support.transfer.model import is_valid
@@ -66,8 +67,12 @@ def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray
 
 
 @settings(QUICK, max_examples=1000)
-@given(st.data(), cases(max_page_bytes=3000))
-def test_it_agrees_with_the_definition(data: st.DataObject, case: TransferCase) -> None:
+@given(st.data(), cases(max_page_bytes=3000), st.booleans())
+def test_it_agrees_with_the_definition(
+    data: st.DataObject, case: TransferCase, is_cut: bool
+) -> None:
+    if is_cut:
+        case = cut_into_chunks(case, data.draw)
     planes, runs = data.draw(damages(case))
     memory = TransferMemory.random(case)
     before = memory.snapshot()
@@ -260,6 +265,23 @@ def test_no_runs_move_nothing() -> None:
     assert_same(memory.snapshot(), before)
 
 
+@pytest.mark.parametrize("host", [(0, 0), (4096, 0), (-1, 0), (0, 64), (1, 64)])
+def test_without_runs_no_host_buffer_is_needed(host: tuple[int, int]) -> None:
+    case = small_case(PAGES_TO_HOST)
+    message = refusal(np.array([(4096, 320)] * 2), *host, case.planes, case.runs[:0], 0)
+    assert (message is None) == (host in [(0, 0), (4096, 0), (1, 64)]), message
+    message = refusal(np.array([(4096, 320)] * 2), 0, 0, case.planes, case.runs, 0)
+    assert message is not None and message.startswith("host[0].address: expected at least 1")
+
+
+def test_it_counts_bytes_and_runs_of_planes() -> None:
+    case = small_case(PAGES_TO_HOST)
+    case.runs[0, RunColumn.NUM_ROWS] = 1
+    case.planes[1, PlaneColumn.ROW_BYTES] = 8
+    arguments = (np.array([(4096, 320)] * 2), 1, 384, case.planes, case.runs, PAGES_TO_HOST)
+    assert native().validate(*arguments) == (9 * 16 + 9 * 8, 6)
+
+
 RUNS = np.array([(0, 2, 0, 4, 0)])
 
 
@@ -310,7 +332,14 @@ def test_there_are_two_directions(direction: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_threads", 0), ("num_threads", 257), ("streaming", 2)]
+    ("name", "value"),
+    [
+        ("num_threads", 0),
+        ("num_threads", 257),
+        ("streaming", 2),
+        ("niceness", -1),
+        ("niceness", 20),
+    ],
 )
 def test_options_are_checked(name: str, value: int) -> None:
     case = small_case(PAGES_TO_HOST)

@@ -65,3 +65,9 @@ def world(add_package: AddPackage, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(logger, "level", logging.DEBUG)
     yield world
     logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _log_records_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, if a test of another folder has imported it, keeps its records from other loggers."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

@@ -68,8 +68,18 @@ def touch(number, step=1):
 def record(calls: list[str], name: str = "ours") -> Callable[..., Any]:
     """A wrapper that leaves a trace and calls on."""
 
-    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def wrapper(wrapped: Any, instance: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(name)
+        return wrapped(*args, **kwargs)
+
+    return wrapper
+
+
+def record_foreign(calls: list[str]) -> Callable[..., Any]:
+    """The same in wrapt's own form, for what other packages put around a function."""
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        calls.append("foreign")
         return wrapped(*args, **kwargs)
 
     return wrapper

@@ -14,6 +14,7 @@ from small_upstream import AddPackage, declare, record
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext import activation
+from vllm_ascend_kvext.commands import feature_states
 from vllm_ascend_kvext.patching.declaration import Feature, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.install import PatchBook
@@ -49,7 +50,8 @@ class World:
         monkeypatch.setattr(FingerprintStore, "load", lambda: store)
 
     def features(self, *features: Feature) -> None:
-        self.monkeypatch.setattr(activation, "FEATURES", features)
+        for module in (activation, feature_states):
+            self.monkeypatch.setattr(module, "FEATURES", features)
 
     def ledger(self, *patches: Patch) -> None:
         self.monkeypatch.setattr(activation, "PATCHES", patches)

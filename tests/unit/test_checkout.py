@@ -65,10 +65,11 @@ print(patches.__file__)
     ]
 
 
-def test_it_registers(checkout: Path) -> None:
+def test_it_registers_where_there_is_no_vllm(checkout: Path) -> None:
     completed = run_in(
         checkout,
         """
+sys.modules["vllm"] = None
 import vllm_ascend_kvext
 vllm_ascend_kvext.register()
 from vllm_ascend_kvext import activation

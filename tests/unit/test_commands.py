@@ -18,12 +18,15 @@ import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.commands import fingerprint, ledger
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.features import FEATURES
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
+    RETENTION_VARIABLE,
     VARIABLES,
 )
 
@@ -34,6 +37,12 @@ class Frozen(type):
 
 """
 DRIFTED_ENGINE = ENGINE.replace("self", "self, more=1")
+
+
+def lines_of(feature: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The printed lines that begin with the name of a feature, without the indent."""
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    return [line for line in lines if line.startswith(feature)]
 
 
 class TestStatus:
@@ -167,36 +176,102 @@ class TestStatus:
         json.loads(captured.out)
         assert captured.err == "hello\n"
 
-    def test_text_has_a_line_per_patch(
+    def test_a_requested_feature_says_which_variable_asks_for_it(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.set(interval="0")
+        _, report = self.status(capsys)
+        assert report["features"] == [
+            {
+                "name": "retention",
+                "state": "on",
+                "reason": f"asked for with {RETENTION_INTERVAL_VARIABLE}",
+            }
+        ]
+
+    def test_a_feature_that_is_off_says_how_to_ask_for_it(
         self, world: World, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["status"]) == 0
-        printed = capsys.readouterr().out
-        assert "vllm-ascend-kvext" in printed.splitlines()[0]
-        assert printed.splitlines()[0].endswith(": ok")
-        (row,) = [line for line in printed.splitlines() if line.startswith("T-")]
+        (line,) = lines_of("retention", capsys)
+        assert line.split()[:2] == ["retention", "off"]
+        assert f"{RETENTION_VARIABLE}=adaptive" in line
+
+    def test_a_feature_that_others_need_says_which(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.features(Feature("retention", requires=("base",)), Feature("base"))
+        world.ledger(
+            declare(TARGET, feature="base"), declare(TARGET, feature="retention", id="T-outer")
+        )
+        world.set(interval="0")
+        main(["status"])
+        (line,) = lines_of("base", capsys)
+        assert line.split(maxsplit=2) == ["base", "on", "needed by retention"]
+
+    @pytest.mark.parametrize("text", ["abc", "1.5", "-1", "1e3"])
+    def test_a_retention_interval_that_is_wrong_for_every_model_is_refused_as_at_engine_start(
+        self, world: World, capsys: pytest.CaptureFixture[str], text: str
+    ) -> None:
+        world.set(interval=text)
+        exit_status, report = self.status(capsys)
+        assert (exit_status, report["verdict"]) == (2, "failed")
+        assert f"{RETENTION_INTERVAL_VARIABLE}={text!r}" in report["error"]
+        assert report["features"][0]["state"] == "refused"
+        with pytest.raises(SettingsError) as raised:
+            world.register()
+        assert report["error"] == str(raised.value)
+        assert not world.is_patched
+
+    @pytest.mark.parametrize("text", ["abc", "-1"])
+    def test_an_unsupported_vllm_judges_its_own_interval(
+        self, world: World, capsys: pytest.CaptureFixture[str], text: str
+    ) -> None:
+        world.upstream(version="0.32.0")
+        world.set(interval=text)
+        exit_status, _ = self.status(capsys)
+        assert exit_status == 1
+
+    def test_the_patches_are_counted_and_listed_on_request(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["status"]) == 0
+        assert "patches: 1 inert" in capsys.readouterr().out
+        assert main(["status", "--patches"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0].endswith(": ok")
+        (row,) = [line for line in printed if line.startswith("T-")]
         assert row.split() == [f"T-{TARGET}", "retention", "inert", TARGET]
+
+    def test_ten_lines_say_how_the_features_of_this_package_stand(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.features(*FEATURES)
+        world.ledger(*(declare(TARGET, feature=feature.name) for feature in FEATURES))
+        assert main(["status"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) <= 10
 
     REPAIR = "drafts-in-flight"
 
     @pytest.mark.parametrize(
-        ("disabled", "patch", "engine", "expected", "exit_status"),
+        ("disabled", "patch", "engine", "state", "reason", "exit_status"),
         [
-            ("", {}, ENGINE, "on", 0),
-            (REPAIR, {}, ENGINE, "off", 0),
-            (REPAIR, {}, DRIFTED_ENGINE, "off", 0),
-            ("", {}, DRIFTED_ENGINE, "amiss", 1),
-            ("", {"vllm": ("==0.20.2.*",)}, ENGINE, "not needed", 0),
+            ("", {}, ENGINE, "on", "on by default", 0),
+            (REPAIR, {}, ENGINE, "off", f"{DISABLE_VARIABLE} names it", 0),
+            (REPAIR, {}, DRIFTED_ENGINE, "off", "it would not fit", 0),
+            ("", {}, DRIFTED_ENGINE, "refused", f"T-{TARGET} drifted", 1),
+            ("", {"vllm": ("==0.20.2.*",)}, ENGINE, "not needed", "vLLM 0.23.0", 0),
         ],
     )
-    def test_repairs_are_listed(
+    def test_a_repair_says_how_it_stands_and_why(
         self,
         world: World,
         capsys: pytest.CaptureFixture[str],
         disabled: str,
         patch: dict[str, Any],
         engine: str,
-        expected: str,
+        state: str,
+        reason: str,
         exit_status: int,
     ) -> None:
         world.features(Feature(self.REPAIR, default_on=True))
@@ -204,10 +279,20 @@ class TestStatus:
         world.upstream(engine=engine)
         world.set(**{DISABLE_VARIABLE: disabled})
         found, report = self.status(capsys)
-        assert report["repairs"] == {self.REPAIR: expected}
+        (row,) = report["features"]
+        assert (row["name"], row["state"]) == (self.REPAIR, state)
+        assert reason in row["reason"]
         assert found == exit_status
-        main(["status"])
-        assert f"{self.REPAIR}: {expected}\n" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("variables", [{"mode": "off"}, {"version": "0.32.0"}])
+    def test_every_feature_is_off_where_nothing_is_planned(
+        self, world: World, capsys: pytest.CaptureFixture[str], variables: dict[str, str]
+    ) -> None:
+        version = variables.pop("version", "0.23.0")
+        world.upstream(version=version)
+        world.set(**variables)
+        _, report = self.status(capsys)
+        assert {row["state"] for row in report["features"]} == {"off"}
 
 
 class TestFingerprint:
@@ -285,14 +370,19 @@ class TestCollectEnv:
         assert "s3cret" not in printed
 
 
-def test_ledger_prints_every_patch_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_shows_every_patch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger"]) == 0
     printed = capsys.readouterr().out
     assert all(f"| {patch.id} |" in printed for patch in ledger.PATCHES)
-    assert all(f"| `{variable.name}` |" in printed for variable in VARIABLES)
 
 
-@pytest.mark.parametrize("command", ["status", "collect-env", "fingerprint", "ledger"])
+def test_the_settings_show_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"## `{variable.name}`" in printed for variable in VARIABLES)
+
+
+@pytest.mark.parametrize("command", ["status", "collect-env", "fingerprint", "ledger", "settings"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main([command, "--help"])

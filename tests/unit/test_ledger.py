@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from vllm_ascend_kvext.activation import FEATURES
-from vllm_ascend_kvext.commands import ledger
 from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.store import FingerprintStore
-
-README = Path(__file__).parents[2] / "README.md"
 
 every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
 
@@ -92,15 +88,6 @@ def test_the_ledger_imports_nothing_of_upstream() -> None:
         "sys.exit(str(found) if found else 0)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_readme_shows_the_tables_of_the_ledger() -> None:
-    text = README.read_text(encoding="utf-8")
-    _, start, rest = text.partition(ledger.START)
-    tables, end, _ = rest.partition(ledger.END)
-    assert start and end, f"README.md lacks {ledger.START} … {ledger.END}"
-    expected = ledger.render(PATCHES, FingerprintStore.load())
-    assert tables.strip() == expected, "run `python -m vllm_ascend_kvext ledger`"
 
 
 def test_a_patch_is_either_a_hook_or_has_a_wrapper() -> None:

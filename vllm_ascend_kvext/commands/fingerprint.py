@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare upstream's sources with the stored fingerprints, or store theirs.
+"""Compare the source of upstream's functions with the stored source fingerprints, or store them.
 
+A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
+functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
+of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
 Reads files; imports neither vLLM nor vLLM-Ascend. Without --sources it reads what is installed.
 Exit status: 0 if everything is as stored (or was stored), 1 if not.
 """
@@ -32,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND))
     parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
-    parser.add_argument("--write", action="store_true", help="store the fingerprints")
+    parser.add_argument("--write", action="store_true", help="store the source fingerprints")
     parser.add_argument("--store", type=Path, default=STORE_FILE, help="default: the package's own")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the tables of the README as Markdown: supported releases, patches, variables."""
+"""Print ``docs/patches.md``: the supported releases, and every patch with its reason."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections.abc import Iterable
 
 from vllm_ascend_kvext.commands.table import render_markdown_table
 from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.features import FEATURES
 from vllm_ascend_kvext.patches import PATCHES
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import Feature, Patch
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.settings import VARIABLES
-
-START = "<!-- ledger:start -->"
-END = "<!-- ledger:end -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,27 +20,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     del arguments
-    print(render(PATCHES, FingerprintStore.load()))
+    print(render(FEATURES, PATCHES, FingerprintStore.load()))
     return 0
 
 
-def render(ledger: Iterable[Patch], store: FingerprintStore) -> str:
-    """What belongs between `START` and `END` in the README."""
-    return "\n".join(
-        [
-            "### Supported releases",
-            "",
-            *_releases(store),
-            "",
-            "### Patches",
-            "",
-            *_patches(ledger),
-            "",
-            "### Environment variables",
-            "",
-            *_variables(),
-        ]
-    )
+def render(features: Iterable[Feature], ledger: Iterable[Patch], store: FingerprintStore) -> str:
+    """The page, without a newline at its end."""
+    patches = tuple(ledger)
+    lines = [
+        "# Patches",
+        "",
+        "This page is generated: `make docs` writes it from the declarations below `patches/`.",
+        "A feature is installed as a whole or not at all. A patch is left out of its feature on",
+        "the versions of vLLM that its row does not name. *wrap* calls upstream's function,",
+        "*replace* need not call it, *hook* uses a way in that upstream offers.",
+        "",
+        "## Supported releases",
+        "",
+        *_releases(store),
+    ]
+    for feature in features:
+        own = [patch for patch in patches if patch.feature == feature.name]
+        lines += ["", f"## {feature.name}", "", _introduction(feature), "", *_table(own)]
+    return "\n".join(lines)
+
+
+def _introduction(feature: Feature) -> str:
+    default = "On by default." if feature.default_on else "Off by default."
+    if not feature.requires:
+        return default
+    return f"{default} Built on {', '.join(f'`{name}`' for name in feature.requires)}."
 
 
 def _releases(store: FingerprintStore) -> list[str]:
@@ -58,23 +64,16 @@ def _releases(store: FingerprintStore) -> list[str]:
     return render_markdown_table(header, rows)
 
 
-def _patches(ledger: Iterable[Patch]) -> list[str]:
+def _table(patches: Iterable[Patch]) -> list[str]:
     rows = [
         (
             patch.id,
-            patch.feature,
             f"`{patch.target}`",
             patch.kind.value,
             " ".join(f"`{versions}`" for versions in patch.vllm),
             patch.why,
             patch.retire_when,
         )
-        for patch in ledger
+        for patch in patches
     ]
-    header = ("id", "feature", "target", "kind", "vLLM", "why", "until")
-    return render_markdown_table(header, rows)
-
-
-def _variables() -> list[str]:
-    rows = [(f"`{variable.name}`", variable.default, variable.doc) for variable in VARIABLES]
-    return render_markdown_table(("variable", "default", "meaning"), rows)
+    return render_markdown_table(("id", "target", "kind", "vLLM", "why", "until"), rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activate the package in this process, as vLLM would, and show every repair and every patch.
+"""Activate the package in this process, as vLLM would, and show what came of each feature.
 
 Exit status: 0 (ok) if everything fits; 1 (degraded) if something that was not asked for does not,
 or upstream is missing or unsupported; 2 (failed) if something that was asked for is impossible.
@@ -14,13 +14,17 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from typing import Any
 
 from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
-from vllm_ascend_kvext.commands.table import render_table
+from vllm_ascend_kvext.commands.feature_states import FeatureRow, describe_features
+from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.patching.plan import Finding, State, digest
 from vllm_ascend_kvext.settings import Mode, Settings
@@ -57,24 +61,28 @@ class StatusReport:
     verdict: str = Verdict.OK.name.lower()
     mode: str = ""
     requested: dict[str, str] = field(default_factory=dict)
-    repairs: dict[str, str] = field(default_factory=dict)
-    upstream: dict[str, str | bool | None] = field(default_factory=dict)
+    upstream: dict[str, Any] = field(default_factory=dict)
     supported: bool = False
     plan: str = ""
     notes: list[str] = field(default_factory=list)
     error: str = ""
+    features: list[FeatureRow] = field(default_factory=list)
     patches: list[PatchRow] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--patches", action="store_true", help="list every patch, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     # vLLM logs to standard output, which is for the report.
     with contextlib.redirect_stdout(sys.stderr):
         report = diagnose()
-    print(json.dumps(asdict(report), indent=2) if arguments.json else render(report))
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print("\n".join(render(report, with_patches=arguments.patches)))
     return Verdict[report.verdict.upper()].value
 
 
@@ -98,7 +106,7 @@ def diagnose() -> StatusReport:
     report.plan = digest(surveyed.plans)
     findings = activation.current_findings(surveyed)
     report.patches = [_row(finding) for finding in findings]
-    report.repairs = _repairs(surveyed, findings)
+    report.features = describe_features(surveyed, findings)
     if not report.error:
         report.notes = _complaints(surveyed, findings)
         verdict = Verdict.DEGRADED if report.notes else Verdict.OK
@@ -127,24 +135,6 @@ def _row(finding: Finding) -> PatchRow:
     )
 
 
-def _repairs(surveyed: Activation, findings: Sequence[Finding]) -> dict[str, str]:
-    """Each feature that is on by default: ``on``, ``off``, ``not needed`` here, or ``amiss``."""
-    defaults = {feature.name for feature in activation.FEATURES if feature.default_on}
-    repairs = {}
-    for plan in surveyed.plans:
-        if plan.feature not in defaults:
-            continue
-        states = {finding.state for finding in findings if finding.patch.feature == plan.feature}
-        states -= {State.SKIPPED_VERSION}
-        if not surveyed.wants(plan.feature):
-            repairs[plan.feature] = "off"
-        elif states:
-            repairs[plan.feature] = "on" if states == {State.APPLIED} else "amiss"
-        else:
-            repairs[plan.feature] = "not needed"
-    return repairs
-
-
 def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
     """What is wrong although nothing that was asked for is."""
     if surveyed.settings.mode is Mode.OFF:
@@ -165,26 +155,26 @@ def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
     return complaints
 
 
-def render(report: StatusReport) -> str:
-    """The report for a person."""
+def render(report: StatusReport, *, with_patches: bool) -> list[str]:
+    """The report for a person: lines."""
+    upstream = Upstream(**report.upstream) if report.upstream else "an unknown upstream"
+    lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
     requested = [f"{name}={value}" for name, value in report.requested.items()]
-    upstream = report.upstream
-    lines = [
-        f"vllm-ascend-kvext {report.version}: {report.verdict}",
-        f"  mode       {report.mode or '?'}",
-        f"  requested  {', '.join(requested) or 'nothing'}",
-        *[f"  repair     {name}: {state}" for name, state in report.repairs.items()],
-        f"  supported  {'yes' if report.supported else 'no'}",
-        f"  vLLM       {upstream.get('vllm') or 'not found'}",
-        f"  Ascend     {upstream.get('vllm_ascend') or 'not found'}",
-    ]
-    lines += [f"  note       {note}" for note in report.notes]
+    rows = [("mode", report.mode or "?", f"asked for: {', '.join(requested) or 'nothing'}")]
+    rows += [(row.name, row.state, row.reason) for row in report.features]
+    lines += [f"  {line}" for line in render_rows(rows)]
+    lines += [f"note: {note}" for note in report.notes]
     if report.error:
         lines += ["", report.error]
-    if report.patches:
-        lines += ["", f"patches (plan {report.plan}):"]
-        rows = [(row.id, row.feature, row.state, row.target, row.reason) for row in report.patches]
-        lines += render_table(("id", "feature", "state", "target", "reason"), rows)
-    elif not report.error:
-        lines += ["", "No patch was examined."]
-    return "\n".join(lines)
+    if report.patches and with_patches:
+        rows_of_patches = [
+            (row.id, row.feature, row.state, row.target, row.reason) for row in report.patches
+        ]
+        header = ("id", "feature", "state", "target", "reason")
+        lines += ["", f"patches (plan digest {report.plan}):"]
+        lines += render_rows([header, *rows_of_patches])
+    elif report.patches:
+        states = Counter(row.state for row in report.patches)
+        counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+        lines.append(f"patches: {counts}; `status --patches` lists them")
+    return lines

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def render_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns as wide as their widest cell."""
-    table = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
+        for row in rows
     ]
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.page_format import PageFormat
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
-FORMAT = 1
-"""Raise when chunks are arranged differently: ``rows``, ``host_layout``."""
+FORMAT = 2
+"""Raise when chunks are arranged differently: ``rows``, ``row_map``, ``host_arrangement``."""
 
 
 def layout_fingerprint(
@@ -25,8 +26,8 @@ def layout_fingerprint(
     *,
     model: Mapping[str, Any],
     parallel: Mapping[str, Any],
+    page_format: PageFormat,
     states: StatePolicy = StatePolicy.EXACT,
-    page_format: str | None = None,
 ) -> str:
     """SHA-256 as 64 hexadecimal digits; equal across processes and orders of mappings.
 
@@ -35,20 +36,12 @@ def layout_fingerprint(
         model: What the values depend on: name, revision, quantization and so on; values that JSON
             has.
         parallel: Sizes and this worker's ranks: tensor, pipeline, context parallel.
+        page_format: What decides the meaning of bytes in a page beside shapes and dtypes.
         states: What becomes of state groups.
-        page_format: Whatever decides the order of bytes inside a packed page: platform, backend,
-            instruction set.
 
     Raises:
-        LayoutError: If pages are packed and ``page_format`` is missing, or a value is of a type
-            that has no canonical text.
+        LayoutError: If a value is of a type that has no canonical text.
     """
-    packed = [p.layer_name for g in layout.groups for p in g.planes if p.is_packed]
-    if packed and not page_format:
-        raise LayoutError(
-            f"fingerprint: {len(packed)} planes are packed, the first is of layer {packed[0]}, and "
-            "page_format is not given; name the platform, attention backend and instruction set"
-        )
     description = {
         "format": FORMAT,
         "host_alignment_bytes": HOST_ALIGNMENT_BYTES,
@@ -56,7 +49,7 @@ def layout_fingerprint(
         "model": model,
         "parallel": parallel,
         "states": states.value,
-        "page_format": page_format if packed else None,
+        "page_format": page_format.describe(),
     }
     return hashlib.sha256(_canonical(description).encode()).hexdigest()
 
@@ -65,12 +58,14 @@ def _describe(group: LayoutGroup) -> dict[str, Any]:
     return {
         "scheduler_group": group.scheduler_group,
         "kind": group.kind.value,
+        "holds_states": group.holds_states,
+        "compress_ratio": group.compress_ratio,
         "tokens_per_page": group.tokens_per_page,
         "tokens_per_row": group.tokens_per_row,
         "window_tokens": group.window_tokens,
         "restart_tokens": group.restart_tokens,
         "planes": [
-            [plane.layer_name, plane.row_bytes, plane.dtype, plane.is_packed]
+            [plane.layer_name, plane.row_bytes, plane.dtype, plane.is_packed, plane.is_replicated]
             for plane in group.planes
         ],
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a layout: pools, planes, groups. Knows neither how they are found nor used.
+"""The facts of a layout: storages, planes, groups. Knows neither how they are found nor used.
 
-Terms: a *page* holds the KV of one block id of one scheduler group; a *pool* is one registered
-storage; a *plane* is one region of bytes in every page; a *row* is the smallest unit of a page
+Terms: a *page* holds the KV of one block id of one scheduler group; a *plane* is one
+region of bytes in every page; a *row* is the smallest unit of a page
 that is addressed, and consecutive rows of a plane are adjacent; a *group* (transfer group) is the
 planes of one scheduler group whose rows cover equally many tokens.
 """
@@ -13,18 +13,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-
-class GroupKind(enum.Enum):
-    """Which tokens before a boundary a group needs to go on from there."""
-
-    FULL = "full"
-    """All of them."""
-
-    WINDOW = "window"
-    """The last ``window_tokens - 1``, or those since the last restart."""
-
-    STATE = "state"
-    """What a recurrence or a compressor carries on: exact, or skipped as a whole."""
+from vllm_ascend_kvext.groups.model import GroupKind
 
 
 class StatePolicy(enum.Enum):
@@ -48,8 +37,8 @@ class RowAddressing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """One storage. Address and size in bytes."""
+class RegisteredStorage:
+    """Memory that registered tensors lie in. Address and size in bytes."""
 
     address: int
     num_bytes: int
@@ -60,42 +49,30 @@ class Plane:
     """One region of bytes in every page.
 
     Row ``r`` of page ``q`` lies at ``base_bytes + q * page_stride_bytes + region_offset_bytes +
-    r * row_bytes`` of its pool.
+    r * row_bytes`` of its storage.
 
     Attributes:
         layer_name: The layer that registered it.
-        pool: Index into the pools of the layout.
-        base_bytes: Where page 0 begins in the pool.
+        storage: Index into the storages of the layout.
+        base_bytes: Where page 0 begins in the storage.
         page_stride_bytes: From one page to the next.
         region_offset_bytes: Where the region begins in its page.
         row_bytes: Size of a row, and distance between rows.
         dtype: Of the registered tensor, for the fingerprint; several are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
+        is_replicated: Whether every tensor-parallel rank holds the same bytes (MLA), so that one
+            copy can serve all of them.
     """
 
     layer_name: str
-    pool: int
+    storage: int
     base_bytes: int
     page_stride_bytes: int
     region_offset_bytes: int
     row_bytes: int
     dtype: str
     is_packed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerGroup:
-    """One KV cache group as the scheduler knows it: no tensors.
-
-    Attributes:
-        kind: Which tokens it needs.
-        tokens_per_page: Tokens that one block id stands for.
-        window_tokens: Sliding window, with the token that reads; 0 where there is none.
-    """
-
-    kind: GroupKind
-    tokens_per_page: int
-    window_tokens: int = 0
+    is_replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +88,10 @@ class LayoutGroup:
         restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
             compressor states without overlap); 0 where there is no such multiple.
         planes: In the order of the config: layer by layer, view by view.
+        holds_states: See ``CacheGroup``.
+        compress_ratio: Tokens per entry of the cache: an entry exists once all of them are
+            computed, and until then the states of its compressor hold them. A row has one entry
+            or, where a page is one row, several.
     """
 
     scheduler_group: int
@@ -120,6 +101,8 @@ class LayoutGroup:
     window_tokens: int
     restart_tokens: int
     planes: tuple[Plane, ...]
+    holds_states: bool = False
+    compress_ratio: int = 1
 
     @property
     def rows_per_page(self) -> int:
@@ -133,7 +116,7 @@ class LayoutGroup:
     @property
     def is_snapshot(self) -> bool:
         """Whether a page is the state at the page's end, rather than rows of tokens (Mamba)."""
-        return self.kind is GroupKind.STATE and self.window_tokens == 0
+        return self.kind is GroupKind.STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +124,13 @@ class KVLayout:
     """Everything that one worker registered.
 
     Attributes:
-        pools: The storages, in the order in which the planes first use them.
+        storages: In the order in which the planes first use them.
         groups: Transfer groups, by scheduler group, then by tokens per row.
         num_pages: Block ids per scheduler group; 0 is the null page.
         num_scheduler_groups: Lists of block ids that a request has.
     """
 
-    pools: tuple[Pool, ...]
+    storages: tuple[RegisteredStorage, ...]
     groups: tuple[LayoutGroup, ...]
     num_pages: int
     num_scheduler_groups: int

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensors of one layer to its planes, and whether planes get in each other's way.
+"""From the tensors of one layer to its planes.
 
 Knows regions and specs; knows no scheduler, no tokens beyond rows per page.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
+from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import Plane, RowAddressing
 from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
-from vllm_ascend_kvext.layout.specs import LayerSpec
 from vllm_ascend_kvext.layout.views import TensorView
 
 
-def deal_views(
+def assign_views(
     views: Sequence[TensorView], specs: Sequence[LayerSpec], num_pages: int
 ) -> list[list[PageView]]:
     """Which tensors of one layer belong to which of its specs, both in their order.
@@ -29,21 +28,21 @@ def deal_views(
         LayoutError: If tensors are left over.
     """
     remaining = list(views)
-    dealt: list[list[PageView]] = []
+    assigned: list[list[PageView]] = []
     for spec in specs:
         taken: list[PageView] = []
         num_bytes = 0
         while remaining and (len(specs) == 1 or num_bytes < spec.min_page_bytes):
             taken.append(find_axes(remaining.pop(0), spec, num_pages))
             num_bytes += taken[-1].page_bytes
-        dealt.append(taken)
+        assigned.append(taken)
     if remaining:
         raise LayoutError(
             f"layer {specs[0].layer_name}: {len(views)} tensors are registered, the pages of its "
             f"{len(specs)} KV cache groups are full after {len(views) - len(remaining)}; "
             "this layout is not supported"
         )
-    return dealt
+    return assigned
 
 
 def regions_of_layer(
@@ -55,7 +54,7 @@ def regions_of_layer(
         LayoutError: If they are not as many bytes as the config gives a page.
     """
     regions = [region for page in pages for region in regions_of(page, spec, addressing)]
-    if any(_share_bytes(one, other) for one, other in itertools.combinations(regions, 2)):
+    if _share_bytes(regions):
         # Two shapes of the same bytes (indexer keys on A5): only kernels know which one is meant.
         regions = _joined(regions, spec)
     num_bytes = sum(region.num_bytes for region in regions)
@@ -68,64 +67,39 @@ def regions_of_layer(
     return regions
 
 
-def planes_of(regions: Iterable[Region], layer_name: str) -> list[Plane]:
+def planes_of(regions: Iterable[Region], spec: LayerSpec) -> list[Plane]:
     """The planes of regions of one layer; regions of one page get a common base."""
     base_bytes: dict[tuple[int, int], int] = {}
     planes: dict[Region, Plane] = {}
     ordered = sorted(regions, key=lambda region: region.offset_bytes)
     for region in ordered:
-        page = region.pool, region.page_stride_bytes
+        page = region.storage, region.page_stride_bytes
         base = base_bytes.setdefault(page, region.offset_bytes)
         if region.end_bytes - base > region.page_stride_bytes:
             base = base_bytes[page] = region.offset_bytes
         planes[region] = Plane(
-            layer_name=layer_name,
-            pool=region.pool,
+            layer_name=spec.layer_name,
+            storage=region.storage,
             base_bytes=base,
             page_stride_bytes=region.page_stride_bytes,
             region_offset_bytes=region.offset_bytes - base,
             row_bytes=region.row_bytes,
             dtype=region.dtype,
             is_packed=region.is_packed,
+            is_replicated=spec.is_replicated,
         )
     return [planes[region] for region in regions]
 
 
-def check_disjoint(regions: Sequence[tuple[int, str, Region]], num_pages: int) -> None:
-    """Refuse planes that would write each other's bytes.
-
-    Planes of different groups may share bytes of equal page number: block ids come from one pool,
-    so that a page belongs to one group at a time.
-
-    Args:
-        regions: Scheduler group, layer and region of every plane.
-        num_pages: Pages per plane.
-
-    Raises:
-        LayoutError: Naming both layers.
-    """
-    by_pool = sorted(regions, key=lambda item: (item[2].pool, item[2].offset_bytes))
-    for _, in_pool in itertools.groupby(by_pool, key=lambda item: item[2].pool):
-        for (group, layer, one), (other_group, other_layer, other) in itertools.combinations(
-            in_pool, 2
-        ):
-            if _collide(one, other, num_pages, is_same_group=group == other_group):
-                raise LayoutError(
-                    f"layers {layer} and {other_layer} (KV cache groups {group}, {other_group}) "
-                    f"share bytes of one storage: at {one.offset_bytes} and {other.offset_bytes}, "
-                    f"{one.page_stride_bytes} and {other.page_stride_bytes} bytes per page; "
-                    "this layout is not supported"
-                )
-
-
-def _share_bytes(one: Region, other: Region) -> bool:
-    """Within a page; both of one layer."""
-    return (
-        one.pool == other.pool
-        and one.page_stride_bytes == other.page_stride_bytes
-        and one.offset_bytes < other.end_bytes
-        and other.offset_bytes < one.end_bytes
-    )
+def _share_bytes(regions: Iterable[Region]) -> bool:
+    """Whether any two regions of one layer overlap within a page."""
+    end_bytes: dict[tuple[int, int], int] = {}
+    for region in sorted(regions, key=lambda region: region.offset_bytes):
+        page = region.storage, region.page_stride_bytes
+        if region.offset_bytes < end_bytes.get(page, 0):
+            return True
+        end_bytes[page] = region.end_bytes
+    return False
 
 
 def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
@@ -133,7 +107,7 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
     first = min(regions, key=lambda region: region.offset_bytes)
     end_bytes = max(region.end_bytes for region in regions)
     num_bytes = end_bytes - first.offset_bytes
-    if num_bytes > first.page_stride_bytes or len({region.pool for region in regions}) > 1:
+    if num_bytes > first.page_stride_bytes or len({region.storage for region in regions}) > 1:
         raise LayoutError(
             f"{spec.where}: its tensors overlap, and span {num_bytes} bytes of pages of "
             f"{first.page_stride_bytes}; this layout is not supported"
@@ -141,7 +115,7 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
     dtypes = "+".join(dict.fromkeys(region.dtype for region in regions))
     return [
         Region(
-            pool=first.pool,
+            storage=first.storage,
             offset_bytes=first.offset_bytes,
             page_stride_bytes=first.page_stride_bytes,
             row_bytes=num_bytes,
@@ -150,21 +124,3 @@ def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
             is_packed=True,
         )
     ]
-
-
-def _collide(one: Region, other: Region, num_pages: int, *, is_same_group: bool) -> bool:
-    """Whether some page of one has bytes of a page of the other, where it may not."""
-    end_bytes = one.end_bytes + (num_pages - 1) * one.page_stride_bytes
-    if end_bytes <= other.offset_bytes:
-        return False
-    if one.page_stride_bytes != other.page_stride_bytes:
-        return True
-    # Page q of one against page q - ahead of the other: how far the other begins behind it.
-    stride_bytes = one.page_stride_bytes
-    ahead, gap_bytes = divmod(other.offset_bytes - one.offset_bytes, stride_bytes)
-    shared = []
-    if gap_bytes < one.num_bytes:
-        shared.append(ahead)
-    if stride_bytes - gap_bytes < other.num_bytes:
-        shared.append(ahead + 1)
-    return any(is_same_group or pages != 0 for pages in shared)

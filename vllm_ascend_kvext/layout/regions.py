@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import RowAddressing
-from vllm_ascend_kvext.layout.specs import LayerSpec
 from vllm_ascend_kvext.layout.views import TensorView
 
 _PAIR = 2
@@ -32,8 +32,8 @@ class Region:
     """Bytes that every page of one layer has.
 
     Attributes:
-        pool: Index of the storage.
-        offset_bytes: Of page 0's region in the pool.
+        storage: Index of the storage.
+        offset_bytes: Of page 0's region in the storage.
         page_stride_bytes: From one page to the next.
         row_bytes: Size of a row.
         num_rows: Rows per page.
@@ -41,7 +41,7 @@ class Region:
         is_packed: Whether the one row is a page whose inside is not understood.
     """
 
-    pool: int
+    storage: int
     offset_bytes: int
     page_stride_bytes: int
     row_bytes: int
@@ -142,7 +142,8 @@ def _regions(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list
             )
     if spec.num_states:
         return _split(page, is_packed=False)
-    if addressing is RowAddressing.PAGES or spec.is_byte_typed or page.token_axis is None:
+    has_unknown_order = spec.is_byte_typed or view.is_private_format or page.token_axis is None
+    if addressing is RowAddressing.PAGES or has_unknown_order:
         return _split(page, is_packed=True)
     return _rows_of_tokens(page) or _split(page, is_packed=True)
 
@@ -221,7 +222,7 @@ def _region(
     page: PageView, offset_bytes: int, row_bytes: int, num_rows: int, is_packed: bool
 ) -> Region:
     return Region(
-        pool=page.view.pool,
+        storage=page.view.storage,
         offset_bytes=page.view.offset_bytes + offset_bytes,
         page_stride_bytes=page.page_stride_bytes,
         row_bytes=row_bytes,

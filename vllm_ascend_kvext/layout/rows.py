@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of each group a chunk of tokens keeps: the same for store and load, by construction.
+"""Which rows of each group a range of tokens keeps, and which a resume at its end needs.
 
 A row is counted from the first token of the request: row ``r`` covers the tokens from
 ``r * tokens_per_row`` on. Pure arithmetic; knows neither pages in memory nor a host buffer.
+
+A window of 6 tokens, 4 tokens per page, 1 token per row, the range of tokens 0 to 9::
+
+    page            0       1       2
+    token           0 1 2 3 4 5 6 7 8 9 | 10 is computed next, and reads 5 to 9
+    needed, kept            4 5 6 7 8 9 | from the first token of the page that 5 is in
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
-from vllm_ascend_kvext.layout.model import GroupKind, LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +43,57 @@ class TokenRange:
         return self.end - self.first
 
 
+def needed_rows(
+    group: LayoutGroup, tokens: TokenRange, states: StatePolicy = StatePolicy.EXACT
+) -> range:
+    """The rows of a range that resuming at its end needs; empty where nothing is needed.
+
+    A window needs the pages that the token behind the end still reads: whole pages, because vLLM
+    caches whole pages and a later hit on one of them reads what stands before the window. The last
+    row may reach past the end. Tokens that have not filled an entry of a compressed group are held
+    by the states of its compressor, which are a group of their own.
+    """
+    if group.holds_states and states is StatePolicy.SKIP:
+        return range(0)
+    end = tokens.end - tokens.end % group.compress_ratio
+    first = max(tokens.first, _first_needed_token(group, end))
+    if first >= end:
+        return range(0)
+    return range(first // group.tokens_per_row, -(-end // group.tokens_per_row))
+
+
 def kept_rows(
     group: LayoutGroup, tokens: TokenRange, states: StatePolicy = StatePolicy.EXACT
 ) -> range:
-    """The rows that a chunk keeps of one group; empty where there is nothing to keep.
+    """The rows that a store of a range keeps; empty where there is nothing to keep.
 
-    Rows end with the last whole one. A window keeps the pages that the token behind the chunk's
-    end still reads: whole pages, because vLLM caches whole pages and a later hit on one of them
-    reads what stands before the window.
-
-    Raises:
-        TokenRangeError: If the group holds states of page ends only and the range ends within a
-            page: what it holds there is the state of some other token.
+    What a resume needs at the last end of a whole row in the range: a row that the range does not
+    fill is not kept.
     """
-    if group.kind is GroupKind.STATE and states is StatePolicy.SKIP:
+    if group.holds_states and states is StatePolicy.SKIP:
         return range(0)
-    if group.is_snapshot and tokens.end % group.tokens_per_page:
-        raise TokenRangeError(
-            f"KV cache group {group.scheduler_group}: a range that ends at token {tokens.end} has "
-            f"no state, states are kept every {group.tokens_per_page} tokens; end chunks at "
-            "multiples of that, or skip states"
-        )
-    first_row = tokens.first // group.tokens_per_row
     end_row = tokens.end // group.tokens_per_row
-    tail_row = _tail_first_token(group, end_row * group.tokens_per_row) // group.tokens_per_row
-    return range(max(first_row, tail_row), end_row) if tail_row < end_row else range(0)
+    first_needed = _first_needed_token(group, end_row * group.tokens_per_row)
+    first_row = max(tokens.first, first_needed) // group.tokens_per_row
+    return range(first_row, end_row) if first_row < end_row else range(0)
 
 
 def dense_rows(group: LayoutGroup, tokens: TokenRange) -> range:
-    """All rows of a chunk, whatever the group still needs of them: what `kept_rows` saves on."""
+    """All rows of a range, whatever the group still needs of them: what `kept_rows` saves on."""
     return range(tokens.first // group.tokens_per_row, tokens.end // group.tokens_per_row)
 
 
-def _tail_first_token(group: LayoutGroup, end: int) -> int:
+def has_state_at(group: LayoutGroup, boundary_tokens: int) -> bool:
+    """Whether a row of the group can be the state at this boundary (Mamba: at ends of pages)."""
+    return not group.is_snapshot or boundary_tokens % group.tokens_per_page == 0
+
+
+def _first_needed_token(group: LayoutGroup, end: int) -> int:
     """The first token that a group needs to go on from ``end``, rounded down to a page."""
-    if group.kind is GroupKind.FULL:
+    if group.kind is GroupKind.FULL or end == 0:
         return 0
     if group.is_snapshot:
-        return max(0, end - group.tokens_per_page)
+        return (end - 1) // group.tokens_per_page * group.tokens_per_page
     needed = max(0, end - (group.window_tokens - 1))
     if group.restart_tokens:
         needed = max(needed, end - end % group.restart_tokens)

@@ -6,49 +6,92 @@ Tensors are read by their methods; torch is imported only to make new ones. Know
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.model import KVLayout, Pool
+from vllm_ascend_kvext.layout.model import KVLayout, RegisteredStorage
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor. ``offset_bytes`` is into its pool; strides are in bytes too."""
+    """One tensor.
 
-    pool: int
+    Attributes:
+        storage: Index of its storage.
+        offset_bytes: Of its first element in the storage.
+        shape: Logical.
+        strides_bytes: Logical, which in a private format says nothing.
+        item_bytes: Size of an element.
+        dtype: Of the elements.
+        is_private_format: Whether its NPU keeps the elements in an order of its own.
+    """
+
+    storage: int
     offset_bytes: int
     shape: tuple[int, ...]
     strides_bytes: tuple[int, ...]
     item_bytes: int
     dtype: str
+    is_private_format: bool = False
 
 
-class PoolTable:
+_PLAIN_ACL_FORMATS = (-1, 0, 2)
+"""Undefined, NCHW, ND: elements lie as shape and strides say."""
+
+
+class StorageTable:
     """Numbers the storages of the tensors that are read."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, tuple[int, Pool]] = {}
+        self._storages: dict[int, tuple[int, RegisteredStorage]] = {}
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
-        return tuple(pool for _, pool in self._pools.values())
+    def storages(self) -> tuple[RegisteredStorage, ...]:
+        return tuple(storage for _, storage in self._storages.values())
 
-    def read(self, tensor: Any) -> TensorView:
+    def read(self, tensor: Any, where: str) -> TensorView:
+        """One tensor as numbers.
+
+        Raises:
+            LayoutError: If its storage holds more than the elements, in a private format: only the
+                device knows where.
+        """
         storage = tensor.untyped_storage()
         address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
-        index, _ = self._pools.setdefault(address, (len(self._pools), Pool(address, num_bytes)))
+        index, _ = self._storages.setdefault(
+            address, (len(self._storages), RegisteredStorage(address, num_bytes))
+        )
         item_bytes = int(tensor.element_size())
+        acl_format = _acl_format_of(tensor)
+        is_private_format = acl_format not in _PLAIN_ACL_FORMATS
+        tensor_bytes = math.prod(map(int, tensor.shape)) * item_bytes
+        if is_private_format and num_bytes != tensor_bytes:
+            raise LayoutError(
+                f"{where}: its tensor has ACL format {acl_format}, and a storage of {num_bytes} "
+                f"bytes for {tensor_bytes} bytes of elements; expected one without padding: this "
+                "layout is not supported"
+            )
         return TensorView(
-            pool=index,
+            storage=index,
             offset_bytes=int(tensor.storage_offset()) * item_bytes,
             shape=tuple(map(int, tensor.shape)),
             strides_bytes=tuple(int(stride) * item_bytes for stride in tensor.stride()),
             item_bytes=item_bytes,
             dtype=str(tensor.dtype).removeprefix("torch."),
+            is_private_format=is_private_format,
         )
+
+
+def _acl_format_of(tensor: Any) -> int:
+    """Of a tensor on an NPU. Where there is one, its worker has imported ``torch_npu``."""
+    torch_npu = sys.modules.get("torch_npu")
+    if torch_npu is None or not str(tensor.device).startswith("npu"):
+        return _PLAIN_ACL_FORMATS[-1]
+    return int(torch_npu.get_npu_format(tensor))
 
 
 def tensors_of(entry: Any) -> Iterator[Any]:
@@ -79,15 +122,15 @@ def device_type_of(kv_caches: Mapping[str, Any]) -> str:
     return types.pop()
 
 
-def pool_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The pools of a layout as one-dimensional ``torch.uint8`` tensors over whole storages.
+def storage_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The storages of a layout as one-dimensional ``torch.uint8`` tensors over whole storages.
 
     Args:
         layout: As built from the same ``kv_caches``.
         kv_caches: The registered tensors.
 
     Raises:
-        LayoutError: If a pool is not among the storages of ``kv_caches``.
+        LayoutError: If a storage of the layout is not among those of ``kv_caches``.
     """
     import torch
 
@@ -96,15 +139,15 @@ def pool_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, .
         for entry in kv_caches.values()
         for tensor in tensors_of(entry)
     }
-    missing = [hex(pool.address) for pool in layout.pools if pool.address not in by_address]
+    missing = [hex(one.address) for one in layout.storages if one.address not in by_address]
     if missing:
         raise LayoutError(
             f"kv_caches: no tensor has its storage at {', '.join(missing)}; pass the tensors that "
             "the layout was built from"
         )
     return tuple(
-        torch.empty(0, dtype=torch.uint8, device=by_address[pool.address].device).set_(
-            by_address[pool.address].untyped_storage()
+        torch.empty(0, dtype=torch.uint8, device=by_address[one.address].device).set_(
+            by_address[one.address].untyped_storage()
         )
-        for pool in layout.pools
+        for one in layout.storages
     )

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-"""wrapt's signature: ``(wrapped, instance, args, kwargs) -> result``."""
+Wrapper = Callable[..., Any]
+"""``(wrapped, instance, ...) -> result``, where upstream's own parameters follow by their names.
+
+``wrapped`` is what lies below, bound already. ``instance`` is the object, for a classmethod the
+class, for a function of a module None.
+"""
 
 Install = Callable[[], Callable[[], None]]
 """Uses an official hook of upstream and returns the function that undoes it."""

@@ -160,10 +160,19 @@ def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
     # Looked up again and not taken from the plan: an earlier patch may have the same target.
     target = resolve(patch.target)
     switch = threading.Event()
-    function = wrapt.FunctionWrapper(target.found, wrapper, enabled=switch.is_set)
+    function = wrapt.FunctionWrapper(target.found, _call_form(wrapper), enabled=switch.is_set)
     setattr(target.parent, target.attribute, function)
     switch.set()
     return _Wrapping(patch, target, function, switch)
+
+
+def _call_form(wrapper: Wrapper) -> Callable[..., Any]:
+    """wrapt's form of a wrapper. Python binds the arguments, by position and by name, once."""
+
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return wrapper(wrapped, instance, *args, **kwargs)
+
+    return call
 
 
 BOOK = PatchBook()

@@ -2,26 +2,16 @@
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
 Knows nothing of blocks or pools. A request is hashed once, at the smallest block size of all
-groups; a block of a larger size spans several of these hashes.
+groups; a block of a larger size spans several of these hashes, and its key is
+all of them, one after the other.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROUP_ID_BYTES = 4
-
-
-class KeyScheme(enum.Enum):
-    """How the hashes that a block spans become its key."""
-
-    JOINED = "joined"
-    """All of them, one after the other, as vLLM 0.20 and 0.23 have it."""
-
-    LAST = "last"
-    """The last one: hashes are chained, so it stands for all before it (vLLM 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +21,14 @@ class GroupKeys:
     Attributes:
         hashes_per_block: Hashes of a request that one block spans.
         suffix: The group id, as it ends every key.
-        scheme: How the hashes of a block become one.
     """
 
     hashes_per_block: int
     suffix: bytes
-    scheme: KeyScheme
 
     @classmethod
-    def of_group(cls, group_id: int, hashes_per_block: int, scheme: KeyScheme) -> GroupKeys:
-        return cls(hashes_per_block, group_id.to_bytes(GROUP_ID_BYTES, "big"), scheme)
+    def of_group(cls, group_id: int, hashes_per_block: int) -> GroupKeys:
+        return cls(hashes_per_block, group_id.to_bytes(GROUP_ID_BYTES, "big"))
 
     def at(self, hashes: Sequence[bytes], block_index: int) -> bytes:
         """The key of one block.
@@ -51,7 +39,7 @@ class GroupKeys:
         per_block = self.hashes_per_block
         stop = (block_index + 1) * per_block
         last_hash = hashes[stop - 1]
-        if per_block == 1 or self.scheme is KeyScheme.LAST:
+        if per_block == 1:
             return last_hash + self.suffix
         return b"".join(hashes[stop - per_block : stop]) + self.suffix
 
@@ -66,14 +54,6 @@ class GroupKeys:
         per_block = self.hashes_per_block
         if per_block == 1:
             return [hash_ + suffix for hash_ in hashes[_slice_of(blocks)]]
-        if self.scheme is KeyScheme.LAST:
-            last = per_block - 1
-            ends = range(
-                blocks.start * per_block + last,
-                blocks.stop * per_block + last,
-                blocks.step * per_block,
-            )
-            return [hash_ + suffix for hash_ in hashes[_slice_of(ends)]]
         return [
             b"".join(hashes[index * per_block : (index + 1) * per_block]) + suffix
             for index in blocks

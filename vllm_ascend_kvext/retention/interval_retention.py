@@ -86,7 +86,7 @@ class IntervalRetention:
         progress = self._progress.get(request.request_id)
         return progress.next_event_tokens if progress and progress.holds_blocks else 0
 
-    def pass_quietly(self, request: Request, num_computed_tokens: int) -> None:
+    def note_quiet_step(self, request: Request, num_computed_tokens: int) -> None:
         cached_tokens = min(num_computed_tokens, request.num_tokens)
         self._progress[request.request_id].cached_tokens = cached_tokens
 

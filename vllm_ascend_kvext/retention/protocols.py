@@ -136,7 +136,7 @@ class Retention(Protocol):
     def quiet_until_tokens(self, request: Any) -> int:
         """The tokens to cache up to which `cache` only takes note of them."""
 
-    def pass_quietly(self, request: Any, num_computed_tokens: int) -> None:
+    def note_quiet_step(self, request: Any, num_computed_tokens: int) -> None:
         """What `cache` does below `quiet_until_tokens`."""
 
     def before_skip(self, request_id: str, total_computed_tokens: int) -> int | None:

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm_ascend_kvext.transfer.schema import Direction, Table
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_ascend_kvext.transfer.placement import CopyPlacement
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """One request's copy.
+
+class Transfer(NamedTuple):
+    """One request's copy. A named tuple, because a small transfer takes microseconds.
 
     Attributes:
         pools: Shape ``[num_pools, 2]``, see `PoolColumn`.
@@ -23,7 +23,7 @@ class Transfer:
         host_address: Of the first byte of the host buffer.
         host_bytes: Its size.
         direction: Which way the bytes go.
-        num_threads: For backends that copy on host threads.
+        placement: For backends that copy on host threads; None for the default.
         pool_tensors: The tensors behind `pools`: their device, and what keeps them alive.
         host_tensor: The tensor behind the host buffer.
     """
@@ -34,7 +34,7 @@ class Transfer:
     host_address: int
     host_bytes: int
     direction: Direction
-    num_threads: int
+    placement: CopyPlacement | None
     pool_tensors: tuple[torch.Tensor, ...]
     host_tensor: torch.Tensor
 

@@ -1,48 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend moves a transfer, and with how many threads."""
+"""Which backend moves a transfer."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 
-import numpy as np
-
+from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 from vllm_ascend_kvext.transfer.cpu import CpuBackend
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.native import native
-from vllm_ascend_kvext.transfer.schema import PlaneColumn, RunColumn
+
+logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
 # Below this a descriptor of the DMA engine costs more than the bytes it moves. An estimate: it has
 # not been measured on an NPU.
 LEAST_MEAN_RUN_BYTES_FOR_DMA = 16 * 1024
 
-# Two threads come close to what one socket's memory gives to copies; the rest is for the engine.
-_MOST_DEFAULT_THREADS = 4
-
-
-@functools.cache
-def default_num_threads() -> int:
-    """Threads for a copy in host memory, where the caller does not say."""
-    return min(_MOST_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+_CPU = CpuBackend()
 
 
 def mean_run_bytes(transfer: Transfer) -> float:
     """Mean size of what one run moves in one plane; 0 where nothing moves.
 
-    The transfer must have been found valid.
+    Raises:
+        DescriptorError: A table is wrong.
     """
-    num_copies, num_bytes = 0, 0
-    groups, rows = transfer.runs[:, RunColumn.GROUP], transfer.runs[:, RunColumn.NUM_ROWS]
-    for group in np.unique(groups):
-        of_group = transfer.planes[:, PlaneColumn.GROUP] == group
-        row_bytes = transfer.planes[of_group, PlaneColumn.ROW_BYTES]
-        is_run = groups == group
-        num_copies += int(is_run.sum()) * len(row_bytes)
-        num_bytes += int(rows[is_run].sum()) * int(row_bytes.sum())
-    return num_bytes / num_copies if num_copies else 0.0
+    num_bytes, num_plane_runs = native().validate(*transfer.descriptors)
+    return num_bytes / num_plane_runs if num_plane_runs else 0.0
 
 
 def choose_backend(transfer: Transfer, device_types: Sequence[str]) -> Backend:
@@ -55,9 +43,10 @@ def choose_backend(transfer: Transfer, device_types: Sequence[str]) -> Backend:
     Raises:
         DescriptorError: A table is wrong.
         BackendError: The pools are on a device that no backend serves, or on several.
+        SettingsError: ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
     """
-    if tuple(device_types) in ((), ("cpu",)):
-        return CpuBackend()
+    if device_types in (("cpu",), ()):
+        return _CPU
     if tuple(device_types) == ("npu",):
         return _ascend_backend(transfer)
     raise BackendError(
@@ -67,13 +56,32 @@ def choose_backend(transfer: Transfer, device_types: Sequence[str]) -> Backend:
 
 
 def _ascend_backend(transfer: Transfer) -> Backend:
-    from vllm_ascend_kvext.transfer.ascend_dma import AscendDmaBackend
-    from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
+    from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
+    from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 
-    native().validate(*transfer.descriptors)
-    is_small = mean_run_bytes(transfer) < LEAST_MEAN_RUN_BYTES_FOR_DMA
-    if is_small and AscendKernelBackend.is_available():
+    run_bytes = mean_run_bytes(transfer)
+    if not _uses_kernel() or run_bytes >= LEAST_MEAN_RUN_BYTES_FOR_DMA:
+        return AscendDmaBackend()
+    try:
         kernel = AscendKernelBackend()
-        if kernel.can_reach(transfer):
-            return kernel
-    return AscendDmaBackend()
+    except BackendError as error:
+        _warn_once(f"it cannot be had: {error}")
+        return AscendDmaBackend()
+    if not kernel.can_reach(transfer):
+        _warn_once("the host buffer is not mapped for the device. Call map_host on it, once.")
+        return AscendDmaBackend()
+    return kernel
+
+
+@functools.cache
+def _uses_kernel() -> bool:
+    return parse_uses_ascend_kernel(os.environ)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "%s=1 asks for the AscendC kernel, and the DMA engines are used instead: %s",
+        ASCEND_KERNEL_VARIABLE,
+        reason,
+    )

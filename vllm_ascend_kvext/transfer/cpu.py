@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.transfer.placement import default_placement
+
+_STREAMING_WHERE_IT_PAYS = -1
 
 
 class CpuBackend:
@@ -13,4 +16,11 @@ class CpuBackend:
     name = "cpu"
 
     def run(self, transfer: Transfer) -> None:
-        native().page_transfer(*transfer.descriptors, transfer.num_threads)
+        placement = transfer.placement or default_placement()
+        native().page_transfer(
+            *transfer.descriptors,
+            placement.num_threads,
+            _STREAMING_WHERE_IT_PAYS,
+            placement.cpus,
+            placement.niceness,
+        )

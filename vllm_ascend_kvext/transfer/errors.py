@@ -15,3 +15,7 @@ class DescriptorError(KvextError, ValueError):
 
 class BackendError(KvextError, RuntimeError):
     """A backend cannot run in this process, or its device refused; bytes may have moved."""
+
+
+class PlacementError(KvextError, ValueError):
+    """Copies cannot run on the CPUs that were named; nothing has been written."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -21,8 +20,7 @@ def explode(transfer: Transfer) -> Iterator[Transfer]:
     for index, group in enumerate(transfer.planes[:, PlaneColumn.GROUP]):
         first, last = np.searchsorted(groups, (group, group + 1))
         if first < last:
-            yield replace(
-                transfer,
+            yield transfer._replace(
                 planes=transfer.planes[index : index + 1],
                 runs=transfer.runs[first:last],
             )

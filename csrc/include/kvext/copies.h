@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a plan to plain copies: the one expansion that every backend uses.
+// From a transfer to plain copies: the one expansion that every backend uses.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "kvext/plan.h"
+#include "kvext/checked_transfer.h"
 
 namespace kvext {
 
@@ -15,18 +15,19 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// Calls visit(Copy) for the bytes [begin, end) of a plan, counted plane after plane and run after
+// Calls visit(Copy) for the bytes [begin, end) of a transfer, counted plane after plane and run after
 // run. What is adjacent at both ends becomes one copy.
 template <typename Visit>
-void for_each_copy(const Plan& plan, int64_t begin, int64_t end, Visit&& visit) {
-  const Transfer& transfer = plan.transfer();
+void for_each_copy(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
+  const Transfer& transfer = checked.transfer();
   const bool is_store = transfer.direction == Direction::kPagesToHost;
   Copy pending{0, 0, 0};
   int64_t position = 0;
-  for (const Group& group : plan.groups()) {
+  for (const Group& group : checked.groups()) {
     const Run* const runs = transfer.runs.rows + group.first_run;
-    for (const int64_t plane_index : group.planes) {
-      const Plane& plane = transfer.planes[plane_index];
+    const int64_t* const planes = checked.plane_order().data() + group.first_plane;
+    for (int64_t index = 0; index < group.num_planes; ++index) {
+      const Plane& plane = transfer.planes[planes[index]];
       const int64_t plane_bytes = group.num_rows * plane.row_bytes;
       if (position >= end) break;
       if (position + plane_bytes <= begin) {

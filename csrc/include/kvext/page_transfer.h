@@ -6,19 +6,25 @@
 #include <string>
 #include <vector>
 
-#include "kvext/plan.h"
+#include "kvext/checked_transfer.h"
+#include "kvext/placement.h"
 
 namespace kvext {
 
 // Whether large copies write past the caches.
 enum class Streaming { kAuto = -1, kOff = 0, kOn = 1 };
 
-// Moves every byte of a plan. num_threads >= 1, the caller's among them.
-void page_transfer(const Plan& plan, int num_threads, Streaming streaming);
+struct CopyOptions {
+  int num_threads = 1;  // at least 1
+  Streaming streaming = Streaming::kAuto;
+  Placement placement;
+};
+
+// Moves every byte of a transfer. Throws PlacementError before the first one moves.
+void page_transfer(const CheckedTransfer& checked, const CopyOptions& options);
 
 // One plain copy with the same threads and kernels: the limit that a transfer is measured against.
-void copy(void* destination, const void* source, int64_t num_bytes, int num_threads,
-          Streaming streaming);
+void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
 
 struct Description {
   std::vector<std::string> instruction_sets;  // that this build has kernels for and this CPU runs

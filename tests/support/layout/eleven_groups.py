@@ -17,7 +17,8 @@ from support.layout.fakes import (
 )
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import RowAddressing
 
 LAYERS = (0, 1, 2, 3, 20, 21, 22, 23, 24)
 NUM_BLOCKS = 24
@@ -87,7 +88,7 @@ SPECS = (
 
 _C4 = Reach(GroupKind.FULL, 4 * ROWS, 4)
 _WINDOW = Reach(GroupKind.WINDOW, ROWS, 1, 128)
-_C4_STATE = Reach(GroupKind.STATE, C4_STATE_ROWS, 1, 8)
+_C4_STATE = Reach(GroupKind.WINDOW, C4_STATE_ROWS, 1, 8, holds_states=True)
 
 REACHES = (
     _C4,
@@ -97,7 +98,7 @@ REACHES = (
     *(_C4_STATE for _ in range(4)),
     Reach(GroupKind.FULL, 128 * ROWS, 128),
     _WINDOW,
-    Reach(GroupKind.STATE, C128_STATE_ROWS, 1, 128, 128),
+    Reach(GroupKind.WINDOW, C128_STATE_ROWS, 1, 128, 128, holds_states=True),
 )
 
 

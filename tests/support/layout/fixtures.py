@@ -33,7 +33,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, paged_tensors
-from vllm_ascend_kvext.layout.model import GroupKind, RowAddressing
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import RowAddressing
 
 HAS_DEEPSEEK_V4 = find_spec("vllm.models") is not None
 """Whether this vLLM has the DeepSeek-V4 whose layers ``deepseek_v4`` makes up (0.23.0)."""
@@ -247,7 +248,7 @@ def attention_and_mamba() -> LayoutFixture:
         {"attn": [(1, 2)], "mamba": [(0,), (0,)]},
         {
             "attn": Reach(GroupKind.FULL, BLOCK, 1),
-            "mamba": Reach(GroupKind.STATE, BLOCK, BLOCK),
+            "mamba": Reach(GroupKind.STATE, BLOCK, BLOCK, holds_states=True),
         },
     )
     return LayoutFixture(config, scheduler_config, kv_caches, tensors, RowAddressing.TOKENS)
@@ -281,8 +282,8 @@ def deepseek_v4(cache_dtype: str, num_layers: int = 43, num_blocks: int = 64) ->
         "c128.attn": Reach(GroupKind.FULL, 256, 256 if is_packed else 128),
         "indexer.k_cache": Reach(GroupKind.FULL, 256, 256),
         "swa_cache": Reach(GroupKind.WINDOW, 64, 64 if is_packed else 1, 128),
-        "c4.state_cache": Reach(GroupKind.STATE, 4, 1, 8),
-        "c128.state_cache": Reach(GroupKind.STATE, 8, 1, 128, 128),
+        "c4.state_cache": Reach(GroupKind.WINDOW, 4, 1, 8, holds_states=True),
+        "c128.state_cache": Reach(GroupKind.WINDOW, 8, 1, 128, 128, holds_states=True),
     }
     describe = {
         "attn": [rows],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ascend_kvext.layout.model import GroupKind
+from vllm_ascend_kvext.groups.model import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +20,38 @@ class Reach:
     tokens_per_row: int
     window_tokens: int = 0
     restart_tokens: int = 0
+    holds_states: bool = False
+    compress_ratio: int = 1
 
     def reads(self, token: int, end: int) -> bool:
         """Whether going on from ``end`` reads this token."""
         if self.kind is GroupKind.FULL:
             return True
-        if self.kind is GroupKind.STATE and not self.window_tokens:
+        if self.kind is GroupKind.STATE:
             return token == end - 1  # whose page is the state at the end
         if token <= end - self.window_tokens:
             return False
         return not self.restart_tokens or token // self.restart_tokens == end // self.restart_tokens
 
     def rows_read(self, first: int, end: int) -> list[int]:
-        """Rows of a chunk in pages that are read; rows that are not whole do not count."""
+        """Rows of a chunk in pages that are read; rows that are not whole do not count.
+
+        What a store keeps: it stands for the last end of a whole row.
+        """
         end -= end % self.tokens_per_row
         pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
         rows_per_page = self.tokens_per_page // self.tokens_per_row
         rows = range(first // self.tokens_per_row, end // self.tokens_per_row)
         return [row for row in rows if row // rows_per_page in pages]
+
+    def rows_needed(self, first: int, end: int) -> list[int]:
+        """Rows in pages that are read, the last of them perhaps in part: what a load moves."""
+        end -= end % self.compress_ratio
+        pages = {token // self.tokens_per_page for token in range(end) if self.reads(token, end)}
+        return sorted(
+            {
+                token // self.tokens_per_row
+                for token in range(first, end)
+                if token // self.tokens_per_page in pages
+            }
+        )

@@ -13,9 +13,15 @@ import torch
 
 from support.layout.truth import LayoutFixture, copy_by_definition, random_block_ids
 from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.runs import Descriptors, PlacedChunk, RunPlanner
-from vllm_ascend_kvext.layout.views import pool_tensors
+from vllm_ascend_kvext.layout.transfer_plan import (
+    LoadPlan,
+    PlacedChunk,
+    StorePlan,
+)
+from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.transfer.backend import Backend
 from vllm_ascend_kvext.transfer.cpu import CpuBackend
 from vllm_ascend_kvext.transfer.oracle import oracle_transfer
@@ -72,10 +78,11 @@ def round_trip(
     expected = target.copy_of_storages()
 
     layout, other_layout = source.layout(), target.layout()
-    plan = RunPlanner(layout).plan([PlacedChunk(tokens)], source_ids)
-    other_plan = RunPlanner(other_layout).plan([PlacedChunk(tokens)], target_ids)
+    plan = TransferPlanner(layout).plan_store([PlacedChunk(tokens)], source_ids)
+    stored_chunks = [StoredChunk(row_map) for row_map in plan.row_maps]
+    load = TransferPlanner(other_layout).plan_load(stored_chunks, tokens, target_ids)
     if not plan.host_bytes:
-        assert not len(plan.runs) and not num_bytes
+        assert not len(plan.runs) and not len(load.runs) and not num_bytes
         return 0  # an empty tensor has no address, and there is nothing to move
     for name, move in movers.items():
         for storage, bytes_before in zip(target.storages(), before, strict=True):
@@ -84,7 +91,7 @@ def round_trip(
         _move(move, layout, source, host, plan, Direction.PAGES_TO_HOST)
         _assert_same(f"{name}: the pages that were stored", source.storages(), stored)
         kept = host.buffer.clone()
-        _move(move, other_layout, target, host, other_plan, Direction.HOST_TO_PAGES)
+        _move(move, other_layout, target, host, load, Direction.HOST_TO_PAGES)
         _assert_same(f"{name}: the host that was loaded", [host.buffer], [kept])
         _assert_same(f"{name}: the pages that were loaded", target.storages(), expected)
         host.assert_guards_intact()
@@ -96,11 +103,11 @@ def _move(
     layout: KVLayout,
     fixture: LayoutFixture,
     host: GuardedHost,
-    plan: Descriptors,
+    plan: StorePlan | LoadPlan,
     direction: Direction,
 ) -> None:
-    pools = pool_tensors(layout, fixture.kv_caches)
-    move(pools, host.buffer, plan.planes, plan.runs, direction)
+    storages = storage_tensors(layout, fixture.kv_caches)
+    move(storages, host.buffer, plan.planes, plan.runs, direction)
 
 
 def _assert_same(

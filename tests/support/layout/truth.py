@@ -19,6 +19,7 @@ from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.views import tensors_of
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +55,9 @@ class PagedTensor:
         return views
 
 
+_PLAIN_WORKER = WorkerConfig()
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class LayoutFixture:
     """What one worker registers.
@@ -64,6 +68,7 @@ class LayoutFixture:
         kv_caches: The registered tensors.
         tensors: The same one by one, with what is known of them.
         addressing: As given to ``build_layout``; None for what the device decides.
+        worker: As given to ``build_layout``.
     """
 
     config: object
@@ -71,13 +76,14 @@ class LayoutFixture:
     kv_caches: dict[str, object]
     tensors: tuple[PagedTensor, ...]
     addressing: RowAddressing | None = None
+    worker: WorkerConfig = _PLAIN_WORKER
 
     @property
     def num_groups(self) -> int:
         return len(self.config.kv_cache_groups)
 
     def layout(self) -> KVLayout:
-        return build_layout(self.config, self.kv_caches, addressing=self.addressing)
+        return build_layout(self.config, self.kv_caches, self.worker, addressing=self.addressing)
 
     def storages(self) -> list[torch.Tensor]:
         """The bytes of every storage that tensors lie in."""
@@ -164,12 +170,13 @@ def copy_by_definition(
     target_ids: Sequence[Sequence[int]],
     tokens: TokenRange,
 ) -> int:
-    """Copy what a chunk keeps from worker to worker, row by row; returns the bytes."""
+    """Copy what a chunk keeps and a resume at its end needs, row by row; returns the bytes."""
     num_bytes = 0
     for one, other in zip(source.tensors, target.tensors, strict=True):
         reach = one.reach
         rows_per_page = reach.tokens_per_page // reach.tokens_per_row
-        for row in reach.rows_read(tokens.first, tokens.end):
+        needed = set(reach.rows_needed(tokens.first, tokens.end))
+        for row in sorted(needed.intersection(reach.rows_read(tokens.first, tokens.end))):
             index, first = divmod(row, rows_per_page)
             page, other_page = source_ids[one.group][index], target_ids[one.group][index]
             if page and other_page:

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from support.installed import installed, retention_installed
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
-
-from support.scheduler.engine import SchedulerEngine
-from support.installed import installed, retention_installed
-from support.scheduler.transcript import Step
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has to hold in a KV cache manager after every step, whatever the scheduler decided.
 
-Each check is a `support.scheduler.run.Check`. They look at vLLM's objects and at the shadow memory of the
-model runner, never at this project's code.
+Each check is a `support.scheduler.run.Check`. They look at vLLM's objects and at the shadow memory
+of the model runner, never at this project's code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same random workloads in several worlds: fresh processes that differ in what is patched.
 
-``python -m support.scheduler.worlds WORLD`` runs all workloads of a world and prints one JSON line for each;
-`run_world` and `explain_difference` do so from a test.
+``python -m support.scheduler.worlds WORLD`` runs all workloads of a world and prints one JSON line
+for each; `run_world` and `explain_difference` do so from a test.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.transfer.ascend_shim import Shim, compile_shim
 from support.transfer.fake_npu import FakeNpu, device_tensor, host_tensor, installed_npu
-from vllm_ascend_kvext.transfer.ascend_dma import IN_FLIGHT, AscendDmaBackend
+from vllm_ascend_kvext.transfer.ascend.dma import IN_FLIGHT, AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 
 
@@ -33,7 +33,7 @@ class _SimulatedDma:
     def run(self, transfer: Transfer) -> None:
         self.npu.host = (transfer.host_address, transfer.host_bytes)
         AscendDmaBackend().run(
-            replace(transfer, pool_tensors=(device_tensor(),), host_tensor=host_tensor())
+            transfer._replace(pool_tensors=(device_tensor(),), host_tensor=host_tensor())
         )
         self.npu.current_stream().synchronize()
         IN_FLIGHT.release_finished()
@@ -52,5 +52,5 @@ class _SimulatedKernel:
         backend = self.shim.backend()
         host = transfer.host_tensor
         backend.map_host(host)
-        backend.run(replace(transfer, pool_tensors=(device_tensor(),), host_tensor=host_tensor()))
+        backend.run(transfer._replace(pool_tensors=(device_tensor(),), host_tensor=host_tensor()))
         backend.unmap_host(host)

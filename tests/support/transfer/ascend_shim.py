@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm_ascend_kvext.transfer.ascend_kernel import AscendKernelBackend
-from vllm_ascend_kvext.transfer.ascend_launcher import KernelLauncher
-from vllm_ascend_kvext.transfer.ascend_work_table import build_work_table
+from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.ascend.launcher import KernelLauncher
+from vllm_ascend_kvext.transfer.ascend.work_table import build_work_table
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
 

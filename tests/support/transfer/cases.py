@@ -124,7 +124,7 @@ class TransferMemory:
             host_address=self.host.address,
             host_bytes=case.host_bytes,
             direction=Direction(case.direction),
-            num_threads=1,
+            placement=None,
             pool_tensors=tuple(pool_tensors),
             host_tensor=host_tensor,
         )
@@ -250,6 +250,40 @@ def cases(
         runs=np.array(runs, dtype=np.int64),
         direction=direction,
         misalignment_bytes=tuple(misalignment),
+    )
+
+
+def cut_into_chunks(case: TransferCase, draw: st.DrawFn) -> TransferCase:
+    """The same pages as chunks of one transfer: each names the planes again, with its own places.
+
+    A run may be cut between two chunks, so that they share a page.
+    """
+    num_chunks = draw(st.integers(1, 4))
+    num_groups = int(case.planes[:, 0].max()) + 1
+    runs = []
+    for group, page, first_row, num_rows, _ in case.runs.tolist():
+        cut = draw(st.integers(0, num_rows))
+        for part_row, part_rows in ((first_row, cut), (first_row + cut, num_rows - cut)):
+            if part_rows:
+                chunk = draw(st.integers(0, num_chunks - 1))
+                runs.append([chunk * num_groups + group, page, part_row, part_rows, 0])
+    runs.sort(key=lambda run: run[0])
+    rows_of_group: dict[int, int] = {}
+    for run in runs:
+        run[4] = rows_of_group.get(run[0], 0)
+        rows_of_group[run[0]] = run[4] + run[3]
+    planes, host_bytes = [], 0
+    for chunk in draw(st.permutations(range(num_chunks))):
+        for plane in case.planes.tolist():
+            group = chunk * num_groups + plane[0]
+            planes.append([group, *plane[1:8], host_bytes])
+            host_bytes += rows_of_group.get(group, 0) * plane[5]
+            host_bytes += -host_bytes % HOST_ALIGNMENT_BYTES
+    return replace(
+        case,
+        host_bytes=max(host_bytes, 1),
+        planes=np.array(planes, np.int64),
+        runs=np.array(runs, np.int64),
     )
 
 

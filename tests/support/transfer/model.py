@@ -22,9 +22,11 @@ def is_valid(
     """Whether a transfer may run; arguments as of ``_native.validate``."""
     pool_rows, plane_rows, run_rows = pools.tolist(), planes.tolist(), runs.tolist()
     host = (host_address, host_address + host_bytes)
+    is_host_left_out = not run_rows and host_bytes == 0 and host_address >= 0
     regions = [(address, address + num_bytes) for address, num_bytes in pool_rows]
     return (
-        all(0 < first < end < MOST for first, end in (host, *regions))
+        all(0 < first < end < MOST for first, end in regions)
+        and (is_host_left_out or 0 < host[0] < host[1] < MOST)
         and not any(_meet(host, region) for region in regions)
         and all(_is_plane_valid(plane, pool_rows) for plane in plane_rows)
         and all(

@@ -6,30 +6,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint
 from vllm_ascend_kvext.layout.model import (
-    GroupKind,
     KVLayout,
     LayoutGroup,
     Plane,
-    Pool,
+    RegisteredStorage,
     StatePolicy,
 )
+from vllm_ascend_kvext.layout.page_format import PageFormat, read_page_format
 
 PLANE = Plane("model.layers.0.attn", 0, 0, 4096, 0, 256, "bfloat16", False)
 GROUP = LayoutGroup(0, GroupKind.WINDOW, 16, 1, 128, 0, (PLANE,))
-LAYOUT = KVLayout((Pool(4096, 1 << 20),), (GROUP,), 100, 1)
+LAYOUT = KVLayout((RegisteredStorage(4096, 1 << 20),), (GROUP,), 100, 1)
 MODEL = {"name": "deepseek", "revision": "a1", "quantization": None}
 PARALLEL = {"tensor": 8, "tensor_rank": 3}
+FORMAT = PageFormat(
+    device_type="npu",
+    attention_backends=("ASCEND_MLA",),
+    instruction_set="",
+    cache_dtype="bfloat16",
+    conv_state_layout="SD",
+    row_order="ND",
+)
 
 
 def fingerprint(layout: KVLayout = LAYOUT, **overrides: object) -> str:
-    return layout_fingerprint(layout, **{"model": MODEL, "parallel": PARALLEL, **overrides})
+    arguments = {"model": MODEL, "parallel": PARALLEL, "page_format": FORMAT, **overrides}
+    return layout_fingerprint(layout, **arguments)
 
 
 def with_group(**changes: object) -> KVLayout:
@@ -44,8 +54,8 @@ def with_plane(**changes: object) -> KVLayout:
     "layout",
     [
         pytest.param(replace(LAYOUT, num_pages=7), id="pages"),
-        pytest.param(replace(LAYOUT, pools=(Pool(8192, 1 << 21),)), id="address"),
-        pytest.param(with_plane(pool=1), id="pool"),
+        pytest.param(replace(LAYOUT, storages=(RegisteredStorage(8192, 1 << 21),)), id="address"),
+        pytest.param(with_plane(storage=1), id="storage"),
         pytest.param(with_plane(base_bytes=64), id="base"),
         pytest.param(with_plane(page_stride_bytes=8192), id="padding"),
         pytest.param(with_plane(region_offset_bytes=64), id="region"),
@@ -61,6 +71,7 @@ DIFFERENT = {
     "dtype": with_plane(dtype="float16"),
     "more planes": with_group(planes=(PLANE, PLANE)),
     "kind": with_group(kind=GroupKind.STATE),
+    "states": with_group(holds_states=True),
     "tokens per page": with_group(tokens_per_page=32),
     "tokens per row": with_group(tokens_per_row=2),
     "window": with_group(window_tokens=64),
@@ -77,10 +88,18 @@ def test_every_difference_in_bytes_counts() -> None:
         "model": fingerprint(model={**MODEL, "revision": "a2"}),
         "rank": fingerprint(parallel={**PARALLEL, "tensor_rank": 4}),
         "size": fingerprint(parallel={**PARALLEL, "tensor": 4}),
-        "states": fingerprint(states=StatePolicy.SKIP),
+        "policy": fingerprint(states=StatePolicy.SKIP),
         "type": fingerprint(parallel={**PARALLEL, "tensor": "8"}),
-        "packed": fingerprint(with_plane(is_packed=True), page_format="cpu amx"),
-        "packed otherwise": fingerprint(with_plane(is_packed=True), page_format="cpu vec"),
+        "packed": fingerprint(with_plane(is_packed=True)),
+        "replicated": fingerprint(with_plane(is_replicated=True)),
+        "ratio": fingerprint(with_group(compress_ratio=4)),
+        "device": fingerprint(page_format=replace(FORMAT, device_type="cpu")),
+        "backend": fingerprint(page_format=replace(FORMAT, attention_backends=("ASCEND",))),
+        "instructions": fingerprint(page_format=replace(FORMAT, instruction_set="amx")),
+        "fp8": fingerprint(page_format=replace(FORMAT, cache_dtype="fp8_e4m3")),
+        "other fp8": fingerprint(page_format=replace(FORMAT, cache_dtype="fp8_e5m2")),
+        "convolution": fingerprint(page_format=replace(FORMAT, conv_state_layout="DS")),
+        "tiles": fingerprint(page_format=replace(FORMAT, row_order="NZ")),
     }
     assert len(set(found.values())) == len(found), found
 
@@ -93,13 +112,38 @@ def test_order_of_mappings_does_not_count() -> None:
     assert fingerprint(**backwards) == fingerprint()
 
 
-def test_page_format_counts_for_packed_pages_only() -> None:
-    assert fingerprint(page_format="cpu amx") == fingerprint()
+@dataclass(frozen=True)
+class CacheConfig:
+    cache_dtype: str
 
 
-def test_packed_pages_need_a_format() -> None:
-    with pytest.raises(LayoutError, match=r"1 planes are packed.*layers\.0"):
-        fingerprint(with_plane(is_packed=True))
+@dataclass(frozen=True)
+class ModelConfig:
+    dtype: str
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    cache_config: CacheConfig
+    model_config: ModelConfig = ModelConfig("torch.bfloat16")
+
+
+def read(cache_dtype: str = "auto", environ: dict[str, str] | None = None) -> PageFormat:
+    return read_page_format(
+        VllmConfig(CacheConfig(cache_dtype)),
+        device_type="cpu",
+        attention_backends=["CPU_ATTN", "MAMBA", "CPU_ATTN"],
+        instruction_set="amx",
+        has_nz_pages=False,
+        environ=environ or {},
+    )
+
+
+def test_a_page_format_says_number_format_and_state_layout() -> None:
+    assert read() == PageFormat("cpu", ("CPU_ATTN", "MAMBA"), "amx", "bfloat16", "SD", "ND")
+    assert read("fp8_e5m2").cache_dtype == "fp8_e5m2"
+    in_ds = read(environ={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
+    assert in_ds == replace(read(), conv_state_layout="DS")
 
 
 def test_a_fixed_layout_has_a_fixed_fingerprint() -> None:
@@ -126,4 +170,4 @@ def test_what_has_no_canonical_text_is_refused(value: dict) -> None:
         fingerprint(model=value)
 
 
-EXPECTED = "79112d8102f899c55a8c626d1051a946923fc8256e133c197e2b4257ee566b6f"
+EXPECTED = "a0746e2780188575dd0b1e5f1367caff7d3857ccc63099f29737bc408cf3d5fa"

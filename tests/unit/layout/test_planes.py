@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from support.layout.fakes import (
     BFLOAT16,
@@ -24,9 +26,14 @@ from support.layout.fakes import (
     tensor,
 )
 
+from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.model import GroupKind, KVLayout, LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.worker_config import WorkerConfig
+
+build = partial(build_layout, worker=WorkerConfig())
 
 PAGES = 5
 HEADS, TOKENS, HEAD = 3, 4, 8
@@ -52,7 +59,7 @@ def placed(group: LayoutGroup) -> list[Placed]:
 
 
 def build_one(spec: object, entry: object, addressing: RowAddressing | None = None) -> LayoutGroup:
-    layout = build_layout(config(PAGES, (spec, "a")), {"a": entry}, addressing=addressing)
+    layout = build(config(PAGES, (spec, "a")), {"a": entry}, addressing=addressing)
     (group,) = layout.groups
     assert_inside(layout)
     return group
@@ -66,7 +73,7 @@ def assert_inside(layout: KVLayout) -> None:
             assert plane.region_offset_bytes + region_bytes <= plane.page_stride_bytes
             last = plane.base_bytes + (layout.num_pages - 1) * plane.page_stride_bytes
             end_bytes = last + plane.region_offset_bytes + region_bytes
-            assert end_bytes <= layout.pools[plane.pool].num_bytes
+            assert end_bytes <= layout.storages[plane.storage].num_bytes
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,7 @@ def test_a_tuple_of_tensors() -> None:
     pair = tuple(tensor(PAGES, TOKENS, HEADS, HEAD) for _ in range(2))
     group = build_one(FULL, pair)
     assert placed(group) == [(0, PAGE, ROW, TOKENS)] * 2
-    assert [plane.pool for plane in group.planes] == [0, 1]
+    assert [plane.storage for plane in group.planes] == [0, 1]
 
 
 def test_latent_and_rope() -> None:
@@ -239,7 +246,7 @@ def test_one_blob_of_layers_of_different_groups() -> None:
     state = SlidingWindowMLASpec(
         block_size=2, head_size=4, dtype=FLOAT32, page_size_padded=64, sliding_window=8
     )
-    layout = build_layout(
+    layout = build(
         config(PAGES, (c4, "a.attn"), (window, "a.swa"), (state, "a.state_cache")),
         {
             "a.attn": [tensor(PAGES, TOKENS, 1, 8, storage=storage)],
@@ -250,19 +257,20 @@ def test_one_blob_of_layers_of_different_groups() -> None:
         },
     )
     assert_inside(layout)
-    assert len(layout.pools) == 1
+    assert len(layout.storages) == 1
     assert [group.kind for group in layout.groups] == [
         GroupKind.FULL,
         GroupKind.WINDOW,
-        GroupKind.STATE,
+        GroupKind.WINDOW,
     ]
+    assert [group.holds_states for group in layout.groups] == [False, False, True]
     assert [group.scheduler_group for group in layout.groups] == [0, 1, 2]
 
 
 def test_one_scheduler_group_becomes_several_where_ratios_differ() -> None:
     c4 = MLAAttentionSpec(block_size=16, head_size=8, compress_ratio=4)
     c8 = MLAAttentionSpec(block_size=16, head_size=8, compress_ratio=8)
-    layout = build_layout(
+    layout = build(
         config(PAGES, {"b": c8, "a": c4}), {"a": tensor(PAGES, 4, 8), "b": tensor(PAGES, 2, 8)}
     )
     assert [(g.scheduler_group, g.tokens_per_row, g.rows_per_page) for g in layout.groups] == [
@@ -292,14 +300,12 @@ def test_a_compressor_without_overlap_restarts() -> None:
         groups = [(state, "a.state_cache"), *([(c8, "a.attn")] if ratio_is_there else [])]
         caches = {"a.state_cache": tensor(PAGES, 2, 1, 8), "a.attn": tensor(PAGES, TOKENS, 1, 8)}
         names = {name for group in groups for name in group[1:]}
-        layout = build_layout(
-            config(PAGES, *groups), {name: caches[name] for name in sorted(names)}
-        )
+        layout = build(config(PAGES, *groups), {name: caches[name] for name in sorted(names)})
         assert layout.groups[0].restart_tokens == (8 if ratio_is_there else 0)
 
 
 def test_kinds_of_attention() -> None:
-    layout = build_layout(
+    layout = build(
         config(
             PAGES,
             (SlidingWindowSpec(block_size=TOKENS, sliding_window=9), "window"),
@@ -310,21 +316,21 @@ def test_kinds_of_attention() -> None:
     )
     assert [(g.kind, g.window_tokens, g.restart_tokens) for g in layout.groups] == [
         (GroupKind.WINDOW, 9, 0),
-        (GroupKind.WINDOW, 8, 8),
+        (GroupKind.CHUNKED, 8, 8),
         (GroupKind.FULL, 0, 0),
     ]
 
 
 def test_a_layer_that_shares_a_cache_brings_no_plane() -> None:
     entry = tensor(PAGES, 2, TOKENS, HEADS, HEAD)
-    shared = build_layout(config(PAGES, (FULL, "a", "b")), {"a": entry, "b": entry})
-    unlisted = build_layout(config(PAGES, (FULL, "a")), {"a": entry, "b": entry})
+    shared = build(config(PAGES, (FULL, "a", "b")), {"a": entry, "b": entry})
+    unlisted = build(config(PAGES, (FULL, "a")), {"a": entry, "b": entry})
     assert shared == unlisted
     assert shared.num_planes == 2
 
 
 def test_an_empty_group_keeps_its_number() -> None:
-    layout = build_layout(
+    layout = build(
         config(PAGES, (FULL,), (FULL, "a")), {"a": tensor(PAGES, 2, TOKENS, HEADS, HEAD)}
     )
     assert layout.num_scheduler_groups == 2
@@ -333,8 +339,8 @@ def test_an_empty_group_keeps_its_number() -> None:
 
 def test_planes_follow_the_config_not_the_dictionary() -> None:
     caches = {name: tensor(PAGES, 2, TOKENS, HEADS, HEAD) for name in "ab"}
-    one = build_layout(config(PAGES, (FULL, "b", "a")), caches)
-    other = build_layout(config(PAGES, (FULL, "b", "a")), dict(reversed(caches.items())))
+    one = build(config(PAGES, (FULL, "b", "a")), caches)
+    other = build(config(PAGES, (FULL, "b", "a")), dict(reversed(caches.items())))
     assert one == other
     assert [plane.layer_name for plane in one.groups[0].planes] == ["b", "b", "a", "a"]
 
@@ -389,13 +395,13 @@ STORAGE = FakeStorage(PAGES * 2 * PAGE)
     ],
 )
 def test_contradictions_are_refused(spec: object, caches: dict, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        build_layout(config(PAGES, (spec, "a")), caches, addressing=RowAddressing.TOKENS)
+    with pytest.raises(GroupError, match=message):
+        build(config(PAGES, (spec, "a")), caches, addressing=RowAddressing.TOKENS)
 
 
 def test_two_axes_that_may_count_pages_are_refused() -> None:
     with pytest.raises(LayoutError, match="two such axes"):
-        build_layout(config(2, (FULL, "a")), {"a": tensor(2, 2, TOKENS, HEADS, HEAD)})
+        build(config(2, (FULL, "a")), {"a": tensor(2, 2, TOKENS, HEADS, HEAD)})
 
 
 @pytest.mark.parametrize(
@@ -432,9 +438,9 @@ def test_planes_in_each_others_way(
     groups = [(spec, "a", "b")] if same_group else [(spec, "a"), (spec, "b")]
     if is_refused:
         with pytest.raises(LayoutError, match="layers a and b"):
-            build_layout(config(PAGES, *groups), caches)
+            build(config(PAGES, *groups), caches)
     else:
-        assert_inside(build_layout(config(PAGES, *groups), caches))
+        assert_inside(build(config(PAGES, *groups), caches))
 
 
 @pytest.mark.parametrize("same_group", [True, False])
@@ -448,15 +454,15 @@ def test_pages_that_begin_at_different_bytes(same_group: bool) -> None:
     }
     if same_group:
         with pytest.raises(LayoutError, match="layers a and b"):
-            build_layout(config(PAGES, (spec, "a", "b")), caches)
+            build(config(PAGES, (spec, "a", "b")), caches)
     else:
-        assert build_layout(config(PAGES, (spec, "a"), (spec, "b")), caches).num_planes == 2
+        assert build(config(PAGES, (spec, "a"), (spec, "b")), caches).num_planes == 2
 
 
 def test_tensors_of_one_device_type_only() -> None:
     caches = {name: tensor(PAGES, 2, TOKENS, HEADS, HEAD, device=name) for name in ("npu", "cpu")}
     with pytest.raises(LayoutError, match=r"\['cpu', 'npu'\]"):
-        build_layout(config(PAGES, (FULL, "npu", "cpu")), caches)
+        build(config(PAGES, (FULL, "npu", "cpu")), caches)
 
 
 def test_a_layer_in_several_groups_deals_its_tensors_out() -> None:
@@ -471,9 +477,7 @@ def test_a_layer_in_several_groups_deals_its_tensors_out() -> None:
         tensor(PAGES, 2, 1, 2, dtype=FLOAT32),
         tensor(PAGES, 2, 1, 2, dtype=FLOAT32),
     )
-    layout = build_layout(
-        config(PAGES, (attention, "a"), (indexer, "a"), (state, "a")), {"a": entry}
-    )
+    layout = build(config(PAGES, (attention, "a"), (indexer, "a"), (state, "a")), {"a": entry})
     assert [len(group.planes) for group in layout.groups] == [1, 2, 2]
     with pytest.raises(LayoutError, match=r"5 tensors are registered.*after 3"):
-        build_layout(config(PAGES, (attention, "a"), (indexer, "a")), {"a": entry})
+        build(config(PAGES, (attention, "a"), (indexer, "a")), {"a": entry})

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.layout.reach import Reach
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
-from vllm_ascend_kvext.layout.model import GroupKind, LayoutGroup, StatePolicy
-from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows, kept_rows
+from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows, kept_rows, needed_rows
 
 
 def group(
@@ -19,17 +20,32 @@ def group(
     tokens_per_row: int = 1,
     window_tokens: int = 0,
     restart_tokens: int = 0,
+    holds_states: bool = False,
 ) -> LayoutGroup:
-    return LayoutGroup(0, kind, tokens_per_page, tokens_per_row, window_tokens, restart_tokens, ())
+    return LayoutGroup(
+        0,
+        kind,
+        tokens_per_page,
+        tokens_per_row,
+        window_tokens,
+        restart_tokens,
+        (),
+        holds_states or kind is GroupKind.STATE,
+    )
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> LayoutGroup:
     tokens_per_row = draw(st.sampled_from([1, 2, 4, 8]))
     tokens_per_page = tokens_per_row * draw(st.sampled_from([1, 2, 3, 8]))
-    kind = draw(st.sampled_from(GroupKind))
-    window_tokens = 0 if kind is GroupKind.FULL else draw(st.integers(1, 40))
-    restart_tokens = draw(st.sampled_from([0, 8, 16])) if window_tokens else 0
+    kind = draw(st.sampled_from(sorted(set(GroupKind) - {GroupKind.OTHER}, key=str)))
+    window_tokens = restart_tokens = 0
+    if kind is GroupKind.WINDOW:
+        window_tokens, restart_tokens = draw(st.integers(1, 40)), draw(st.sampled_from([0, 8, 16]))
+    elif kind is GroupKind.CHUNKED:
+        window_tokens = restart_tokens = draw(st.sampled_from([8, 16, 40]))
+    elif kind is GroupKind.STATE:
+        tokens_per_row = tokens_per_page
     return group(kind, tokens_per_page, tokens_per_row, window_tokens, restart_tokens)
 
 
@@ -94,9 +110,9 @@ def test_what_a_boundary_needs_is_in_the_chunks_before_it(
         (range(256, 512), group(GroupKind.FULL, 512, 4), TokenRange(1024, 2048)),
         (range(8, 16), group(GroupKind.FULL, 16384, 128), TokenRange(1024, 2048)),
         (range(1920, 2048), group(GroupKind.WINDOW, 128, 1, 128), TokenRange(1024, 2048)),
-        (range(2040, 2048), group(GroupKind.STATE, 8, 1, 8), TokenRange(1024, 2048)),
-        (range(0), group(GroupKind.STATE, 32, 1, 128, 128), TokenRange(1024, 2048)),
-        (range(1920, 2000), group(GroupKind.STATE, 32, 1, 128, 128), TokenRange(1024, 2000)),
+        (range(2040, 2048), group(GroupKind.WINDOW, 8, 1, 8), TokenRange(1024, 2048)),
+        (range(0), group(GroupKind.WINDOW, 32, 1, 128, 128), TokenRange(1024, 2048)),
+        (range(1920, 2000), group(GroupKind.WINDOW, 32, 1, 128, 128), TokenRange(1024, 2000)),
         # A window that ends within a page keeps the page that it begins in, whole.
         (range(1792, 2000), group(GroupKind.WINDOW, 128, 1, 128), TokenRange(1024, 2000)),
         # A window larger than the chunk.
@@ -109,14 +125,28 @@ def test_kept_rows(kept: range, of_group: LayoutGroup, tokens: TokenRange) -> No
     assert kept_rows(of_group, tokens) == kept
 
 
-def test_a_state_at_no_page_end_is_refused() -> None:
-    with pytest.raises(TokenRangeError, match=r"1000 .* 512"):
-        kept_rows(group(GroupKind.STATE, 512, 512), TokenRange(0, 1000))
+@given(group=groups(), tokens=ranges)
+def test_needed_rows_are_those_whose_page_is_still_read(
+    group: LayoutGroup, tokens: TokenRange
+) -> None:
+    """Token by token, and a row that the range does not fill is one of them."""
+    expected = reach_of(group).rows_needed(tokens.first, tokens.end)
+    assert list(needed_rows(group, tokens)) == expected
+
+
+@given(group=groups(), tokens=ranges)
+def test_what_a_store_keeps_is_what_a_resume_needs(group: LayoutGroup, tokens: TokenRange) -> None:
+    """Where the range ends with a row."""
+    end = tokens.end + -tokens.end % group.tokens_per_row
+    tokens = TokenRange(tokens.first, end)
+    assert kept_rows(group, tokens) == needed_rows(group, tokens)
 
 
 def test_skipped_states_keep_nothing() -> None:
-    for state in (group(GroupKind.STATE, 512, 512), group(GroupKind.STATE, 8, 1, 8)):
+    compressor = group(GroupKind.WINDOW, 8, 1, 8, holds_states=True)
+    for state in (group(GroupKind.STATE, 512, 512), compressor):
         assert not kept_rows(state, TokenRange(0, 1000), StatePolicy.SKIP)
+        assert not needed_rows(state, TokenRange(0, 1000), StatePolicy.SKIP)
 
 
 def test_skipping_states_leaves_the_other_groups_alone() -> None:

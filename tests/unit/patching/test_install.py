@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import wrapt
-from small_upstream import FEATURE, MODULE, PlanPatches, declare, record
+from small_upstream import FEATURE, MODULE, PlanPatches, declare, record, record_foreign
 
 from vllm_ascend_kvext.errors import PatchError
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -121,7 +121,7 @@ def test_revert_under_a_foreign_wrapper_switches_off(
     plan = plan_patches(patch)
     book.apply(plan)
     ours = vars(pool.Pool)["free"]
-    foreign = wrapt.FunctionWrapper(ours, record(calls, "foreign"))
+    foreign = wrapt.FunctionWrapper(ours, record_foreign(calls))
     pool.Pool.free = foreign
     assert book.state(plan.findings[0]) is State.APPLIED, "it still runs, below the other"
 
@@ -279,7 +279,7 @@ def test_any_order_of_import_apply_foreign_patch_and_revert(
 
     def patching_elsewhere() -> None:
         cls = importlib.import_module(MODULE).Pool
-        cls.free = wrapt.FunctionWrapper(vars(cls)["free"], record(calls, "foreign"))
+        cls.free = wrapt.FunctionWrapper(vars(cls)["free"], record_foreign(calls))
 
     def reverting() -> None:
         found["states"] = book.revert(FEATURE)
@@ -303,3 +303,22 @@ def test_any_order_of_import_apply_foreign_patch_and_revert(
         assert found["states"] == {patch.id: State.INERT}
         if order.index("foreign") < order.index("apply"):
             assert vars(cls)["free"] is found["original"]
+
+
+def test_a_wrapper_gets_upstreams_arguments_by_their_names(
+    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
+) -> None:
+    calls: list[Any] = []
+
+    def wrapper(wrapped: Any, instance: Any, blocks: list[int], prepend: bool = False) -> Any:
+        calls.append((blocks, prepend))
+        return wrapped(blocks, prepend)
+
+    book.apply(plan_patches(declare("Pool.free", wrapper=wrapper)))
+    instance = pool.Pool()
+    instance.free([1], True)
+    instance.free(prepend=True, blocks=[2])
+    instance.free([3])
+    assert calls == [([1], True), ([2], True), ([3], False)]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'front'"):
+        instance.free([4], front=True)

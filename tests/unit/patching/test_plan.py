@@ -15,7 +15,7 @@ from small_upstream import (
     AddPackage,
     PlanPatches,
     declare,
-    record,
+    record_foreign,
 )
 
 from vllm_ascend_kvext.compat import Upstream
@@ -116,7 +116,7 @@ def test_the_target_of_a_hook_need_not_be_a_function(plan_patches: PlanPatches) 
 def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) -> None:
     plan_patches()
     pool = importlib.import_module(MODULE)
-    pool.Pool.free = wrapt.FunctionWrapper(vars(pool.Pool)["free"], record([]))
+    pool.Pool.free = wrapt.FunctionWrapper(vars(pool.Pool)["free"], record_foreign([]))
     assert plan_patches(declare("Pool.free")).fits
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_kvext.prefix_cache.keys import GroupKeys, KeyScheme
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.prefix_cache.search import (
     leading_blocks,
     state_end,
@@ -42,10 +42,10 @@ class CountingTable:
         return self.blocks.get(key)
 
 
-def table_of(columns: list[list[bool]], scheme: KeyScheme) -> tuple[CountingTable, list, list]:
+def table_of(columns: list[list[bool]]) -> tuple[CountingTable, list, list]:
     num_blocks = max(map(len, columns))
     hashes = [index.to_bytes(4, "big") * 8 for index in range(num_blocks * HASHES_PER_BLOCK)]
-    keys = [GroupKeys.of_group(n, HASHES_PER_BLOCK, scheme) for n in range(len(columns))]
+    keys = [GroupKeys.of_group(n, HASHES_PER_BLOCK) for n in range(len(columns))]
     return CountingTable(keys, hashes, columns), keys, hashes
 
 
@@ -82,10 +82,9 @@ def in_all(columns: list[list[bool]]) -> list[bool]:
     st.integers(1, 12),
     st.integers(1, 6),
     st.booleans(),
-    st.sampled_from(KeyScheme),
 )
-def test_window_hit_is_that_of_upstream(columns, window_blocks, unit, drops, scheme):
-    table, keys, hashes = table_of(columns, scheme)
+def test_window_hit_is_that_of_upstream(columns, window_blocks, unit, drops):
+    table, keys, hashes = table_of(columns)
     present = in_all(columns)
     need = window_blocks + drops
     end = window_end(table.get, keys, hashes, len(present), need, unit, int(drops))
@@ -95,22 +94,22 @@ def test_window_hit_is_that_of_upstream(columns, window_blocks, unit, drops, sch
 
 @given(COLUMNS, st.integers(1, 12), st.integers(1, 6), st.booleans())
 def test_window_search_costs_no_more_than_two_passes(column, window_blocks, unit, drops):
-    table, keys, hashes = table_of([column], KeyScheme.LAST)
+    table, keys, hashes = table_of([column])
     window_end(table.get, keys, hashes, len(column), window_blocks, unit, int(drops))
     assert len(table.probes) <= 2 * len(column) + 1
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 400))
 def test_a_window_that_is_lost_costs_one_probe_per_window(need, unit, num_blocks):
-    table, keys, hashes = table_of([[False] * num_blocks], KeyScheme.LAST)
+    table, keys, hashes = table_of([[False] * num_blocks])
     assert window_end(table.get, keys, hashes, num_blocks, need, unit, 0) == 0
     stride = -(-need // unit) * unit
     assert len(table.probes) <= num_blocks // stride + need + 1
 
 
-@given(st.lists(COLUMNS, min_size=1, max_size=3), st.sampled_from(KeyScheme))
-def test_leading_blocks_are_the_first_copies_up_to_the_first_hole(columns, scheme):
-    table, keys, hashes = table_of(columns, scheme)
+@given(st.lists(COLUMNS, min_size=1, max_size=3))
+def test_leading_blocks_are_the_first_copies_up_to_the_first_hole(columns):
+    table, keys, hashes = table_of(columns)
     present = in_all(columns)
     found = leading_blocks(table.get, keys, hashes, len(present))
     count = [*present, False].index(False)
@@ -119,14 +118,14 @@ def test_leading_blocks_are_the_first_copies_up_to_the_first_hole(columns, schem
 
 @given(COLUMNS)
 def test_upper_bound_is_never_too_low(column):
-    table, keys, hashes = table_of([column], KeyScheme.LAST)
+    table, keys, hashes = table_of([column])
     bound = upper_bound_blocks(table.get, keys[0], hashes, len(column))
     assert [*column, False].index(False) <= bound <= len(column)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_upper_bound_is_exact_without_holes(num_cached, num_lost):
-    table, keys, hashes = table_of([[True] * num_cached + [False] * num_lost], KeyScheme.LAST)
+    table, keys, hashes = table_of([[True] * num_cached + [False] * num_lost])
     bound = upper_bound_blocks(table.get, keys[0], hashes, num_cached + num_lost)
     assert bound == num_cached
     assert len(table.probes) <= 11
@@ -134,7 +133,7 @@ def test_upper_bound_is_exact_without_holes(num_cached, num_lost):
 
 @given(st.lists(COLUMNS, min_size=1, max_size=3), st.integers(1, 6))
 def test_state_is_the_last_aligned_one_in_all_groups(columns, unit):
-    table, keys, hashes = table_of(columns, KeyScheme.JOINED)
+    table, keys, hashes = table_of(columns)
     present = in_all(columns)
     ends = [n + 1 for n, is_there in enumerate(present) if is_there and (n + 1) % unit == 0]
     assert state_end(table.get, keys, hashes, len(present), unit) == max(ends, default=0)

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled when the build is configured: CANN 8.1.RC1 has no such call.
+#include "acl/acl.h"
+
+aclError vector_cores(int64_t* num_cores) {
+  return aclrtGetDeviceInfo(0, ACL_DEV_ATTR_VECTOR_CORE_NUM, num_cores);
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// A transfer that has been found valid. No byte moves without one.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "kvext/descriptors.h"
+
+namespace kvext {
+
+// Begins with <table>[<row>].<column>, and has both numbers and the remedy.
+class DescriptorError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// The planes and the runs that share a group number.
+struct Group {
+  int64_t number;
+  int64_t first_plane;  // in CheckedTransfer::plane_order
+  int64_t num_planes = 0;
+  int64_t first_run = 0;
+  int64_t num_runs = 0;
+  int64_t num_rows = 0;       // of all runs
+  int64_t host_rows_end = 0;  // behind the last host row of any run
+};
+
+// Refers to the tables it was made from: they must outlive it, unchanged.
+class CheckedTransfer {
+ public:
+  // Throws DescriptorError; changes nothing but its own memory.
+  explicit CheckedTransfer(const Transfer& transfer);
+
+  const Transfer& transfer() const { return transfer_; }
+  // Those that have runs, by number.
+  const std::vector<Group>& groups() const { return groups_; }
+  // Rows of Transfer::planes, group by group, ascending in each.
+  const std::vector<int64_t>& plane_order() const { return plane_order_; }
+  // All that a transfer moves, counted once.
+  int64_t num_bytes() const { return num_bytes_; }
+  // Every run of a group times every plane of that group.
+  int64_t num_plane_runs() const { return num_plane_runs_; }
+
+ private:
+  Transfer transfer_;
+  std::vector<int64_t> plane_order_;
+  std::vector<Group> groups_;
+  int64_t num_bytes_ = 0;
+  int64_t num_plane_runs_ = 0;
+};
+
+}  // namespace kvext

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads upstream's objects for all patches: coordinators, their groups, block tables.
+
+One function per fact, for every supported vLLM and for vLLM-Ascend. Knows no feature.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+_ANY_LENGTH_TOKENS = 1 << 40
+
+
+def is_ascend(coordinator: KVCacheCoordinator) -> bool:
+    """Whether the coordinator is vLLM-Ascend's own."""
+    return type(coordinator).__module__.startswith("vllm_ascend.")
+
+
+def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> int:
+    """Tokens that one block of a group covers.
+
+    Under vLLM-Ascend's coordinator a block has ``block_size`` *rows*, each of ``compress_ratio``
+    tokens.
+    """
+    ratio = getattr(manager.kv_cache_spec, "compress_ratio", None) if is_ascend(coordinator) else 1
+    return int(manager.block_size * max(1, ratio or 1))
+
+
+def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
+    """A hit of this coordinator is a multiple of so many tokens.
+
+    vLLM-Ascend and vLLM 0.20.2 align hits to ``lcm_block_size`` (on Ascend with the compress
+    ratios), vLLM 0.23.0 to ``scheduler_block_size``, the coordinator of a single group to its
+    block size.
+    """
+    for name in ("lcm_block_size", "block_size", "scheduler_block_size"):
+        unit_tokens: int | None = getattr(coordinator, name, None)
+        if unit_tokens is not None:
+            return unit_tokens
+    raise AttributeError(f"{type(coordinator).__name__} names no unit of its prefix-cache hits")
+
+
+def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
+    """Blocks are cached up to a multiple of so many tokens; None where every full block is.
+
+    Only vLLM 0.23.0's coordinator of several groups waits for a multiple. A group that looks ahead
+    then caches one block more.
+    """
+    if not hasattr(coordinator, "attention_groups"):
+        return None
+    return getattr(coordinator, "scheduler_block_size", None)
+
+
+class LookupGroup(NamedTuple):
+    """KV cache groups of one spec, which a coordinator looks up as one.
+
+    Attributes:
+        spec: Their spec.
+        group_ids: Their ids.
+        manager: The manager of the first of them.
+        looks_ahead: Whether a hit drops the last block that it finds (EAGLE, MTP). One group that
+            does makes all those that share its spec do so.
+    """
+
+    spec: KVCacheSpec
+    group_ids: tuple[int, ...]
+    manager: SingleTypeKVCacheManager
+    looks_ahead: bool
+
+
+def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
+    """The groups of a coordinator in its order of lookup."""
+    managers, ahead = coordinator.single_type_managers, coordinator.eagle_group_ids
+    if not hasattr(coordinator, "attention_groups"):
+        (manager,) = managers
+        return (LookupGroup(manager.kv_cache_spec, (0,), manager, 0 in ahead),)
+    return tuple(
+        LookupGroup(spec, tuple(ids), managers[ids[0]], not ahead.isdisjoint(ids))
+        for spec, ids, *_ in coordinator.attention_groups
+    )
+
+
+def drop_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> int:
+    """Take the null blocks out of a request's block table, which is about to be freed.
+
+    Nulls lie where no block is held: before a window, and before and between the states of a Mamba
+    group. Groups that hold every block are not searched.
+
+    Returns:
+        How many there were.
+    """
+    blocks = manager.req_to_blocks.get(request_id)
+    if not blocks or not manager.get_num_skipped_tokens(_ANY_LENGTH_TOKENS):
+        return 0
+    live = live_blocks(blocks)
+    num_nulls = len(blocks) - len(live)
+    if num_nulls:
+        # Another list: whoever was handed the table may still read it.
+        manager.req_to_blocks[request_id] = live
+    return num_nulls
+
+
+def live_blocks(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    """The blocks of a table that are not null, in their order; the table itself without nulls."""
+    stop = len(blocks)
+    while stop and not blocks[stop - 1].is_null:
+        stop -= 1
+    if not stop:
+        return blocks
+    # For a window nothing but nulls is left: a pointer is compared for each.
+    if blocks[:stop].count(blocks[stop - 1]) == stop:
+        return blocks[stop:]
+    return [block for block in blocks if not block.is_null]

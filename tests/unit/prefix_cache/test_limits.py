@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits against what upstream computes at every number of tokens."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
+
+LIMITS = st.builds(
+    lambda block_tokens, window_tokens, units, looks_ahead: GroupLimits(
+        block_tokens, window_tokens, units * block_tokens or 1, looks_ahead
+    ),
+    st.integers(1, 6),
+    st.integers(0, 20),
+    st.integers(0, 3),
+    st.booleans(),
+)
+
+
+@given(LIMITS, st.integers(0, 12))
+def test_slots_run_out_at_the_limit(limits, num_blocks):
+    limit = limits.next_slot_tokens(num_blocks)
+    needed = [-(-tokens // limits.block_tokens) for tokens in (limit - 1, limit)]
+    assert needed[0] <= num_blocks < needed[1]
+
+
+@given(LIMITS, st.integers(0, 100))
+def test_a_block_leaves_the_window_at_the_limit(limits, tokens):
+    if not limits.window_tokens:
+        assert limits.num_skipped_blocks(tokens) == 0
+        return
+    skipped = limits.num_skipped_blocks(tokens)
+    limit = limits.next_skip_tokens(skipped)
+    assert tokens < limit
+    assert [limits.num_skipped_blocks(n) for n in (limit - 1, limit)] == [skipped, skipped + 1]
+
+
+@given(LIMITS, st.integers(0, 12))
+def test_a_block_is_cached_at_the_limit(limits, num_cached):
+    def num_full_blocks(tokens: int) -> int:
+        aligned = tokens // limits.unit_tokens * limits.unit_tokens
+        if limits.looks_ahead and aligned:
+            aligned = min(tokens, aligned + limits.block_tokens)
+        return aligned // limits.block_tokens
+
+    limit = limits.next_cache_tokens(num_cached)
+    assert num_full_blocks(limit - 1) <= num_cached < num_full_blocks(limit)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of one KV cache group, the same for the scheduler and for a worker.
+
+Terms: a *page* is what one block id of the group stands for; a *row* is what one entry of a page
+holds: one token, or as many as a compressor joins; a *boundary* is a number of tokens at which a
+request can resume.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class GroupKind(enum.Enum):
+    """Which tokens before a boundary a group reads to resume there."""
+
+    FULL = "full"
+    """All of them (full attention, MLA, compressed MLA)."""
+
+    WINDOW = "window"
+    """The last ``window_tokens - 1``."""
+
+    CHUNKED = "chunked"
+    """Those since the last multiple of ``window_tokens`` (chunked-local attention)."""
+
+    STATE = "state"
+    """The one page that ends at the boundary (Mamba)."""
+
+    OTHER = "other"
+    """Not known here (cross attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One KV cache group.
+
+    Attributes:
+        kind: Which tokens it reads.
+        tokens_per_page: Tokens that one block id stands for.
+        window_tokens: Sliding window, with the token that reads, or attention chunk; 0 where there
+            is none.
+        holds_states: Whether its rows are what a recurrence or a compressor carries on, instead of
+            the keys and values of tokens. A compressor's states are a sliding window to the
+            scheduler.
+    """
+
+    kind: GroupKind
+    tokens_per_page: int
+    window_tokens: int = 0
+    holds_states: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether resuming reads only the last pages before a boundary."""
+        return self.kind in (GroupKind.WINDOW, GroupKind.STATE)
+
+    @property
+    def window_pages(self) -> int:
+        """Pages that the window before a boundary spans; 0 where there is no window."""
+        return window_pages(self.window_tokens, self.tokens_per_page)
+
+
+def window_pages(window_tokens: int, tokens_per_page: int) -> int:
+    """Pages that hold the ``window_tokens - 1`` tokens before the end of a page."""
+    return -(-max(0, window_tokens - 1) // tokens_per_page)
+
+
+def num_skipped_pages(computed_tokens: int, window_tokens: int, tokens_per_page: int) -> int:
+    """Pages that lie before the window of the next token after ``computed_tokens``."""
+    return max(0, computed_tokens - window_tokens + 1) // tokens_per_page
+
+
+def is_clipped(
+    boundary_tokens: int, window_tokens: int, tokens_per_page: int, unit_tokens: int
+) -> bool:
+    """Whether a window that looks one page ahead would begin before the first token.
+
+    Upstream matches such a window as a prefix of the prompt, and aligns it once more. Where hits
+    are aligned to the group's own pages this changes nothing.
+    """
+    pages = max(1, window_pages(window_tokens, tokens_per_page))
+    return tokens_per_page != unit_tokens and boundary_tokens // tokens_per_page < pages
+
+
+def hit_unit_tokens(tokens_per_page: Iterable[int]) -> int:
+    """The granularity of hits of groups that are looked up together."""
+    return math.lcm(*tokens_per_page)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one KV cache spec of vLLM or vLLM-Ascend says, read by its attributes and class names.
+
+Knows no layers and no groups. For the scheduler's side, which has specs only, these functions are
+all that is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
+
+_KINDS = {
+    "MambaSpec": GroupKind.STATE,
+    "SlidingWindowSpec": GroupKind.WINDOW,
+    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
+    "FullAttentionSpec": GroupKind.FULL,
+}
+"""By the name of a base class."""
+
+_REPLICATED = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
+"""Base classes of specs whose one head is not split over tensor-parallel ranks."""
+
+_STATE_CACHE_SUFFIX = ".state_cache"
+"""Layers that hold a compressor's state; to the scheduler they are sliding windows."""
+
+_STATE_SPEC_SUFFIX = "StateSpec"
+"""Specs of such a state in the first vLLM-Ascend with DeepSeek-V4, where one layer had them all."""
+
+_PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
+"""By cache dtype and model version: bytes per row where ``head_size`` does not say
+(``real_page_size_bytes`` in ``vllm/v1/kv_cache_interface.py``)."""
+
+
+def kind_of(spec: Any) -> GroupKind:
+    """Which tokens a layer of this spec reads."""
+    bases = _bases(spec)
+    return next((kind for name, kind in _KINDS.items() if name in bases), GroupKind.OTHER)
+
+
+def window_tokens_of(spec: Any) -> int:
+    """Sliding window or attention chunk; 0 where there is none.
+
+    ``FullAttentionSpec`` has a ``sliding_window`` too, which only says that the hybrid manager is
+    off: all its blocks are kept.
+    """
+    match kind_of(spec):
+        case GroupKind.WINDOW:
+            return int(spec.sliding_window)
+        case GroupKind.CHUNKED:
+            return int(spec.attention_chunk_size)
+        case _:
+            return 0
+
+
+def compress_ratio_of(spec: Any) -> int:
+    """Tokens per row; 1 where nothing is compressed."""
+    return max(1, int(getattr(spec, "compress_ratio", None) or 1))
+
+
+def tokens_per_page_of(spec: Any, context_parallel_size: int = 1) -> int:
+    """Tokens that one block id of this spec stands for.
+
+    Args:
+        spec: Of one layer, or of a group as the scheduler has it.
+        context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
+            the tokens of a block.
+
+    Raises:
+        GroupError: If ``block_size`` contradicts the size of a page.
+    """
+    return context_parallel_size * tokens_per_page(
+        int(spec.block_size),
+        compress_ratio_of(spec),
+        config_rows=config_rows_of(spec),
+        tensor_rows=None,
+        where=type(spec).__name__,
+    )
+
+
+def holds_states(spec: Any, layer_name: str) -> bool:
+    """Whether a layer's rows are states: of a recurrence, or of a compressor."""
+    kind = kind_of(spec)
+    if kind is not GroupKind.WINDOW:
+        return kind is GroupKind.STATE
+    is_state_spec = any(base.endswith(_STATE_SPEC_SUFFIX) for base in _bases(spec))
+    return is_state_spec or layer_name.endswith(_STATE_CACHE_SUFFIX)
+
+
+def is_replicated(spec: Any) -> bool:
+    """Whether every tensor-parallel rank caches the same: MLA, and the states of its compressors.
+
+    Their projections are not split (``vllm/models/deepseek_v4/compressor.py``: ``disable_tp``).
+    """
+    return not _REPLICATED.isdisjoint(_bases(spec))
+
+
+def state_shapes_of(spec: Any) -> tuple[Any, ...]:
+    """Shapes of the tensors of a recurrent state; empty for everything else."""
+    return tuple(getattr(spec, "shapes", ())) if kind_of(spec) is GroupKind.STATE else ()
+
+
+def min_page_bytes_of(spec: Any) -> int:
+    """What of a page is not padding, at least."""
+    page_bytes = int(spec.page_size_bytes)
+    shapes: Sequence[Any] = state_shapes_of(spec)
+    if shapes:
+        return sum(
+            math.prod(shape) * int(dtype.itemsize)
+            for shape, dtype in zip(shapes, spec.dtypes, strict=True)
+        )
+    if getattr(spec, "page_size_padded", None) is None:
+        return page_bytes
+    return min(page_bytes, int(getattr(spec, "real_page_size_bytes", page_bytes)))
+
+
+def config_rows_of(spec: Any) -> int | None:
+    """Rows per page of a compressed layer: the larger meaning of ``block_size``, if it fits.
+
+    None where nothing is compressed: the size of a page says nothing there.
+    """
+    compress_ratio = compress_ratio_of(spec)
+    if compress_ratio == 1:
+        return None
+    by_model = _PACKED_ROW_BYTES.get(getattr(spec, "cache_dtype_str", None) or "", {})
+    row_bytes = by_model.get(getattr(spec, "model_version", None) or "")
+    if row_bytes is None:
+        row_bytes = spec.num_kv_heads * (
+            spec.head_size * spec.dtype.itemsize
+            + getattr(spec, "scale_dim", 0) * getattr(spec, "scale_dtype", spec.dtype).itemsize
+        )
+    block_size = int(spec.block_size)
+    is_rows = block_size * row_bytes <= int(spec.page_size_bytes)
+    return block_size if is_rows else block_size // compress_ratio
+
+
+def _bases(spec: Any) -> set[str]:
+    return {base.__name__ for base in type(spec).__mro__}

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers and groups of a KV cache config of vLLM or vLLM-Ascend.
+
+A worker sees a group of unequal layers as a bundle (``UniformTypeKVCacheSpecs``: one spec per
+layer), the scheduler sees the first of them (``generate_scheduler_kv_cache_config``): both are
+read here. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.groups.model import CacheGroup, GroupKind
+from vllm_ascend_kvext.groups.spec_attributes import (
+    compress_ratio_of,
+    config_rows_of,
+    holds_states,
+    is_replicated,
+    kind_of,
+    min_page_bytes_of,
+    state_shapes_of,
+    window_tokens_of,
+)
+from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What the config says of one layer's cache.
+
+    Attributes:
+        layer_name: Name, unique in its group.
+        scheduler_group: Index of its KV cache group.
+        kind: Which tokens it reads.
+        holds_states: See ``CacheGroup``.
+        block_size: As configured: tokens or rows, see ``tokens_per_page``.
+        compress_ratio: Tokens per row.
+        window_tokens: Sliding window or attention chunk; 0 where there is none.
+        restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
+            compressor states without overlap); 0 where there is no such multiple.
+        page_bytes: Size of a page, padding included.
+        min_page_bytes: What of it is not padding, at least.
+        config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
+        num_kv_heads: 1 where heads do not matter.
+        is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
+        num_states: Tensors that it registers, if it is a recurrent state; else 0.
+        is_replicated: Whether every tensor-parallel rank caches the same.
+    """
+
+    layer_name: str
+    scheduler_group: int
+    kind: GroupKind
+    holds_states: bool
+    block_size: int
+    compress_ratio: int
+    window_tokens: int
+    restart_tokens: int
+    page_bytes: int
+    min_page_bytes: int
+    config_rows: int | None
+    num_kv_heads: int
+    is_byte_typed: bool
+    num_states: int
+    is_replicated: bool
+
+    @property
+    def where(self) -> str:
+        return f"KV cache group {self.scheduler_group}, layer {self.layer_name}"
+
+    def tokens_per_page(self, tensor_rows: int | None = None) -> int:
+        """See ``tokens_per_page``; ``tensor_rows`` where a tensor is at hand."""
+        return tokens_per_page(
+            self.block_size,
+            self.compress_ratio,
+            config_rows=self.config_rows,
+            tensor_rows=tensor_rows,
+            where=self.where,
+        )
+
+
+def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
+    """The layers of each KV cache group, in the config's order.
+
+    Raises:
+        GroupError: If a spec is of a kind that is not known.
+    """
+    groups = tuple(
+        tuple(
+            _read_spec(name, index, _spec_of_layer(group.kv_cache_spec, name))
+            for name in group.layer_names
+        )
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    ratios = {spec.compress_ratio for specs in groups for spec in specs}
+    return tuple(tuple(_with_restart(spec, ratios) for spec in specs) for specs in groups)
+
+
+def read_cache_groups(kv_cache_config: Any, context_parallel_size: int) -> tuple[CacheGroup, ...]:
+    """The groups of a config from either side; equal for the scheduler's and a worker's.
+
+    Args:
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
+            the tokens of a block.
+
+    Raises:
+        GroupError: If the layers of a group do not fit one list of block ids.
+    """
+    groups = [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]
+    return tuple(
+        replace(group, tokens_per_page=group.tokens_per_page * context_parallel_size)
+        for group in groups
+    )
+
+
+def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
+    """What the layers of one KV cache group have in common.
+
+    Raises:
+        GroupError: If they differ in it.
+    """
+    first, *others = (
+        CacheGroup(spec.kind, spec.tokens_per_page(), spec.window_tokens, spec.holds_states)
+        for spec in specs
+    )
+    for spec, other in zip(specs[1:], others, strict=True):
+        if other != first:
+            raise GroupError(
+                f"{spec.where}: found {other}, but {specs[0].layer_name} of the same group has "
+                f"{first}; layers that share block ids must agree: this config is not supported"
+            )
+    return first
+
+
+def _spec_of_layer(spec: Any, layer_name: str) -> Any:
+    bundle = getattr(spec, "kv_cache_specs", None)
+    return spec if bundle is None else bundle[layer_name]
+
+
+def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
+    kind = kind_of(spec)
+    if kind is GroupKind.OTHER:
+        raise GroupError(
+            f"KV cache group {group}, layer {layer_name}: found a {type(spec).__name__}, expected "
+            "full attention, MLA, a sliding window, chunked-local attention or Mamba; such a layer "
+            "cannot be offloaded"
+        )
+    window_tokens = window_tokens_of(spec)
+    return LayerSpec(
+        layer_name=layer_name,
+        scheduler_group=group,
+        kind=kind,
+        holds_states=holds_states(spec, layer_name),
+        block_size=int(spec.block_size),
+        compress_ratio=compress_ratio_of(spec),
+        window_tokens=window_tokens,
+        restart_tokens=window_tokens if kind is GroupKind.CHUNKED else 0,
+        page_bytes=int(spec.page_size_bytes),
+        min_page_bytes=min_page_bytes_of(spec),
+        config_rows=config_rows_of(spec),
+        num_kv_heads=int(getattr(spec, "num_kv_heads", 1)),
+        is_byte_typed=str(getattr(spec, "dtype", "")).endswith("uint8"),
+        num_states=len(state_shapes_of(spec)),
+        is_replicated=is_replicated(spec),
+    )
+
+
+def _with_restart(spec: LayerSpec, ratios: set[int]) -> LayerSpec:
+    """A compressor whose window is its ratio does not overlap: its rows end where it restarts.
+
+    The row that ends at position p reads the states from ``p - window + 1`` on
+    (``vllm/models/deepseek_v4/common/ops/fused_compress_quant_cache.py``); ratio 4 reads twice its
+    ratio and does not restart. Nor does a later hit read what is left out: vLLM hits at multiples
+    of every group's page, those of the compressed layer included.
+    """
+    is_compressor = spec.holds_states and spec.kind is GroupKind.WINDOW
+    if is_compressor and spec.window_tokens > 1 and spec.window_tokens in ratios:
+        return replace(spec, restart_tokens=spec.window_tokens)
+    return spec

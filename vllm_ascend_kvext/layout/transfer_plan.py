@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a planner, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_ascend_kvext.layout.row_map import RowMap
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.stored_rows import MissingRows
+from vllm_ascend_kvext.transfer.schema import Table
+
+BlockIds = Sequence[Sequence[int]]
+"""Of a request from its first token on, one list per KV cache group, null blocks included."""
+
+
+class PlacedChunk(NamedTuple):
+    """Tokens, counted from the request's first, and where their place in the host buffer begins.
+
+    ``host_offset_bytes`` is a multiple of 64. A chunk takes ``TransferPlanner.chunk_bytes`` from
+    there.
+    """
+
+    tokens: TokenRange
+    host_offset_bytes: int = 0
+
+
+class StorePlan(NamedTuple):
+    """A transfer from pages to host memory. Empty tables where there is nothing to move.
+
+    Attributes:
+        planes: See ``PlaneColumn``; a group of the tables is a section.
+        runs: See ``RunColumn``.
+        host_bytes: Where the last section ends: the least size of the host buffer.
+        row_maps: What each chunk has in host memory once the transfer is done.
+        missing: By chunk: what resuming at its end needs of its rows and its map lacks.
+    """
+
+    planes: Table
+    runs: Table
+    host_bytes: int
+    row_maps: tuple[RowMap, ...]
+    missing: tuple[tuple[MissingRows, ...], ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk has what resuming at its end needs of it."""
+        return not any(self.missing)
+
+
+class LoadPlan(NamedTuple):
+    """A transfer from host memory to pages. Empty tables where there is nothing to move.
+
+    Attributes:
+        planes: See ``PlaneColumn``; a group of the tables is a section.
+        runs: See ``RunColumn``.
+        host_bytes: Where the last section that is read ends.
+        missing: What resuming at the end of the range needs, and no map has or no page takes.
+    """
+
+    planes: Table
+    runs: Table
+    host_bytes: int
+    missing: tuple[MissingRows, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a request can resume at the end of the range, in the groups asked for.
+
+        What it needs of the tokens before the range must be in its pages already.
+        """
+        return not self.missing

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Up to which number of tokens a step of a running request changes no block of it.
+
+Knows lengths only. A limit is the smallest number of tokens at which something happens:
+
+    blocks     0         1         2         3
+    tokens     |---------|---------|---------|----      block_tokens = 10
+                     ^ window_tokens = 15 before ...  ^ 35 computed tokens
+
+With 3 blocks held, 31 tokens need one more (``next_slot_tokens``). Block 0 has left the window at
+24 computed tokens, block 1 leaves it at 34 (``next_skip_tokens``). With 2 blocks cached, the next
+one is cached at 30 tokens (``next_cache_tokens``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEVER_TOKENS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """When one group of a running request needs attention.
+
+    Attributes:
+        block_tokens: Tokens per block.
+        window_tokens: The sliding window; 0 where nothing is ever skipped.
+        unit_tokens: Blocks are cached up to multiples of it; 1 for every block that is full.
+        looks_ahead: Whether the block past such a multiple is cached with it.
+        row_tokens: Tokens that share one row of a block; more than 1 in compressed groups, which
+            hold a row only once all its tokens are there.
+    """
+
+    block_tokens: int
+    window_tokens: int
+    unit_tokens: int
+    looks_ahead: bool
+    row_tokens: int = 1
+
+    def num_blocks(self, slot_tokens: int) -> int:
+        """How many blocks so many tokens need."""
+        return -(-(slot_tokens // self.row_tokens * self.row_tokens) // self.block_tokens)
+
+    def next_slot_tokens(self, num_blocks: int) -> int:
+        """The smallest number of tokens for which ``num_blocks`` blocks are too few."""
+        return num_blocks * self.block_tokens + self.row_tokens
+
+    def num_skipped_blocks(self, computed_tokens: int) -> int:
+        """How many blocks lie before the window once so many tokens are computed."""
+        if not self.window_tokens:
+            return 0
+        return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
+
+    def next_skip_tokens(self, num_skipped_blocks: int) -> int:
+        """The smallest number of computed tokens at which one block more leaves the window."""
+        return (num_skipped_blocks + 1) * self.block_tokens + self.window_tokens - 1
+
+    def next_cache_tokens(self, num_cached_blocks: int) -> int:
+        """The smallest number of tokens at which one block more is cached."""
+        target = (num_cached_blocks + 1) * self.block_tokens
+        unit = self.unit_tokens
+        if not self.looks_ahead:
+            return -(-target // unit) * unit
+        return max(target, -(-(target - self.block_tokens) // unit) * unit, unit)
+
+
+class RequestLimits:
+    """Where the next thing happens to a running request, per group and at all, in tokens.
+
+    Every number is a lower bound. It holds for as long as the request has the block table for
+    which it was computed: a table is given up when a request is freed, by whomever.
+    """
+
+    __slots__ = (
+        "next_cache_tokens",
+        "next_skip_tokens",
+        "next_slot_tokens",
+        "skip_tokens",
+        "slot_tokens",
+        "table",
+        "until_tokens",
+    )
+
+    def __init__(self, table: object, num_groups: int) -> None:
+        self.table = table
+        self.slot_tokens = [0] * num_groups
+        self.skip_tokens = [NEVER_TOKENS] * num_groups
+        self.next_slot_tokens = self.next_skip_tokens = 0
+        self.next_cache_tokens = self.until_tokens = 0
+
+    def update(self) -> None:
+        """Take in what was changed for single groups."""
+        self.next_slot_tokens = min(self.slot_tokens)
+        self.next_skip_tokens = min(self.skip_tokens)
+        self.until_tokens = min(
+            self.next_slot_tokens, self.next_skip_tokens, self.next_cache_tokens
+        )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AscendC backend: one kernel launch per transfer, for many small scattered runs.
+
+The vector cores read and write the host buffer themselves, so it must be mapped for the device
+first (`map_host`), or be device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.transfer.ascend.device import npu, npu_of
+from vllm_ascend_kvext.transfer.ascend.launcher import KernelLauncher, installed_launcher
+from vllm_ascend_kvext.transfer.ascend.work_table import HeaderColumn, build_work_table
+from vllm_ascend_kvext.transfer.backend import Transfer
+from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.transfer.schema import Table
+
+if TYPE_CHECKING:
+    import torch
+
+
+def upload(table: Table, device: torch.device) -> torch.Tensor:
+    """Copies a table to the device on its current stream, without waiting for it.
+
+    The caching allocators of torch_npu know the stream: neither the pinned copy nor the result is
+    handed out again before the stream has passed.
+    """
+    import torch
+
+    return torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
+
+
+class AscendKernelBackend:
+    """Copies between pools on one NPU and a host buffer that is mapped for it.
+
+    Asynchronous: bytes have arrived once the stream that was current has passed. The caller keeps
+    pools and host buffer alive until then.
+    """
+
+    name = "ascend-kernel"
+
+    def __init__(
+        self,
+        launcher: KernelLauncher | None = None,
+        upload: Callable[[Table, torch.device], torch.Tensor] = upload,
+    ) -> None:
+        """Raises BackendError where the package was built without the kernel."""
+        self._launcher = launcher or installed_launcher()
+        self._upload = upload
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether the package was built with the kernel, and its library loads."""
+        try:
+            installed_launcher()
+        except BackendError:
+            return False
+        return True
+
+    def map_host(self, host: torch.Tensor) -> None:
+        """Let the current device reach a host buffer, for the process, until `unmap_host`.
+
+        Takes long; meant for one arena at start-up. Transfers may use any part of it.
+        """
+        self._launcher.map_host(host.data_ptr(), host.numel() * host.element_size())
+
+    def unmap_host(self, host: torch.Tensor) -> None:
+        """End `map_host`. The caller has waited for every transfer that uses the buffer."""
+        self._launcher.unmap_host(host.data_ptr())
+
+    def can_reach(self, transfer: Transfer) -> bool:
+        """Whether the transfer's host buffer is mapped, or device memory."""
+        return self._host_address(transfer) is not None
+
+    def run(self, transfer: Transfer) -> None:
+        device = npu_of(transfer, self.name)
+        host_address = self._host_address(transfer)
+        if host_address is None:
+            raise BackendError(
+                f"{self.name}: host buffer at {transfer.host_address:#x}, {transfer.host_bytes} "
+                "bytes: expected memory that the device can reach, found none mapped around it. "
+                "Call map_host on the buffer, once."
+            )
+        native().validate(*transfer.descriptors)
+        if not len(transfer.runs):
+            return
+        with npu().device(device):
+            num_cores = self._launcher.num_cores()
+            table = build_work_table(
+                transfer,
+                host_address=host_address,
+                num_cores=num_cores,
+                limits=self._launcher.limits,
+            )
+            num_cores = min(num_cores, int(table[HeaderColumn.NUM_UNITS]))
+            device_table = self._upload(table, device)
+            # torch_npu submits its operators from a thread of its own. Asking a stream for its
+            # handle waits for that thread: here the upload is ahead of the launch.
+            stream = npu().current_stream().npu_stream
+            self._launcher.launch(device_table, num_cores, stream)
+
+    def _host_address(self, transfer: Transfer) -> int | None:
+        """The device's address of the host buffer; None where it cannot reach it."""
+        if transfer.host_tensor.device.type == "npu":
+            return transfer.host_address
+        return self._launcher.device_address(transfer.host_address, transfer.host_bytes)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher library of the AscendC kernel, through ctypes.
+
+Built with ``-DKVEXT_ASCEND=ON`` (``csrc/ascend``). Knows addresses, streams and error codes; what a
+table means is `work_table`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm_ascend_kvext
+from vllm_ascend_kvext.transfer.ascend.work_table import KernelLimits
+from vllm_ascend_kvext.transfer.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY_NAME = "libkvext_ascend.so"
+
+
+class _KernelLimits(ctypes.Structure):
+    _fields_ = (
+        ("tile_bytes", ctypes.c_int64),
+        ("data_block_bytes", ctypes.c_int64),
+        ("max_runs_per_unit", ctypes.c_int64),
+    )
+
+
+class KernelLauncher:
+    """One launcher library (``csrc/ascend/launcher.h``) and the host memory it has mapped."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        # First address -> bytes, the device's address.
+        self._mapped: dict[int, tuple[int, int]] = {}
+        library.kvext_ascend_limits.restype = None
+        limits = _KernelLimits()
+        library.kvext_ascend_limits(ctypes.byref(limits))
+        self.limits = KernelLimits(
+            tile_bytes=limits.tile_bytes,
+            data_block_bytes=limits.data_block_bytes,
+            max_runs_per_unit=limits.max_runs_per_unit,
+        )
+
+    def num_cores(self) -> int:
+        """Vector cores of the current device."""
+        count = ctypes.c_int64()
+        self._check("kvext_ascend_num_cores", ctypes.byref(count))
+        return count.value
+
+    def map_host(self, address: int, num_bytes: int) -> None:
+        """Let the current device reach host memory, until `unmap_host`."""
+        mapped = ctypes.c_void_p()
+        self._check(
+            "kvext_ascend_map_host",
+            ctypes.c_void_p(address),
+            ctypes.c_uint64(num_bytes),
+            ctypes.byref(mapped),
+        )
+        self._mapped[address] = (num_bytes, mapped.value or 0)
+
+    def unmap_host(self, address: int) -> None:
+        """End a mapping; ``address`` is where it began.
+
+        Raises:
+            BackendError: Nothing is mapped there.
+        """
+        if self._mapped.pop(address, None) is None:
+            raise BackendError(
+                f"ascend-kernel: unmap_host: expected the first address of mapped memory, found "
+                f"{address:#x}. Pass what map_host was called with."
+            )
+        self._check("kvext_ascend_unmap_host", ctypes.c_void_p(address))
+
+    def device_address(self, address: int, num_bytes: int) -> int | None:
+        """The device's address of host memory; None where it is not inside a mapping."""
+        for first, (mapped_bytes, mapped) in self._mapped.items():
+            offset = address - first
+            if offset >= 0 and offset + num_bytes <= mapped_bytes:
+                return mapped + offset
+        return None
+
+    def launch(self, table: torch.Tensor, num_cores: int, stream: int) -> None:
+        """Enqueues the kernel; ``table`` is on the device and outlives the stream's work."""
+        self._check(
+            "kvext_ascend_page_transfer",
+            ctypes.c_uint32(num_cores),
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(table.data_ptr()),
+        )
+
+    def _check(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code != 0:
+            raise BackendError(
+                f"{LIBRARY_NAME}: {function}: expected 0, found error code {code} of CANN's "
+                "runtime. Its log (ASCEND_PROCESS_LOG_PATH) has the cause; the DMA backend needs "
+                "none of this."
+            )
+
+
+@functools.cache
+def installed_launcher() -> KernelLauncher:
+    """The launcher that was built with this package.
+
+    Raises:
+        BackendError: There is none, or it does not load.
+    """
+    # Several folders where the package is imported from a checkout: see the package's __init__.
+    folders = [Path(folder) for folder in vllm_ascend_kvext.__path__]
+    for folder in folders:
+        path = folder / LIBRARY_NAME
+        if path.is_file():
+            try:
+                return KernelLauncher(ctypes.CDLL(str(path)))
+            except OSError as error:
+                raise BackendError(
+                    f"{path} does not load: {error}. Source CANN's set_env.sh before the process "
+                    "starts."
+                ) from error
+    raise BackendError(
+        f"ascend-kernel: expected {LIBRARY_NAME} in {', '.join(map(str, folders))}, found none. "
+        "Build the package where CANN is installed, with -DKVEXT_ASCEND=ON, or use the DMA backend."
+    )

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CPUs copies in host memory run on, and how many threads.
+
+A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread among
+them. A thread that is started there inherits that one CPU, so a copy would take the model's time.
+Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
+
+    CPUs of the process                 0 1 2 3 4 5 6 7
+    that OpenMP binds the model to      0 1 2 3 4 5
+    that copies run on                              6 7
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
+from vllm_ascend_kvext.transfer.errors import PlacementError
+from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.transfer.openmp import ModelCpus, model_cpus
+
+logger = logging.getLogger("vllm.ascend_kvext.transfer")
+
+# Two threads come close to what one socket's memory gives to copies.
+_MOST_DEFAULT_THREADS = 4
+# Where the model has every CPU: a tenth of the time of a thread that never sleeps.
+_NICENESS_BESIDE_MODEL = 10
+
+
+class CopyPlacement(NamedTuple):
+    """Where copies run; made by `on`, which has asked the kernel for the CPUs.
+
+    Attributes:
+        cpus: Numbers, ascending.
+        num_threads: Threads of one copy.
+        niceness: As of ``nice``: 0 is the default, 19 gives way to everything.
+    """
+
+    cpus: tuple[int, ...]
+    num_threads: int
+    niceness: int = 0
+
+    @classmethod
+    def on(
+        cls, cpus: Iterable[int], *, num_threads: int | None = None, niceness: int = 0
+    ) -> CopyPlacement:
+        """Copies on these CPUs; as many threads as CPUs, four at most, where none are named.
+
+        Raises:
+            PlacementError: There is no CPU among them, or one that the kernel does not give to
+                this process; or a number is out of range.
+        """
+        ascending = tuple(sorted(set(cpus)))
+        if not ascending:
+            raise PlacementError(
+                "cpus: expected at least one CPU for copies, found none. Name CPUs that the "
+                "process may use, or leave the choice to default_placement()."
+            )
+        if num_threads is None:
+            num_threads = min(_MOST_DEFAULT_THREADS, len(ascending))
+        try:
+            native().require_cpus(ascending, niceness)
+        except (ValueError, TypeError) as error:
+            raise PlacementError(str(error)) from error
+        return cls(ascending, num_threads, niceness)
+
+
+@functools.cache
+def default_placement() -> CopyPlacement:
+    """CPUs of the process that the model does not run on; decided once, and logged.
+
+    Where the model has every CPU, one thread of low priority runs beside it.
+    """
+    main_thread_cpus = os.sched_getaffinity(os.getpid())
+    model = model_cpus(os.environ, main_thread_cpus)
+    process_cpus = _given_cpus(_process_cpus(main_thread_cpus, model))
+    free_cpus = choose_cpus(process_cpus, model, CpuTopology.of_this_machine())
+    if free_cpus:
+        placement = CopyPlacement.on(free_cpus)
+        logger.info(
+            "Copies between pages and host memory run on CPUs %s; the model has %s.",
+            _in_words(free_cpus),
+            _in_words(model.cpus),
+        )
+        return placement
+    logger.warning(
+        "Every CPU of this process (%s) runs the model: copies between pages and host memory run "
+        "there too, in one thread of low priority. Leave a CPU free with "
+        "VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND.",
+        _in_words(process_cpus),
+    )
+    return CopyPlacement.on(process_cpus, num_threads=1, niceness=_NICENESS_BESIDE_MODEL)
+
+
+def choose_cpus(
+    process_cpus: frozenset[int], model: ModelCpus, topology: CpuTopology
+) -> frozenset[int]:
+    """The CPUs of a process that its model leaves free; empty where there is none.
+
+    Where only this worker's CPUs are known, other workers have those of other memory nodes. CPUs
+    that share no core with the model come before those that do.
+    """
+    free = process_cpus - model.cpus
+    if model.cpus and not model.has_all_workers:
+        free &= topology.same_node(model.cpus)
+    return (free - topology.same_core(model.cpus)) or free
+
+
+def _process_cpus(main_thread_cpus: Iterable[int], model: ModelCpus) -> frozenset[int]:
+    """What the process had before OpenMP bound its main thread: what its parent has."""
+    cpus = frozenset(main_thread_cpus)
+    if model.is_main_thread_bound:
+        try:
+            cpus |= os.sched_getaffinity(os.getppid())
+        except OSError:
+            cpus |= frozenset(range(os.cpu_count() or 1))
+    return cpus
+
+
+def _given_cpus(wanted: frozenset[int]) -> frozenset[int]:
+    """Those of the CPUs that the kernel gives to a thread of this process."""
+    given = frozenset(os.sched_getaffinity(0))
+
+    def ask() -> None:
+        nonlocal given
+        os.sched_setaffinity(0, wanted)  # Of this thread alone.
+        given = frozenset(os.sched_getaffinity(0))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+    return given
+
+
+def _in_words(cpus: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(cpus))) or "none to itself"
