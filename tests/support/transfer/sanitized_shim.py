@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random transfers through a shim that was compiled with sanitizers: a process of its own.
 
-``python -m support.transfer.sanitized_shim <library>``, with the sanitizer's runtime preloaded. Prints how
-many transfers went through; a finding ends the process.
+``python -m support.transfer.sanitized_shim <library>``, with the sanitizer's runtime preloaded.
+Prints how many transfers went through; a finding ends the process.
 """
 
 from __future__ import annotations
