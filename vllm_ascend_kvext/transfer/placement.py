@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CPUs copies in host memory run on, and how many threads.
 
-A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread among
-them. A thread that is started there inherits that one CPU, so a copy would take the model's time.
-Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
+A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread
+among them. A thread that is started there inherits that one CPU, so a copy would take the model's
+time. Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
 
     CPUs of the process                 0 1 2 3 4 5 6 7
     that OpenMP binds the model to      0 1 2 3 4 5
