@@ -77,32 +77,32 @@ clean: ## Remove all that make has made, the environments included
 
 $(MAIN_ENV)/.made:
 	$(MAKE_ENV) vllm $(@D) --version $(MAIN_VLLM)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-%/.made: $(MAIN_ENV)/.made
 	$(MAKE_ENV) vllm $(@D) --version $* --like $(MAIN_ENV)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-ascend-%/.unpacked:
 	$(MAKE_ENV) ascend $(@D) --version $*
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/python-%/.made:
 	python$* tools/make_env.py plain $(@D)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/lint/.made:
 	$(MAKE_ENV) plain $(@D)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
 	$(MAKE_ENV) install $(@D) '.[test,demo]'
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)
 	$(MAKE_ENV) install $(@D) '.[test]'
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/lint/.package: .venv/lint/.made pyproject.toml
 	$(MAKE_ENV) install $(@D) '.[dev]'
-	@touch $@
+	@rm -f $@ && touch $@
