@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ascend"))
 import ascend_sources
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.host_layout import dense_host_bytes, host_layout
+from vllm_ascend_kvext.layout.host_arrangement import dense_chunk_bytes
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
 
 CHUNK = TokenRange(15 * 1024, 16 * 1024)
@@ -76,16 +77,16 @@ def kind_bytes(layout: KVLayout, kinds: Container[GroupKind], holds_states: bool
 
 
 def print_line(name: str, layout: KVLayout) -> None:
-    kept = host_layout(layout, CHUNK).num_bytes
-    skipping = host_layout(layout, CHUNK, StatePolicy.SKIP).num_bytes
-    dense = dense_host_bytes(layout, CHUNK)
+    kept = TransferPlanner(layout).chunk_bytes(CHUNK)
+    skipping = TransferPlanner(layout, StatePolicy.SKIP).chunk_bytes(CHUNK)
+    dense = dense_chunk_bytes(layout, CHUNK)
     stateless = replace(layout, groups=tuple(g for g in layout.groups if not g.holds_states))
     columns = [
         kind_bytes(layout, [GroupKind.FULL], False),
         kind_bytes(layout, [GroupKind.WINDOW, GroupKind.CHUNKED], False),
         kind_bytes(layout, GroupKind, True),
     ]
-    columns += [kept, skipping, dense, dense_host_bytes(stateless, CHUNK)]
+    columns += [kept, skipping, dense, dense_chunk_bytes(stateless, CHUNK)]
     print(f"{name:32}" + "".join(f"{size:12,}" for size in columns) + f"{dense / kept:8.1f}")
 
 

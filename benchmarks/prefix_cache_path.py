@@ -34,6 +34,12 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+if os.environ.get("KVEXT_ASCEND_SOURCES"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/ascend"))
+    import ascend_sources
+
+    ascend_sources.activate(ascend_sources.sources())
+
 import inspect
 
 import vllm
@@ -77,6 +83,11 @@ LAYOUTS = (
     ),
 )
 WITHOUT = " without "
+if "ascend_sources" in sys.modules:
+    from prefix_cache.ascend_layout import AscendLayout
+
+    LAYOUTS = (AscendLayout.planned(),)
+
 STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     FAST: {FAST_PREFIX_CACHE_VARIABLE: "1"},
@@ -113,6 +124,12 @@ def elapsed_us(operation: Callable[[], object]) -> float:
     return (time.thread_time_ns() - start_ns) / 1000
 
 
+def hash_block_size(layout: Layout) -> int:
+    """In tokens."""
+    smallest = min(group.block_tokens for group in layout.groups)
+    return getattr(layout, "hash_block_size", smallest)
+
+
 class Bench:
     """One block manager under one variant, and prompts that are hashed already."""
 
@@ -120,8 +137,7 @@ class Bench:
         self, layout: Layout, num_tokens: int, interval: int | None, is_adaptive: bool
     ) -> None:
         self.num_tokens = num_tokens
-        sizes = [group.block_tokens for group in layout.groups]
-        self.hash_block_size = min(sizes)
+        self.hash_block_size = hash_block_size(layout)
         num_blocks = 64 + sum(
             (2 if group.attention in (Attention.FULL, Attention.MLA) else 1)
             * (num_tokens + 2 * CHUNK_TOKENS)
@@ -189,7 +205,7 @@ class Prompts:
 
     def __init__(self, layout: Layout, num_tokens: int) -> None:
         rng = random.Random(1)
-        size = min(group.block_tokens for group in layout.groups)
+        size = hash_block_size(layout)
         self._hasher = get_request_block_hasher(size, sha256)
         self._number = 0
         tokens = [rng.randrange(100_000) for _ in range(num_tokens)]
@@ -378,26 +394,17 @@ def print_result(result: Result) -> None:
     print(f"  {result.operation + interval:36}" + "".join(cells), flush=True)
 
 
-def print_gains(results: Sequence[Result], left_out: Sequence[str]) -> None:
-    """Per patch the operations that cost more without it, times what they cost with it."""
-    print("\nWithout a patch, times the cost with it (best three operations, and the worst):")
-    for patch_id in left_out:
-        gains = sorted(
-            (
-                (result.us[variant] / result.us[variant.partition(WITHOUT)[0]], variant, result)
-                for result in results
-                for variant in result.us
-                if variant.endswith(WITHOUT + patch_id)
-            ),
-            key=lambda gain: -gain[0],
-        )
-        print(f"  {patch_id}")
-        for ratio, variant, result in [*gains[:3], *gains[-1:]]:
-            base = variant.partition(WITHOUT)[0]
-            print(
-                f"    {ratio:6.2f}x  {result.operation} ({base}; {result.layout}, "
-                f"{result.num_tokens} tokens, interval {result.interval})"
-            )
+def print_gains(result: Result) -> None:
+    """What an operation costs without a patch, times what it costs with it."""
+    for base in ENVIRONMENTS:
+        gains = {
+            variant.removeprefix(base + WITHOUT): us / result.us[base]
+            for variant, us in result.us.items()
+            if variant.startswith(base + WITHOUT)
+        }
+        cells = [f"{patch_id[4:]} {gain:.2f}" for patch_id, gain in gains.items()]
+        if cells:
+            print(f"    {base} without: {', '.join(cells)}", flush=True)
 
 
 def main() -> int:
@@ -407,7 +414,7 @@ def main() -> int:
     parser.add_argument("--layout", default="", help="only layouts whose name contains this")
     parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
     parser.add_argument("--operation", default="", help="only operations whose name contains this")
-    parser.add_argument("--patches", action="store_true", help="leave out each patch in turn")
+    parser.add_argument("--patches", nargs="*", metavar="ID", help="leave out each one in turn")
     arguments = parser.parse_args()
 
     print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
@@ -421,8 +428,9 @@ def main() -> int:
         register(None)
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
     left_out = []
-    if arguments.patches:
-        left_out = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
+    if arguments.patches is not None:
+        known = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
+        left_out = arguments.patches or known
     sizes = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
     results: list[Result] = []
     for layout in LAYOUTS:
@@ -439,10 +447,9 @@ def main() -> int:
                 layout, num_tokens, num_turns, plans, arguments.operation, left_out
             ):
                 print_result(result)
+                print_gains(result)
                 results.append(result)
 
-    if left_out:
-        print_gains(results, left_out)
     slower = [(r, v) for r in results for v in ENVIRONMENTS if v in r.us and r.ratio(v) < 1]
     print("\nSlower than upstream:" if slower else "\nNothing is slower than upstream.")
     for result, variant in slower:

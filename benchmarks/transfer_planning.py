@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -29,10 +30,12 @@ import numpy as np
 import torch
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, Pool
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RegisteredStorage
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
-from vllm_ascend_kvext.layout.runs import PlacedChunk, RunPlanner
-from vllm_ascend_kvext.layout.views import pool_tensors
+from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, PlacedChunk, StorePlan
+from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.transfer.cpu import CpuBackend
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.schema import Direction
@@ -77,7 +80,7 @@ def pages_per_group(layout: KVLayout, num_tokens: int) -> list[int]:
     return pages
 
 
-def cut(planner: RunPlanner, chunk_tokens: int) -> list[PlacedChunk]:
+def cut(planner: TransferPlanner, chunk_tokens: int) -> list[PlacedChunk]:
     """The request in chunks, one behind the other in the host buffer."""
     chunks, place_bytes = [], 0
     for first in range(0, REQUEST_TOKENS, chunk_tokens):
@@ -95,34 +98,45 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 def compare_with_moving(name: str, fixture: object, turns: int) -> None:
     layout = fixture.layout()
-    planner = RunPlanner(layout)
-    pools = pool_tensors(layout, fixture.kv_caches)
-    for pool in pools:
-        pool.fill_(1)  # so that no page is the system's page of zeros
+    planner = TransferPlanner(layout)
+    storages = storage_tensors(layout, fixture.kv_caches)
+    for storage in storages:
+        storage.fill_(1)  # so that no page is the system's page of zeros
     print(f"{name}: {REQUEST_TOKENS:,} tokens, {layout.num_planes} planes")
-    print(f"{'chunks':>8}{'runs':>8}{'MB':>8}{'plan ms':>10}{'move ms':>10}{'plan/move':>12}")
+    columns = ("chunks", "runs", "MB", "plan ms", "move ms", "plan/move")
+    print(" " * 8 + "".join(f"{column:>11}" for column in columns))
     for chunk_tokens in (REQUEST_TOKENS, CHUNK_TOKENS):
         chunks = cut(planner, chunk_tokens)
         block_ids = request_block_ids(layout, chunks)
-        made = planner.plan(chunks, block_ids)
-        host = torch.ones(made.host_bytes, dtype=torch.uint8)
-        planning, moving = [], []
-        for turn in range(turns):
-            planning.append(cpu_ms(lambda c=chunks, i=block_ids: planner.plan(c, i)))
-            direction = Direction(turn % 2)
-            moving.append(
-                cpu_ms(
-                    lambda m=made, h=host, d=direction: page_transfer(
-                        pools, h, m.planes, m.runs, d, backend=CpuBackend(), num_threads=1
-                    )
-                )
+        stored = planner.plan_store(chunks, block_ids)
+        places = [chunk.host_offset_bytes for chunk in chunks]
+        maps = [StoredChunk(*each) for each in zip(stored.row_maps, places, strict=True)]
+        request = TokenRange(0, REQUEST_TOKENS)
+        host = torch.ones(stored.host_bytes, dtype=torch.uint8)
+        plans: dict[Direction, Callable[[], StorePlan | LoadPlan]] = {
+            Direction.PAGES_TO_HOST: partial(planner.plan_store, chunks, block_ids),
+            Direction.HOST_TO_PAGES: partial(planner.plan_load, maps, request, block_ids),
+        }
+        for direction, plan in plans.items():
+            made = plan()
+            move = partial(
+                page_transfer,
+                storages,
+                host,
+                made.planes,
+                made.runs,
+                direction,
+                backend=CpuBackend(),
+                num_threads=1,
             )
-        plan_ms, move_ms = statistics.median(planning), statistics.median(moving)
-        print(
-            f"{len(chunks):8}{len(made.runs):8}{made.host_bytes / 1e6:8.0f}{plan_ms:10.2f}"
-            f"{move_ms:10.2f}{plan_ms / move_ms:11.1%}"
-            + ("" if plan_ms < LIMIT * move_ms else f"  above {LIMIT:.0%}")
-        )
+            turn_ms = [(cpu_ms(plan), cpu_ms(move)) for _ in range(turns)]
+            plan_ms, move_ms = (statistics.median(column) for column in zip(*turn_ms, strict=True))
+            verb = "store" if direction is Direction.PAGES_TO_HOST else "load"
+            print(
+                f"{verb:8}{len(chunks):11}{len(made.runs):11}{made.host_bytes / 1e6:11.0f}"
+                f"{plan_ms:11.2f}{move_ms:11.2f}{plan_ms / move_ms:11.1%}"
+                + ("" if plan_ms < LIMIT * move_ms else f"  above {LIMIT:.0%}")
+            )
 
 
 def full_layout(tokens_per_page: int, tokens_per_row: int) -> KVLayout:
@@ -133,13 +147,14 @@ def full_layout(tokens_per_page: int, tokens_per_row: int) -> KVLayout:
         for index in range(86)
     )
     group = LayoutGroup(0, GroupKind.FULL, tokens_per_page, tokens_per_row, 0, 0, planes)
-    return KVLayout((Pool(4096, 1 << 50),), (group,), 1 << 20, 1)
+    return KVLayout((RegisteredStorage(4096, 1 << 50),), (group,), 1 << 20, 1)
 
 
 def show_growth(turns: int) -> None:
     print("\nplanning alone, one chunk, 86 planes of one group")
     print(f"{'tokens':>12}{'per page':>10}{'runs':>8}{'plan us':>10}")
     for num_tokens, tokens_per_page in (
+        (16, 16),
         (32 << 10, 16),
         (32 << 10, 128),
         (32 << 10, 1024),
@@ -147,12 +162,12 @@ def show_growth(turns: int) -> None:
         (256 << 10, 1024),
         (2048 << 10, 1024),
     ):
-        planner = RunPlanner(full_layout(tokens_per_page, 1))
+        planner = TransferPlanner(full_layout(tokens_per_page, 1))
         chunks = [PlacedChunk(TokenRange(0, num_tokens))]
         block_ids = [list(range(1, num_tokens // tokens_per_page + 1))]
-        num_runs = len(planner.plan(chunks, block_ids).runs)
+        num_runs = len(planner.plan_store(chunks, block_ids).runs)
         plan_ms = statistics.median(
-            cpu_ms(lambda p=planner, c=chunks, i=block_ids: p.plan(c, i)) for _ in range(10 * turns)
+            cpu_ms(partial(planner.plan_store, chunks, block_ids)) for _ in range(10 * turns)
         )
         print(f"{num_tokens:12,}{tokens_per_page:10}{num_runs:8}{plan_ms * 1000:10.0f}")
 

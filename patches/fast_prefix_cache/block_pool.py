@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -39,44 +38,6 @@ def take_new_blocks(
             else:
                 evict(block)
     return blocks
-
-
-def cache_without_slicing(
-    wrapped: Callable[..., None],
-    pool: BlockPool,
-    request: Request,
-    blocks: list[KVCacheBlock],
-    num_cached_blocks: int,
-    num_full_blocks: int,
-    block_size: int,
-    kv_cache_group_id: int,
-    block_mask: list[bool] | None = None,
-) -> None:
-    """Make keys for the blocks that are cached, and for no others."""
-    run = range(num_cached_blocks, num_full_blocks)
-    if not run:
-        return
-    if pool.enable_kv_cache_events:
-        arguments: dict[str, Any] = {} if block_mask is None else {"block_mask": block_mask}
-        wrapped(
-            request=RequestUpTo(request, num_full_blocks * block_size // pool.hash_block_size),
-            blocks=blocks,
-            num_cached_blocks=num_cached_blocks,
-            num_full_blocks=num_full_blocks,
-            block_size=block_size,
-            kv_cache_group_id=kv_cache_group_id,
-            **arguments,
-        )
-        return
-    runs = [run]
-    if block_mask is not None:
-        assert len(block_mask) == len(run)
-        runs = [
-            range(run.start + kept.start, run.start + kept.stop)
-            for kept in runs_between([not is_kept for is_kept in block_mask])
-        ]
-    for kept in runs:
-        cache_run(pool, request.block_hashes, blocks, kept, block_size, kv_cache_group_id)
 
 
 def cache_run(
@@ -212,30 +173,6 @@ def _is_sound(blocks: list[KVCacheBlock]) -> bool:
     )
 
 
-def touch_in_one_pass(
-    wrapped: Callable[..., None], pool: BlockPool, blocks: Sequence[KVCacheBlock]
-) -> None:
-    """Take the blocks of a hit out of the free queue without a call for each."""
-    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
-
-    queue = pool.free_block_queue
-    if pool.metrics_collector or type(queue) is not FreeKVCacheBlockQueue:
-        return wrapped(blocks)
-    num_removed = 0
-    for block in blocks:
-        ref_cnt = block.ref_cnt
-        if not ref_cnt and not block.is_null:
-            before, after = block.prev_free_block, block.next_free_block
-            if before is None or after is None:
-                queue.remove(block)  # raises
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = block.next_free_block = None
-            num_removed += 1
-        block.ref_cnt = ref_cnt + 1
-    queue.num_free_blocks -= num_removed
-
-
 _VLLM = ("==0.20.2.*", "==0.23.0.*")
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
@@ -258,22 +195,6 @@ PATCHES = (
         ),
     ),
     Patch(
-        id="KVX-202",
-        target=f"{_POOL}.cache_full_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=_VLLM,
-        wrapper=cache_without_slicing,
-        why="Upstream makes a key for every block up to the prompt's end, at every chunk: time "
-        "grows with the square of the prompt.",
-        retire_when="upstream makes keys for the blocks that it caches",
-        relies_on=(
-            f"{_TABLE}.insert",
-            "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
-            "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
-        ),
-    ),
-    Patch(
         id="KVX-203",
         target=f"{_POOL}.free_blocks",
         kind=Kind.REPLACE,
@@ -287,16 +208,5 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_dedupe_free_blocks",
         ),
-    ),
-    Patch(
-        id="KVX-204",
-        target=f"{_POOL}.touch",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=_VLLM,
-        wrapper=touch_in_one_pass,
-        why="Upstream calls a method for every block of a hit.",
-        retire_when=_RETIRE_WHEN,
-        relies_on=("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",),
     ),
 )

@@ -35,6 +35,7 @@ def allocate_what_changes(
     num_new_computed_tokens: int = 0,
     new_computed_blocks: KVCacheBlocks | None = None,
     num_lookahead_tokens: int = 0,
+    *others: Any,
     **admission: Any,
 ) -> KVCacheBlocks | None:
     """Do nothing in a step in which nothing changes."""
@@ -44,7 +45,7 @@ def allocate_what_changes(
         steps = _describe(manager, does_partial_steps=not hasattr(wrapped, "__wrapped__"))
         setattr(manager, _STEPS, steps)
     # Upstream's scheduler names no other argument for a running request.
-    if steps.groups and not admission and not num_new_computed_tokens:
+    if steps.groups and not (num_new_computed_tokens or others or admission):
         limits = getattr(request, _LIMITS, None)
         if (
             limits is not None
@@ -75,6 +76,7 @@ def allocate_what_changes(
         num_new_computed_tokens,
         new_computed_blocks,
         num_lookahead_tokens,
+        *others,
         **admission,
     )
     steps.counts.upstream += 1

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
 from vllm_ascend_kvext.prefix_cache.lookup import LookupGroups, Reads
@@ -58,12 +58,3 @@ def _reads(manager_class: type[SingleTypeKVCacheManager], spec: KVCacheSpec) -> 
     if manager_class is managers.MambaManager and isinstance(spec, MambaSpec):
         return Reads.LAST
     return None
-
-
-def unjoined(block_hashes: Any) -> tuple[Sequence[bytes], int]:
-    """A request's own hashes, and how many of them make one entry of a list made from them."""
-    hashes_per_entry = 1
-    while hasattr(block_hashes, "scale_factor"):
-        hashes_per_entry *= block_hashes.scale_factor
-        block_hashes = block_hashes.block_hashes
-    return block_hashes, hashes_per_entry

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/single_type_kv_cache_manager.py``: what one group caches, finds and frees."""
+"""``vllm/v1/core/single_type_kv_cache_manager.py``: what one group caches and frees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import cache_run, split_by_use
-from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import describe_groups, unjoined
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
+    RequestUpTo,
+    cache_run,
+    split_by_use,
+)
 from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
-
-    Hits = tuple[list[KVCacheBlock], ...]
 
 
 def cache_by_runs(
@@ -44,7 +43,9 @@ def cache_by_runs(
         manager._kvext_tail_rules = {retention_interval: (has_mask, rule)}
     if pool.enable_kv_cache_events or (has_mask and rule is None):
         arguments = {} if retention_interval is None else {"retention_interval": retention_interval}
-        return wrapped(request, num_tokens, **arguments)
+        # Upstream slices a request's hashes from each block on to the prompt's end.
+        num_hashes = run.stop * block_tokens // pool.hash_block_size
+        return wrapped(RequestUpTo(request, num_hashes), num_tokens, **arguments)
     runs = [run]
     if rule is not None:
         replay_tokens = request.num_prompt_tokens - 1
@@ -150,50 +151,6 @@ def free_window(
     manager.num_cached_block.pop(request_id, None)
 
 
-def count_evictable(
-    wrapped: Callable[..., int],
-    instance: type[SingleTypeKVCacheManager],
-    blocks: Sequence[KVCacheBlock],
-) -> int:
-    """Count the free blocks of a hit without a generator."""
-    return [block.is_null for block in blocks if not block.ref_cnt].count(False)
-
-
-def find_longest_hit(
-    wrapped: Callable[..., Hits],
-    manager_class: type[SingleTypeKVCacheManager],
-    block_hashes: Any,
-    max_length: int,
-    kv_cache_group_ids: list[int],
-    block_pool: BlockPool,
-    kv_cache_spec: KVCacheSpec,
-    *args: Any,
-    **kwargs: Any,
-) -> Hits:
-    """Find the longest hit of one group with few probes, and without a call for each."""
-    given = (block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec)
-    if args:
-        return wrapped(*given, *args, **kwargs)
-    num_ranks = kwargs.get("dcp_world_size", 1) * kwargs.get("pcp_world_size", 1)
-    looks_ahead = kwargs["drop_eagle_block" if "drop_eagle_block" in kwargs else "use_eagle"]
-    groups = None
-    hashes, hashes_per_entry = unjoined(block_hashes)
-    if num_ranks == 1:
-        groups = describe_groups(
-            manager_class,
-            kv_cache_spec,
-            kv_cache_group_ids,
-            block_pool,
-            kwargs["alignment_tokens"],
-            looks_ahead,
-            kv_cache_spec.block_size,
-        )
-    if groups is None or hashes_per_entry != groups.keys[0].hashes_per_block:
-        return wrapped(*given, **kwargs)
-    get = block_pool.cached_block_hash_to_block._cache.get
-    return tuple(groups.hit(get, hashes, max_length, looks_ahead, block_pool.null_block))
-
-
 _BOTH = ("==0.20.2.*", "==0.23.0.*")
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 _BASE = f"{_MODULE}:SingleTypeKVCacheManager"
@@ -209,8 +166,15 @@ PATCHES = (
         feature="fast-prefix-cache",
         vllm=_BOTH,
         wrapper=cache_by_runs,
-        why="Upstream computes a flag for every block of a chunk to find the few that it caches.",
+        why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
+        "and makes keys for every block up to the prompt's end.",
         retire_when=_RETIRE_WHEN,
+        relies_on=(
+            "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
+            "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
+            "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
+            "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
+        ),
     ),
     Patch(
         id="KVX-212",
@@ -246,42 +210,5 @@ PATCHES = (
         wrapper=free_window,
         why=_WHY_FREE,
         retire_when=_RETIRE_WHEN,
-    ),
-    Patch(
-        id="KVX-215",
-        target=f"{_BASE}._get_num_evictable_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=_BOTH,
-        wrapper=count_evictable,
-        why="A request that hits is admitted in two passes over its blocks, with a generator.",
-        retire_when=_RETIRE_WHEN,
-    ),
-    *(
-        Patch(
-            id=f"KVX-{number}",
-            target=f"{_MODULE}:{manager}.find_longest_cache_hit",
-            kind=Kind.REPLACE,
-            feature="fast-prefix-cache",
-            vllm=_BOTH,
-            wrapper=find_longest_hit,
-            why="Upstream looks at every block of the prompt, with three calls for each.",
-            retire_when=_RETIRE_WHEN,
-            relies_on=relies_on,
-            ascend=ascend,
-        )
-        for number, manager, relies_on, ascend in (
-            (216, "FullAttentionManager", (), ()),
-            (217, "SlidingWindowManager", (), ()),
-            (
-                218,
-                "MambaManager",
-                (),
-                (
-                    "vllm_ascend.patch.platform.patch_mamba_manager:"
-                    "AscendMambaManager.find_longest_cache_hit",
-                ),
-            ),
-        )
     ),
 )

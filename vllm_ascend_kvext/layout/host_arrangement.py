@@ -8,15 +8,16 @@ that its size does not depend on which pages are null. Knows planes; knows no bl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_ascend_kvext.layout.errors import RowMapError
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.layout.page_runs import planes_of
 from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows, kept_rows
+from vllm_ascend_kvext.layout.rows import TokenRange, dense_rows
 from vllm_ascend_kvext.transfer.schema import (
     DTYPE,
     HOST_ALIGNMENT_BYTES,
@@ -48,6 +49,7 @@ class HostArrangement:
         self._num_groups = len(layout.groups)
         self._planes = [_plane_table(group, layout.num_pages) for group in layout.groups]
         self._sections: dict[tuple[int, int], ArrangedSection] = {}
+        self._of_chunks: dict[tuple[tuple[int, int], ...], Table] = {}
 
     def section(self, group: int, num_rows: int) -> ArrangedSection:
         """A section of ``num_rows`` rows of the group at this index."""
@@ -63,6 +65,22 @@ class HostArrangement:
             if len(self._sections) < _MAX_REMEMBERED:
                 self._sections[key] = found
         return found
+
+    def sections(self, sizes: tuple[tuple[int, int], ...]) -> Table:
+        """The planes of sections one behind the other, numbered from 0 on. Shared, as above.
+
+        Args:
+            sizes: Group and number of rows of each section.
+        """
+        planes = self._of_chunks.get(sizes)
+        if planes is None:
+            found = [self.section(*size) for size in sizes]
+            offsets = [0, *accumulate(section.num_bytes for section in found)][: len(found)]
+            planes = planes_of([section.planes for section in found], [1] * len(found), offsets)
+            planes.flags.writeable = False
+            if len(self._of_chunks) < _MAX_REMEMBERED:
+                self._of_chunks[sizes] = planes
+        return planes
 
     def check(self, row_map: RowMap, num_bytes: int) -> None:
         """Refuse a map that no store with this layout can have written.
@@ -99,25 +117,10 @@ class HostArrangement:
             )
 
 
-def chunk_bytes(
-    arrangement: HostArrangement,
-    layout: KVLayout,
-    tokens: TokenRange,
-    states: StatePolicy = StatePolicy.EXACT,
-) -> int:
-    """Host bytes of a chunk, whichever of its pages are null."""
-    return _num_bytes(arrangement, layout, lambda group: kept_rows(group, tokens, states))
-
-
-def dense_chunk_bytes(arrangement: HostArrangement, layout: KVLayout, tokens: TokenRange) -> int:
+def dense_chunk_bytes(layout: KVLayout, tokens: TokenRange) -> int:
     """Host bytes of a chunk that keeps every row of every group."""
-    return _num_bytes(arrangement, layout, lambda group: dense_rows(group, tokens))
-
-
-def _num_bytes(
-    arrangement: HostArrangement, layout: KVLayout, rows_of: Callable[[LayoutGroup], range]
-) -> int:
-    num_rows = [len(rows_of(group)) for group in layout.groups]
+    arrangement = HostArrangement(layout)
+    num_rows = [len(dense_rows(group, tokens)) for group in layout.groups]
     return sum(
         arrangement.section(group, count).num_bytes for group, count in enumerate(num_rows) if count
     )

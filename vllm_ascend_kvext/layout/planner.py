@@ -9,19 +9,13 @@ layout alone decides is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.errors import TokenRangeError
-from vllm_ascend_kvext.layout.host_arrangement import HostArrangement, chunk_bytes
+from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.layout.page_runs import (
-    PlacedSection,
-    RowSpan,
-    planes_of,
-    runs_of,
-    split_at_nulls,
-)
+from vllm_ascend_kvext.layout.page_runs import NULL_PAGE, planes_of, rows_with_pages, runs_of
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk, StoredRows
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows, needed_rows
 from vllm_ascend_kvext.layout.stored_rows import (
@@ -31,6 +25,37 @@ from vllm_ascend_kvext.layout.stored_rows import (
     missing_rows,
 )
 from vllm_ascend_kvext.layout.transfer_plan import BlockIds, LoadPlan, PlacedChunk, StorePlan
+from vllm_ascend_kvext.transfer.schema import Table
+
+_MAX_REMEMBERED = 4096
+"""Chunks whose sections are remembered: requests are cut at the same tokens."""
+
+
+class _KeptRows(NamedTuple):
+    """What a chunk keeps of one group: a section."""
+
+    group: int
+    first_row: int
+    end_row: int
+    host_offset_bytes: int
+
+
+class _ChunkSections(NamedTuple):
+    """What the tokens of a chunk decide, whatever its pages.
+
+    Attributes:
+        kept: Of the groups of which anything is kept.
+        planes: Of all sections, numbered from 0 on, placed at 0.
+        num_bytes: Of all sections.
+        row_map: What a store without a null page leaves.
+        missing: What it does not have.
+    """
+
+    kept: tuple[_KeptRows, ...]
+    planes: Table
+    num_bytes: int
+    row_map: RowMap
+    missing: tuple[MissingRows, ...]
 
 
 class TransferPlanner:
@@ -45,11 +70,12 @@ class TransferPlanner:
         self.arrangement = HostArrangement(layout)
         self._layout = layout
         self._states = states
-        self._rows_per_page = [group.rows_per_page for group in layout.groups]
+        self._pages = [(group.scheduler_group, group.rows_per_page) for group in layout.groups]
+        self._chunks: dict[tuple[int, int], _ChunkSections] = {}
 
     def chunk_bytes(self, tokens: TokenRange) -> int:
         """Host bytes of a chunk, whichever of its pages are null."""
-        return chunk_bytes(self.arrangement, self._layout, tokens, self._states)
+        return self._sections_of(tokens).num_bytes
 
     def plan_store(self, chunks: Sequence[PlacedChunk], block_ids: BlockIds) -> StorePlan:
         """Store what chunks of one request keep.
@@ -62,24 +88,35 @@ class TransferPlanner:
             TokenRangeError: If a list is too short, or has an id that no page has.
         """
         self._check_lists(block_ids)
-        sections: list[PlacedSection] = []
-        row_maps = []
-        missing = []
+        sections_of_chunks = [self._sections_of(chunk.tokens) for chunk in chunks]
+        spans: list[tuple[int, ...]] = []
+        pages: list[int] = []
         host_bytes = 0
-        for chunk in chunks:
+        for chunk, sections in zip(chunks, sections_of_chunks, strict=True):
             check_alignment(chunk.host_offset_bytes)
-            rows_of_chunk = []
-            for section, rows in self._sections_to_store(chunk, block_ids):
-                sections.append(section)
-                rows_of_chunk += rows
-                end_bytes = section.host_offset_bytes + section.arranged.num_bytes
-                host_bytes = max(host_bytes, end_bytes)
-            row_map = RowMap.of(rows_of_chunk)
-            row_maps.append(row_map)
-            missing.append(self.find_missing([StoredChunk(row_map)], chunk.tokens))
-        return StorePlan(
-            planes_of(sections), runs_of(sections), host_bytes, tuple(row_maps), tuple(missing)
+            host_bytes = max(host_bytes, chunk.host_offset_bytes + sections.num_bytes)
+            for group, first_row, end_row, _ in sections.kept:
+                self._add_span(
+                    spans, pages, len(spans), group, first_row, end_row, first_row, block_ids
+                )
+        self._check_pages(pages)
+        planes = planes_of(
+            [sections.planes for sections in sections_of_chunks],
+            [len(sections.kept) for sections in sections_of_chunks],
+            [chunk.host_offset_bytes for chunk in chunks],
         )
+        if NULL_PAGE not in pages:
+            row_maps = tuple([sections.row_map for sections in sections_of_chunks])
+            missing = tuple([sections.missing for sections in sections_of_chunks])
+        else:
+            row_maps = tuple(
+                self._row_map_of(sections, block_ids) for sections in sections_of_chunks
+            )
+            missing = tuple(
+                self.find_missing([StoredChunk(row_map)], chunk.tokens)
+                for row_map, chunk in zip(row_maps, chunks, strict=True)
+            )
+        return StorePlan(planes, runs_of(spans, pages), host_bytes, row_maps, missing)
 
     def plan_load(
         self,
@@ -103,26 +140,36 @@ class TransferPlanner:
         """
         self._check_lists(block_ids)
         needed = self._needed(tokens, groups)
-        sections: list[PlacedSection] = []
-        present: list[tuple[int, int, int]] = []
-        host_bytes = 0
         found = find_rows(self._layout.groups, stored, needed, tokens.end)
-        for section, rows_of_section in groupby(found, _section_of):
-            group, section_first_row, section_rows, offset_bytes = section
-            spans: list[RowSpan] = []
-            for rows in rows_of_section:
-                spans += self._spans(group, rows.first_row, rows.end_row, block_ids)
-            if not spans:
-                continue
-            present += [(group, span.first_row, span.end_row) for span in spans]
-            arranged = self.arrangement.section(group, section_rows)
-            rows_per_page = self._rows_per_page[group]
-            sections.append(
-                PlacedSection(arranged, section_first_row, offset_bytes, rows_per_page, spans)
+        spans: list[tuple[int, ...]] = []
+        pages: list[int] = []
+        tables: list[Table] = []
+        offsets: list[int] = []
+        host_bytes = 0
+        section: tuple[int, ...] = ()
+        for rows in found:
+            group, first_row, end_row, section_first_row, section_rows, offset_bytes = rows
+            if section != (group, section_first_row, section_rows, offset_bytes):
+                section = group, section_first_row, section_rows, offset_bytes
+                table, num_bytes = self.arrangement.section(group, section_rows)
+                tables.append(table)
+                offsets.append(offset_bytes)
+                host_bytes = max(host_bytes, offset_bytes + num_bytes)
+            number = len(tables) - 1
+            self._add_span(
+                spans, pages, number, group, first_row, end_row, section_first_row, block_ids
             )
-            host_bytes = max(host_bytes, offset_bytes + arranged.num_bytes)
+        self._check_pages(pages)
+        present = [rows[:3] for rows in found]
+        if NULL_PAGE in pages:
+            present = [
+                (group, first, end)
+                for group, first_row, end_row in present
+                for first, end in self._rows_with_pages(group, first_row, end_row, block_ids)
+            ]
         missing = missing_rows(self._layout.groups, needed, present, tokens.end)
-        return LoadPlan(planes_of(sections), runs_of(sections), host_bytes, missing)
+        planes = planes_of(tables, [1] * len(tables), offsets)
+        return LoadPlan(planes, runs_of(spans, pages), host_bytes, missing)
 
     def find_missing(
         self,
@@ -136,7 +183,7 @@ class TransferPlanner:
         """
         needed = self._needed(tokens, groups)
         found = find_rows(self._layout.groups, stored, needed, tokens.end)
-        present = [(rows.group, rows.first_row, rows.end_row) for rows in found]
+        present = [rows[:3] for rows in found]
         return missing_rows(self._layout.groups, needed, present, tokens.end)
 
     def _needed(self, tokens: TokenRange, groups: Collection[int] | None) -> list[range]:
@@ -147,60 +194,89 @@ class TransferPlanner:
             for index, group in enumerate(self._layout.groups)
         ]
 
-    def _sections_to_store(
-        self, chunk: PlacedChunk, block_ids: BlockIds
-    ) -> Iterator[tuple[PlacedSection, list[StoredRows]]]:
-        """The sections of a chunk that have rows to move, and those rows."""
-        offset_bytes = 0
-        for index, group in enumerate(self._layout.groups):
-            kept = kept_rows(group, chunk.tokens, self._states)
-            if not kept:
-                continue
-            arranged = self.arrangement.section(index, len(kept))
-            spans = self._spans(index, kept.start, kept.stop, block_ids)
-            if spans:
-                rows = [
-                    StoredRows(
-                        index,
-                        span.first_row,
-                        span.end_row,
-                        kept.start,
-                        len(kept),
-                        offset_bytes,
-                    )
-                    for span in spans
-                ]
-                place_bytes = chunk.host_offset_bytes + offset_bytes
-                rows_per_page = self._rows_per_page[index]
-                yield PlacedSection(arranged, kept.start, place_bytes, rows_per_page, spans), rows
-            offset_bytes += arranged.num_bytes
+    def _sections_of(self, tokens: TokenRange) -> _ChunkSections:
+        key = tokens.first, tokens.end
+        found = self._chunks.get(key)
+        if found is None:
+            kept = []
+            offset_bytes = 0
+            for index, group in enumerate(self._layout.groups):
+                rows = kept_rows(group, tokens, self._states)
+                if rows:
+                    kept.append(_KeptRows(index, rows.start, rows.stop, offset_bytes))
+                    offset_bytes += self.arrangement.section(index, len(rows)).num_bytes
+            row_map = RowMap.of(
+                StoredRows(
+                    rows.group,
+                    rows.first_row,
+                    rows.end_row,
+                    rows.first_row,
+                    rows.end_row - rows.first_row,
+                    rows.host_offset_bytes,
+                )
+                for rows in kept
+            )
+            sizes = tuple((rows.group, rows.end_row - rows.first_row) for rows in kept)
+            planes = self.arrangement.sections(sizes)
+            missing = self.find_missing([StoredChunk(row_map)], tokens)
+            found = _ChunkSections(tuple(kept), planes, offset_bytes, row_map, missing)
+            if len(self._chunks) < _MAX_REMEMBERED:
+                self._chunks[key] = found
+        return found
 
-    def _spans(
+    def _row_map_of(self, sections: _ChunkSections, block_ids: BlockIds) -> RowMap:
+        """What a store of the chunk leaves, null pages left out."""
+        return RowMap.of(
+            StoredRows(group, first, end, first_row, end_row - first_row, offset_bytes)
+            for group, first_row, end_row, offset_bytes in sections.kept
+            for first, end in self._rows_with_pages(group, first_row, end_row, block_ids)
+        )
+
+    def _rows_with_pages(
         self, group: int, first_row: int, end_row: int, block_ids: BlockIds
-    ) -> list[RowSpan]:
-        """The rows of a range that have a page.
+    ) -> list[tuple[int, int]]:
+        scheduler_group, rows_per_page = self._pages[group]
+        first_page, end_page = first_row // rows_per_page, -(-end_row // rows_per_page)
+        pages = block_ids[scheduler_group][first_page:end_page]
+        return list(rows_with_pages(first_row, end_row, rows_per_page, pages))
+
+    def _add_span(
+        self,
+        spans: list[tuple[int, ...]],
+        pages: list[int],
+        section: int,
+        group: int,
+        first_row: int,
+        end_row: int,
+        section_first_row: int,
+        block_ids: BlockIds,
+    ) -> None:
+        """Add a ``RowSpan`` as a plain tuple, and its pages.
 
         Raises:
-            TokenRangeError: If the request has fewer pages, or one that does not exist.
+            TokenRangeError: If the request has fewer pages.
         """
-        rows_per_page = self._rows_per_page[group]
-        scheduler_group = self._layout.groups[group].scheduler_group
+        scheduler_group, rows_per_page = self._pages[group]
         first_page, end_page = first_row // rows_per_page, -(-end_row // rows_per_page)
         ids = block_ids[scheduler_group]
-        pages = ids[first_page:end_page]
-        if len(pages) < end_page - first_page:
+        num_pages = end_page - first_page
+        found = ids[first_page:end_page]
+        if len(found) < num_pages:
             raise TokenRangeError(
                 f"block ids of KV cache group {scheduler_group}: expected {end_page}, found "
                 f"{len(ids)}; pass the ids from the request's first token on, null blocks included"
             )
+        pages += found
+        spans.append((section, first_row, end_row, section_first_row, rows_per_page, num_pages))
+
+    def _check_pages(self, pages: Sequence[int]) -> None:
         num_pages = self._layout.num_pages
-        if min(pages) < 0 or max(pages) >= num_pages:
+        if pages and (min(pages) < 0 or max(pages) >= num_pages):
             wrong = next(page for page in pages if not 0 <= page < num_pages)
             raise TokenRangeError(
-                f"block ids of KV cache group {scheduler_group}: found id {wrong}, expected 0 to "
-                f"{num_pages - 1}; pass the ids of this worker's config"
+                f"block ids: found id {wrong}, expected 0 to {num_pages - 1}; pass the ids of this "
+                "worker's config"
             )
-        return list(split_at_nulls(first_row, end_row, rows_per_page, pages))
 
     def _check_lists(self, block_ids: BlockIds) -> None:
         expected = self._layout.num_scheduler_groups
@@ -209,7 +285,3 @@ class TransferPlanner:
                 f"block ids: expected {expected} lists, one per KV cache group, found "
                 f"{len(block_ids)}; pass those of the whole request"
             )
-
-
-def _section_of(rows: StoredRows) -> tuple[int, int, int, int]:
-    return rows.group, *rows[3:]

@@ -93,8 +93,12 @@ class RowMap:
                 )
         return row_map
 
+    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """The fields of each `StoredRows`, for loops that have to be fast."""
+        return _ROWS.iter_unpack(self.packed)
+
     def __iter__(self) -> Iterator[StoredRows]:
-        return map(StoredRows._make, _ROWS.iter_unpack(self.packed))
+        return map(StoredRows._make, self.tuples())
 
     def __len__(self) -> int:
         return len(self.packed) // _ROWS.size

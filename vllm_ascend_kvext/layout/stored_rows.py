@@ -6,12 +6,12 @@ Knows groups and maps; knows no planes, no block ids and no transfers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.errors import RowMapError, TokenRangeError
 from vllm_ascend_kvext.layout.model import LayoutGroup
-from vllm_ascend_kvext.layout.row_map import StoredChunk, StoredRows
+from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange, has_state_at
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
@@ -35,8 +35,11 @@ def find_rows(
     stored: Iterable[StoredChunk],
     needed: Sequence[range],
     boundary_tokens: int,
-) -> list[StoredRows]:
-    """The needed rows that some map has, each once, by group and row; offsets are the buffer's.
+) -> list[tuple[int, int, int, int, int, int]]:
+    """The needed rows that some map has, each once, by group and row.
+
+    Returns:
+        Fields as of ``StoredRows``; offsets are those in the host buffer.
 
     Args:
         groups: Of the layout.
@@ -52,30 +55,30 @@ def find_rows(
         (rows.start, rows.stop) if has_state_at(group, boundary_tokens) else (0, 0)
         for group, rows in zip(groups, needed, strict=True)
     ]
+    num_groups = len(bounds)
     found = []
     for row_map, place_bytes in stored:
         check_alignment(place_bytes)
-        for rows in row_map:
-            if rows.group >= len(bounds):
+        for index, first_row, end_row, section_first_row, section_rows, offset in row_map.tuples():
+            if not 0 <= index < num_groups:
                 raise RowMapError(
-                    f"row map: found group {rows.group}, this layout has {len(bounds)}; it belongs "
-                    "to another layout: drop the chunk"
+                    f"row map: found group {index}, this layout has {num_groups}; it belongs to "
+                    "another layout: drop the chunk"
                 )
-            first_row, end_row = bounds[rows.group]
-            first_row, end_row = max(first_row, rows.first_row), min(end_row, rows.end_row)
-            if first_row < end_row:
+            first_needed, end_needed = bounds[index]
+            if first_row < end_needed and first_needed < end_row:
                 found.append(
-                    StoredRows(
-                        rows.group,
-                        first_row,
-                        end_row,
-                        rows.section_first_row,
-                        rows.section_rows,
-                        place_bytes + rows.host_offset_bytes,
+                    (
+                        index,
+                        first_row if first_row > first_needed else first_needed,
+                        end_row if end_row < end_needed else end_needed,
+                        section_first_row,
+                        section_rows,
+                        place_bytes + offset,
                     )
                 )
     found.sort()
-    return list(_each_row_once(found))
+    return _each_row_once(found)
 
 
 def missing_rows(
@@ -119,11 +122,15 @@ def check_alignment(host_offset_bytes: int) -> None:
         )
 
 
-def _each_row_once(found: Iterable[StoredRows]) -> Iterator[StoredRows]:
+def _each_row_once(
+    found: Sequence[tuple[int, int, int, int, int, int]],
+) -> list[tuple[int, int, int, int, int, int]]:
     group, next_row = -1, 0
+    once = []
     for rows in found:
-        if rows.group != group:
-            group, next_row = rows.group, 0
-        if rows.end_row > next_row:
-            yield rows if rows.first_row >= next_row else rows._replace(first_row=next_row)
-            next_row = rows.end_row
+        if rows[0] != group:
+            group, next_row = rows[0], 0
+        if rows[2] > next_row:
+            once.append(rows if rows[1] >= next_row else (group, next_row, *rows[2:]))
+            next_row = rows[2]
+    return once

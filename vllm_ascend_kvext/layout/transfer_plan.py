@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.row_map import RowMap
@@ -27,8 +26,7 @@ class PlacedChunk(NamedTuple):
     host_offset_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StorePlan:
+class StorePlan(NamedTuple):
     """A transfer from pages to host memory. Empty tables where there is nothing to move.
 
     Attributes:
@@ -51,8 +49,7 @@ class StorePlan:
         return not any(self.missing)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """A transfer from host memory to pages. Empty tables where there is nothing to move.
 
     Attributes:

@@ -203,20 +203,20 @@ def test_tables_have_the_form_that_the_op_takes() -> None:
 @given(seed=st.integers(0, 1000), num_spans=st.integers(1, 6))
 def test_few_pages_and_many_are_planned_alike(seed: int, num_spans: int) -> None:
     random = np.random.default_rng(seed)
-    arranged = HostArrangement(DEEPSEEK).section(0, 64)
-    sections = []
-    for _ in range(num_spans):
+    spans, pages = [], []
+    for section in range(num_spans):
         first_row, rows_per_page = int(random.integers(0, 40)), int(random.integers(1, 9))
         end_row = first_row + int(random.integers(1, 40))
         num_pages = -(-end_row // rows_per_page) - first_row // rows_per_page
-        pages = [int(page) * int(random.random() < 0.8) for page in range(1, num_pages + 1)]
-        spans = list(page_runs.split_at_nulls(first_row, end_row, rows_per_page, pages))
-        if spans:
-            section_row = int(random.integers(0, first_row + 1))
-            sections.append(page_runs.PlacedSection(arranged, section_row, 0, rows_per_page, spans))
-    if sections:
-        by_page = page_runs._runs_by_page(sections)
-        assert by_page.tolist() == page_runs._runs_by_array(sections).tolist()
+        pages += random.integers(0, 5, num_pages).tolist()
+        section_first_row = int(random.integers(0, first_row + 1))
+        spans.append(
+            page_runs.RowSpan(
+                section, first_row, end_row, section_first_row, rows_per_page, num_pages
+            )
+        )
+    by_page = page_runs._runs_by_page(spans, pages)
+    assert by_page.tolist() == page_runs._runs_by_array(spans, pages).tolist()
 
 
 def test_planes_are_those_of_the_layout() -> None:
@@ -267,7 +267,7 @@ def test_kept_rows_lie_in_the_host_buffer_plane_after_plane(
         end = offset + num_bytes
     assert end <= plan.host_bytes < end + 64
     assert plan.host_bytes == planner.chunk_bytes(tokens)
-    assert plan.host_bytes <= dense_chunk_bytes(HostArrangement(layout), layout, tokens)
+    assert plan.host_bytes <= dense_chunk_bytes(layout, tokens)
 
 
 def test_planes_of_one_plan_are_not_those_of_the_next() -> None:
@@ -283,8 +283,11 @@ def test_planes_of_one_plan_are_not_those_of_the_next() -> None:
     [
         ([[1]] * 4, "expected 5 lists.*found 4"),
         ([[1, 2], [4], [5] * 6, [6] * 48, [7] * 12], "group 0: expected 3, found 2"),
-        ([[1, 2, NUM_PAGES], [4], [5] * 6, [6] * 48, [7] * 12], f"group 0: found id {NUM_PAGES}"),
-        ([[1, 2, 3], [4], [5] * 5 + [-1], [6] * 48, [7] * 12], "group 2: found id -1"),
+        (
+            [[1, 2, NUM_PAGES], [4], [5] * 6, [6] * 48, [7] * 12],
+            f"found id {NUM_PAGES}, expected 0 to {NUM_PAGES - 1}",
+        ),
+        ([[1, 2, 3], [4], [5] * 5 + [-1], [6] * 48, [7] * 12], "found id -1"),
     ],
 )
 def test_block_ids_that_do_not_fit_are_refused(block_ids: list[list[int]], message: str) -> None:
