@@ -63,8 +63,9 @@ docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext settings > docs/settings.md
 
-bench: $(MAIN_ENV)/.package ## Measure what the README claims
+bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py
 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
