@@ -10,6 +10,7 @@ layout alone decides is computed once.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.errors import TokenRangeError
@@ -29,6 +30,9 @@ from vllm_ascend_kvext.transfer.schema import Table
 
 _MAX_REMEMBERED = 4096
 """Chunks whose sections are remembered: requests are cut at the same tokens."""
+
+_SECTION = itemgetter(0, 3, 4, 5)
+"""Of ``StoredRows``: what names a section."""
 
 
 class _KeptRows(NamedTuple):
@@ -147,7 +151,8 @@ class TransferPlanner:
         offsets: list[int] = []
         host_bytes = 0
         section: tuple[int, ...] = ()
-        for rows in found:
+        # A section is named once, also where another chunk has rows between its rows.
+        for rows in sorted(found, key=_SECTION):
             group, first_row, end_row, section_first_row, section_rows, offset_bytes = rows
             if section != (group, section_first_row, section_rows, offset_bytes):
                 section = group, section_first_row, section_rows, offset_bytes

@@ -144,6 +144,20 @@ def test_a_chunk_that_grows_is_loaded_from_its_parts() -> None:
     assert plan.host_bytes == place_bytes + planner.chunk_bytes(TokenRange(640, 1024))
 
 
+def test_a_hole_that_another_chunk_fills_is_loaded() -> None:
+    """Host bytes are named once: the op refuses a section that is named on both sides of a hole."""
+    layout = make_layout([make_group(0, GroupKind.FULL, 4, 1, (16, 3))], NUM_PAGES)
+    planner = TransferPlanner(layout)
+    tokens = TokenRange(0, 12)
+    (around,) = planner.plan_store([PlacedChunk(tokens)], [[1, 0, 3]]).row_maps
+    (between,) = planner.plan_store([PlacedChunk(TokenRange(4, 8))], [[1, 2, 3]]).row_maps
+    stored = [StoredChunk(around), StoredChunk(between, 1024)]
+    plan = planner.plan_load(stored, tokens, [[11, 12, 13]])
+    assert plan.is_complete
+    assert plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist() == [0, 192, 1024, 1088]
+    assert plan.runs.tolist() == [[0, 11, 0, 4, 0], [0, 13, 0, 4, 8], [1, 12, 0, 4, 0]]
+
+
 def test_a_load_of_many_chunks_moves_one_tail() -> None:
     """The tails of the chunks in between are of no use to it."""
     ids = full_ids(DEEPSEEK, 4096)
