@@ -139,7 +139,8 @@ class TransferPlanner:
             groups: Indices in the layout of the groups to load; all of them if omitted.
 
         Raises:
-            TokenRangeError: If a list is too short, or has an id that no page has.
+            TokenRangeError: If a list is too short, or has an id that no page has; or if the
+                layout has not all of the groups.
             RowMapError: If a map has a group that the layout has not.
         """
         self._check_lists(block_ids)
@@ -192,6 +193,12 @@ class TransferPlanner:
         return missing_rows(self._layout.groups, needed, present, tokens.end)
 
     def _needed(self, tokens: TokenRange, groups: Collection[int] | None) -> list[range]:
+        num_groups = len(self._layout.groups)
+        if groups is not None and not all(0 <= index < num_groups for index in groups):
+            raise TokenRangeError(
+                f"groups: expected indices in the layout, 0 to {num_groups - 1}, found "
+                f"{sorted(groups)}; these are not the KV cache groups of the config"
+            )
         return [
             needed_rows(group, tokens, self._states)
             if groups is None or index in groups

@@ -395,6 +395,24 @@ def test_maps_of_another_layout_are_refused(
         HostArrangement(DEEPSEEK).check(RowMap.of(rows), num_bytes)
 
 
+@pytest.mark.parametrize("section_rows", [1 << 60, (1 << 62) // 3, 1 << 62, (1 << 63) - 1])
+def test_a_section_of_more_bytes_than_63_bits_hold_is_refused(section_rows: int) -> None:
+    """Offsets that wrap around would pass for small ones."""
+    rows = StoredRows(0, 0, 8, 0, section_rows, 0)
+    with pytest.raises(RowMapError, match=f"found {section_rows} rows .*drop the chunk"):
+        HostArrangement(DEEPSEEK).check(RowMap.parse(RowMap.of([rows]).packed), 1 << 40)
+
+
+@pytest.mark.parametrize("groups", [[1], [-1], [0, 7]])
+def test_groups_to_load_are_those_of_the_layout(groups: list[int]) -> None:
+    """Nothing is needed of a group that does not exist: such a plan would say complete."""
+    planner = TransferPlanner(PACKED)
+    with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
+        planner.plan_load([], TokenRange(0, 16), [[1]], groups)
+    with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
+        planner.find_missing([], TokenRange(0, 16), groups)
+
+
 def test_a_load_refuses_groups_that_the_layout_has_not() -> None:
     stored = StoredChunk(RowMap.of([StoredRows(3, 0, 8, 0, 8, 0)]))
     with pytest.raises(RowMapError, match="group 3, this layout has 1"):
