@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
-from vllm_ascend_kvext.transfer.openmp import ModelCpus, model_cpus
+from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 from vllm_ascend_kvext.transfer.placement import choose_cpus
 
 # Two sockets of two cores with two threads each: CPU n and n + 4 share a core.
@@ -25,32 +25,33 @@ ALL = frozenset(range(8))
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, ModelCpus(frozenset(), False, False)),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, ModelCpus(frozenset(), False, False)),
-        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "{1}"}, ModelCpus(frozenset(), False, False)),
+        ({}, ModelCpus(frozenset(), False)),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, ModelCpus(frozenset(), False)),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "{1}"}, ModelCpus(frozenset(), False)),
         (
             {"KMP_AFFINITY": "granularity=fine,explicit,proclist=[4,5]"},
-            ModelCpus(frozenset({4, 5}), False, True),
+            ModelCpus(frozenset({4, 5}), False),
         ),
-        ({"GOMP_CPU_AFFINITY": "4 5-6"}, ModelCpus(frozenset({4, 5, 6}), False, True)),
-        ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, ModelCpus(frozenset({0, 3, 6, 7}), False, True)),
+        ({"GOMP_CPU_AFFINITY": "4 5-6"}, ModelCpus(frozenset({4, 5, 6}), False)),
+        ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, ModelCpus(frozenset({0, 3, 6, 7}), False)),
         (
             {"OMP_PLACES": "{4,5}", "OMP_PROC_BIND": "true"},
-            ModelCpus(frozenset({4, 5}), False, True),
+            ModelCpus(frozenset({4, 5}), False),
         ),
-        ({"OMP_PLACES": "{4},{5}"}, ModelCpus(frozenset({4, 5}), False, True)),
-        # In words that are not read here: what the main thread has.
-        ({"OMP_PLACES": "cores"}, ModelCpus(frozenset({2}), False, True)),
-        ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, ModelCpus(frozenset({2}), False, True)),
-        ({"KMP_AFFINITY": "compact"}, ModelCpus(frozenset({2}), False, True)),
+        ({"OMP_PLACES": "{4},{5}"}, ModelCpus(frozenset({4, 5}), False)),
+        # In words that are not read here: what the process has.
+        ({"OMP_PROC_BIND": "true"}, ModelCpus(frozenset({2}), False)),
+        ({"OMP_PLACES": "cores"}, ModelCpus(frozenset({2}), False)),
+        ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, ModelCpus(frozenset({2}), False)),
+        ({"KMP_AFFINITY": "compact"}, ModelCpus(frozenset({2}), False)),
         # The other worker's CPUs are known where the user has chosen them.
         (
             {"OMP_PLACES": "{0,1}", "OMP_PROC_BIND": "true", "VLLM_CPU_OMP_THREADS_BIND": "0-1|2"},
-            ModelCpus(frozenset({0, 1, 2}), True, True),
+            ModelCpus(frozenset({0, 1, 2}), True),
         ),
         (
             {"OMP_PLACES": "{0,1}", "OMP_PROC_BIND": "true", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
-            ModelCpus(frozenset({0, 1}), False, True),
+            ModelCpus(frozenset({0, 1}), False),
         ),
     ],
 )
@@ -77,13 +78,13 @@ def test_the_models_cpus_are_read_from_openmps_variables(
 )
 def test_copies_get_what_the_model_leaves_free(process, model, has_all_workers, expected) -> None:
     found = choose_cpus(
-        frozenset(process), ModelCpus(frozenset(model), has_all_workers, True), TWO_SOCKETS
+        frozenset(process), ModelCpus(frozenset(model), has_all_workers), TWO_SOCKETS
     )
     assert found == frozenset(expected)
 
 
 def test_where_no_memory_node_is_known_every_cpu_is_on_one() -> None:
-    assert choose_cpus(ALL, ModelCpus(frozenset({0}), False, True), CpuTopology()) == ALL - {0}
+    assert choose_cpus(ALL, ModelCpus(frozenset({0}), False), CpuTopology()) == ALL - {0}
 
 
 def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
@@ -142,6 +143,33 @@ def test_a_worker_that_openmp_has_bound_copies_elsewhere() -> None:
     assert str(CPUS[0]) not in placed.split(" |")[0].split()
     assert placed.endswith(f"| {min(4, len(CPUS) - 1)} 0") or len(CPUS) > 2
     assert logged.startswith("INFO Copies between pages and host memory run on CPUs ")
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(
+    "variables",
+    [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"KMP_AFFINITY": "compact,1,0"}],
+)
+def test_a_model_that_is_bound_in_words_has_every_cpu(variables: dict[str, str]) -> None:
+    """OpenMP binds the main thread to the first place, and the model's other threads behind it."""
+    logged, placed = default_in_bound_process(**variables)
+    assert placed == f"{' '.join(map(str, CPUS))} | 1 10"
+    assert logged.startswith("WARNING Every CPU of this process ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_bound"),
+    [
+        ({}, False),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"}, False),
+        ({"OMP_PROC_BIND": "close"}, True),
+        ({"OMP_PLACES": "cores"}, True),
+        ({"GOMP_CPU_AFFINITY": "0"}, True),
+        ({"KMP_AFFINITY": "compact"}, True),
+    ],
+)
+def test_openmps_variables_say_whether_it_binds(variables: dict[str, str], is_bound: bool) -> None:
+    assert is_main_thread_bound(variables) is is_bound
 
 
 def test_beside_a_model_that_has_every_cpu_one_thread_gives_way() -> None:
