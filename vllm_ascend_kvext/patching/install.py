@@ -47,6 +47,8 @@ class _Wrapping:
     def revert(self) -> State:
         """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
         self.switch.clear()
+        if self.patch.undo is not None:
+            self.patch.undo()
         if self.target.current is not self.wrapper:
             return State.SHADOWED
         if self.target.was_local:
