@@ -216,10 +216,11 @@ class CheckpointTree:
 
     def _is_in_use(self, node: Checkpoint) -> bool:
         """Whether requests read every block that only this checkpoint needs."""
+        blocks = self._store.blocks
         own = self.needs.only_here(node.tail).tolist()
         if not node.children:
             own += [int(run[-1]) for run in node.runs if len(run)]
-        blocks = self._store.blocks
+        # The first blocks of a tail are the first that a request, which reads it, frees.
         return bool(own) and all(blocks[block_id].ref_cnt for block_id in own)
 
     # Structure.
@@ -366,7 +367,7 @@ class CheckpointTree:
         blocks = self._store.blocks
         new_ids = self.needs.add(ids).tolist()
         self._order.advance(len(new_ids) / self._num_blocks)
-        idle = [blocks[block_id] for block_id in new_ids if not blocks[block_id].ref_cnt]
+        idle = [block for block_id in new_ids if not (block := blocks[block_id]).ref_cnt]
         if idle:
             self.free_order.move_to_back(idle)
 
@@ -374,6 +375,6 @@ class CheckpointTree:
         """Returns how many free blocks became surplus."""
         blocks = self._store.blocks
         useless_ids = self.needs.remove(ids).tolist()
-        idle = [blocks[block_id] for block_id in useless_ids if not blocks[block_id].ref_cnt]
+        idle = [block for block_id in useless_ids if not (block := blocks[block_id]).ref_cnt]
         self.free_order.move_to_surplus(idle)
         return len(idle)
