@@ -16,7 +16,6 @@ import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -168,6 +168,16 @@ class CheckpointTree:
             self._give_up_tail(node)
             self._remove_unneeded(node)
 
+    def arrive(self, node: Checkpoint) -> None:
+        """A running request has resumed here, or passes here."""
+        node.num_requests += 1
+
+    def leave(self, node: Checkpoint) -> None:
+        """It has passed another checkpoint, or gives its blocks back."""
+        node.num_requests -= 1
+        if node.has_tail and not (node.num_requests or node.children):
+            self._order.lower(node)  # its eviction yields its runs, too
+
     def need(self, block: Block) -> None:
         """A running request needs a block that it is about to free."""
         self.needs.count[block.block_id] += 1
@@ -215,7 +225,9 @@ class CheckpointTree:
         return self._give_up_tail(node) + self._remove_unneeded(node)
 
     def _is_in_use(self, node: Checkpoint) -> bool:
-        """Whether requests read every block that only this checkpoint needs."""
+        """Whether a request is here, or requests read every block that only this checkpoint needs."""
+        if node.num_requests:
+            return True
         blocks = self._store.blocks
         own = self.needs.only_here(node.tail).tolist()
         if not node.children:
@@ -333,9 +345,7 @@ class CheckpointTree:
 
     def _join_child(self, node: Checkpoint) -> None:
         (child,) = node.children
-        child.runs = tuple(
-            np.concatenate(both) for both in zip(node.runs, child.runs, strict=True)
-        )
+        child.runs = tuple(np.concatenate(both) for both in zip(node.runs, child.runs, strict=True))
         child.parent = node.parent
         node.parent.children.discard(node)
         node.parent.children.add(child)
