@@ -56,12 +56,8 @@ class RetainedPool:
     def free_queue(self) -> FreeKVCacheBlockQueue:
         return self._block_pool.free_block_queue
 
-    def copies(
-        self, request: Request, group: ManagedGroup, block_index: int
-    ) -> list[KVCacheBlock]:
-        keys = group_keys(
-            self._block_pool, group.manager.kv_cache_group_id, group.block_tokens
-        )
+    def copies(self, request: Request, group: ManagedGroup, block_index: int) -> list[KVCacheBlock]:
+        keys = group_keys(self._block_pool, group.manager.kv_cache_group_id, group.block_tokens)
         table = self._block_pool.cached_block_hash_to_block._cache
         cached = table.get(keys.at(request.block_hashes, block_index))
         if cached is None:

@@ -142,11 +142,11 @@ def test_every_branch_hits_what_dense_caching_hits(layout_name: str) -> None:
 
 
 def branch_under_pressure(
-    layout: Layout, num_shared_tokens: int, hints: Sequence[int] = ()
+    case: Case, num_shared_tokens: int, hints: Sequence[int] = ()
 ) -> list[int]:
     """The hits of branches of one prefix, between which other requests take all that is surplus."""
-    world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
-    prompts = branches(num_shared_tokens, 3)
+    world = BlockManager(case.layout, None, SMALL_POOL_BLOCKS)
+    prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
     hits = []
     for number in range(3):
         hits.append(serve_in_chunks(world, next(prompts), hints if not number else ()))
@@ -165,9 +165,9 @@ def test_second_demand_for_a_prefix_keeps_it_under_pressure(layout_name: str) ->
         for case in cases(layout_name):
             for num_shared_tokens in shared_lengths(case):
                 case.dense.reset()
-                prompts = branches(num_shared_tokens, 3)
+                prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
                 dense = [serve_in_chunks(case.dense, next(prompts)) for _ in range(3)]
-                found = branch_under_pressure(case.layout, num_shared_tokens)
+                found = branch_under_pressure(case, num_shared_tokens)
                 assert found[2] >= dense[2], f"{case.name}, {num_shared_tokens} shared"
                 num_hits += dense[2] > 0
                 num_missed += found[1] < dense[1]
@@ -182,10 +182,10 @@ def test_a_hint_keeps_a_prefix_under_pressure(layout_name: str) -> None:
         for case in cases(layout_name):
             for num_shared_tokens in shared_lengths(case):
                 case.dense.reset()
-                prompts = branches(num_shared_tokens, 3)
+                prompts = branches(num_shared_tokens, 5 * case.unit_tokens + 3)
                 dense = [serve_in_chunks(case.dense, next(prompts)) for _ in range(2)]
-                hinted = branch_under_pressure(case.layout, num_shared_tokens, [num_shared_tokens])
-                unhinted = branch_under_pressure(case.layout, num_shared_tokens)
+                hinted = branch_under_pressure(case, num_shared_tokens, [num_shared_tokens])
+                unhinted = branch_under_pressure(case, num_shared_tokens)
                 assert hinted[1] >= dense[1], f"{case.name}, {num_shared_tokens} shared"
                 num_hits += dense[1] > 0
                 num_missed += unhinted[1] < dense[1]

@@ -193,7 +193,7 @@ class AdaptiveRetention:
                 self.tree.release(of_group.left.values())
                 of_group.left.clear()
             progress.supplied.clear()
-            progress.last = None
+            self._move(progress, None)
             self.tree.end_request()
         if request.is_finished():
             del self._progress[request.request_id]
@@ -203,9 +203,7 @@ class AdaptiveRetention:
         if progress is None:
             progress = self._progress[request.request_id] = _Progress(
                 request,
-                RequestBlocks(
-                    request, self.pool, geometry, self.full_groups, self.sparse_groups
-                ),
+                RequestBlocks(request, self.pool, geometry, self.full_groups, self.sparse_groups),
                 tuple(_GroupProgress(group) for group in self.sparse_groups),
             )
         # The least of all groups: of tokens that a connector loads, upstream counts those that no
@@ -252,7 +250,7 @@ class AdaptiveRetention:
         if node is not None:
             self.stats.junctions_hit += node.origin is Origin.JUNCTION
             self.tree.use(node)
-            progress.last = node
+            self._move(progress, node)
 
     def _keep(self, progress: _Progress, boundary_tokens: int, reason: Reason) -> Checkpoint | None:
         """Make a checkpoint of a boundary, if all that a hit reads there is cached."""
@@ -265,10 +263,18 @@ class AdaptiveRetention:
         is_supplied = known is None or not known.has_tail
         node = self.tree.add(blocks, boundary_tokens, tail, ahead, reason, progress.last)
         if node is not None:
-            progress.last = node
+            self._move(progress, node)
             if is_supplied:
                 progress.supplied.append(node)
         return node
+
+    def _move(self, progress: _Progress, node: Checkpoint | None) -> None:
+        """A request has come to another checkpoint, or to none."""
+        if node is not None:
+            self.tree.arrive(node)
+        if progress.last is not None:
+            self.tree.leave(progress.last)
+        progress.last = node
 
     def _cache_sparse_groups(self, progress: _Progress) -> None:
         """Cache every full block that some hit reads."""
@@ -291,10 +297,10 @@ class AdaptiveRetention:
     ) -> list[range]:
         """Maximal parts of a run whose blocks hold KV and are not cached."""
         blocks = progress.blocks.table(of_group.group)
-        if run.start >= of_group.behind_hit.stop and all(
-            [not block.is_null and block._block_hash is None for block in blocks[run.start : run.stop]]
-        ):
-            return [run]
+        if run.start >= of_group.behind_hit.stop:
+            in_run = blocks[run.start : run.stop]
+            if all([not block.is_null and block._block_hash is None for block in in_run]):
+                return [run]
         parts: list[range] = []
         for index in run:
             block = blocks[index]

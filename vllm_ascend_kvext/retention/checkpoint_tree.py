@@ -168,6 +168,16 @@ class CheckpointTree:
             self._give_up_tail(node)
             self._remove_unneeded(node)
 
+    def arrive(self, node: Checkpoint) -> None:
+        """A running request has resumed here, or passes here."""
+        node.num_requests += 1
+
+    def leave(self, node: Checkpoint) -> None:
+        """It has passed another checkpoint, or gives its blocks back."""
+        node.num_requests -= 1
+        if node.has_tail and not (node.num_requests or node.children):
+            self._order.lower(node)  # its eviction yields its runs, too
+
     def need(self, block: Block) -> None:
         """A running request needs a block that it is about to free."""
         self.needs.count[block.block_id] += 1
@@ -215,11 +225,14 @@ class CheckpointTree:
         return self._give_up_tail(node) + self._remove_unneeded(node)
 
     def _is_in_use(self, node: Checkpoint) -> bool:
-        """Whether requests read every block that only this checkpoint needs."""
+        """Whether a request is here, or requests read every block that only this checkpoint needs."""
+        if node.num_requests:
+            return True
+        blocks = self._store.blocks
         own = self.needs.only_here(node.tail).tolist()
         if not node.children:
             own += [int(run[-1]) for run in node.runs if len(run)]
-        blocks = self._store.blocks
+        # The first blocks of a tail are the first that a request, which reads it, frees.
         return bool(own) and all(blocks[block_id].ref_cnt for block_id in own)
 
     # Structure.
@@ -332,9 +345,7 @@ class CheckpointTree:
 
     def _join_child(self, node: Checkpoint) -> None:
         (child,) = node.children
-        child.runs = tuple(
-            np.concatenate(both) for both in zip(node.runs, child.runs, strict=True)
-        )
+        child.runs = tuple(np.concatenate(both) for both in zip(node.runs, child.runs, strict=True))
         child.parent = node.parent
         node.parent.children.discard(node)
         node.parent.children.add(child)
@@ -366,7 +377,7 @@ class CheckpointTree:
         blocks = self._store.blocks
         new_ids = self.needs.add(ids).tolist()
         self._order.advance(len(new_ids) / self._num_blocks)
-        idle = [blocks[block_id] for block_id in new_ids if not blocks[block_id].ref_cnt]
+        idle = [block for block_id in new_ids if not (block := blocks[block_id]).ref_cnt]
         if idle:
             self.free_order.move_to_back(idle)
 
@@ -374,6 +385,6 @@ class CheckpointTree:
         """Returns how many free blocks became surplus."""
         blocks = self._store.blocks
         useless_ids = self.needs.remove(ids).tolist()
-        idle = [blocks[block_id] for block_id in useless_ids if not blocks[block_id].ref_cnt]
+        idle = [block for block_id in useless_ids if not (block := blocks[block_id]).ref_cnt]
         self.free_order.move_to_surplus(idle)
         return len(idle)

@@ -38,6 +38,7 @@ class Checkpoint:
         runs: The full-attention blocks between the parent's boundary and this one.
         tail: Blocks of the sparse groups, and full-attention blocks past the boundary, that a hit
             reads; empty if nothing can resume here and prompts merely part ways.
+        num_requests: How many running requests have resumed here, or passed here last.
         num_ahead: How many of the tail's blocks lie past the boundary in full-attention groups.
         origin: What suggested it at first.
         reason: Why it is kept.
@@ -53,6 +54,7 @@ class Checkpoint:
         "entry",
         "key",
         "num_ahead",
+        "num_requests",
         "origin",
         "parent",
         "priority",
@@ -76,6 +78,7 @@ class Checkpoint:
         self.runs = runs
         self.tail = NO_BLOCKS
         self.num_ahead = 0
+        self.num_requests = 0
         self.origin = reason.origin
         self.reason = reason
         self.clock = 0.0

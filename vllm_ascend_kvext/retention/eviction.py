@@ -116,7 +116,7 @@ class EvictionOrder:
         for _ in range(min(limit, len(self._in_use))):
             entry, node = self._in_use.popleft()
             if node.entry == entry and node.has_tail:
-                self.add(node)  # it was of use until a moment ago
+                self._push(node, self._priority(node))
 
     def clear(self) -> None:
         self._heap.clear()
@@ -136,7 +136,7 @@ class EvictionOrder:
     def _saved_per_block(self, node: Checkpoint) -> float:
         """Tokens that a use saves per block that the checkpoint takes."""
         num_blocks = self._needs.share(node.tail)
-        if not node.children:
+        if not (node.children or node.num_requests):
             num_blocks += node.num_run_blocks  # they go along
         ancestor = nearest_with_tail(node.parent)
         return (node.boundary_tokens - ancestor.boundary_tokens) / max(1, num_blocks)

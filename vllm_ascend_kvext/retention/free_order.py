@@ -105,12 +105,16 @@ class FreeOrder:
 
     def move_to_surplus(self, blocks: Iterable[Block]) -> None:
         """Nothing needs these any more; those that are not free are left alone."""
+        # Hundreds of blocks per evicted checkpoint come through this loop: it calls nothing.
         chain: list[Any] = []
         last: Any = None
         for block in blocks:
-            if not is_queued(block):
+            after = block.next_free_block
+            if after is None:
                 continue
-            _unlink(block, block)
+            before = block.prev_free_block
+            before.next_free_block = after
+            after.prev_free_block = before
             if last is not None:
                 last.next_free_block = block
                 block.prev_free_block = last
@@ -133,7 +137,7 @@ class FreeOrder:
         entries = self._surplus
         while entries and not self._is_surplus(*entries[0]):
             entries.popleft()
-        entries.extend((block, block._block_hash) for block in chain)
+        entries.extend(zip(chain, [block._block_hash for block in chain], strict=True))
 
     def _last_of_surplus(self, chain: Sequence[Any]) -> Any:
         """The block that ends the first two parts of the queue, which ``chain`` is not in."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_ascend_kvext.retention.protocols import Block, CachedBlock, ManagedGroup, Pool, Request
+from vllm_ascend_kvext.retention.protocols import Block, ManagedGroup, Pool, Request
 
 
 class GroupTails:

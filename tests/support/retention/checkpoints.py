@@ -8,16 +8,18 @@ the cache for ever, and one that it knows twice would be given up twice.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from support.installed import installed, retention_installed
+from support.retention.books import all_nodes, check_books, num_checkpoints
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
+
+__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "all_nodes", "checkpoint_tree"]
 
 
 @contextmanager
@@ -69,68 +71,16 @@ class CheckpointsAccountForCache:
         block_manager = engine.scheduler.kv_cache_manager
         if checkpoint_tree(block_manager) is None:
             return
-        check_books(block_manager)
+        pool = block_manager.block_pool
+        free_blocks = pool.free_block_queue.get_all_free_blocks()
+        check_books(tail_keeper(block_manager.coordinator), pool.blocks, free_blocks)
         if not engine.scheduler.requests:
             self.num_idle += 1
             self.num_checkpoints += num_checkpoints(checkpoint_tree(block_manager))
             check_idle(block_manager)
 
 
-def all_nodes(tree: Any) -> list[Any]:
-    """Every boundary, the empty prefix first."""
-    return [tree.root, *tree.nodes.values()]
-
-
-def num_checkpoints(tree: Any) -> int:
-    """Boundaries that can be resumed from."""
-    return sum(node.has_tail for node in all_nodes(tree))
-
-
-def check_books(block_manager: Any) -> None:
-    """Structure, counts of needs and the surplus agree with each other and with the pool."""
-    retention = tail_keeper(block_manager.coordinator)
-    tree = retention.tree
-    check_structure(tree)
-    needs: Counter[int] = Counter()
-    for node in all_nodes(tree):
-        for ids in (*node.runs, node.tail):
-            needs.update(ids.tolist())
-    for progress in retention._progress.values():
-        for of_group in progress.groups:
-            needs.update(b.block_id for b, h in of_group.left.values() if b.block_hash is h)
-    for block in block_manager.block_pool.blocks:
-        assert tree.needs.count[block.block_id] == needs[block.block_id], f"{block} is miscounted"
-    is_first_part = True
-    for block in block_manager.block_pool.free_block_queue.get_all_free_blocks():
-        if needs[block.block_id]:
-            is_first_part, needed = False, block
-            assert block.block_hash is not None, f"{block} is needed and not cached"
-        else:
-            assert is_first_part, f"{block}, which nothing needs, waits behind {needed}"
-
-
-def check_structure(tree: Any) -> None:
-    """Parents and children agree, blocks know their runs, and no boundary is there for nothing."""
-    nodes = all_nodes(tree)
-    for node in nodes[1:]:
-        assert tree.nodes[node.key] is node
-        assert node.parent.boundary_tokens < node.boundary_tokens
-        if not tree._block_tokens:
-            assert node.has_tail, f"{node} is kept for nothing"
-            continue
-        assert node in node.parent.children
-        assert node.parent.is_root or tree.nodes[node.parent.key] is node.parent
-        assert node.has_tail or len(node.children) > 1, f"{node} is kept for nothing"
-        for run, block_tokens in zip(node.runs, tree._block_tokens, strict=True):
-            spanned = node.boundary_tokens - node.parent.boundary_tokens
-            assert len(run) == spanned // block_tokens, f"{node} has a run of {len(run)} blocks"
-        assert len(set(node.tail.tolist())) == len(node.tail), f"{node} has a block twice"
-    for node in nodes:
-        assert all(child.parent is node for child in node.children)
-    assert tree._stats.checkpoints == num_checkpoints(tree)
-
-
 def check_idle(block_manager: Any) -> None:
-    """No request is left: nothing is remembered of any, and no two checkpoints need one content."""
+    """No request is left: nothing is remembered of any."""
     retention = tail_keeper(block_manager.coordinator)
     assert not retention._progress, "remembers requests that are gone"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small cache manager: requests are admitted, computed in chunks, preempted and finished on it.
 
-Does what upstream does, with the real keeper, journeys and tree, on a `ModelPool`.
+Does what upstream does, with the real `AdaptiveRetention`, on a `ModelPool`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 from unit.retention.cache_model import look_up
 from unit.retention.pool_model import NULL, ModelPool, ModelRequest
 
+from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
-from vllm_ascend_kvext.retention.journeys import Journeys
-from vllm_ascend_kvext.retention.keeper import TailKeeper
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
-from vllm_ascend_kvext.retention.stats import RetentionStats
 
 
 class ModelManager:
@@ -89,7 +87,7 @@ class ModelManager:
 
 
 class ModelCache:
-    """A cache manager: one pool, one manager per group, one keeper."""
+    """A cache manager: one pool, one manager per group, adaptive retention."""
 
     def __init__(self, geometry: HitGeometry, num_blocks: int, interval_tokens: int = 0) -> None:
         self.geometry = geometry
@@ -100,11 +98,10 @@ class ModelCache:
         managed = [manager.group for manager in self.managers]
         full = tuple(g for g in managed if not geometry.groups[g.geometry_index].is_sparse)
         sparse = tuple(g for g in managed if geometry.groups[g.geometry_index].is_sparse)
-        self.stats = RetentionStats()
-        self.journeys = Journeys.start(geometry, full, sparse, self.pool, self.stats)
-        self.tree = self.pool.tree = self.journeys.tree
         policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
-        self.keeper = TailKeeper(policy, sparse, full, self.pool, False, self.stats, self.journeys)
+        self.retention = AdaptiveRetention(policy, sparse, full, self.pool, skips_by_tokens=False)
+        self.stats = self.retention.stats
+        self.tree = self.pool.tree = self.retention.tree
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
         """What upstream's lookup finds of a text."""
@@ -126,7 +123,7 @@ class ModelCache:
         if not request.running:
             computed_tokens = self.hit_tokens(request.text, request.num_tokens - 1)
         stop_tokens = min(computed_tokens + num_new_tokens, request.num_tokens)
-        skip_tokens = self.keeper.before_skip(request_id, computed_tokens)
+        skip_tokens = self.retention.before_skip(request_id, computed_tokens)
         if skip_tokens is not None:
             for manager in self.managers:
                 manager.remove_skipped_blocks(request_id, skip_tokens)
@@ -141,7 +138,7 @@ class ModelCache:
             return False
         for manager in self.managers:
             manager.extend(request_id, stop_tokens)
-        self.keeper.cache(request, stop_tokens)
+        self.retention.cache(request, stop_tokens)
         request.running = True
         request.before_step_tokens, request.num_computed_tokens = computed_tokens, stop_tokens
         return True
@@ -162,7 +159,7 @@ class ModelCache:
         self.pool.lost_unasked = False
 
     def _release(self, request: ModelRequest) -> None:
-        self.keeper.release(request)
+        self.retention.release(request)
         for manager in self.managers:
             manager.free(request.request_id)
         request.running = False

@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_kvext.retention.checkpoints import Checkpoint
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
@@ -22,6 +21,8 @@ class ModelBlock:
     ref_cnt: int = 0
     _block_hash: bytes | None = None
     is_null: bool = False
+    prev_free_block: ModelBlock | None = field(default=None, repr=False)
+    next_free_block: ModelBlock | None = field(default=None, repr=False)
 
 
 NULL = ModelBlock(-1, is_null=True)
@@ -65,20 +66,62 @@ def hash_of(text: str, group_id: int) -> bytes:
     return b"".join((text.encode(), b"@", str(group_id).encode()))
 
 
+class ModelQueue:
+    """Upstream's queue of free blocks: doubly linked between two ends that are no blocks."""
+
+    def __init__(self, blocks: list[ModelBlock]) -> None:
+        self.fake_free_list_head, self.fake_free_list_tail = ModelBlock(-1), ModelBlock(-1)
+        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
+        self.append_n(blocks)
+
+    def get_all_free_blocks(self) -> list[ModelBlock]:
+        blocks, block = [], self.fake_free_list_head.next_free_block
+        while block is not self.fake_free_list_tail:
+            assert block.next_free_block.prev_free_block is block
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
+    def append_n(self, blocks: list[ModelBlock]) -> None:
+        for block in blocks:
+            self._insert(block, self.fake_free_list_tail)
+
+    def prepend_n(self, blocks: list[ModelBlock]) -> None:
+        for block in reversed(blocks):
+            self._insert(block, self.fake_free_list_head.next_free_block)
+
+    def remove(self, block: ModelBlock) -> None:
+        block.prev_free_block.next_free_block = block.next_free_block
+        block.next_free_block.prev_free_block = block.prev_free_block
+        block.prev_free_block = block.next_free_block = None
+
+    @staticmethod
+    def _insert(block: ModelBlock, after: ModelBlock) -> None:
+        assert block.next_free_block is None, f"{block} is free already"
+        before = after.prev_free_block
+        block.prev_free_block, block.next_free_block = before, after
+        before.next_free_block = after.prev_free_block = block
+
+
 class ModelPool:
-    """`Pool`, and what upstream's pool does besides."""
+    """`CheckpointPool`, and what upstream's pool does besides.
+
+    Attributes:
+        tree: Decides what is reallocated next; None where nothing does.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [ModelBlock(index) for index in range(num_blocks)]
-        self.queue = list(self.blocks)
-        self.copies: dict[bytes, dict[int, ModelBlock]] = defaultdict(dict)
+        self.free_queue = ModelQueue(self.blocks)
+        self.table: dict[bytes, dict[int, ModelBlock]] = defaultdict(dict)
         self.tree: Any = None
         self.lost_unasked = False
         """Whether a block was uncached that the tree did not give up."""
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
+    def queue(self) -> list[ModelBlock]:
+        return self.free_queue.get_all_free_blocks()
 
     def cache(self, request: ModelRequest, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
@@ -87,33 +130,25 @@ class ModelPool:
             assert not block.is_null and block._block_hash is None, f"block {index} of {run}"
             key = self._key(request, group, index)
             block._block_hash = key
-            self.copies[key][block.block_id] = block
+            self.table[key][block.block_id] = block
 
     def find(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> Any:
+        return next(iter(self.copies(request, group, block_index)), None)
+
+    def copies(
+        self, request: ModelRequest, group: ManagedGroup, block_index: int
+    ) -> list[ModelBlock]:
         if (block_index + 1) * group.block_tokens > request.num_tokens:
-            return None
-        return next(iter(self.copies[self._key(request, group, block_index)].values()), None)
+            return []
+        return list(self.table[self._key(request, group, block_index)].values())
 
     def prefix_key(self, request: ModelRequest, num_tokens: int) -> bytes:
         return request.text[:num_tokens].encode()
 
-    @property
-    def has_checkpoints(self) -> bool:
-        return self.tree is not None
-
-    def is_needed(self, block: ModelBlock) -> bool:
-        return self.tree is not None and self.tree.is_in_tail(block)
-
-    def count_useless(self, limit: int) -> int:
-        for count, block in enumerate(self.queue[:limit]):
-            if block._block_hash is not None:
-                return count
-        return min(limit, len(self.queue))
-
     def refresh(self, block: ModelBlock) -> None:
         if not block.ref_cnt:
-            self.queue.remove(block)
-            self.queue.append(block)
+            self.free_queue.remove(block)
+            self.free_queue.append_n([block])
 
     def discard(self, blocks: list[ModelBlock]) -> None:
         ids = [block.block_id for block in blocks]
@@ -122,11 +157,13 @@ class ModelPool:
             assert block._block_hash is not None, f"discarded, though not cached: {block}"
             self.uncache(block)
         idle = [block for block in blocks if not block.ref_cnt]
-        self.queue = [*idle, *(block for block in self.queue if block not in idle)]
+        for block in idle:
+            self.free_queue.remove(block)
+        self._free_first(idle)
 
     def uncache(self, block: ModelBlock) -> None:
         assert block._block_hash is not None
-        del self.copies[block._block_hash][block.block_id]
+        del self.table[block._block_hash][block.block_id]
         block._block_hash = None
 
     def uncache_unasked(self, block: ModelBlock) -> None:
@@ -136,43 +173,47 @@ class ModelPool:
     def allocate(self, num_blocks: int) -> list[ModelBlock]:
         if self.tree is not None:
             self.tree.make_room(num_blocks)
-        taken, self.queue = self.queue[:num_blocks], self.queue[num_blocks:]
+        taken = self.queue[:num_blocks]
         for block in taken:
             assert not block.ref_cnt
+            self.free_queue.remove(block)
             block.ref_cnt = 1
             if block._block_hash is not None:
-                assert not self._evictable(), "evicts what no checkpoint gave up, too early"
-                self.uncache_unasked(block)
+                if self.tree is not None and not self.lost_unasked:
+                    assert not self.tree.needs.count[block.block_id], f"{block} is needed"
+                self.uncache(block)
         return taken
-
-    def _evictable(self) -> list[Checkpoint]:
-        """Checkpoints that hold idle blocks, and that no request reads."""
-        nodes, found = [self.tree.root], []
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children
-            if node.tail and not any(block.ref_cnt for block, _ in node.tail):
-                found.append(node)
-        return found
 
     def touch(self, block: ModelBlock) -> None:
         if not block.ref_cnt:
-            self.queue.remove(block)
+            self.free_queue.remove(block)
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
         idle = []
         for block in reversed(blocks):
-            if block.is_null:
-                continue
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                idle.append(block)
-        useless = [block for block in idle if block._block_hash is None]
-        self.queue = [*useless, *self.queue, *(b for b in idle if b._block_hash is not None)]
+            if not block.is_null:
+                block.ref_cnt -= 1
+                if not block.ref_cnt:
+                    idle.append(block)
+        cached = [block for block in idle if block._block_hash is not None]
+        if self.tree is None:
+            self.free_queue.append_n(cached)
+        else:
+            count = self.tree.needs.count
+            self.free_queue.append_n([b for b in cached if count[b.block_id]])
+            surplus = [b for b in cached if not count[b.block_id]]
+            self.free_queue.append_n(surplus)
+            self.tree.free_order.note_appended(surplus)
+        self._free_first([block for block in idle if block._block_hash is None])
 
     def idle_cached_blocks(self) -> list[ModelBlock]:
         return [b for b in self.blocks if b._block_hash is not None and not b.ref_cnt]
+
+    def _free_first(self, blocks: list[ModelBlock]) -> None:
+        self.free_queue.prepend_n(blocks)
+        if self.tree is not None:
+            self.tree.free_order.note_prepended(blocks)
 
     def _key(self, request: ModelRequest, group: ManagedGroup, index: int) -> bytes:
         end = (index + 1) * group.block_tokens

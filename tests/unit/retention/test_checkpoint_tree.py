@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,13 +18,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.retention.books import check_books, num_checkpoints
 from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelRequest, hash_of
-from unit.retention.tree_checks import check, nodes_of
+from unit.retention.pool_model import ModelRequest
 
-from vllm_ascend_kvext.retention.checkpoints import Checkpoint
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
-from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 UNIT_TOKENS = 4
 MOST_RUNNING = 3
@@ -46,12 +48,17 @@ LAYOUTS = {
 }
 
 
-def is_exact(layout: tuple[GroupGeometry, ...]) -> bool:
-    return all(
-        group.block_tokens == UNIT_TOKENS and not group.looks_ahead
-        for group in layout
-        if not group.is_sparse
-    )
+def check(cache: ModelCache) -> None:
+    """The books agree, and whoever comes with the prompt of a checkpoint resumes there or later."""
+    is_exact = not cache.pool.lost_unasked
+    check_books(cache.retention, cache.pool.blocks, cache.pool.queue, is_exact)
+    if not is_exact:
+        return  # a block may be gone, and what it was part of be incomplete
+    for node in cache.tree.nodes.values():
+        if node.has_tail and not cache.geometry.looks_ahead:
+            text = node.key.decode()
+            hit_tokens = cache.hit_tokens(text + "?", node.boundary_tokens)
+            assert hit_tokens == node.boundary_tokens, f"{text} hits {hit_tokens} of {node}"
 
 
 class CheckpointTreeMachine(RuleBasedStateMachine):
@@ -152,7 +159,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_fits(self) -> None:
-        check(self.cache, self.requests, is_exact(self.layout))
+        check(self.cache)
 
 
 SETTINGS = settings(
@@ -185,105 +192,126 @@ def cache() -> ModelCache:
     return ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 200)
 
 
-def test_full_attention_goes_with_the_last_checkpoint_behind_it(cache: ModelCache) -> None:
-    served(cache, "a" * 40 + "x")
-    for _ in range(len(cache.tree.nodes)):
-        longest = max(node.boundary_tokens for node in nodes_of(cache.tree) if node.tail)
-        full = [b for b in cache.pool.idle_cached_blocks() if b._block_hash.endswith(b"@0")]
-        assert len(full) * UNIT_TOKENS == longest
-        node = cache.tree._order.pop()
-        assert node is not None
-        cache.tree._evict(node)
-        check(cache, ())
-    assert not cache.pool.idle_cached_blocks()
+def needed_blocks(cache: ModelCache) -> int:
+    return sum(count > 0 for count in cache.tree.needs.count)
 
 
-def test_no_more_is_evicted_than_is_needed(cache: ModelCache) -> None:
+def num_surplus(cache: ModelCache) -> int:
+    return cache.tree.free_order.count_next(len(cache.pool.blocks))
+
+
+def evict_everything(cache: ModelCache) -> None:
+    cache.tree.make_room(len(cache.pool.blocks))
+
+
+def test_full_attention_is_needed_up_to_the_longest_checkpoint(cache: ModelCache) -> None:
     served(cache, "a" * 40 + "x")
-    num_idle = len(cache.pool.queue) - len(cache.pool.idle_cached_blocks())
-    cache.tree.make_room(num_idle)
+    while num_checkpoints(cache.tree):
+        longest = max(n.boundary_tokens for n in cache.tree.nodes.values() if n.has_tail)
+        in_runs = sum(node.num_run_blocks for node in cache.tree.nodes.values())
+        assert in_runs * UNIT_TOKENS == longest
+        cache.tree.make_room(num_surplus(cache) + 1)
+        check(cache)
+    assert not needed_blocks(cache)
+
+
+def test_what_no_checkpoint_needs_can_be_hit_until_it_is_reallocated(cache: ModelCache) -> None:
+    text = "a" * 40 + "x"
+    served(cache, text)
+    evict_everything(cache)
+    assert not num_checkpoints(cache.tree)
+    assert cache.hit_tokens(text, 40) == 40
+    cache.pool.allocate(len(cache.pool.queue))
+    assert cache.hit_tokens(text, 40) == 0
+
+
+def test_surplus_is_reallocated_before_checkpoints(cache: ModelCache) -> None:
+    served(cache, "a" * 40 + "x")
+    num_blocks = num_surplus(cache)
+    assert num_blocks < len(cache.pool.queue)
+    cache.pool.allocate(num_blocks)
     assert not cache.stats.checkpoints_evicted
-    cache.tree.make_room(num_idle + 1)
+    cache.pool.allocate(1)
     assert cache.stats.checkpoints_evicted == 1
-    assert cache.pool.count_useless(num_idle + 1) == num_idle + 1
 
 
-def test_what_a_request_holds_is_not_evicted(cache: ModelCache) -> None:
+def test_a_checkpoint_that_running_requests_read_is_not_evicted_before_others(
+    cache: ModelCache,
+) -> None:
+    served(cache, "b" * 48 + "x")
     request = ModelRequest.of("r", "a" * 48 + "x")
     cache.step(request, 48)
     cache.step(request, 1)
-    cache.tree.make_room(cache.pool.num_blocks)
-    held = {node.boundary_tokens for node in nodes_of(cache.tree) if node.tail}
-    assert held == {44, 48}, "their windows overlap"
-    assert cache.hit_tokens(request.text, 48) == 48
+    cache.tree.make_room(num_surplus(cache) + 1)
+    lost = [key for key, node in cache.tree.evicted._entries.items()]
+    assert lost and all(key.startswith(b"b") for key in lost)
 
 
-def test_what_was_evicted_is_remembered(cache: ModelCache) -> None:
+def test_an_evicted_boundary_is_remembered_until_reset(cache: ModelCache) -> None:
     served(cache, "a" * 24 + "x")
-    cache.tree.make_room(cache.pool.num_blocks)
+    evict_everything(cache)
     text = "a" * 24 + "yz"
-    assert cache.tree.find_ghost(lambda n: text[:n].encode(), 0, 26) == 24
-    assert cache.tree.find_ghost(lambda n: text[:n].encode(), 0, 23) < 24
-    assert cache.tree.find_ghost(lambda n: text[:n].encode(), 24, 26) is None
+
+    def find(after_tokens: int, upto_tokens: int) -> int | None:
+        return cache.tree.find_evicted(lambda n: text[:n].encode(), after_tokens, upto_tokens)
+
+    assert find(0, 26) == 24
+    assert (find(0, 23) or 0) < 24
+    assert find(24, 26) is None
     cache.reset()
-    assert cache.tree.find_ghost(lambda n: text[:n].encode(), 0, 26) is None
+    assert find(0, 26) is None
 
 
-def test_strays_are_found_and_nothing_else(cache: ModelCache) -> None:
-    served(cache, "a" * 24 + "x")
-    running = ModelRequest.of("r", "b" * 24 + "x")
-    cache.step(running, 25)
-    assert cache.keeper.forget_strays() == 0
-    stray = next(block for block in cache.pool.queue if block._block_hash is None)
-    stray._block_hash = b"of nobody@0"
-    cache.pool.copies[stray._block_hash][stray.block_id] = stray
-    assert cache.keeper.forget_strays() == 1
-    assert stray._block_hash is None
-    assert cache.hit_tokens("a" * 25, 24) == 24
-    check(cache, [running])
-
-
-def test_checkpoints_that_share_a_prefix_hang_below_it(cache: ModelCache) -> None:
-    """A boundary that becomes known between two others takes its place there."""
+def test_a_boundary_between_two_others_becomes_the_parent_of_the_longer(cache: ModelCache) -> None:
     served(cache, "a" * 40 + "x")
     served(cache, "a" * 12 + "x")
-    by_length = {node.boundary_tokens: node for node in nodes_of(cache.tree)}
-    above = max(tokens for tokens in by_length if tokens < 12)
+    by_length = {node.boundary_tokens: node for node in cache.tree.nodes.values()}
+    above = max((tokens for tokens in by_length if tokens < 12), default=0)
     below = min(tokens for tokens in by_length if tokens > 12)
-    assert by_length[12].parent is by_length[above]
+    assert by_length[12].parent.boundary_tokens == above
     assert by_length[below].parent is by_length[12]
-    check(cache, ())
+    check(cache)
 
 
-def put(cache: ModelCache, parent: Checkpoint, letters: str, reason: Reason) -> Checkpoint:
-    """A checkpoint whose way and tail of one block nobody holds."""
-    key = parent.key + letters.encode()
-    ends = range(parent.boundary_tokens + UNIT_TOKENS, len(key) + 1, UNIT_TOKENS)
-    hashes = [*(hash_of(key[:end].decode(), 0) for end in ends), hash_of(key.decode(), 1)]
-    blocks = cache.pool.allocate(len(hashes))
-    for block, block_hash in zip(blocks, hashes, strict=True):
-        block._block_hash = block_hash
-        cache.pool.copies[block_hash][block.block_id] = block
-    cache.pool.free(blocks)
-    *run, tail = zip(blocks, hashes, strict=True)
-    return cache.tree.add(parent, key, len(key), (run,), [], [tail], reason)
+def test_prompts_that_part_ways_share_the_runs_before(cache: ModelCache) -> None:
+    served(cache, "a" * 24 + "x")
+    served(cache, "a" * 12 + "b" * 12 + "x")
+    in_runs = [i for node in cache.tree.nodes.values() for run in node.runs for i in run.tolist()]
+    assert len(in_runs) == len(set(in_runs)) == (24 + 12) // UNIT_TOKENS
+    check(cache)
 
 
 def test_an_eviction_counts_against_its_reason(cache: ModelCache) -> None:
-    reason = Reason(Origin.LADDER, 2)
-    put(cache, cache.tree.root, "a" * 16, reason)
-    before = cache.tree.rates.expected_uses(reason)
-    cache.tree.make_room(cache.pool.num_blocks)
-    assert cache.tree.rates.expected_uses(reason) < before
+    served(cache, "a" * 24 + "x")
+    reasons = {node.reason for node in cache.tree.nodes.values() if node.has_tail}
+    before = {reason: cache.tree.rates.expected_uses(reason) for reason in reasons}
+    evict_everything(cache)
+    assert all(cache.tree.rates.expected_uses(reason) < before[reason] for reason in reasons)
 
 
-def test_without_what_was_behind_it_a_checkpoint_is_worth_less(cache: ModelCache) -> None:
-    """Its full attention is in the way of others, where it served those behind it before."""
-    tree, reason = cache.tree, Reason(Origin.PROMPT)
-    short = put(cache, tree.root, "a" * 16, reason)
-    behind = put(cache, short, "a" * 400, reason)
-    tree.keep(short, [], [], reason)
-    other = put(cache, tree.root, "b" * 20, reason)
-    tree._evict(behind)
-    tree.make_room(cache.pool.count_useless(cache.pool.num_blocks) + 1)
-    assert not short.tail and other.tail
+def test_the_cost_of_a_request_does_not_grow_with_its_siblings() -> None:
+    """Counted are the calls of Python functions, for one prompt among few and among many."""
+    geometry = HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS)
+    num_calls = []
+    for num_siblings in (20, 400):
+        cache = ModelCache(geometry, 8000)
+        for number in range(num_siblings):
+            served(cache, "s" * 40 + chr(0x4E00 + number) * 12 + "x")
+        num_calls.append(count_calls(lambda cache=cache: served(cache, "s" * 40 + "y" * 12 + "x")))
+    assert num_calls[1] < 1.5 * num_calls[0]
+
+
+def count_calls(function: Callable[[], None]) -> int:
+    """Calls into the package while a function runs."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and "vllm_ascend_kvext" in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count

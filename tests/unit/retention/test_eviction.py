@@ -8,11 +8,15 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.retention.pool_model import ModelBlock, hash_of
 
-from vllm_ascend_kvext.retention.checkpoints import Checkpoint, TailCounts
-from vllm_ascend_kvext.retention.eviction import HALF_LIFE, EvictionOrder
-from vllm_ascend_kvext.retention.protocols import CachedBlock
+from vllm_ascend_kvext.retention.checkpoints import (
+    NO_BLOCKS,
+    BlockIds,
+    BlockNeeds,
+    Checkpoint,
+    block_ids,
+)
+from vllm_ascend_kvext.retention.eviction import HALF_LIFE, MOST_PUT_BACK, EvictionOrder
 from vllm_ascend_kvext.retention.reasons import Origin, Reason, UseRates
 
 PROMPT, LADDER = Reason(Origin.PROMPT), Reason(Origin.LADDER)
@@ -21,17 +25,14 @@ PROMPT, LADDER = Reason(Origin.PROMPT), Reason(Origin.LADDER)
 class World:
     def __init__(self) -> None:
         self.rates = UseRates()
-        self.counts = TailCounts()
-        self.order = EvictionOrder(self.rates, self.counts)
+        self.needs = BlockNeeds(20_000)
+        self.in_use: set[Checkpoint] = set()
+        self.order = EvictionOrder(self.rates, self.needs, self.in_use.__contains__)
         self.root = Checkpoint(b"", 0, None, PROMPT)
         self._ids = itertools.count()
 
-    def blocks(self, number: int) -> list[CachedBlock]:
-        found = []
-        for block_id in itertools.islice(self._ids, number):
-            block_hash = hash_of("prefix", block_id)
-            found.append((ModelBlock(block_id, _block_hash=block_hash), block_hash))
-        return found
+    def blocks(self, number: int) -> BlockIds:
+        return block_ids(list(itertools.islice(self._ids, number)))
 
     def checkpoint(
         self,
@@ -40,25 +41,28 @@ class World:
         reason: Reason = PROMPT,
         num_tail_blocks: int = 1,
         num_run_blocks: int = 0,
+        tail: BlockIds | None = None,
     ) -> Checkpoint:
         parent = parent or self.root
         boundary_tokens = parent.boundary_tokens + span_tokens
         node = Checkpoint(b"%d" % boundary_tokens, boundary_tokens, parent, reason)
         parent.children.add(node)
         node.runs = (self.blocks(num_run_blocks),)
-        node.tail = self.blocks(num_tail_blocks)
-        self.counts.add(node.tail)
-        self.order.renew(node)
+        node.tail = self.blocks(num_tail_blocks) if tail is None else tail
+        self.needs.add(node.tail)
+        self.order.add(node)
         return node
 
     def pop(self) -> Checkpoint | None:
         """As the tree does: what is popped loses its tail."""
         node = self.order.pop()
         if node is not None:
-            self.counts.remove(node.tail)
-            node.tail = []
+            self.needs.remove(node.tail)
+            node.tail = NO_BLOCKS
             if not node.children:
                 node.parent.children.discard(node)
+                if node.parent.has_tail:
+                    self.order.lower(node.parent)
         return node
 
 
@@ -111,27 +115,19 @@ def test_renewal_counts_from_anew(world: World) -> None:
 def test_blocks_that_tails_share_are_shared_out(world: World) -> None:
     """Two that overlap take three blocks together, not four."""
     lone = world.checkpoint(64, num_tail_blocks=2)
-    overlapping = [world.checkpoint(64, num_tail_blocks=2) for _ in range(2)]
-    shared = overlapping[0].tail[0]
-    world.counts.remove(overlapping[1].tail[:1])
-    overlapping[1].tail[0] = shared
-    world.counts.add([shared])
-    for node in overlapping:
-        world.order.update(node)
+    first, middle, last = world.blocks(3)
+    world.checkpoint(64, tail=block_ids([first, middle]))
+    world.checkpoint(64, tail=block_ids([middle, last]))
     assert world.pop() is lone
 
 
-def test_neighbours_do_not_vouch_for_each_other(world: World) -> None:
-    """Three that share a window save little; that none could be evicted alone protects none."""
+def test_an_overlap_with_neighbours_does_not_protect_all_of_them(world: World) -> None:
+    """Three that share a window save little; that none alone yields blocks protects none."""
     lone = world.checkpoint(1024, num_tail_blocks=64)
-    parent, close = world.root, []
+    parent, close, tail = world.root, [], world.blocks(64)
     for _ in range(3):
-        parent = world.checkpoint(16, parent, num_tail_blocks=0)
-        parent.tail = close[0].tail if close else world.blocks(64)
-        world.counts.add(parent.tail)
+        parent = world.checkpoint(16, parent, tail=tail)
         close.append(parent)
-    for node in close:
-        world.order.update(node)
     assert {world.pop(), world.pop(), world.pop()} == set(close)
     assert world.pop() is lone
 
@@ -142,60 +138,65 @@ def test_tokens_are_saved_from_the_last_checkpoint_before(world: World) -> None:
     assert world.pop() is child
 
 
-def test_the_way_to_a_boundary_goes_with_the_last_one_behind_it(world: World) -> None:
-    """A boundary without a tail is there for its child only, and goes with it."""
-    via = world.checkpoint(64, num_run_blocks=15)
-    world.counts.remove(via.tail)
-    via.tail = []
-    end = world.checkpoint(64, via, num_run_blocks=16)
-    direct = world.checkpoint(128, num_run_blocks=30)
-    assert [world.pop(), world.pop()] == [end, direct]
-
-
-@pytest.mark.parametrize("holder", ["child", "pin"])
-def test_a_way_that_something_else_needs_is_not_freed(world: World, holder: str) -> None:
+def test_full_attention_counts_only_where_nothing_is_behind_it(world: World) -> None:
     node = world.checkpoint(64, num_run_blocks=15)
-    if holder == "child":
-        world.checkpoint(4096, node)
-    else:
-        node.pins = 1
-    world.order.update(node)
+    world.checkpoint(4096, node)
     other = world.checkpoint(64, num_run_blocks=7)
+    world.order.lower(node)
     assert world.pop() is other, "it yields eight blocks, the first one only its tail"
 
 
-def test_what_a_request_holds_is_passed_over_and_found_again(world: World) -> None:
-    held, free = world.checkpoint(16), world.checkpoint(64)
-    held.tail[0][0].ref_cnt = 1
-    assert world.pop() is free
-    assert world.pop() is None
-    held.tail[0][0].ref_cnt = 0
-    assert world.pop() is held, "at once, for nothing else is left"
+def test_a_checkpoint_is_worth_less_without_what_was_behind_it(world: World) -> None:
+    node = world.checkpoint(64, num_run_blocks=15)
+    behind = world.checkpoint(1, node)
+    other = world.checkpoint(64, num_run_blocks=7)
+    assert [world.pop(), world.pop(), world.pop()] == [behind, node, other]
 
 
-def test_what_was_held_takes_its_place_again_in_time(world: World) -> None:
-    held = world.checkpoint(1)
-    held.tail[0][0].ref_cnt = 1
-    others = [world.checkpoint(1024) for _ in range(8)]
-    assert world.pop() in others
-    held.tail[0][0].ref_cnt = 0
-    world.order.advance(0.1)
-    assert world.pop() is held
+def test_what_is_in_use_is_passed_over_until_a_request_has_gone(world: World) -> None:
+    used, other, third = (world.checkpoint(tokens) for tokens in (16, 64, 128))
+    world.in_use.add(used)
+    assert world.pop() is other
+    world.in_use.clear()
+    assert world.pop() is third, "not looked at again so far"
+    world.order.look_again(8)
+    assert world.pop() is used
 
 
-def test_what_lost_a_block_goes_though_a_request_holds_the_rest(world: World) -> None:
-    node = world.checkpoint(64, num_tail_blocks=2)
-    node.tail[0][0]._block_hash = None
-    node.tail[1][0].ref_cnt = 1
-    assert world.pop() is node
+def test_what_is_in_use_goes_when_nothing_else_is_left(world: World) -> None:
+    used, other = world.checkpoint(16), world.checkpoint(64)
+    world.in_use.add(used)
+    assert [world.pop(), world.pop(), world.pop()] == [other, used, None]
+
+
+def test_only_so_many_are_looked_at_again(world: World) -> None:
+    nodes = [world.checkpoint(1) for _ in range(5)]
+    last = world.checkpoint(10_000)
+    world.in_use.update(nodes)
+    assert world.pop() is last
+    world.in_use.clear()
+    world.order.look_again(2)
+    assert len(world.order._heap) == 2
+    assert {world.pop() for _ in range(5)} == set(nodes)
+
+
+def test_only_so_many_are_put_back_at_once(world: World) -> None:
+    """Their worth has grown; one call passes over a bounded number of them."""
+    nodes = [world.checkpoint(1) for _ in range(3 * MOST_PUT_BACK)]
+    world.checkpoint(2)
+    world.order.advance(10 * HALF_LIFE)
+    for node in nodes:
+        world.order.renew(node)
+    pushed = world.order._num_entries
+    assert world.pop() is not None
+    assert world.order._num_entries - pushed <= MOST_PUT_BACK + 1
 
 
 def test_nothing_is_left_after_clear(world: World) -> None:
-    held, _ = world.checkpoint(16), world.checkpoint(64)
-    held.tail[0][0].ref_cnt = 1
+    used, _ = world.checkpoint(16), world.checkpoint(64)
+    world.in_use.add(used)
     assert world.order.pop() is not None
     world.order.clear()
-    held.tail[0][0].ref_cnt = 0
     assert world.order.pop() is None
 
 
@@ -203,37 +204,36 @@ def test_nothing_is_left_after_clear(world: World) -> None:
     st.lists(
         st.one_of(
             st.tuples(st.just("new"), st.integers(1, 64)),
-            st.tuples(st.sampled_from(["renew", "update", "hold", "release"]), st.integers(0, 63)),
-            st.tuples(st.just("advance"), st.integers(1, 9)),
+            st.tuples(st.sampled_from(["renew", "lower", "use", "leave"]), st.integers(0, 63)),
+            st.tuples(st.sampled_from(["advance", "look"]), st.integers(1, 9)),
             st.tuples(st.just("pop"), st.just(0)),
         ),
         max_size=200,
     )
 )
-def test_all_that_are_free_are_popped_once(events: list[tuple[str, int]]) -> None:
+def test_every_checkpoint_is_popped_once(events: list[tuple[str, int]]) -> None:
     world = World()
     alive: list[Checkpoint] = []
-    for event, number in [*events, *[("renew", i) for i in range(64)] * 6]:
+    for event, number in events:
         if event == "new":
             alive.append(world.checkpoint(number))
         elif event == "advance":
             world.order.advance(number / 100)
+        elif event == "look":
+            world.order.look_again(number)
         elif event == "pop":
-            is_free = any(not node.tail[0][0].ref_cnt for node in alive)
             node = world.pop()
-            assert (node is not None) is is_free
+            assert (node is not None) is bool(alive)
             if node is not None:
                 alive.remove(node)
         elif alive:
             node = alive[number % len(alive)]
-            if event == "hold":
-                node.tail[0][0].ref_cnt = 1
-            elif event == "release":
-                node.tail[0][0].ref_cnt = 0
+            if event == "use":
+                world.in_use.add(node)
+            elif event == "leave":
+                world.in_use.discard(node)
             else:
                 getattr(world.order, event)(node)
-    for node in alive:
-        node.tail[0][0].ref_cnt = 0
     popped = [world.pop() for _ in alive]
     assert set(popped) == set(alive)
     assert world.pop() is None
@@ -243,5 +243,5 @@ def test_entries_do_not_pile_up(world: World) -> None:
     node = world.checkpoint(64)
     for _ in range(5000):
         world.order.renew(node)
-    assert len(world.order._heap) < 200
+    assert len(world.order._heap) == 1
     assert world.pop() is node

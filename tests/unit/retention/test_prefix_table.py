@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_ascend_kvext.retention.prefix_table import PrefixTable
+from vllm_ascend_kvext.retention.prefix_table import MOST_PROBES, PrefixTable
 
 STEP_TOKENS = 4
 CAPACITY = 6
@@ -47,13 +47,9 @@ class PrefixTableMachine(RuleBasedStateMachine):
     @rule(prompt=texts, after=st.integers(0, 20), upto=st.integers(0, 20))
     def find(self, prompt: str, after: int, upto: int) -> None:
         upto = min(upto, len(prompt))
-        expected = [
-            (len(text), value)
-            for text, value in self.model.items()
-            if prompt.startswith(text) and after < len(text) <= upto
-        ]
-        found = self.table.on_path(keys_of(prompt), after, upto, STEP_TOKENS)
-        assert found == sorted(expected)
+        lengths = [len(text) for text in self.model if prompt.startswith(text)]
+        expected = max((n for n in lengths if after < n <= upto), default=None)
+        assert self.table.longest(keys_of(prompt), after, upto) == expected
 
     @rule()
     def clear(self) -> None:
@@ -68,11 +64,11 @@ class PrefixTableMachine(RuleBasedStateMachine):
 TestPrefixTable = PrefixTableMachine.TestCase
 
 
-@given(lengths=st.sets(st.integers(1, 50)), after=st.integers(0, 60), upto=st.integers(0, 250))
-def test_probes_are_bounded_by_lengths_and_by_the_range(
+@given(lengths=st.sets(st.integers(1, 900)), after=st.integers(0, 60), upto=st.integers(0, 4000))
+def test_tries_each_length_in_the_range_once_and_a_bounded_number_of_them(
     lengths: set[int], after: int, upto: int
 ) -> None:
-    table: PrefixTable[None] = PrefixTable(100)
+    table: PrefixTable[None] = PrefixTable(1000)
     for units in lengths:
         table.put(str(units).encode(), units * STEP_TOKENS, None)
     probed: list[int] = []
@@ -81,9 +77,9 @@ def test_probes_are_bounded_by_lengths_and_by_the_range(
         probed.append(num_tokens)
         return b"another prompt"
 
-    assert table.on_path(probe, after, upto, STEP_TOKENS) == []
+    assert table.longest(probe, after, upto) is None
     expected = [n * STEP_TOKENS for n in sorted(lengths) if after < n * STEP_TOKENS <= upto]
-    assert probed == expected, "one probe per length in the range, no other"
+    assert probed == expected[::-1][:MOST_PROBES]
 
 
 @pytest.mark.parametrize("is_cleared", [False, True])
@@ -102,8 +98,7 @@ def test_lengths_that_are_gone_are_not_probed(is_cleared: bool) -> None:
         probed.append(num_tokens)
         return b"a prompt"
 
-    assert table.on_path(probe, 0, 5 * STEP_TOKENS, STEP_TOKENS) == []
-    assert table.on_path(probe, 0, 500 * STEP_TOKENS, STEP_TOKENS) == []
+    assert table.longest(probe, 0, 500 * STEP_TOKENS) is None
     assert not probed
 
 

@@ -3,37 +3,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from unit.retention.manager_model import ModelManager
 from unit.retention.pool_model import NULL, ModelBlock, ModelPool, ModelRequest
 
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind
-from vllm_ascend_kvext.retention.protocols import Block
 from vllm_ascend_kvext.retention.tails import GroupTails
 
 BLOCK_TOKENS = 4
 TEXT = "aaaabbbbccccdddd"
 
 
-@dataclass
-class Needed:
-    """Stands in for the tree: the blocks that some checkpoint's tail has."""
-
-    blocks: list[ModelBlock] = field(default_factory=list)
-
-    def is_in_tail(self, block: ModelBlock) -> bool:
-        return block in self.blocks
-
-    def make_room(self, num_blocks: int) -> None:
-        pass
-
-
 class World:
     def __init__(self) -> None:
         self.pool = ModelPool(24)
-        self.needed = self.pool.tree = Needed()
         geometry = GroupGeometry(GroupKind.WINDOW, BLOCK_TOKENS, 9)
         self.manager = ModelManager(0, geometry, self.pool)
 
@@ -53,12 +36,6 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
-
-
-def cached_block(tails: GroupTails, block_index: int) -> Block:
-    ((block, block_hash),) = tails.cached_blocks(range(block_index, block_index + 1)) or []
-    assert block._block_hash is block_hash
-    return block
 
 
 @pytest.fixture
@@ -83,28 +60,11 @@ def test_blocks_kept_for_now_go_unless_they_are_asked_for_again(
     assert world.cached("r") == []
 
 
-def test_blocks_of_a_checkpoint_do_not_go(world: World, tails: GroupTails) -> None:
-    tails.keep_for_now(range(0, 2), 16)
-    world.needed.blocks = [world.blocks("r")[0]]
-    tails.drop_all_but([])
-    assert world.cached("r") == [0]
-
-
-def test_without_checkpoints_what_another_request_reads_does_not_go(
-    world: World, tails: GroupTails
-) -> None:
-    world.pool.tree = None
+def test_what_another_request_reads_does_not_go(world: World, tails: GroupTails) -> None:
     tails.keep_for_now(range(0, 2), 16)
     world.pool.touch(world.blocks("r")[1])
     tails.drop_all_but([])
     assert world.cached("r") == [1]
-
-
-def test_with_checkpoints_only_these_say_what_stays(world: World, tails: GroupTails) -> None:
-    tails.keep_for_now(range(0, 2), 16)
-    world.pool.touch(world.blocks("r")[1])
-    tails.drop_all_but([])
-    assert world.cached("r") == []
 
 
 def test_a_block_that_left_the_window_goes_too(world: World, tails: GroupTails) -> None:
@@ -112,7 +72,6 @@ def test_a_block_that_left_the_window_goes_too(world: World, tails: GroupTails) 
     block = world.blocks("r")[0]
     world.manager.remove_skipped_blocks("r", 16)
     assert world.blocks("r")[0] is NULL and block._block_hash is not None
-    assert cached_block(tails, 0) is block
     tails.drop_all_but([])
     assert block._block_hash is None
     assert world.pool.queue[0] is block, "nothing is of less use"
@@ -124,41 +83,14 @@ def test_a_block_that_was_reallocated_is_another(world: World, tails: GroupTails
     world.manager.remove_skipped_blocks("r", 16)
     world.pool.uncache(block)
     block._block_hash = b"of another request"
-    world.pool.copies[block._block_hash][block.block_id] = block
-    assert tails.cached_blocks(range(0, 1)) is None
+    world.pool.table[block._block_hash][block.block_id] = block
     tails.drop_all_but([])
     assert block._block_hash == b"of another request"
-    assert tails.cached_blocks(range(0, 1)) is None
 
 
 def test_leaving_blocks_are_kept_until_they_are_dropped(world: World, tails: GroupTails) -> None:
     tails.keep_leaving(range(0, 4), 16, 16)
     assert world.cached("r") == [0, 1], "a window of 9 tokens has left 8 of 16"
-
-
-# cached_blocks
-
-
-def test_the_own_block_is_found_first(world: World, tails: GroupTails) -> None:
-    world.request("other")
-    world.pool.cache(ModelRequest.of("other", TEXT), world.manager.group, range(0, 3))
-    tails.keep([range(0, 1)], 16)
-    assert cached_block(tails, 0) is world.blocks("r")[0]
-    assert cached_block(tails, 1) is world.blocks("other")[1], "a copy, where the own has no hash"
-    found = [world.blocks("r")[0], *world.blocks("other")[1:3]]
-    assert [block for block, _ in tails.cached_blocks(range(0, 3)) or []] == found
-    assert tails.cached_blocks(range(0, 4)) is None, "the last one is missing"
-    assert tails.cached_blocks(range(3, 4)) is None
-    assert tails.cached_blocks(range(9, 10)) is None
-
-
-def test_a_null_block_is_not_found(world: World, tails: GroupTails) -> None:
-    world.manager.remove_skipped_blocks("r", 16)
-    assert world.blocks("r")[0] is NULL
-    assert tails.cached_blocks(range(0, 1)) is None
-
-
-# holds
 
 
 def test_holds_what_is_in_the_table_or_cached_for_it(world: World, tails: GroupTails) -> None:
@@ -171,68 +103,6 @@ def test_holds_what_is_in_the_table_or_cached_for_it(world: World, tails: GroupT
     assert tails.holds(range(1, 4))
 
 
-# let_go
-
-
-def test_lets_go_what_was_cached_for_good_and_nobody_needs(world: World, tails: GroupTails) -> None:
-    tails.keep([range(0, 3)], 16)
-    tails.make_last([range(0, 3)])
-    world.needed.blocks = [world.blocks("r")[1]]
-    tails.let_go(range(0, 9))
-    assert world.cached("r") == [1]
-
-
-def test_lets_go_of_nothing_outside_the_run(world: World, tails: GroupTails) -> None:
-    tails.keep([range(0, 4)], 16)
-    tails.make_last([range(0, 4)])
-    tails.let_go(range(1, 3))
-    assert world.cached("r") == [0, 3]
-
-
-def test_does_not_let_go_what_is_kept_for_now(world: World, tails: GroupTails) -> None:
-    tails.keep_for_now(range(0, 2), 16)
-    tails.let_go(range(0, 2))
-    assert world.cached("r") == [0, 1]
-
-
-def test_lets_go_past_null_blocks(world: World, tails: GroupTails) -> None:
-    tails.keep([range(1, 3)], 16)
-    tails.make_last([range(1, 3)])
-    world.manager.remove_skipped_blocks("r", 16)
-    tails.let_go(range(0, 4))
-    assert world.cached("r") == []
-
-
-# The end of a request
-
-
-def test_what_no_checkpoint_took_goes_with_the_request(world: World, tails: GroupTails) -> None:
-    tails.keep([range(0, 2)], 16)
-    tails.keep_for_now(range(2, 4), 16)
-    world.needed.blocks = [world.blocks("r")[0], world.blocks("r")[3]]
-    tails.settle()
-    assert world.cached("r") == [0, 3]
-
-
-def test_settling_does_not_wait_for_other_readers(world: World, tails: GroupTails) -> None:
-    """They go on reading, and leave checkpoints of their own."""
-    tails.keep_for_now(range(0, 2), 16)
-    world.pool.touch(world.blocks("r")[0])
-    tails.settle()
-    assert world.cached("r") == []
-
-
-def test_settling_does_not_touch_what_was_reallocated(world: World, tails: GroupTails) -> None:
-    tails.keep_for_now(range(0, 1), 16)
-    block = world.blocks("r")[0]
-    world.manager.remove_skipped_blocks("r", 16)
-    world.pool.uncache(block)
-    block._block_hash = b"of another request"
-    world.pool.copies[block._block_hash][block.block_id] = block
-    tails.settle()
-    assert block._block_hash == b"of another request"
-
-
 def test_a_copy_computed_later_replaces_the_one_that_left(world: World, tails: GroupTails) -> None:
     """After a preemption a request computes a block again that it had kept for now."""
     tails.keep_for_now(range(0, 2), 16)
@@ -241,7 +111,7 @@ def test_a_copy_computed_later_replaces_the_one_that_left(world: World, tails: G
     world.manager.extend("r", 16)
     tails.keep([range(1, 2)], 16)
     assert older._block_hash is None
-    assert cached_block(tails, 1) is world.blocks("r")[1]
+    assert world.cached("r") == [1]
 
 
 def test_what_was_behind_the_hit_is_cached_once(world: World, tails: GroupTails) -> None:

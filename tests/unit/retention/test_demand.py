@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.retention.books import all_nodes, num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
-from unit.retention.tree_checks import nodes_of
 
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
@@ -50,10 +50,23 @@ def served(cache: ModelCache, text: str, hints: object = None) -> int:
     return hit_tokens
 
 
+def lose_surplus(cache: ModelCache) -> None:
+    """Uncache what no checkpoint needs, as if other requests had taken it."""
+    num_surplus = cache.tree.free_order.count_next(len(cache.pool.blocks))
+    for block in cache.tree.free_order.next_blocks(num_surplus):
+        if block._block_hash is not None:
+            cache.pool.uncache(block)
+
+
+def evict_everything(cache: ModelCache) -> None:
+    cache.tree.make_room(len(cache.pool.blocks))
+    lose_surplus(cache)
+
+
 def demand(cache: ModelCache, text: str, hints: object = None) -> dict[int, Origin]:
     request = ModelRequest.of("asks", text, hints)
     hit_tokens = cache.hit_tokens(text, len(text) - 1)
-    wanted = cache.journeys.demand(request, hit_tokens)
+    wanted = cache.retention._demand.find(request, hit_tokens).boundaries
     return {tokens: reason.origin for tokens, reason in wanted.items()}
 
 
@@ -70,6 +83,7 @@ def test_where_full_attention_hits_further_is_a_junction(
     cache: ModelCache, serve: Callable[..., int]
 ) -> None:
     serve(SYSTEM + answer("cde") + "x")
+    lose_surplus(cache)
     second = SYSTEM + answer("fgh") + "x"
     assert demand(cache, second) == {len(SYSTEM): Origin.JUNCTION}
     assert serve(second) < len(SYSTEM), "the junction was there before"
@@ -80,6 +94,7 @@ def test_a_junction_is_where_a_lookup_can_hit() -> None:
     """A group that looks ahead loses a block: the junction is one unit earlier."""
     cache = make_cache(looks_ahead=True)
     served(cache, SYSTEM + answer("cde") + "x")
+    lose_surplus(cache)
     text = SYSTEM + answer("fgh") + "x"
     expected = len(SYSTEM) - 4
     assert demand(cache, text) == {expected: Origin.JUNCTION}
@@ -92,8 +107,8 @@ def test_an_evicted_boundary_is_wanted_at_the_second_demand(
 ) -> None:
     text = SYSTEM + "x"
     serve(text)
-    cache.tree.make_room(cache.pool.num_blocks)
-    assert not len(cache.tree.nodes)
+    evict_everything(cache)
+    assert not num_checkpoints(cache.tree)
     assert demand(cache, text) == {len(SYSTEM): Origin.WANTED}
     before = cache.tree.rates.expected_uses(Reason(Origin.LATEST))
     assert serve(SYSTEM + answer("fgh") + "x") == 0
@@ -119,21 +134,21 @@ def test_a_hint_below_the_hit_asks_for_nothing(
 
 def test_demand_changes_nothing(cache: ModelCache, serve: Callable[..., int]) -> None:
     serve(SYSTEM + answer("cde") + "x")
-    cache.tree.make_room(40)
     serve(answer("cde") + "x")
+    lose_surplus(cache)
 
     def state() -> object:
         tree, pool = cache.tree, cache.pool
         return copy.deepcopy(
             (
                 cache.stats.totals(),
-                sorted(tree.nodes._entries),
-                sorted(tree.ghosts._entries),
+                sorted(tree.nodes),
+                sorted(tree.evicted._entries),
                 tree.rates._counts,
-                [(node.key, node.pins, node.reason, node.entry) for node in nodes_of(tree)],
+                [(node.key, node.reason, node.entry) for node in all_nodes(tree)],
                 [block.block_id for block in pool.queue],
                 [(block._block_hash, block.ref_cnt) for block in pool.blocks],
-                set(cache.journeys._passed),
+                set(cache.retention._progress),
             )
         )
 
@@ -149,6 +164,7 @@ def test_a_junction_is_a_loss_of_what_was_never_kept(
 ) -> None:
     serve(SYSTEM + answer("cde") + "x")
     assert cache.stats.junctions_pinned == cache.stats.junctions_hit == 0
+    lose_surplus(cache)
     lost = len(SYSTEM) - serve(SYSTEM + answer("fgh") + "x")
     assert cache.stats.lost_tokens[LossCause.NEVER_KEPT] == lost
     assert cache.stats.junctions_pinned == 1
@@ -159,7 +175,7 @@ def test_a_junction_is_a_loss_of_what_was_never_kept(
 
 def test_losses_by_eviction(cache: ModelCache, serve: Callable[..., int]) -> None:
     serve(SYSTEM + "x")
-    cache.tree.make_room(cache.pool.num_blocks)
+    evict_everything(cache)
     serve(SYSTEM + "xy")
     assert cache.stats.lost_tokens == {
         **dict.fromkeys(LossCause, 0),
@@ -198,7 +214,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: b
     for prompt in prompts:
         text = "".join(letter * 4 for letter in prompt) + "x"
         probe = ModelRequest.of("", text)
-        group = cache.journeys.full_groups[0]
+        group = cache.retention.full_groups[0]
         cached_blocks = 0
         while cache.pool.find(probe, group, cached_blocks) is not None:
             cached_blocks += 1
@@ -223,38 +239,33 @@ def common(text: str, other: str) -> int:
 def test_a_request_that_ends_is_forgotten(cache: ModelCache) -> None:
     request = ModelRequest.of("r", SYSTEM + "x")
     cache.step(request, 100)
-    assert set(cache.journeys._passed) == {"r"}
-    cache.preempt(request)
-    assert not cache.journeys._passed
-    cache.journeys.end(request)
-    assert not any(node.pins for node in nodes_of(cache.tree))
+    assert set(cache.retention._progress) == {"r"}
+    cache.finish(request)
+    assert not cache.retention._progress
 
 
-def test_a_retreat_forgets_what_was_not_computed(cache: ModelCache) -> None:
+def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache) -> None:
     request = ModelRequest.of("r", SYSTEM + "x", [8, 12])
     cache.step(request, 9)
-    assert {node.boundary_tokens for node in nodes_of(cache.tree)} >= {8}
+    assert {node.boundary_tokens for node in all_nodes(cache.tree)} >= {8}
     cache.step(request, 8)
     request.num_computed_tokens = 9
     cache.preempt(request)
-    assert max(node.boundary_tokens for node in nodes_of(cache.tree)) == 8
+    assert max(node.boundary_tokens for node in all_nodes(cache.tree)) == 8
     assert cache.hit_tokens(SYSTEM, len(SYSTEM)) == 8
 
 
-def test_the_same_content_again_replaces_the_older_copy(cache: ModelCache) -> None:
-    """Two requests compute the same at once; when both are through it is cached once."""
+def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCache) -> None:
+    """Two requests compute the same at once; what the second one computed is surplus."""
     first, second = (ModelRequest.of(name, SYSTEM + "x") for name in ("r1", "r2"))
     cache.step(first, 2)
     cache.step(second, 2)
     cache.step(first, 20)
     cache.step(second, 20)
-    older = cache.managers[0].req_to_blocks["r1"][0]
-    newer = cache.managers[0].req_to_blocks["r2"][0]
     cache.finish(first)
     cache.finish(second)
-    assert older._block_hash is None and newer._block_hash is not None
-    hashes = [block._block_hash for block in cache.pool.idle_cached_blocks()]
-    assert len(hashes) == len(set(hashes))
+    needed = [b._block_hash for b in cache.pool.blocks if cache.tree.needs.count[b.block_id]]
+    assert needed and len(needed) == len(set(needed))
 
 
 def test_unusable_hints_are_reported_when_the_request_is_admitted(
@@ -263,9 +274,9 @@ def test_unusable_hints_are_reported_when_the_request_is_admitted(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     request = ModelRequest.of("r", SYSTEM + "x", [-1, 8])
     for _ in range(3):
-        cache.journeys.demand(request, 0)
+        cache.retention._demand.find(request, 0)
     assert not caplog.records, "a request that waits is asked in every step"
     cache.step(request, 4)
     cache.step(request, 30)
-    cache.journeys.demand(request, 0)
+    cache.retention._demand.find(request, 0)
     assert len(caplog.records) == 1
