@@ -17,7 +17,7 @@ from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
 from vllm_ascend_kvext.layout.page_format import PageFormat
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
-FORMAT = 2
+FORMAT = 3
 """Raise when chunks are arranged differently: ``rows``, ``row_map``, ``host_arrangement``."""
 
 
@@ -65,7 +65,14 @@ def _describe(group: LayoutGroup) -> dict[str, Any]:
         "window_tokens": group.window_tokens,
         "restart_tokens": group.restart_tokens,
         "planes": [
-            [plane.layer_name, plane.row_bytes, plane.dtype, plane.is_packed, plane.is_replicated]
+            [
+                plane.layer_name,
+                plane.row_bytes,
+                plane.dtype,
+                plane.is_packed,
+                plane.is_replicated,
+                plane.axes,
+            ]
             for plane in group.planes
         ],
     }

@@ -62,6 +62,8 @@ class Plane:
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
         is_replicated: Whether every tensor-parallel rank holds the same bytes (MLA), so that one
             copy can serve all of them.
+        axes: Where a page is one row: number and size of the tensor's axes in it, by falling
+            stride. They are the order of the bytes in the row. Empty where it is not known.
     """
 
     layer_name: str
@@ -73,6 +75,7 @@ class Plane:
     dtype: str
     is_packed: bool
     is_replicated: bool = False
+    axes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

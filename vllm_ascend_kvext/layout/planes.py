@@ -87,6 +87,7 @@ def planes_of(regions: Iterable[Region], spec: LayerSpec) -> list[Plane]:
             dtype=region.dtype,
             is_packed=region.is_packed,
             is_replicated=spec.is_replicated,
+            axes=region.axes,
         )
     return [planes[region] for region in regions]
 

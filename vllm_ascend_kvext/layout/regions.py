@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.errors import LayoutError
@@ -39,6 +39,7 @@ class Region:
         num_rows: Rows per page.
         dtype: Of the tensor.
         is_packed: Whether the one row is a page whose inside is not understood.
+        axes: See ``Plane``. Other axes do not make other bytes: layers may share a region.
     """
 
     storage: int
@@ -48,6 +49,7 @@ class Region:
     num_rows: int
     dtype: str
     is_packed: bool
+    axes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -195,7 +197,18 @@ def _split(page: PageView, *, is_packed: bool) -> list[Region]:
     view = page.view
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
-    return [_region(page, offset, num_bytes, 1, is_packed) for offset in _offsets(outer)]
+    return [
+        replace(_region(page, offset, num_bytes, 1, is_packed), axes=_axes_of_page(page))
+        for offset in _offsets(outer)
+    ]
+
+
+def _axes_of_page(page: PageView) -> tuple[tuple[int, int], ...]:
+    """Number and size of the axes in a page, by falling stride; kernel blocks have the pages'."""
+    shape, strides = list(page.view.shape), page.view.strides_bytes
+    shape[page.page_axis] = page.blocks_per_page
+    axes = (axis for axis, size in enumerate(shape) if size > 1)
+    return tuple((axis, shape[axis]) for axis in sorted(axes, key=lambda axis: -strides[axis]))
 
 
 def _axes_but(view: TensorView, *left_out: int) -> list[tuple[int, int]]:

@@ -92,6 +92,7 @@ def test_every_difference_in_bytes_counts() -> None:
         "type": fingerprint(parallel={**PARALLEL, "tensor": "8"}),
         "packed": fingerprint(with_plane(is_packed=True)),
         "replicated": fingerprint(with_plane(is_replicated=True)),
+        "axes": fingerprint(with_plane(axes=((1, 2), (2, 16)))),
         "ratio": fingerprint(with_group(compress_ratio=4)),
         "device": fingerprint(page_format=replace(FORMAT, device_type="cpu")),
         "backend": fingerprint(page_format=replace(FORMAT, attention_backends=("ASCEND",))),
@@ -170,4 +171,4 @@ def test_what_has_no_canonical_text_is_refused(value: dict) -> None:
         fingerprint(model=value)
 
 
-EXPECTED = "a0746e2780188575dd0b1e5f1367caff7d3857ccc63099f29737bc408cf3d5fa"
+EXPECTED = "84a2610939edaadb2855ce7e5fac2becd59b9e1043270124d6cb19586545e1af"
