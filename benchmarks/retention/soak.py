@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler CPU of adaptive retention over tens of thousands of requests, with stock vLLM beside it.
+"""Scheduler CPU of adaptive retention over tens of thousands of requests, beside stock vLLM's.
 
     python benchmarks/retention/soak.py [--quick] [--case NAME] [--requests N]
 
@@ -219,7 +219,8 @@ def run_case(name: str, case: Case) -> str:
     worst_ms = [1e3 * max(usage.steps_s) for usage in (stock, ours)]
     hit_rates = [usage.hit_tokens / usage.prompt_tokens for usage in (stock, ours)]
     return (
-        f"{name:12} {case.num_requests:6} requests  CPU per request {per_request_ms[0]:.2f} ms stock, "
+        f"{name:12} {case.num_requests:6} requests  "
+        f"CPU per request {per_request_ms[0]:.2f} ms stock, "
         f"{per_request_ms[1]:.2f} adaptive: {per_request_ms[1] / per_request_ms[0]:.2f} x  "
         f"longest step {worst_ms[0]:.1f} ms, {worst_ms[1]:.1f}: {worst_ms[1] / worst_ms[0]:.2f} x  "
         f"hit {100 * hit_rates[0]:.1f} %, {100 * hit_rates[1]:.1f} %"

@@ -297,13 +297,10 @@ class AdaptiveRetention:
     ) -> list[range]:
         """Maximal parts of a run whose blocks hold KV and are not cached."""
         blocks = progress.blocks.table(of_group.group)
-        if run.start >= of_group.behind_hit.stop and all(
-            [
-                not block.is_null and block._block_hash is None
-                for block in blocks[run.start : run.stop]
-            ]
-        ):
-            return [run]
+        if run.start >= of_group.behind_hit.stop:
+            in_run = blocks[run.start : run.stop]
+            if all([not block.is_null and block._block_hash is None for block in in_run]):
+                return [run]
         parts: list[range] = []
         for index in run:
             block = blocks[index]
