@@ -225,7 +225,7 @@ class CheckpointTree:
         return self._give_up_tail(node) + self._remove_unneeded(node)
 
     def _is_in_use(self, node: Checkpoint) -> bool:
-        """Whether a request is here, or requests read all blocks that only this node needs."""
+        """Whether a request is here, or requests read all that only this checkpoint needs."""
         if node.num_requests:
             return True
         blocks = self._store.blocks
