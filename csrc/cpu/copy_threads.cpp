@@ -130,7 +130,8 @@ class Team {
       setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), placement_.niceness);
     }
     std::unique_lock lock(mutex_);
-    missing_cpus_ = missing;
+    // The first thread decides: a later one must not refuse what has been accepted.
+    if (!is_placed_) missing_cpus_ = missing;
     is_placed_ = true;
     placed_.notify_all();
     for (;;) {

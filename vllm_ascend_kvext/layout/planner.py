@@ -232,8 +232,9 @@ class TransferPlanner:
             planes = self.arrangement.sections(sizes)
             missing = self.find_missing([StoredChunk(row_map)], tokens)
             found = _ChunkSections(tuple(kept), planes, offset_bytes, row_map, missing)
-            if len(self._chunks) < _MAX_REMEMBERED:
-                self._chunks[key] = found
+            if len(self._chunks) == _MAX_REMEMBERED:
+                del self._chunks[next(iter(self._chunks))]  # the oldest
+            self._chunks[key] = found
         return found
 
     def _row_map_of(self, sections: _ChunkSections, block_ids: BlockIds) -> RowMap:

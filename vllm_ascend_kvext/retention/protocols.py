@@ -19,6 +19,8 @@ class Block(Protocol):
     block_id: int
     ref_cnt: int
     is_null: bool
+    prev_free_block: Any
+    next_free_block: Any
     _block_hash: bytes | None
 
 
