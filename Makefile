@@ -63,8 +63,9 @@ docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext settings > docs/settings.md
 
-bench: $(MAIN_ENV)/.package ## Measure what the README claims
+bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py
 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
@@ -77,32 +78,32 @@ clean: ## Remove all that make has made, the environments included
 
 $(MAIN_ENV)/.made:
 	$(MAKE_ENV) vllm $(@D) --version $(MAIN_VLLM)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-%/.made: $(MAIN_ENV)/.made
 	$(MAKE_ENV) vllm $(@D) --version $* --like $(MAIN_ENV)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-ascend-%/.unpacked:
 	$(MAKE_ENV) ascend $(@D) --version $*
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/python-%/.made:
 	python$* tools/make_env.py plain $(@D)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/lint/.made:
 	$(MAKE_ENV) plain $(@D)
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
 	$(MAKE_ENV) install $(@D) '.[test,demo]'
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)
 	$(MAKE_ENV) install $(@D) '.[test]'
-	@touch $@
+	@rm -f $@ && touch $@
 
 .venv/lint/.package: .venv/lint/.made pyproject.toml
 	$(MAKE_ENV) install $(@D) '.[dev]'
-	@touch $@
+	@rm -f $@ && touch $@

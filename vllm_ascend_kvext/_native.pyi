@@ -6,8 +6,8 @@ must not change during a call: the interpreter lock is released. Every function 
 descriptors raises `DescriptorError`, and then has written nothing.
 
 ``cpus`` are where copies run, ascending; none: wherever the thread that first asks for this may
-run. The caller copies too where it may only run there, and transfers below 64 KiB alone, wherever it
-runs: that takes less time than waking a thread. ``niceness`` is as of ``nice``, 0 to 19.
+run. The caller copies too where it may only run there, and transfers below 64 KiB alone, wherever
+it runs: that takes less time than waking a thread. ``niceness`` is as of ``nice``, 0 to 19.
 """
 
 from collections.abc import Sequence

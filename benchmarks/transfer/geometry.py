@@ -94,6 +94,7 @@ LAYOUTS = (
         22,
         1,
     ),
+    Layout("pages of 1 KB", (PlaneShape(64, 16),) * 2, 32, 64),
 )
 
 

@@ -32,11 +32,15 @@ class Method(Protocol):
     def prepare(self, job: Job) -> Copy: ...
 
 
-class Memcpy:
-    """The limit: as many bytes from one place to another."""
+class PlainCopy:
+    """As many bytes from one place to another, in one piece: what no scattered copy beats."""
 
-    name = "memcpy"
     is_plane_major = False
+
+    def __init__(self, name: str, is_streaming: bool) -> None:
+        """`is_streaming` writes past the caches, which no byte of the destination then enters."""
+        self.name = name
+        self.is_streaming = is_streaming
 
     def serves(self, layout: Layout) -> bool:
         return True
@@ -47,7 +51,7 @@ class Memcpy:
             source, destination = destination, source
         copy, num_bytes = native().copy, source.numel()
         addresses = destination.data_ptr(), source.data_ptr()
-        return lambda: copy(*addresses, num_bytes, job.num_threads, 0)
+        return lambda: copy(*addresses, num_bytes, job.num_threads, int(self.is_streaming))
 
 
 class PageTransfer:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
@@ -100,44 +99,6 @@ class RequestUpTo:
         return getattr(self._request, name)
 
 
-def free_in_one_pass(
-    wrapped: Callable[..., None],
-    pool: BlockPool,
-    ordered_blocks: Iterable[KVCacheBlock],
-    prepend: bool = False,
-) -> None:
-    """Count references down and queue what is free; nothing at all for no blocks."""
-    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    if not blocks:
-        return
-    if _is_guarded(wrapped) and not _is_sound(blocks):
-        # vllm-ascend frees what it can of such a list, and warns.
-        return wrapped(blocks, prepend)
-    freed = _count_down(blocks)
-    if prepend:
-        pool.free_block_queue.prepend_n(freed)
-    else:
-        pool.free_block_queue.append_n(freed)
-
-
-def _count_down(blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-    """Give up one reference to each block; those that nobody else holds are returned."""
-    rest = iter(blocks)
-    for block in rest:
-        if block.ref_cnt != 1 or block.is_null:
-            break
-        block.ref_cnt = 0
-    else:
-        return blocks
-    num_freed = len(blocks) - operator.length_hint(rest) - 1
-    freed = blocks[:num_freed]
-    for block in blocks[num_freed:]:
-        block.ref_cnt -= 1
-        if not block.ref_cnt and not block.is_null:
-            freed.append(block)
-    return freed
-
-
 def split_by_use(
     blocks: list[KVCacheBlock],
 ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
@@ -161,18 +122,6 @@ def split_by_use(
     return [block for block in blocks if block._block_hash is not None], uncached
 
 
-def _is_guarded(free_blocks: Callable[..., None]) -> bool:
-    return free_blocks.__module__.startswith("vllm_ascend.")
-
-
-def _is_sound(blocks: list[KVCacheBlock]) -> bool:
-    """Whether each block is there once, and referenced."""
-    live = [block for block in blocks if not block.is_null]
-    return len({id(block) for block in live}) == len(live) and all(
-        [block.ref_cnt > 0 for block in live]
-    )
-
-
 _VLLM = ("==0.20.2.*", "==0.23.0.*")
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
@@ -192,21 +141,6 @@ PATCHES = (
             f"{_POOL}._maybe_evict_cached_block",
             f"{_TABLE}.pop",
             "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n",
-        ),
-    ),
-    Patch(
-        id="KVX-203",
-        target=f"{_POOL}.free_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=_VLLM,
-        wrapper=free_in_one_pass,
-        why="Upstream passes over the blocks three times, and does so for empty lists at every "
-        "step.",
-        retire_when=_RETIRE_WHEN,
-        ascend=(
-            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
-            "vllm_ascend.patch.platform.patch_kv_cache_utils:_dedupe_free_blocks",
         ),
     ),
 )

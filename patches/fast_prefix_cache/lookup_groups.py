@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.groups.model import GroupKind, window_pages
+from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
-from vllm_ascend_kvext.prefix_cache.lookup import LookupGroups, Reads
+from vllm_ascend_kvext.prefix_cache.lookup import LookupGroups
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -30,31 +32,27 @@ def describe_groups(
         unit_tokens: A hit is a multiple of it.
         block_tokens: Tokens that one block covers.
     """
-    reads = _reads(manager_class, spec)
-    if reads is None or unit_tokens % block_tokens:
+    kind = kind_of(spec)
+    if _manager_of(kind) is not manager_class or unit_tokens % block_tokens:
         return None
-    window_blocks = 0
-    if reads is Reads.WINDOW:
-        window_blocks = -(-(spec.sliding_window - 1) // block_tokens)
     return LookupGroups(
-        reads=reads,
+        kind=kind,
         block_tokens=block_tokens,
         unit_blocks=unit_tokens // block_tokens,
-        window_blocks=window_blocks,
+        window_blocks=window_pages(window_tokens_of(spec), block_tokens),
         looks_ahead=looks_ahead,
         group_ids=tuple(group_ids),
         keys=tuple(group_keys(block_pool, group_id, block_tokens) for group_id in group_ids),
     )
 
 
-def _reads(manager_class: type[SingleTypeKVCacheManager], spec: KVCacheSpec) -> Reads | None:
+def _manager_of(kind: GroupKind) -> type[SingleTypeKVCacheManager] | None:
+    """The manager whose lookup is known; a subclass may look up in another way."""
     from vllm.v1.core import single_type_kv_cache_manager as managers
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    if manager_class is managers.FullAttentionManager and isinstance(spec, FullAttentionSpec):
-        return Reads.ALL
-    if manager_class is managers.SlidingWindowManager and isinstance(spec, SlidingWindowSpec):
-        return Reads.WINDOW
-    if manager_class is managers.MambaManager and isinstance(spec, MambaSpec):
-        return Reads.LAST
-    return None
+    known: dict[GroupKind, type[SingleTypeKVCacheManager]] = {
+        GroupKind.FULL: managers.FullAttentionManager,
+        GroupKind.WINDOW: managers.SlidingWindowManager,
+        GroupKind.STATE: managers.MambaManager,
+    }
+    return known.get(kind)

@@ -196,7 +196,7 @@ PATCHES = (
         target=f"{_BASE}.free",
         kind=Kind.WRAP,
         feature="fast-prefix-cache",
-        vllm=_BOTH,
+        vllm=("==0.20.2.*",),
         wrapper=free_live_blocks,
         why=_WHY_FREE,
         retire_when=_RETIRE_WHEN,

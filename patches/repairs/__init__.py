@@ -6,6 +6,7 @@ One module per upstream module, named after it. Knows nothing of retention but w
 
 from vllm_ascend_kvext.patches.repairs import (
     ascend_single_type_kv_cache_manager,
+    async_scheduler,
     kv_cache_coordinator,
     kv_cache_manager,
     single_type_kv_cache_manager,
@@ -17,4 +18,5 @@ PATCHES: tuple[Patch, ...] = (
     *kv_cache_manager.PATCHES,
     *kv_cache_coordinator.PATCHES,
     *single_type_kv_cache_manager.PATCHES,
+    *async_scheduler.PATCHES,
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.repairs.kv_cache_coordinator import introduce
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
@@ -47,14 +46,6 @@ def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]
     return groups
 
 
-def introduce_request(
-    wrapped: Callable[..., tuple[KVCacheBlocks, int]], manager: KVCacheManager, request: Request
-) -> tuple[KVCacheBlocks, int]:
-    """Tell the coordinator of a request before its first step."""
-    introduce(manager.coordinator, request)
-    return wrapped(request)
-
-
 _VLLM = ("==0.20.2.*", "==0.23.0.*")
 _ASCEND_COORDINATOR = (
     "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
@@ -78,15 +69,5 @@ PATCHES = (
             f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
             f"{_ASCEND_COORDINATOR}._get_effective_block_size",
         ),
-    ),
-    Patch(
-        id="KVX-304",
-        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        kind=Kind.WRAP,
-        feature="drafts-in-flight",
-        vllm=_VLLM,
-        wrapper=introduce_request,
-        why="KVX-303 is told a request's id, and has to know how many of its tokens are drafts.",
-        retire_when="KVX-303 is",
     ),
 )

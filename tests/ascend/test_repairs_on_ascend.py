@@ -31,7 +31,7 @@ from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.patches.repairs.kv_cache_coordinator import drafts_in_flight
+from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
 
 IS_0202 = ascend_version.startswith("0.20.2")
 C4, C128 = 0, 1

@@ -10,14 +10,18 @@ outputs.
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 import vllm
-from support.scheduler.block_manager import retention_interval
+from support.installed import installed
+from support.scheduler.block_manager import BlockManager, full, retention_interval, window
+from support.scheduler.block_manager import Layout as BlockLayout
 from support.scheduler.random_workloads import random_workloads, without_upstream_defects
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
@@ -128,3 +132,149 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
     assert num_failed < NUM_SEEDS
     for what in ("preemptions", "hits", "accepted drafts", "rejected drafts", "external loads"):
         assert counts[what] >= 10, f"{what}: {counts[what]}"
+
+
+MAX_MODEL_TOKENS = 64
+NUM_BLOCKS = 40
+DIRECT = BlockLayout((full(16), window(16, 40)))
+
+Call = Callable[[BlockManager], None]
+
+
+def runs_to_the_models_end(world: BlockManager) -> None:
+    """Slots for drafts are asked for up to the longest length, which ends with a block."""
+    request = world.request(range(MAX_MODEL_TOKENS - 12))
+    world.prefill(request, 100)
+    while request.num_computed_tokens < MAX_MODEL_TOKENS - 1:
+        request.append_output_token_ids(1)
+        assert world.manager.allocate_slots(request, 1, num_lookahead_tokens=5) is not None
+        request.num_computed_tokens += 1
+
+
+def starts_anew_after_it_was_freed(world: BlockManager) -> None:
+    """What was known of a request ends with its blocks, even if it comes back as a running one."""
+    request = world.request(range(40))
+    world.prefill(request, 20)
+    world.decode(request, range(3))
+    world.preempt(request)
+    for _ in range(3):
+        world.step(request, 15)
+    # The end of an asynchronous step whose request holds other blocks than it did.
+    world.manager.cache_blocks(request, 40)
+
+
+def another_takes_over_its_id(world: BlockManager) -> None:
+    first = world.request(range(60))
+    world.prefill(first, 100)
+    world.finish(first)
+    second = world.request(range(100, 140))
+    second.request_id = first.request_id
+    world.prefill(second, 15)
+
+
+def caches_later(world: BlockManager) -> None:
+    """Blocks that a connector fills are not cached before they are."""
+    request = world.request(range(60))
+    world.admit(request, 20)
+    assert world.manager.allocate_slots(request, 30, delay_cache_blocks=True) is not None
+    request.num_computed_tokens += 30
+    world.step(request)
+
+
+def loads_more(world: BlockManager) -> None:
+    """The connector has tokens for a request that holds blocks already."""
+    if not world.manager.enable_caching:
+        return  # upstream takes such a request for a new one
+    request = world.request(range(60))
+    world.admit(request, 20)
+    assert world.manager.allocate_slots(request, 4, num_external_computed_tokens=30) is not None
+
+
+def leaves_blocks_to_others(world: BlockManager) -> None:
+    """vLLM 0.23.0 can reserve blocks for requests that were admitted before."""
+    request = world.request(range(60))
+    world.admit(request, 20)
+    reserved = {}
+    if "reserved_blocks" in inspect.signature(world.manager.allocate_slots).parameters:
+        reserved = {"reserved_blocks": world.pool.get_num_free_blocks()}
+    allocated = world.manager.allocate_slots(request, 30, **reserved)
+    assert (allocated is None) == bool(reserved)
+
+
+CALLS: tuple[Call, ...] = (
+    runs_to_the_models_end,
+    starts_anew_after_it_was_freed,
+    another_takes_over_its_id,
+    caches_later,
+    loads_more,
+    leaves_blocks_to_others,
+)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
+def test_leaves_the_blocks_that_upstream_leaves(call: Call, enable_caching: bool) -> None:
+    """What a scheduler seldom or never asks of a block manager."""
+
+    def left_by(*features: str) -> list[object]:
+        with installed(*features):
+            world = BlockManager(
+                DIRECT,
+                num_blocks=NUM_BLOCKS,
+                manager_arguments={
+                    "max_model_len": MAX_MODEL_TOKENS,
+                    "enable_caching": enable_caching,
+                },
+            )
+            call(world)
+        return [
+            *(
+                [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
+                for manager in world.manager.coordinator.single_type_managers
+            ),
+            [block.block_id for block in world.pool.free_block_queue.get_all_free_blocks()],
+            [(block.ref_cnt, block.block_hash) for block in world.pool.blocks],
+        ]
+
+    assert left_by("fast-prefix-cache") == left_by()
+
+
+@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
+def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
+    """Those that finish after their prompt, while preempted, and after some tokens."""
+    with installed(*(feature.name for feature in FEATURES)):
+        world = BlockManager(
+            DIRECT, num_blocks=NUM_BLOCKS, manager_arguments={"enable_caching": enable_caching}
+        )
+        sizes = []
+        for number in range(300):
+            request = world.request(range(number, number + 40))
+            world.prefill(request, 20)
+            if number % 3 == 1:
+                world.preempt(request)
+            elif number % 3 == 2:
+                world.decode(request, range(20))
+            world.finish(request)
+            getattr(world.manager, "take_new_block_ids", list)()  # as a scheduler does
+            gone = weakref.ref(request)
+            del request
+            assert gone() is None
+            if number in (99, 299):
+                sizes.append(_num_entries(world.manager))
+    assert sizes[0] == sizes[1]
+
+
+def _num_entries(manager: object) -> dict[str, int]:
+    """Sizes of all that a block manager and what it is made of hold in their attributes."""
+    coordinator = manager.coordinator
+    return {
+        f"{type(owner).__name__}.{name}": len(value)
+        for owner in (
+            manager,
+            coordinator,
+            coordinator.block_pool,
+            *coordinator.single_type_managers,
+        )
+        for name, value in vars(owner).items()
+        if isinstance(value, (dict, list, set))
+    }

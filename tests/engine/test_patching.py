@@ -19,7 +19,7 @@ from vllm_ascend_kvext.settings import MODE_VARIABLE, RETENTION_INTERVAL_VARIABL
 
 EDITED = Path("v1", "core", "block_pool.py")
 
-APPLY_REVERT_APPLY = '''
+SLOTS = '''
 from vllm_ascend_kvext import activation
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.target import MissingTargetError, resolve
@@ -45,6 +45,9 @@ def same(before, after):
     ]
 
 stock = slots()
+'''
+
+APPLY_REVERT_APPLY = f"""{SLOTS}
 first = activation.apply_feature("retention")
 applied = slots()
 assert first
@@ -55,7 +58,26 @@ assert len(same(stock, slots())) == len(stock)
 assert activation.apply_feature("retention") == first
 activation.revert_feature("retention")
 assert len(same(stock, slots())) == len(stock)
-'''
+"""
+
+ANY_ORDER = f"""{SLOTS}
+import random
+from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.settings import Mode, Settings
+
+survey = activation.survey(Settings(mode=Mode.STRICT))
+plans = {{plan.feature: plan for plan in survey.plans if plan.fits}}
+rng = random.Random(0)
+for _ in range(30):
+    applied = rng.sample(list(plans), k=len(plans))
+    reverted = rng.sample(applied, k=len(applied))
+    for feature in applied:
+        BOOK.apply(plans[feature])
+    for feature in reverted:
+        BOOK.revert(feature)
+    differing = set(stock) - set(same(stock, slots()))
+    assert not differing, (applied, reverted, differing)
+"""
 
 REFUSES_DRIFT = f"""
 import os
@@ -117,6 +139,11 @@ def _link_all_but(original: Path, copy: Path, path: Path) -> None:
 
 def test_apply_revert_apply_restores_the_very_attributes() -> None:
     completed = run("-c", APPLY_REVERT_APPLY)
+    assert completed.returncode == 0, completed.stderr
+
+
+def test_nothing_is_left_whatever_the_order() -> None:
+    completed = run("-c", ANY_ORDER)
     assert completed.returncode == 0, completed.stderr
 
 

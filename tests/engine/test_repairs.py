@@ -30,11 +30,14 @@ from support.scheduler.random_workloads import (
 from support.scheduler.run import run
 from support.scheduler.workload import Workload
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
-from vllm_ascend_kvext.patches.repairs.kv_cache_coordinator import drafts_in_flight
+from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
 
 NUM_SEEDS = 8
+FULL_ONLY = EngineLayout("full-only", (Group(Attention.FULL, 16),))
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
 
 
@@ -284,15 +287,51 @@ class TestDraftsInFlight:
     def test_every_request_reads_its_own(self) -> None:
         assert self.wrong_reads()[1] == 0
 
-    def test_nothing_is_left_of_it_once_it_is_reverted(self) -> None:
-        layout = WINDOW_LAYOUTS[0]
-        with installed(self.FEATURE):
-            engine = SchedulerEngine(layout, random_workload(layout, 0).options)
+    def engine(
+        self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
+    ) -> SchedulerEngine:
+        options = random_workload(layout, 0).options
+        return SchedulerEngine(layout, replace(options, is_async=is_async, drafter=drafter))
+
+    def replaced_in(self, engine: SchedulerEngine) -> list[str]:
+        """Methods of upstream that an engine's own objects have replaced."""
         manager = engine.scheduler.kv_cache_manager
-        for instance in (manager, manager.coordinator, *manager.coordinator.single_type_managers):
-            replaced = [name for name, value in vars(instance).items() if callable(value)]
-            assert not [name for name in replaced if hasattr(type(instance), name)]
+        return [
+            name
+            for instance in (
+                engine.scheduler,
+                manager,
+                manager.coordinator,
+                *manager.coordinator.single_type_managers,
+            )
+            for name, value in vars(instance).items()
+            if callable(value) and hasattr(type(instance), name)
+        ]
+
+    def test_nothing_is_left_of_it_once_it_is_reverted(self) -> None:
+        with installed(self.FEATURE):
+            engine = self.engine(WINDOW_LAYOUTS[0], is_async=True, drafter=Drafter.EAGLE)
+            assert self.replaced_in(engine) == ["remove_skipped_blocks"]
+        assert not self.replaced_in(engine)
+        assert type(AsyncScheduler.__init__) is FunctionType
+
+    @pytest.mark.usefixtures("repaired")
+    @pytest.mark.parametrize(
+        ("layout", "is_async", "drafter"),
+        [
+            (WINDOW_LAYOUTS[0], False, Drafter.EAGLE),
+            (WINDOW_LAYOUTS[0], True, None),
+            (FULL_ONLY, True, Drafter.EAGLE),
+        ],
+        ids=["synchronous", "without-drafts", "without-windows"],
+    )
+    def test_a_step_costs_nothing_where_nothing_waits(
+        self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
+    ) -> None:
+        """What is called per request and step is upstream's own."""
+        assert not self.replaced_in(self.engine(layout, is_async, drafter))
         assert type(KVCacheCoordinator.remove_skipped_blocks) is FunctionType
+        assert type(KVCacheManager.allocate_slots) is FunctionType
 
 
 @pytest.mark.parametrize(

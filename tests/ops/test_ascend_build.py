@@ -27,8 +27,8 @@ project(stand_in LANGUAGES CXX)
 add_subdirectory("{SOURCES}" ascend)
 """
 
-# Compiles the kernel for the host and makes the launch header, as ascendc_library() does. CANN's own
-# file sets CMAKE_SKIP_RPATH too.
+# Compiles the kernel for the host and makes the launch header, as ascendc_library() does.
+# CANN's own file sets CMAKE_SKIP_RPATH too.
 ASCENDC_CMAKE = f"""
 set(CMAKE_SKIP_RPATH TRUE)
 function(ascendc_library name kind)

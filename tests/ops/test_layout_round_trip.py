@@ -13,7 +13,7 @@ from support.layout.fixtures import latent_rows
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
 from support.transfer.ascend_backends import simulated_backends
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -146,7 +146,8 @@ def test_a_default_config_is_that_of_a_plain_worker() -> None:
 
 
 def test_the_page_format_of_a_default_config() -> None:
-    vllm_config = VllmConfig(cache_config=CacheConfig(cache_dtype="fp8_e5m2"))
+    vllm_config = VllmConfig()
+    vllm_config.cache_config.cache_dtype = "fp8_e5m2"
     found = read_page_format(
         vllm_config,
         device_type="cpu",

@@ -28,6 +28,9 @@ from vllm_ascend_kvext.transfer.schema import (
 _MAX_REMEMBERED = 1024
 """Sizes of sections whose planes are remembered: prompts may end anywhere."""
 
+_MAX_SECTION_BYTES = 1 << 62
+"""What 63 bits hold, planes aligned."""
+
 
 class ArrangedSection(NamedTuple):
     """A section of some size, placed at 0.
@@ -47,15 +50,25 @@ class HostArrangement:
 
     def __init__(self, layout: KVLayout) -> None:
         self._num_groups = len(layout.groups)
+        self._row_bytes = [group.row_bytes for group in layout.groups]
         self._planes = [_plane_table(group, layout.num_pages) for group in layout.groups]
         self._sections: dict[tuple[int, int], ArrangedSection] = {}
         self._of_chunks: dict[tuple[tuple[int, int], ...], Table] = {}
 
     def section(self, group: int, num_rows: int) -> ArrangedSection:
-        """A section of ``num_rows`` rows of the group at this index."""
+        """A section of ``num_rows`` rows of the group at this index.
+
+        Raises:
+            RowMapError: If it has more bytes than a table can say.
+        """
         key = group, num_rows
         found = self._sections.get(key)
         if found is None:
+            if num_rows * self._row_bytes[group] > _MAX_SECTION_BYTES:
+                raise RowMapError(
+                    f"section of group {group}: found {num_rows} rows of {self._row_bytes[group]} "
+                    f"bytes, expected at most {_MAX_SECTION_BYTES} bytes; drop the chunk"
+                )
             planes = self._planes[group].copy()
             num_bytes = planes[:, PlaneColumn.ROW_BYTES] * num_rows
             num_bytes += -num_bytes % HOST_ALIGNMENT_BYTES

@@ -10,6 +10,7 @@ layout alone decides is computed once.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from vllm_ascend_kvext.layout.errors import TokenRangeError
@@ -29,6 +30,9 @@ from vllm_ascend_kvext.transfer.schema import Table
 
 _MAX_REMEMBERED = 4096
 """Chunks whose sections are remembered: requests are cut at the same tokens."""
+
+_SECTION = itemgetter(0, 3, 4, 5)
+"""Of ``StoredRows``: what names a section."""
 
 
 class _KeptRows(NamedTuple):
@@ -135,7 +139,8 @@ class TransferPlanner:
             groups: Indices in the layout of the groups to load; all of them if omitted.
 
         Raises:
-            TokenRangeError: If a list is too short, or has an id that no page has.
+            TokenRangeError: If a list is too short, or has an id that no page has; or if the
+                layout has not all of the groups.
             RowMapError: If a map has a group that the layout has not.
         """
         self._check_lists(block_ids)
@@ -147,7 +152,8 @@ class TransferPlanner:
         offsets: list[int] = []
         host_bytes = 0
         section: tuple[int, ...] = ()
-        for rows in found:
+        # A section is named once, also where another chunk has rows between its rows.
+        for rows in sorted(found, key=_SECTION):
             group, first_row, end_row, section_first_row, section_rows, offset_bytes = rows
             if section != (group, section_first_row, section_rows, offset_bytes):
                 section = group, section_first_row, section_rows, offset_bytes
@@ -187,6 +193,12 @@ class TransferPlanner:
         return missing_rows(self._layout.groups, needed, present, tokens.end)
 
     def _needed(self, tokens: TokenRange, groups: Collection[int] | None) -> list[range]:
+        num_groups = len(self._layout.groups)
+        if groups is not None and not all(0 <= index < num_groups for index in groups):
+            raise TokenRangeError(
+                f"groups: expected indices in the layout, 0 to {num_groups - 1}, found "
+                f"{sorted(groups)}; these are not the KV cache groups of the config"
+            )
         return [
             needed_rows(group, tokens, self._states)
             if groups is None or index in groups

@@ -23,7 +23,7 @@ class WorkerConfig:
         context_parallel_size: Decode times prefill context parallelism. vLLM then spreads the
             tokens of a block over the ranks, which is not supported: see `require_supported`.
         all_pages_are_nz: Whether MLA kernels tile the pages of all layers (``enable_kv_nz``).
-        nz_layers: Layers whose pages kernels tile, if not all (``fa_quant``).
+        nz_layers: Layers whose pages kernels tile, if not all (``fa_quant``, C8).
     """
 
     context_parallel_size: int = 1
@@ -52,8 +52,8 @@ class WorkerConfig:
 def read_worker_config(vllm_config: Any, kv_caches: Mapping[str, Any]) -> WorkerConfig:
     """What a vLLM config says of a worker.
 
-    Layers under ``fa_quant`` count as tiled on every device, though newer ones do not tile them:
-    their pages are then moved whole, which is right for both.
+    Layers under ``fa_quant`` and C8 (8-bit integers) count as tiled on every device and in every
+    release, though not all of them tile: their pages are then moved whole, which is right for both.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -62,12 +62,15 @@ def read_worker_config(vllm_config: Any, kv_caches: Mapping[str, Any]) -> Worker
     parallel = vllm_config.parallel_config
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
     quantization: Any = getattr(vllm_config, "quant_config", None)
-    nz_layers: frozenset[str] = frozenset()
+    nz_layers: set[str] = set()
     if getattr(quantization, "enable_fa_quant", False):
-        nz_layers = frozenset(filter(quantization.is_fa_quant_layer, kv_caches))
+        nz_layers.update(filter(quantization.is_fa_quant_layer, kv_caches))
+    if getattr(quantization, "enable_c8_quant", False):
+        # ``_nz_5d_view`` in ``vllm_ascend/attention/attention_v1.py``.
+        nz_layers.update(filter(quantization.is_c8_quant_layer, kv_caches))
     return WorkerConfig(
         context_parallel_size=int(getattr(parallel, "decode_context_parallel_size", 1))
         * int(getattr(parallel, "prefill_context_parallel_size", 1)),
         all_pages_are_nz=bool(additional.get("enable_kv_nz", False)),
-        nz_layers=nz_layers,
+        nz_layers=frozenset(nz_layers),
     )

@@ -60,6 +60,7 @@ class Patch:
         retire_when: The condition under which the patch can be deleted.
         wrapper: For ``WRAP`` and ``REPLACE``.
         install: For ``HOOK``.
+        undo: Takes back what the wrapper has set on upstream's objects that are in use.
         relies_on: Further ``module:qualname`` of upstream functions whose behaviour the wrapper
             counts on. They are fingerprinted like the target itself.
         ascend: The same for functions of vLLM-Ascend, which are compared where it is installed.
@@ -75,6 +76,7 @@ class Patch:
     retire_when: str
     wrapper: Wrapper | None = None
     install: Install | None = None
+    undo: Callable[[], None] | None = None
     relies_on: tuple[str, ...] = ()
     ascend: tuple[str, ...] = ()
 

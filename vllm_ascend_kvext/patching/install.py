@@ -47,6 +47,8 @@ class _Wrapping:
     def revert(self) -> State:
         """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
         self.switch.clear()
+        if self.patch.undo is not None:
+            self.patch.undo()
         if self.target.current is not self.wrapper:
             return State.SHADOWED
         if self.target.was_local:
@@ -116,12 +118,17 @@ class PatchBook:
         """Take back a feature, last patch first.
 
         Returns:
-            INERT for each patch whose attribute is what it was; SHADOWED where someone else has
-            patched over ours, which then stays in place, switched off.
+            INERT for each patch whose attribute is what it was; SHADOWED where another wrapper lies
+            over ours, which then stays in place, switched off. It goes once a later revert has
+            taken that wrapper away, if it is one of ours.
         """
         with self._lock:
             ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
-            return {patch_id: self._revert(patch_id) for patch_id in reversed(ids)}
+            states = {patch_id: self._revert(patch_id) for patch_id in reversed(ids)}
+            for patch_id, entry in reversed(list(self._entries.items())):
+                if isinstance(entry, _Wrapping) and not entry.switch.is_set():
+                    self._revert(patch_id)
+            return states
 
     def state(self, finding: Finding) -> State:
         """Where a planned patch stands at this moment."""

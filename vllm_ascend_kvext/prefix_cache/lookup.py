@@ -7,11 +7,11 @@ them accept. Knows no pool and no request: a table, hashes, and what the groups 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.prefix_cache.search import (
     Get,
@@ -27,29 +27,21 @@ Hit = tuple[tuple[list[Any], ...], int]
 """Blocks per group id, and the tokens of the hit."""
 
 
-class Reads(enum.Enum):
-    """Which blocks a request that resumes after a hit reads in a group."""
-
-    ALL = "all"
-    WINDOW = "window"
-    LAST = "last"
-
-
 @dataclass(frozen=True, slots=True)
 class LookupGroups:
     """Groups with one spec, which are looked up as one.
 
     Attributes:
-        reads: What a hit needs of them.
+        kind: What a hit reads of them: `FULL`, `WINDOW` or `STATE`.
         block_tokens: Tokens per block.
         unit_blocks: A hit is a multiple of this many blocks.
-        window_blocks: Blocks that a window reaches back; for `Reads.WINDOW`.
+        window_blocks: Blocks that a window reaches back; for `GroupKind.WINDOW`.
         looks_ahead: Whether one block past the hit has to be cached too (EAGLE, MTP).
         group_ids: Ids of the groups.
         keys: Keys of each group, in the same order.
     """
 
-    reads: Reads
+    kind: GroupKind
     block_tokens: int
     unit_blocks: int
     window_blocks: int
@@ -70,7 +62,7 @@ class LookupGroups:
             drops_block: Whether the last block found is not part of the hit.
             null: Stands for blocks that the hit does not need.
         """
-        if self.reads is Reads.ALL:
+        if self.kind is GroupKind.FULL:
             found = leading_blocks(get, self.keys, hashes, self.blocks_within(hashes, max_tokens))
             count = len(found[0])
             if drops_block and count:
@@ -87,7 +79,7 @@ class LookupGroups:
     ) -> int:
         """The length of that hit in blocks, for groups that do not read all of it."""
         max_blocks = self.blocks_within(hashes, max_tokens)
-        if self.reads is Reads.LAST:
+        if self.kind is GroupKind.STATE:
             return state_end(get, self.keys, hashes, max_blocks, self.unit_blocks)
         ahead = int(drops_block)
         need = self._need_blocks(drops_block)
@@ -100,7 +92,7 @@ class LookupGroups:
         """The blocks of a hit of ``count`` blocks, nulls included, per group."""
         if not count:
             return [[] for _ in self.group_ids]
-        if self.reads is Reads.LAST:
+        if self.kind is GroupKind.STATE:
             first = count - 1
         else:
             first = max(0, count - self._need_blocks(drops_block) + int(drops_block))
@@ -132,9 +124,9 @@ class Lookup:
     def of(cls, groups: Sequence[LookupGroups], null: Any) -> Lookup:
         num_groups = sum(len(group.group_ids) for group in groups)
         cheapest_first: tuple[LookupGroups, ...] = ()
-        num_reading_all = sum(group.reads is Reads.ALL for group in groups)
+        num_full = sum(group.kind is GroupKind.FULL for group in groups)
         looks_ahead = any(group.looks_ahead for group in groups)
-        if num_reading_all == 1 and groups[0].reads is Reads.ALL and not looks_ahead:
+        if num_full == 1 and groups[0].kind is GroupKind.FULL and not looks_ahead:
             sparse = sorted(groups[1:], key=lambda group: group.keys[0].hashes_per_block)
             if sparse:
                 cheapest_first = (groups[0], *sparse)
@@ -182,15 +174,15 @@ class Lookup:
     def _in_upstream_order(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
         """Group by group, until none offers less; one block ahead is dropped once per length."""
         groups = self.groups
-        reads_all_first = groups[0].reads is Reads.ALL
-        one_round = len(groups) == 1 or (len(groups) == 2 and reads_all_first)
+        full_is_first = groups[0].kind is GroupKind.FULL
+        one_round = len(groups) == 1 or (len(groups) == 2 and full_is_first)
         result: list[list[Any] | None] = [None] * self.num_groups
         has_dropped: set[int] = set()
         hit_tokens = max_tokens
         while True:
             tokens = hit_tokens
             for index, group in enumerate(groups):
-                if group.reads is Reads.ALL and result[group.group_ids[0]] is not None:
+                if group.kind is GroupKind.FULL and result[group.group_ids[0]] is not None:
                     tokens = tokens // group.block_tokens * group.block_tokens
                     continue
                 drops_block = group.looks_ahead and index not in has_dropped
@@ -209,7 +201,7 @@ class Lookup:
             hit_tokens = tokens
             if one_round:
                 break
-        if reads_all_first:
+        if full_is_first:
             for group_id in groups[0].group_ids:
                 blocks_found = result[group_id]
                 if blocks_found is not None:

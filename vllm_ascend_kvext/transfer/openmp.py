@@ -24,32 +24,31 @@ class ModelCpus:
     Attributes:
         cpus: Empty where nothing binds it.
         has_all_workers: Whether the CPUs of every worker on this machine are among them.
-        is_main_thread_bound: Whether OpenMP has narrowed, or will narrow, what the main thread has.
     """
 
     cpus: frozenset[int]
     has_all_workers: bool
-    is_main_thread_bound: bool
 
 
-def model_cpus(environ: Mapping[str, str], main_thread_cpus: Iterable[int]) -> ModelCpus:
+def model_cpus(environ: Mapping[str, str], process_cpus: Iterable[int]) -> ModelCpus:
     """Read the variables of this process.
 
     What is bound in words that are not read here, such as ``OMP_PLACES=cores``, is taken to have
-    what the main thread has.
+    every CPU of the process: the main thread has one of them, the model's other threads the rest.
     """
     chosen = environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto").strip()
     of_all_workers: frozenset[int] = frozenset()
     if chosen not in ("", "auto", "nobind"):
         of_all_workers = frozenset().union(*(_numbers(part) or () for part in chosen.split("|")))
-    is_bound = _is_bound(environ)
+    is_bound = is_main_thread_bound(environ)
     of_worker = _cpus_of_worker(environ) if is_bound else frozenset()
     if is_bound and not of_worker and not of_all_workers:
-        of_worker = frozenset(main_thread_cpus)
-    return ModelCpus(of_all_workers | of_worker, bool(of_all_workers), is_bound)
+        of_worker = frozenset(process_cpus)
+    return ModelCpus(of_all_workers | of_worker, bool(of_all_workers))
 
 
-def _is_bound(environ: Mapping[str, str]) -> bool:
+def is_main_thread_bound(environ: Mapping[str, str]) -> bool:
+    """Whether OpenMP has narrowed, or will narrow, what the main thread has."""
     if environ.get("GOMP_CPU_AFFINITY") or environ.get("KMP_AFFINITY"):
         return True
     binding = environ.get("OMP_PROC_BIND", "").strip().lower()

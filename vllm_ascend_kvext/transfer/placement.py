@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CPUs copies in host memory run on, and how many threads.
 
-A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread among
-them. A thread that is started there inherits that one CPU, so a copy would take the model's time.
-Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
+A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, its main thread
+among them. A thread that is started there inherits that one CPU, so a copy would take the model's
+time. Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
 
     CPUs of the process                 0 1 2 3 4 5 6 7
     that OpenMP binds the model to      0 1 2 3 4 5
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
 from vllm_ascend_kvext.transfer.errors import PlacementError
 from vllm_ascend_kvext.transfer.native import native
-from vllm_ascend_kvext.transfer.openmp import ModelCpus, model_cpus
+from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
@@ -76,9 +76,8 @@ def default_placement() -> CopyPlacement:
 
     Where the model has every CPU, one thread of low priority runs beside it.
     """
-    main_thread_cpus = os.sched_getaffinity(os.getpid())
-    model = model_cpus(os.environ, main_thread_cpus)
-    process_cpus = _given_cpus(_process_cpus(main_thread_cpus, model))
+    process_cpus = _given_cpus(_process_cpus())
+    model = model_cpus(os.environ, process_cpus)
     free_cpus = choose_cpus(process_cpus, model, CpuTopology.of_this_machine())
     if free_cpus:
         placement = CopyPlacement.on(free_cpus)
@@ -111,10 +110,10 @@ def choose_cpus(
     return (free - topology.same_core(model.cpus)) or free
 
 
-def _process_cpus(main_thread_cpus: Iterable[int], model: ModelCpus) -> frozenset[int]:
+def _process_cpus() -> frozenset[int]:
     """What the process had before OpenMP bound its main thread: what its parent has."""
-    cpus = frozenset(main_thread_cpus)
-    if model.is_main_thread_bound:
+    cpus = frozenset(os.sched_getaffinity(os.getpid()))
+    if is_main_thread_bound(os.environ):
         try:
             cpus |= os.sched_getaffinity(os.getppid())
         except OSError:

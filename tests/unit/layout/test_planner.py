@@ -144,6 +144,20 @@ def test_a_chunk_that_grows_is_loaded_from_its_parts() -> None:
     assert plan.host_bytes == place_bytes + planner.chunk_bytes(TokenRange(640, 1024))
 
 
+def test_a_hole_that_another_chunk_fills_is_loaded() -> None:
+    """Host bytes are named once: the op refuses a section that is named on both sides of a hole."""
+    layout = make_layout([make_group(0, GroupKind.FULL, 4, 1, (16, 3))], NUM_PAGES)
+    planner = TransferPlanner(layout)
+    tokens = TokenRange(0, 12)
+    (around,) = planner.plan_store([PlacedChunk(tokens)], [[1, 0, 3]]).row_maps
+    (between,) = planner.plan_store([PlacedChunk(TokenRange(4, 8))], [[1, 2, 3]]).row_maps
+    stored = [StoredChunk(around), StoredChunk(between, 1024)]
+    plan = planner.plan_load(stored, tokens, [[11, 12, 13]])
+    assert plan.is_complete
+    assert plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist() == [0, 192, 1024, 1088]
+    assert plan.runs.tolist() == [[0, 11, 0, 4, 0], [0, 13, 0, 4, 8], [1, 12, 0, 4, 0]]
+
+
 def test_a_load_of_many_chunks_moves_one_tail() -> None:
     """The tails of the chunks in between are of no use to it."""
     ids = full_ids(DEEPSEEK, 4096)
@@ -379,6 +393,24 @@ def test_maps_of_another_layout_are_refused(
     """Group 0 has rows of 24 and 2 bytes: 8 of them take 192 and 64."""
     with pytest.raises(RowMapError, match=message):
         HostArrangement(DEEPSEEK).check(RowMap.of(rows), num_bytes)
+
+
+@pytest.mark.parametrize("section_rows", [1 << 60, (1 << 62) // 3, 1 << 62, (1 << 63) - 1])
+def test_a_section_of_more_bytes_than_63_bits_hold_is_refused(section_rows: int) -> None:
+    """Offsets that wrap around would pass for small ones."""
+    rows = StoredRows(0, 0, 8, 0, section_rows, 0)
+    with pytest.raises(RowMapError, match=f"found {section_rows} rows .*drop the chunk"):
+        HostArrangement(DEEPSEEK).check(RowMap.parse(RowMap.of([rows]).packed), 1 << 40)
+
+
+@pytest.mark.parametrize("groups", [[1], [-1], [0, 7]])
+def test_groups_to_load_are_those_of_the_layout(groups: list[int]) -> None:
+    """Nothing is needed of a group that does not exist: such a plan would say complete."""
+    planner = TransferPlanner(PACKED)
+    with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
+        planner.plan_load([], TokenRange(0, 16), [[1]], groups)
+    with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
+        planner.find_missing([], TokenRange(0, 16), groups)
 
 
 def test_a_load_refuses_groups_that_the_layout_has_not() -> None:

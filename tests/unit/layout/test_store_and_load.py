@@ -25,6 +25,7 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, PlacedChunk
+from vllm_ascend_kvext.transfer.schema import PlaneColumn
 
 NUM_PAGES = 400
 BlockIds = list[list[int]]
@@ -220,6 +221,9 @@ def assert_loaded(
         for index, row in there
         if ids[layout.groups[index].scheduler_group][row // layout.groups[index].rows_per_page]
     }
+    # The op refuses host bytes that two planes have.
+    offsets = plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist()
+    assert len(set(offsets)) == len(offsets)
     found, expected = PageMemory(layout), PageMemory(layout)
     move(found, host.bytes, plan.planes, plan.runs, to_host=False)
     for index, row in loaded:

@@ -49,10 +49,22 @@ class QuantConfig:
 
 
 @dataclass(frozen=True)
+class C8QuantConfig:
+    """Of vLLM-Ascend 0.23.0; older ones have no such attributes."""
+
+    enable_c8_quant: bool
+    layers: tuple[str, ...]
+    enable_fa_quant: bool = False
+
+    def is_c8_quant_layer(self, prefix: str) -> bool:
+        return prefix in self.layers
+
+
+@dataclass(frozen=True)
 class VllmConfig:
     parallel_config: ParallelConfig = ParallelConfig()
     additional_config: dict[str, object] = field(default_factory=dict)
-    quant_config: QuantConfig | None = None
+    quant_config: QuantConfig | C8QuantConfig | None = None
 
 
 @pytest.mark.parametrize(
@@ -91,8 +103,22 @@ def test_layers_under_fa_quant_are_taken_whole_and_others_by_row() -> None:
     assert (by_row.rows_per_page, whole.rows_per_page) == (TOKENS, 1)
 
 
-def test_a_quantization_without_fa_quant_addresses_rows() -> None:
-    quantized = VllmConfig(quant_config=QuantConfig(False, ("0.attn", "1.attn")))
+def test_layers_under_c8_are_taken_whole_and_others_by_row() -> None:
+    """Their kernels write tiles of 32 elements, whatever the shape says."""
+    quantized = VllmConfig(quant_config=C8QuantConfig(True, ("1.attn",)))
+    by_row, whole = build_layout(
+        LATENT_CONFIG, LAYERS, read_worker_config(quantized, LAYERS)
+    ).groups
+    assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
+    assert [plane.layer_name for plane in whole.planes] == ["1.attn"]
+    assert (by_row.rows_per_page, whole.rows_per_page) == (TOKENS, 1)
+
+
+@pytest.mark.parametrize("make", [QuantConfig, C8QuantConfig])
+def test_a_quantization_that_does_not_tile_addresses_rows(
+    make: type[QuantConfig] | type[C8QuantConfig],
+) -> None:
+    quantized = VllmConfig(quant_config=make(False, ("0.attn", "1.attn")))
     assert read_worker_config(quantized, LAYERS) == WorkerConfig()
 
 

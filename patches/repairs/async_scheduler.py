@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/async_scheduler.py``: windows wait for drafts.
+
+An asynchronous scheduler plans a step before it knows how many draft tokens of the previous one
+were accepted, and counts them as computed. If they are rejected, the request still needs what the
+window holds before them.
+
+Only a scheduler that has drafts in flight is changed, on its own coordinator: a function that every
+scheduler calls in every step of every request would cost all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+_waiting: WeakSet[KVCacheCoordinator] = WeakSet()
+_REPLACED = "remove_skipped_blocks"
+
+
+def have_windows_wait(
+    wrapped: Callable[..., None], scheduler: AsyncScheduler, *args: Any, **kwargs: Any
+) -> None:
+    """Have the windows of a scheduler wait for its drafts, if it has both."""
+    wrapped(*args, **kwargs)
+    coordinator, requests = scheduler.kv_cache_manager.coordinator, scheduler.requests
+    if not scheduler.num_spec_tokens or not any(map(_has_window, coordinator.single_type_managers)):
+        return
+
+    def remove_skipped_blocks(request_id: str, total_computed_tokens: int) -> None:
+        wait_for_drafts(coordinator, requests, request_id, total_computed_tokens)
+
+    setattr(coordinator, _REPLACED, remove_skipped_blocks)
+    _waiting.add(coordinator)
+
+
+def stop_waiting() -> None:
+    """Leave all coordinators as upstream made them."""
+    for coordinator in _waiting:
+        vars(coordinator).pop(_REPLACED, None)
+    _waiting.clear()
+
+
+def wait_for_drafts(
+    coordinator: KVCacheCoordinator,
+    requests: Mapping[str, Request],
+    request_id: str,
+    total_computed_tokens: int,
+) -> None:
+    """Free what has left the windows, should all drafts in flight be rejected.
+
+    Args:
+        requests: Those that the scheduler knows, by id.
+    """
+    request = requests.get(request_id)
+    num_drafts = 0
+    # A step in flight that has no drafts leaves one placeholder. Retention makes an allowance of
+    # its own, which covers the tails that it saves.
+    if (
+        request is not None
+        and request.num_output_placeholders > 1
+        and tail_keeper(coordinator) is None
+    ):
+        num_drafts = drafts_in_flight(request)
+    if not num_drafts:
+        return type(coordinator).remove_skipped_blocks(
+            coordinator, request_id, total_computed_tokens
+        )
+    for manager in coordinator.single_type_managers:
+        # A Mamba manager makes allowance for drafts itself.
+        allowance_tokens = num_drafts if _has_window(manager) else 0
+        manager.remove_skipped_blocks(request_id, total_computed_tokens - allowance_tokens)
+    return None
+
+
+def drafts_in_flight(request: Request) -> int:
+    """How many tokens that are counted as computed may be rejected drafts; never too few."""
+    if hasattr(request, "num_in_flight_tokens"):
+        return 0  # vLLM-Ascend >= 0.23.0 counts these itself, and has its managers wait for them
+    # A step in flight stands for one token, and one more for each of its drafts. The next step
+    # has as many drafts as any in flight; none if the request was preempted, and counts anew.
+    num_placeholders = request.num_output_placeholders
+    num_steps = -(-num_placeholders // (1 + len(request.spec_token_ids)))
+    return num_placeholders - num_steps
+
+
+def _has_window(manager: SingleTypeKVCacheManager) -> bool:
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+
+    return isinstance(manager.kv_cache_spec, (ChunkedLocalAttentionSpec, SlidingWindowSpec))
+
+
+_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+
+PATCHES = (
+    Patch(
+        id="KVX-303",
+        target=f"{_SCHEDULER}.__init__",
+        kind=Kind.WRAP,
+        feature="drafts-in-flight",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=have_windows_wait,
+        undo=stop_waiting,
+        why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "
+        "as if all drafts in flight had been accepted; after a rejection the request reads what "
+        "others have written there (vLLM issue 47728).",
+        retire_when="upstream waits for drafts in flight",
+        relies_on=(
+            f"{_SCHEDULER}._update_after_schedule",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.remove_skipped_blocks",
+            f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
+        ),
+        ascend=(
+            "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_allocate_slots",
+            "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
+        ),
+    ),
+)
