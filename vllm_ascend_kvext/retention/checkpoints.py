@@ -110,20 +110,22 @@ class BlockNeeds:
 
     def __init__(self, num_blocks: int) -> None:
         self._counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
-        self.count: Any = memoryview(self._counts)
+        self.count: Any = memoryview(self._counts)  # type: ignore[arg-type]
         """Indexed by block id; reads a single count several times faster than the array."""
 
     def add(self, ids: BlockIds) -> BlockIds:
         """Returns those blocks that nothing needed before."""
         counts = self._counts[ids]
         self._counts[ids] = counts + 1
-        return ids[counts == 0]
+        new: BlockIds = ids[counts == 0]
+        return new
 
     def remove(self, ids: BlockIds) -> BlockIds:
         """Returns those blocks that nothing needs any more."""
         counts = self._counts[ids] - 1
         self._counts[ids] = counts
-        return ids[counts == 0]
+        useless: BlockIds = ids[counts == 0]
+        return useless
 
     def forget(self, block_id: int) -> None:
         """Nothing needs a block any more."""
@@ -131,7 +133,8 @@ class BlockNeeds:
 
     def only_here(self, ids: BlockIds) -> BlockIds:
         """Those blocks that nothing else needs."""
-        return ids[self._counts[ids] == 1]
+        own: BlockIds = ids[self._counts[ids] == 1]
+        return own
 
     def share(self, ids: BlockIds) -> float:
         """Blocks of a tail, each divided among those that need it.
