@@ -117,15 +117,15 @@ class BlockNeeds:
         """Returns those blocks that nothing needed before."""
         counts = self._counts[ids]
         self._counts[ids] = counts + 1
-        found: BlockIds = ids[counts == 0]
-        return found
+        new: BlockIds = ids[counts == 0]
+        return new
 
     def remove(self, ids: BlockIds) -> BlockIds:
         """Returns those blocks that nothing needs any more."""
         counts = self._counts[ids] - 1
         self._counts[ids] = counts
-        found: BlockIds = ids[counts == 0]
-        return found
+        useless: BlockIds = ids[counts == 0]
+        return useless
 
     def forget(self, block_id: int) -> None:
         """Nothing needs a block any more."""
@@ -133,8 +133,8 @@ class BlockNeeds:
 
     def only_here(self, ids: BlockIds) -> BlockIds:
         """Those blocks that nothing else needs."""
-        found: BlockIds = ids[self._counts[ids] == 1]
-        return found
+        own: BlockIds = ids[self._counts[ids] == 1]
+        return own
 
     def share(self, ids: BlockIds) -> float:
         """Blocks of a tail, each divided among those that need it.

@@ -20,8 +20,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from vllm_ascend_kvext.retention.protocols import Block
-
 
 class FreeQueue(Protocol):
     """``vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue``."""
@@ -82,7 +80,7 @@ class FreeOrder:
             blocks.append(block)
         return blocks
 
-    def note_appended(self, blocks: Sequence[Block]) -> None:
+    def note_appended(self, blocks: Sequence[Any]) -> None:
         """The last blocks of the queue, in this order, have just been freed; nothing needs them."""
         block = self._queue.fake_free_list_tail
         for freed in reversed(blocks):
@@ -94,7 +92,7 @@ class FreeOrder:
             _unlink(blocks[0], blocks[-1])
             self._insert(blocks)
 
-    def note_prepended(self, blocks: Sequence[Block]) -> None:
+    def note_prepended(self, blocks: Sequence[Any]) -> None:
         """The first blocks of the queue, in this order, are not cached and have just been freed."""
         entries, times = self._uncached, self._num_times_first
         while entries and not self._is_uncached(*entries[0]):
@@ -103,7 +101,7 @@ class FreeOrder:
             times[block.block_id] += 1
             entries.appendleft((block, times[block.block_id]))
 
-    def move_to_surplus(self, blocks: Iterable[Block]) -> None:
+    def move_to_surplus(self, blocks: Iterable[Any]) -> None:
         """Nothing needs these any more; those that are not free are left alone."""
         # Hundreds of blocks per evicted checkpoint come through this loop: it calls nothing.
         chain: list[Any] = []
@@ -123,7 +121,7 @@ class FreeOrder:
         if chain:
             self._insert(chain)
 
-    def move_to_back(self, blocks: Iterable[Block]) -> None:
+    def move_to_back(self, blocks: Iterable[Any]) -> None:
         """A checkpoint has come to need these; those that are not free are left alone."""
         tail = self._queue.fake_free_list_tail
         for block in blocks:
