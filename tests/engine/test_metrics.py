@@ -226,12 +226,12 @@ def test_a_logger_for_one_engine_names_it(vllm_config, vllm_log):
 
 
 def test_metric_names_are_the_documented_ones():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for metric in METRICS:
         suffix = "" if metric.is_gauge else "_total"
-        assert f"`{PREFIX}{metric.name}{suffix}" in readme
+        assert f"`{PREFIX}{metric.name}{suffix}" in page
     for cause in LossCause:
-        assert f"`{cause.value}`" in readme
+        assert f"`{cause.value}`" in page
 
 
 SEND = """
