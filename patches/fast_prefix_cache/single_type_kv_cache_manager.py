@@ -132,17 +132,22 @@ def free_live_blocks(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """Free a request's blocks, the last first, without a look at the nulls before its window."""
+    _drop_and_count_nulls(manager, request_id)
+    return wrapped(request_id)
+
+
+def _drop_and_count_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> None:
+    """Take nulls out of a table, and count them down as upstream does when it frees them."""
     num_nulls = drop_nulls(manager, request_id)
     if num_nulls:
-        manager._null_block.ref_cnt -= num_nulls  # as upstream counts them
-    return wrapped(request_id)
+        manager._null_block.ref_cnt -= num_nulls
 
 
 def free_window(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """The same for windows of vLLM 0.23.0, which have what was never cached reused first."""
-    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
+    _drop_and_count_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         cached, uncached = split_by_use(blocks[::-1])
