@@ -132,7 +132,9 @@ def free_live_blocks(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """Free a request's blocks, the last first, without a look at the nulls before its window."""
-    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)  # as upstream counts them
+    num_nulls = drop_nulls(manager, request_id)
+    if num_nulls:
+        manager._null_block.ref_cnt -= num_nulls  # as upstream counts them
     return wrapped(request_id)
 
 
