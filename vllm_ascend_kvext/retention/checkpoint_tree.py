@@ -175,8 +175,8 @@ class CheckpointTree:
     def leave(self, node: Checkpoint) -> None:
         """It has passed another checkpoint, or gives its blocks back."""
         node.num_requests -= 1
-        if node.has_tail and not (node.num_requests or node.children):
-            self._order.lower(node)  # its eviction yields its runs, too
+        if node.has_tail and not node.num_requests:
+            self._order.lower(node)  # its eviction yields its runs, too, if nothing is behind it
 
     def need(self, block: Block) -> None:
         """A running request needs a block that it is about to free."""
@@ -261,6 +261,7 @@ class CheckpointTree:
             parent = nearest_with_tail(parent)
         runs = prefix.runs(parent.boundary_tokens, boundary_tokens)
         if runs is None:
+            self._remove_unneeded(parent)  # it may have been put there just now
             return None
         node = Checkpoint(key, boundary_tokens, parent, reason, runs)
         for run in runs:

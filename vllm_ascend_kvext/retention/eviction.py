@@ -7,8 +7,8 @@ gives way. Because all decay alike, the order of two checkpoints changes only wh
 of them is used, and a heap holds it. (Worth per size with aging is the idea of GreedyDual-Size, Cao
 and Irani 1997; there the clock jumps with what is evicted, so that the dear ages the cheap.)
 
-The heap is lazy: using a checkpoint does not touch it. Its entry then is lower than what it is
-worth, which shows when it comes up, and it is put back with its real worth::
+The heap is lazy: an entry is made anew only where a checkpoint becomes worth less. Where it becomes
+worth more, that shows when it comes up, and it is put back with its real worth::
 
       heap     3.1 A   3.4 B   4.0 C ...     A was used: its priority is 5.2
       pop      A comes up, goes back as 5.2; B comes up, is worth 3.4 still: B gives way
@@ -74,8 +74,12 @@ class EvictionOrder:
         self._push(node, self._priority(node))
 
     def renew(self, node: Checkpoint) -> None:
-        """A checkpoint has been of use. Takes constant time."""
+        """A checkpoint has been of use, and may have another reason to be kept since.
+
+        Takes time in proportion to its tail.
+        """
         node.clock = self.clock
+        self.lower(node)
 
     def lower(self, node: Checkpoint) -> None:
         """A checkpoint may be worth less than before. Takes time in proportion to its tail."""
@@ -98,6 +102,7 @@ class EvictionOrder:
                 continue
             if self._is_in_use(node):
                 self._in_use.append((entry, node))
+                node.priority = math.inf  # whatever it is worth later is less
                 continue
             current = self._priority(node)
             if heap and current > heap[0][0] and num_put_back < MOST_PUT_BACK:
