@@ -55,17 +55,11 @@ def test_hits_at_least_what_dense_caching_hits(setting: Served, dense: Served, l
         assert found >= expected >= SYSTEM_PROMPT_TOKENS
 
 
-def test_third_request_hits_what_two_have_shared(adaptive: Served, dense: Served) -> None:
-    label = "document, question {}".format
-    assert [dense.hit_tokens(label(number)) for number in (1, 2, 3)] == [
-        [0],
-        [DOCUMENT_BOUNDARY_TOKENS],
-        [DOCUMENT_BOUNDARY_TOKENS],
-    ]
-    first, second, third = (adaptive.hit_tokens(label(number)) for number in (1, 2, 3))
-    assert first == [0]
-    assert second < [DOCUMENT_BOUNDARY_TOKENS]
-    assert third == [DOCUMENT_BOUNDARY_TOKENS]
+def test_every_branch_hits_what_dense_caching_hits(adaptive: Served, dense: Served) -> None:
+    labels = [f"document, question {number}" for number in (1, 2, 3)]
+    expected = [[0], [DOCUMENT_BOUNDARY_TOKENS], [DOCUMENT_BOUNDARY_TOKENS]]
+    assert [dense.hit_tokens(label) for label in labels] == expected
+    assert [adaptive.hit_tokens(label) for label in labels] == expected
 
 
 def test_second_request_hits_what_the_first_has_named(adaptive: Served) -> None:
@@ -77,9 +71,12 @@ def test_second_request_hits_what_the_first_has_named(adaptive: Served) -> None:
     ]
 
 
-def test_keeps_fewer_window_blocks_than_dense_caching(adaptive: Served, dense: Served) -> None:
+def test_keeps_what_dense_caching_keeps_while_there_is_room(
+    adaptive: Served, dense: Served
+) -> None:
     kept = adaptive.kept_blocks("empty cache", "window")
-    assert 0 < max(kept) < min(dense.kept_blocks("empty cache", "window"))
+    assert 0 < min(kept)
+    assert kept == dense.kept_blocks("empty cache", "window")
 
 
 def test_reset_prefix_cache_forgets_everything(setting: Served) -> None:
@@ -89,7 +86,7 @@ def test_reset_prefix_cache_forgets_everything(setting: Served) -> None:
 
 def test_metrics_count(adaptive: Served) -> None:
     metrics = adaptive.report["retention"]
-    for name in ("checkpoints_kept", "junctions_pinned", "junctions_hit", "hints_pinned"):
+    for name in ("checkpoints_kept", "junctions_pinned", "hints_pinned"):
         assert metrics[name] > 0, metrics
     assert metrics["lost_tokens"] > 0, metrics
     assert adaptive.report["prefix_cache_hits"] > 0
