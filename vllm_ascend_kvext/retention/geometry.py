@@ -17,6 +17,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from vllm_ascend_kvext.groups.model import is_clipped, window_pages
+
 
 class GroupKind(enum.Enum):
     """How a group's hit is decided."""
@@ -63,7 +65,7 @@ class GroupGeometry:
     @property
     def window_blocks(self) -> int:
         """Blocks that the window before a boundary spans, without the look-ahead block."""
-        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+        return max(1, window_pages(self.window_tokens, self.block_tokens))
 
     @property
     def drops_last_block(self) -> bool:
@@ -104,10 +106,8 @@ class GroupGeometry:
 
     def is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
         """Whether the window plus look-ahead would start before the first token."""
-        return (
-            self.kind is GroupKind.WINDOW
-            and self.block_tokens != unit_tokens
-            and boundary_tokens // self.block_tokens < self.window_blocks
+        return self.kind is GroupKind.WINDOW and is_clipped(
+            boundary_tokens, self.window_tokens, self.block_tokens, unit_tokens
         )
 
 

@@ -12,9 +12,9 @@ free queue::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.prefix_cache.runs import joined
 from vllm_ascend_kvext.retention.geometry import GroupKind
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Pool, Request
@@ -177,7 +177,7 @@ class IntervalRetention:
         for group, tails in zip(self.sparse_groups, progress.tails, strict=True):
             index = group.geometry_index
             if lasting:
-                lasting_runs = merge_runs(run[index] for run in lasting)
+                lasting_runs = joined([run[index] for run in lasting])
                 tails.keep(lasting_runs, progress.cached_tokens)
             tails.keep_for_now(for_now[0][index], progress.cached_tokens)
             if lasting:
@@ -224,14 +224,3 @@ class IntervalRetention:
             cached = [b for b in uncomputed if not b.is_null and b._block_hash is not None]
             if cached:
                 self.pool.discard(cached)
-
-
-def merge_runs(runs: Iterable[range]) -> list[range]:
-    """Join runs that overlap or touch; they must be ordered by their start."""
-    merged: list[range] = []
-    for run in runs:
-        if merged and run.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, run.stop))
-        elif run:
-            merged.append(run)
-    return merged
