@@ -15,6 +15,7 @@
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/placement.h"
+#include "retention/bindings.h"
 
 namespace nb = nanobind;
 
@@ -231,4 +232,5 @@ NB_MODULE(_native, module) {
              "streaming"_a = -1, "cpus"_a = nb::tuple(), "niceness"_a = 0);
   module.def("require_cpus", &require_cpus, "cpus"_a, "niceness"_a = 0);
   module.def("describe", &describe);
+  kvext::retention::bind(module);
 }

@@ -11,7 +11,7 @@ it runs: that takes less time than waking a thread. ``niceness`` is as of ``nice
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from vllm_ascend_kvext.transfer.schema import Table
 
@@ -77,3 +77,140 @@ def require_cpus(cpus: Sequence[int], niceness: int = 0) -> None:
 
 def describe() -> Description:
     """The version, the instruction sets this CPU has kernels for, and the kernel used."""
+
+class RetainedCache:
+    """The books of adaptive retention for one block pool: ``csrc/retention/retained_cache.h``.
+
+    What nothing needs is reallocated first; where that runs short, the least worthy checkpoint
+    gives its blocks up. See ``csrc/retention/checkpoint_tree.h`` and ``eviction_order.h``.
+    """
+
+    def __init__(
+        self,
+        blocks: list[Any],
+        head: Any,
+        tail: Any,
+        geometry: Any,
+        sparse_groups: list[Any],
+        full_groups: list[Any],
+        skips_by_tokens: bool,
+        has_events: bool,
+    ) -> None:
+        """Take over the order of a pool's free blocks, of which none is cached.
+
+        Args:
+            blocks: Every block, each at the place of its id.
+            head: The end of the free queue before the first block.
+            tail: The end of the free queue behind the last block.
+            geometry: A `GeometryTables`.
+            sparse_groups: One `GroupTables` per group.
+            full_groups: One `GroupTables` per group.
+
+        Raises:
+            TypeError: These are not upstream's blocks as they are known.
+        """
+
+    def make_room(self, num_blocks: int) -> None:
+        """Evict checkpoints until nothing needs the next blocks to be reallocated."""
+
+    def clear(self) -> None:
+        """Forget all checkpoints; the pool has uncached all blocks."""
+
+    def split_freed(self, blocks: list[Any]) -> tuple[list[Any], list[Any], int]:
+        """Split what is about to be freed; nulls are left out.
+
+        Returns:
+            Blocks that are not cached; those that are, needed ones first; how many at the end of
+            these nothing needs.
+        """
+
+    def note_surplus(self, freed: list[Any], num_surplus: int) -> None:
+        """Blocks were appended to the free queue, and nothing needs the last ``num_surplus``."""
+
+    def note_uncached(self, freed: list[Any]) -> None:
+        """Blocks that are not cached were put at the front of the free queue, in this order."""
+
+    def is_worth_trying(self, origin: int, step: int) -> bool:
+        """Whether to leave one more checkpoint that nobody asked for."""
+
+    def num_needs(self, block_id: int) -> int:
+        """How many runs and tails of checkpoints, and running requests, need a block."""
+
+    def surplus(self) -> list[int]:
+        """Ids of the free blocks that nothing needs, in the order of their reallocation."""
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Checkpoints there are, were kept, were evicted; hits at junctions."""
+
+    @property
+    def clock_pools(self) -> float:
+        """Pools that have been cached for checkpoints so far."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All checkpoints, for tests and reports."""
+
+class RetainedRequest:
+    """What one request has cached: ``csrc/retention/retained_request.h``."""
+
+    cached_tokens: int
+
+    def __init__(self, cache: RetainedCache, request: Any) -> None: ...
+    @property
+    def holds_blocks(self) -> bool: ...
+    @property
+    def boundary_tokens(self) -> int: ...
+    @property
+    def next_event_tokens(self) -> int: ...
+    def admit(self, key_table: Any) -> int:
+        """The request has got blocks; returns the tokens that it need not compute."""
+
+    def find_shared(
+        self, key_table: Any, hit_tokens: int, num_prompt_tokens: int
+    ) -> list[int]:
+        """Per full-attention group, up to which token the prompt is cached."""
+
+    def find_evicted(self, after_tokens: int, upto_tokens: int) -> int:
+        """The longest boundary of the prompt whose checkpoint was evicted; 0 if there is none."""
+
+    def want(self, boundary_tokens: int) -> None:
+        """It would have resumed at a boundary that is gone."""
+
+    def set_plan(self, plan: list[tuple[int, int, int]], replay_tokens: int) -> None:
+        """Boundaries to keep: tokens, origin and step of each, sorted by tokens."""
+
+    def planned(self) -> list[tuple[int, int]]:
+        """The boundaries of the plan: tokens and origin of each."""
+
+    def cache(self, retention: Any, num_computed_tokens: int) -> None:
+        """See `Retention.cache`."""
+
+    def before_skip(self, retention: Any, total_computed_tokens: int) -> int | None:
+        """See `Retention.before_skip`."""
+
+    def release(self, retention: Any, computed_tokens: int, own_tokens: int) -> None:
+        """Settle what it leaves behind.
+
+        Args:
+            computed_tokens: What it really computed.
+            own_tokens: As far as who comes back reads.
+        """
+
+    def held_blocks(self) -> list[int]:
+        """Ids of blocks that have left a window and that a coming checkpoint needs."""
+
+ReasonTuple = tuple[int, int, int]
+"""Origin, step, and how often it has been resumed from."""
+
+class UseRates:
+    """How useful checkpoints turn out: ``csrc/retention/use_rates.h``. Ages are in pools."""
+
+    oldest_age_pools: float
+
+    def is_worth_trying(self, reason: ReasonTuple) -> bool: ...
+    def expected_uses(self, reason: ReasonTuple) -> float: ...
+    def uses_per_pool(self, reason: ReasonTuple, age_pools: float) -> float: ...
+    def count_use(self, reason: ReasonTuple, age_pools: float) -> None: ...
+    def count_eviction(self, reason: ReasonTuple) -> None: ...
+    def take_eviction_back(self, reason: ReasonTuple) -> None: ...
+    def count_missed_use(self, reason: ReasonTuple, age_pools: float) -> None: ...
+    def count_unused(self, reason: ReasonTuple, age_pools: float) -> None: ...

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import cached_block, group_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import cached_block
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
     cache_run,
@@ -17,18 +16,17 @@ from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.retention.checkpoint_tree import CheckpointTree
+    from vllm_ascend_kvext._native import RetainedCache
     from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
 RETAINING = "_kvext_retaining"
 """Attribute set on the block pool of a coordinator whose blocks are retained sparsely."""
 
-_CHECKPOINTS = "_kvext_checkpoints"
-_MOST_COPIES = 16
+_BOOKS = "_kvext_retention_books"
 
 
 def is_retaining(block_pool: BlockPool) -> bool:
@@ -42,27 +40,28 @@ class RetainedPool:
         self._block_pool = block_pool
 
     @property
-    def blocks(self) -> Sequence[KVCacheBlock]:
+    def blocks(self) -> list[KVCacheBlock]:
         return self._block_pool.blocks
-
-    def evict_by(self, checkpoints: CheckpointTree) -> None:
-        """Let the checkpoints decide what is reallocated next."""
-        setattr(self._block_pool, _CHECKPOINTS, checkpoints)
-
-    def prefix_key(self, request: Request, num_tokens: int) -> bytes:
-        return request.block_hashes[num_tokens // self._block_pool.hash_block_size - 1]
 
     @property
     def free_queue(self) -> FreeKVCacheBlockQueue:
         return self._block_pool.free_block_queue
 
-    def copies(self, request: Request, group: ManagedGroup, block_index: int) -> list[KVCacheBlock]:
-        keys = group_keys(self._block_pool, group.manager.kv_cache_group_id, group.block_tokens)
-        table = self._block_pool.cached_block_hash_to_block._cache
-        cached = table.get(keys.at(request.block_hashes, block_index))
-        if cached is None:
-            return []
-        return list(islice(cached.values(), _MOST_COPIES)) if isinstance(cached, dict) else [cached]
+    @property
+    def key_table(self) -> BlockHashToBlockMap:
+        return self._block_pool.cached_block_hash_to_block
+
+    @property
+    def hash_block_tokens(self) -> int:
+        return self._block_pool.hash_block_size
+
+    @property
+    def has_events(self) -> bool:
+        return self._block_pool.enable_kv_cache_events
+
+    def evict_by(self, books: RetainedCache) -> None:
+        """Let the checkpoints decide what is reallocated next."""
+        setattr(self._block_pool, _BOOKS, books)
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
@@ -105,13 +104,13 @@ class RetainedPool:
         self._block_pool.evict_blocks({block.block_id for block in blocks})
         free = [block for block in blocks if block.ref_cnt == 0]
         _move_to_front(self._block_pool, free)
-        checkpoints = _checkpoints_of(self._block_pool)
-        if checkpoints is not None:
-            checkpoints.free_order.note_prepended(free)
+        books = _books_of(self._block_pool)
+        if books is not None:
+            books.note_uncached(free)
 
 
-def _checkpoints_of(block_pool: BlockPool) -> CheckpointTree | None:
-    return getattr(block_pool, _CHECKPOINTS, None)
+def _books_of(block_pool: BlockPool) -> RetainedCache | None:
+    return getattr(block_pool, _BOOKS, None)
 
 
 def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
@@ -182,13 +181,17 @@ def free_useless_blocks_first(
             return wrapped(ordered_blocks, prepend)
         return wrapped(ordered_blocks)
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    checkpoints = _checkpoints_of(block_pool)
-    cached, useless = split_by_use(blocks)
-    if cached and checkpoints is not None:
-        _free_needed_blocks_last(wrapped, checkpoints, cached)
-    elif cached:
+    books = _books_of(block_pool)
+    num_surplus = 0
+    if books is not None:
+        useless, cached, num_surplus = books.split_freed(blocks)
+    else:
+        cached, useless = split_by_use(blocks)
+        useless = [block for block in useless if not block.is_null]
+    if cached:
         wrapped(cached)
-    useless = [block for block in useless if not block.is_null]
+    if books is not None and num_surplus:
+        books.note_surplus(cached, num_surplus)
     if not useless:
         return
     if hasattr(block_pool.free_block_queue, "prepend_n"):
@@ -196,20 +199,8 @@ def free_useless_blocks_first(
     else:
         wrapped(useless)
         _turn_over(block_pool.free_block_queue, [b for b in useless if b.ref_cnt == 0])
-    if checkpoints is not None:
-        checkpoints.free_order.note_prepended([b for b in useless if b.ref_cnt == 0])
-
-
-def _free_needed_blocks_last(
-    wrapped: Callable[..., None], checkpoints: CheckpointTree, cached: list[KVCacheBlock]
-) -> None:
-    count_needs = checkpoints.needs.count
-    surplus = [block for block in cached if not count_needs[block.block_id]]
-    if len(surplus) < len(cached):
-        wrapped([block for block in cached if count_needs[block.block_id]])
-    if surplus:
-        wrapped(surplus)
-        checkpoints.free_order.note_appended([b for b in surplus if b.ref_cnt == 0])
+    if books is not None:
+        books.note_uncached(useless)
 
 
 def _turn_over(queue: FreeKVCacheBlockQueue, last_blocks: list[KVCacheBlock]) -> None:
@@ -235,18 +226,18 @@ def make_room_first(
     num_blocks: int,
 ) -> list[KVCacheBlock]:
     """Have the least useful checkpoints give way to what is allocated."""
-    checkpoints = _checkpoints_of(block_pool)
-    if checkpoints is not None:
-        checkpoints.make_room(num_blocks)
+    books = _books_of(block_pool)
+    if books is not None:
+        books.make_room(num_blocks)
     return wrapped(num_blocks)
 
 
 def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> bool:
     """With the cache, forget its checkpoints."""
     is_reset = wrapped()
-    checkpoints = _checkpoints_of(block_pool)
-    if is_reset and checkpoints is not None:
-        checkpoints.clear()
+    books = _books_of(block_pool)
+    if is_reset and books is not None:
+        books.clear()
     return is_reset
 
 

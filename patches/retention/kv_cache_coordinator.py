@@ -80,7 +80,9 @@ def retain(
     for index, (group, group_ids) in enumerate(groups):
         for group_id in group_ids:
             manager = coordinator.single_type_managers[group_id]
-            managed[group.kind].append(ManagedGroup(manager, index, group.block_tokens))
+            managed[group.kind].append(
+                ManagedGroup(manager, index, group.block_tokens, _is_upstreams(manager))
+            )
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
     if is_adaptive and managed[GroupKind.UNMANAGED]:
         logger.warning(
@@ -96,7 +98,7 @@ def retain(
     keeper: Retention
     if is_adaptive:
         keeper = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-        pool.evict_by(keeper.tree)
+        pool.evict_by(keeper.books)
     else:
         keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
     setattr(coordinator, _KEEPER, keeper)
@@ -141,6 +143,12 @@ def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> Grou
         margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
         num_groups=len(group.group_ids),
     )
+
+
+def _is_upstreams(manager: SingleTypeKVCacheManager) -> bool:
+    """Whether neither vllm-ascend nor anyone else caches its blocks, or moves its window on."""
+    functions = (type(manager).cache_blocks, type(manager).get_num_skipped_tokens)
+    return all(function.__module__ == _MANAGERS for function in functions)
 
 
 def cache_tails(

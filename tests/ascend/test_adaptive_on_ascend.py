@@ -23,7 +23,7 @@ from support.retention.books import check_books
 from support.retention.checkpoints import (
     adaptive_retention,
     check_idle,
-    checkpoint_tree,
+    retention_books,
     num_checkpoints,
 )
 from support.retention.reachability import serve_conversation, serve_prompt_only
@@ -288,7 +288,7 @@ def test_hits_hold_the_request_s_own_tokens(eagle: str) -> None:
         lives.live(400)
         num_hits += lives.num_hits
         num_preemptions += lives.num_preemptions
-        num_kept += num_checkpoints(checkpoint_tree(world.manager))
+        num_kept += num_checkpoints(retention_books(world.manager))
     assert num_hits > 50
     assert num_preemptions > 5
     assert num_kept > 5

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from support.retention.checkpoints import adaptive_retention, checkpoint_tree
+from support.retention.checkpoints import adaptive_retention, retention_books
 from support.retention.reachability import eagle_sets, serve_conversation, serve_prompt_only
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
@@ -150,10 +150,7 @@ def branch_under_pressure(
     hits = []
     for number in range(3):
         hits.append(serve_in_chunks(world, next(prompts), hints if not number else ()))
-        tree = checkpoint_tree(world.manager)
-        tree.make_room(tree.free_order.count_next(SMALL_POOL_BLOCKS))
-        surplus = tree.free_order.next_blocks(tree.free_order.count_next(SMALL_POOL_BLOCKS))
-        world.pool.evict_blocks({block.block_id for block in surplus})
+        world.pool.evict_blocks(set(retention_books(world.manager).surplus()))
     return hits
 
 

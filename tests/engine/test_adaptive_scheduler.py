@@ -19,8 +19,7 @@ import pytest
 from support.retention.checkpoints import (
     CheckpointsAccountForCache,
     adaptive_retention,
-    all_nodes,
-    checkpoint_tree,
+    retention_books,
 )
 from support.scheduler.block_manager import retention_interval
 from support.scheduler.engine import SchedulerEngine
@@ -198,9 +197,7 @@ class ResetWhenIdle:
         if engine.scheduler.requests or not engine.reset_prefix_cache(False):
             return
         self.num_resets += 1
-        tree = checkpoint_tree(engine.scheduler.kv_cache_manager)
-        assert all_nodes(tree) == [tree.root]
-        assert not len(tree.nodes)
+        assert not retention_books(engine.scheduler.kv_cache_manager).describe()
         assert not any(block.block_hash for block in engine.block_pool.blocks)
         assert engine.block_pool.get_num_free_blocks() == engine.options.num_blocks - 1
 
@@ -243,23 +240,24 @@ def swap_the_last_two(engine: SchedulerEngine, step: Step) -> None:
         engine.runner.memory.swap(hashed[-1], hashed[-2])
 
 
-def forget_a_checkpoint(engine: SchedulerEngine, step: Step) -> None:
-    """Take a checkpoint out of the tree, and leave its blocks needed."""
-    tree = checkpoint_tree(engine.scheduler.kv_cache_manager)
-    for node in all_nodes(tree)[1:]:
-        if not node.children:
-            tree.nodes.pop(node.key)
-            node.parent.children.discard(node)
+def uncache_a_needed_block(engine: SchedulerEngine, step: Step) -> None:
+    """Take a block from a checkpoint behind its back."""
+    books = retention_books(engine.scheduler.kv_cache_manager)
+    for block_id in reversed(step.free_queue):
+        if books.num_needs(block_id):
+            engine.block_pool.evict_blocks({block_id})
             return
 
 
 def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
     """Make the first cached block that nothing needs the last one to be reallocated."""
-    tree = checkpoint_tree(engine.scheduler.kv_cache_manager)
+    books = retention_books(engine.scheduler.kv_cache_manager)
+    queue = engine.block_pool.free_block_queue
     for block_id in step.free_queue:
         block = engine.block_pool.blocks[block_id]
-        if block.block_hash is not None and not tree.needs.count[block_id]:
-            tree.free_order.move_to_back([block])
+        if block.block_hash is not None and not books.num_needs(block_id):
+            queue.remove(block)
+            queue.append(block)
             return
 
 
@@ -267,10 +265,10 @@ def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
     ("spoil", "violation"),
     [
         (swap_the_last_two, "does not hold what its key says"),
-        (forget_a_checkpoint, ""),
+        (uncache_a_needed_block, "is needed and not cached"),
         (spoil_the_order, "which nothing needs, waits behind"),
     ],
-    ids=["swapped", "forgotten", "out of order"],
+    ids=["swapped", "uncached", "out of order"],
 )
 def test_sees_what_is_wrong(spoil: Check, violation: str) -> None:
     found = violation_of(FULL_WINDOW, spoil)

@@ -121,6 +121,10 @@ class HitGeometry:
     Attributes:
         has_states: Whether there is a group of states, which exist only where a step ended.
         looks_ahead: Whether there is a group that does.
+        step_tokens: Hits change at multiples of it.
+        steady_tokens: A boundary. From here on no window is clipped by the start of the prompt, so
+            that everything repeats with a period of one unit.
+        lag_tokens: What a lookup has to look at past a boundary at or behind ``steady_tokens``.
     """
 
     def __init__(self, groups: tuple[GroupGeometry, ...], unit_tokens: int) -> None:
@@ -130,28 +134,26 @@ class HitGeometry:
         self._sparse_groups = [(i, group) for i, group in enumerate(groups) if group.is_sparse]
         self._groups_ahead = [group for group in groups if group.looks_ahead]
         self.looks_ahead = bool(self._groups_ahead)
-        self._step_tokens = math.gcd(*(group.block_tokens for group in groups))
-        # From here on no window is clipped by the start of the prompt, so that everything
-        # repeats with a period of one unit.
+        self.step_tokens = math.gcd(*(group.block_tokens for group in groups))
         widest_tokens = max(group.window_blocks * group.block_tokens for group in groups)
-        self._steady_tokens = _floor(widest_tokens, unit_tokens) + unit_tokens
+        self.steady_tokens = _floor(widest_tokens, unit_tokens) + unit_tokens
         self._lookup = lru_cache(maxsize=4096)(self._look_up)
         self._opens_at = lru_cache(maxsize=1024)(self._find_opening)
         self._full = lru_cache(maxsize=1024)(self._find_full)
-        self._lag_tokens = self._opens_at(self._steady_tokens) - self._steady_tokens
-        self._steady_tails = self.tails(self._steady_tokens)
+        self.lag_tokens = self._opens_at(self.steady_tokens) - self.steady_tokens
+        self._steady_tails = self.tails(self.steady_tokens)
 
     def reachable_tokens(self, limit_tokens: int) -> int:
         """The longest hit of a lookup that may look at ``limit_tokens`` tokens."""
-        steady = _floor(limit_tokens - self._lag_tokens, self.unit_tokens)
-        if steady >= self._steady_tokens:
+        steady = _floor(limit_tokens - self.lag_tokens, self.unit_tokens)
+        if steady >= self.steady_tokens:
             return steady
-        return self._lookup(_floor(limit_tokens, self._step_tokens))[0]
+        return self._lookup(_floor(limit_tokens, self.step_tokens))[0]
 
     def opens_at_tokens(self, boundary_tokens: int) -> int:
         """The smallest limit at which a lookup reaches ``boundary_tokens`` or more."""
-        if boundary_tokens >= self._steady_tokens:
-            return boundary_tokens + self._lag_tokens
+        if boundary_tokens >= self.steady_tokens:
+            return boundary_tokens + self.lag_tokens
         return self._opens_at(boundary_tokens)
 
     def is_boundary(self, boundary_tokens: int) -> bool:
@@ -185,7 +187,7 @@ class HitGeometry:
         if len(tail) >= blocks_per_unit:
             return [run] if run else []
         runs: list[range] = []
-        steady_unit = self._steady_tokens // self.unit_tokens
+        steady_unit = self.steady_tokens // self.unit_tokens
         # The tail of a boundary ends before the next boundary, and begins before its own.
         unit = max(1, run.start // blocks_per_unit)
         while True:
@@ -218,7 +220,7 @@ class HitGeometry:
         """
         if boundary_tokens <= 0:
             return (0,) * len(self.groups)
-        steady = min(boundary_tokens, self._steady_tokens)
+        steady = min(boundary_tokens, self.steady_tokens)
         shift = boundary_tokens - steady
         return tuple(
             tokens + shift if group.kind is GroupKind.FULL else 0
@@ -248,21 +250,21 @@ class HitGeometry:
     @property
     def num_tail_blocks(self) -> int:
         """Blocks that the tail of one boundary takes, in all sparse groups together."""
-        tails = self.tails(self._steady_tokens)
+        tails = self.tails(self.steady_tokens)
         return sum(
             group.num_groups * len(tail) for group, tail in zip(self.groups, tails, strict=True)
         )
 
     def _find_opening(self, boundary_tokens: int) -> int:
-        low = boundary_tokens // self._step_tokens
-        high = low + 2 * (len(self.groups) + 1) * self.unit_tokens // self._step_tokens
+        low = boundary_tokens // self.step_tokens
+        high = low + 2 * (len(self.groups) + 1) * self.unit_tokens // self.step_tokens
         while low < high:
             middle = (low + high) // 2
-            if self._lookup(middle * self._step_tokens)[0] >= boundary_tokens:
+            if self._lookup(middle * self.step_tokens)[0] >= boundary_tokens:
                 high = middle
             else:
                 low = middle + 1
-        return low * self._step_tokens
+        return low * self.step_tokens
 
     def _find_full(self, boundary_tokens: int) -> tuple[int, ...]:
         opening = self._opens_at(boundary_tokens)

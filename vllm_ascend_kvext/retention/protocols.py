@@ -19,8 +19,6 @@ class Block(Protocol):
     block_id: int
     ref_cnt: int
     is_null: bool
-    prev_free_block: Any
-    next_free_block: Any
     _block_hash: bytes | None
 
 
@@ -66,11 +64,13 @@ class ManagedGroup:
         manager: Upstream's manager of its blocks.
         geometry_index: Its place in ``HitGeometry.groups``.
         block_tokens: Tokens that one block covers.
+        is_upstreams: Whether upstream's own code caches its blocks and moves its window on.
     """
 
     manager: GroupManager
     geometry_index: int
     block_tokens: int
+    is_upstreams: bool = False
 
 
 class Pool(Protocol):
@@ -89,29 +89,31 @@ class Pool(Protocol):
         """Uncache blocks; those that are free become the next ones to be reallocated."""
 
 
-class BlockStore(Protocol):
-    """What `CheckpointTree` needs of the block pool.
+class CheckpointPool(Pool, Protocol):
+    """The block pool where checkpoints decide what is reallocated next.
 
     Attributes:
         blocks: Every block, by id.
-        free_queue: See `free_order.FreeQueue`.
+        free_queue: ``vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue``.
+        key_table: ``vllm.v1.core.block_pool.BlockHashToBlockMap``; a new one after each reset.
+        hash_block_tokens: Tokens per hash of a request.
+        has_events: Whether it reports what is cached.
     """
 
     @property
-    def blocks(self) -> Sequence[Block]: ...
+    def blocks(self) -> list[Any]: ...
 
     @property
     def free_queue(self) -> Any: ...
 
+    @property
+    def key_table(self) -> Any: ...
 
-class CheckpointPool(Pool, BlockStore, Protocol):
-    """The block pool where checkpoints decide what is reallocated next."""
+    @property
+    def hash_block_tokens(self) -> int: ...
 
-    def prefix_key(self, request: Any, num_tokens: int) -> bytes:
-        """The chained hash of a request's first tokens; a multiple of every block's tokens."""
-
-    def copies(self, request: Any, group: ManagedGroup, block_index: int) -> list[Block]:
-        """Some of the cached blocks that hold what a request's block holds."""
+    @property
+    def has_events(self) -> bool: ...
 
 
 class Retention(Protocol):
@@ -125,7 +127,9 @@ class Retention(Protocol):
 
     sparse_groups: tuple[ManagedGroup, ...]
     full_groups: tuple[ManagedGroup, ...]
-    stats: RetentionStats
+
+    @property
+    def stats(self) -> RetentionStats: ...
 
     def cache(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is worth keeping once tokens of a request are scheduled.

@@ -8,14 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def all_nodes(tree: Any) -> list[Any]:
-    """Every boundary, the empty prefix first."""
-    return [tree.root, *tree.nodes.values()]
-
-
-def num_checkpoints(tree: Any) -> int:
+def num_checkpoints(books: Any) -> int:
     """Boundaries that can be resumed from."""
-    return sum(node.has_tail for node in all_nodes(tree))
+    return sum(bool(node["tail"]) for node in books.describe())
 
 
 def check_books(
@@ -29,19 +24,21 @@ def check_books(
         free_blocks: The free ones, in the order in which they will be reallocated.
         is_exact: False where blocks were uncached that the checkpoints did not give up.
     """
-    tree = retention.tree
-    check_structure(tree)
+    books = retention.books
+    nodes = books.describe()
+    check_structure(nodes, [group.block_tokens for group in retention.full_groups])
+    assert books.counts()[0] == sum(bool(node["tail"]) for node in nodes)
     needs: Counter[int] = Counter()
-    for node in all_nodes(tree):
-        for ids in (*node.runs, node.tail):
-            needs.update(ids.tolist())
-    for progress in retention._progress.values():
-        for of_group in progress.groups:
-            needs.update(b.block_id for b, h in of_group.left.values() if b._block_hash is h)
+    for node in nodes:
+        for ids in (*node["runs"], node["tail"]):
+            needs.update(ids)
+    for request in retention._requests.values():
+        needs.update(request.held_blocks())
     if not is_exact:
         return
     for block in blocks:
-        assert tree.needs.count[block.block_id] == needs[block.block_id], f"{block} is miscounted"
+        counted = books.num_needs(block.block_id)
+        assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
     needed = None
     for block in free_blocks:
         if needs[block.block_id]:
@@ -51,27 +48,26 @@ def check_books(
             assert needed is None, f"{block}, which nothing needs, waits behind {needed}"
 
 
-def check_structure(tree: Any) -> None:
-    """Parents and children agree, and no boundary is there for nothing."""
-    nodes = all_nodes(tree)
-    for node in nodes[1:]:
-        assert tree.nodes[node.key] is node
-        assert node.parent.boundary_tokens < node.boundary_tokens
-        if not tree._block_tokens:
-            assert node.has_tail, f"{node} is kept for nothing"
+def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> None:
+    """Parents and children agree, and no boundary is there for nothing.
+
+    Args:
+        nodes: Every boundary, as ``RetainedCache.describe`` tells.
+        block_tokens: Tokens per block of each full-attention group.
+    """
+    by_key = {node["key"]: node for node in nodes}
+    num_children = Counter(node["parent_key"] for node in nodes)
+    for node in nodes:
+        tokens, parent_tokens = node["boundary_tokens"], node["parent_tokens"]
+        assert parent_tokens < tokens
+        assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
+        assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"
+        if not block_tokens:
+            assert node["tail"], f"{node} is kept for nothing"
             continue
-        assert node in node.parent.children
-        assert node.parent.is_root or tree.nodes[node.parent.key] is node.parent
-        assert node.has_tail or len(node.children) > 1, f"{node} is kept for nothing"
-        for run, block_tokens in zip(node.runs, tree._block_tokens, strict=True):
-            spanned = node.boundary_tokens - node.parent.boundary_tokens
-            assert len(run) == spanned // block_tokens, f"{node} has a run of {len(run)} blocks"
-        assert len(set(node.tail.tolist())) == len(node.tail), f"{node} has a block twice"
-    for node in nodes:
-        assert all(child.parent is node for child in node.children)
-    assert tree._stats.checkpoints == num_checkpoints(tree)
-    order = tree._order
-    entries = {(entry, id(node)) for _, entry, node in order._heap}
-    entries |= {(entry, id(node)) for entry, node in order._in_use}
-    for node in nodes:
-        assert not node.has_tail or (node.entry, id(node)) in entries, f"{node} is never evicted"
+        parent_key = node["parent_key"]
+        assert not parent_key or by_key[parent_key]["boundary_tokens"] == parent_tokens
+        assert node["num_children"] == num_children[node["key"]]
+        assert node["tail"] or node["num_children"] > 1, f"{node} is kept for nothing"
+        for run, of_group in zip(node["runs"], block_tokens, strict=True):
+            assert len(run) == (tokens - parent_tokens) // of_group, f"{node}: a wrong run"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive retention in a test process, and what has to hold between its tree and the block pool.
+"""Adaptive retention in a test process, and what has to hold between its books and the block pool.
 
-The tree says which cached blocks are worth something; a block that it does not know would stay in
-the cache for ever, and one that it knows twice would be given up twice.
+The books say which cached blocks are worth something; a block that they do not know would stay in
+the cache for ever, and one that they know twice would be given up twice.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from support.installed import installed, retention_installed
-from support.retention.books import all_nodes, check_books, num_checkpoints
+from support.retention.books import check_books, num_checkpoints
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
-__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "all_nodes", "checkpoint_tree"]
+__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "retention_books"]
 
 
 @contextmanager
@@ -47,10 +47,10 @@ def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
         yield
 
 
-def checkpoint_tree(block_manager: Any) -> Any:
-    """The tree of a ``KVCacheManager``; None where nothing is retained."""
+def retention_books(block_manager: Any) -> Any:
+    """The `RetainedCache` of a ``KVCacheManager``; None where nothing is retained."""
     retention = tail_keeper(block_manager.coordinator)
-    return None if retention is None else retention.tree
+    return None if retention is None else retention.books
 
 
 class CheckpointsAccountForCache:
@@ -69,18 +69,18 @@ class CheckpointsAccountForCache:
 
     def __call__(self, engine: SchedulerEngine, step: Step) -> None:
         block_manager = engine.scheduler.kv_cache_manager
-        if checkpoint_tree(block_manager) is None:
+        if retention_books(block_manager) is None:
             return
         pool = block_manager.block_pool
         free_blocks = pool.free_block_queue.get_all_free_blocks()
         check_books(tail_keeper(block_manager.coordinator), pool.blocks, free_blocks)
         if not engine.scheduler.requests:
             self.num_idle += 1
-            self.num_checkpoints += num_checkpoints(checkpoint_tree(block_manager))
+            self.num_checkpoints += num_checkpoints(retention_books(block_manager))
             check_idle(block_manager)
 
 
 def check_idle(block_manager: Any) -> None:
     """No request is left: nothing is remembered of any."""
     retention = tail_keeper(block_manager.coordinator)
-    assert not retention._progress, "remembers requests that are gone"
+    assert not retention._requests, "remembers requests that are gone"

@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint_tree.h"
+
+#include <algorithm>
+
+namespace kvext::retention {
+
+namespace {
+
+constexpr std::size_t kRemembered = 8192;
+constexpr std::size_t kMostContinuations = 16;
+constexpr int kMostAncestors = 16;
+
+}  // namespace
+
+std::size_t Checkpoint::num_run_blocks() const {
+  std::size_t num_blocks = 0;
+  for (const BlockIds& run : runs) num_blocks += run.size();
+  return num_blocks;
+}
+
+std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node) {
+  const std::shared_ptr<Checkpoint>* nearest = &node;
+  for (int seen = 0; seen < kMostAncestors; ++seen) {
+    if ((*nearest)->is_root() || (*nearest)->has_tail()) break;
+    nearest = &(*nearest)->parent;
+  }
+  return *nearest;
+}
+
+CheckpointTree::CheckpointTree(const Blocks& blocks, nb::object head, nb::object tail,
+                               std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens)
+    : blocks_(blocks),
+      block_tokens_(std::move(block_tokens)),
+      unit_tokens_(unit_tokens),
+      needs_(blocks.size()),
+      free_order_(blocks, needs_, std::move(head), std::move(tail)),
+      order_(*this),
+      evicted_(kRemembered),
+      root_(std::make_shared<Checkpoint>()),
+      owners_(blocks.size(), nullptr) {}
+
+void CheckpointTree::clear() {
+  order_.clear();
+  for (auto& [key, node] : nodes_) {
+    node->is_in_tree = false;
+    node->tail.clear();
+    node->children.clear();
+    node->parent = root_;  // whoever still has one of them has none of the others
+  }
+  owners_.assign(owners_.size(), nullptr);
+  needs_.clear();
+  free_order_.clear();
+  nodes_.clear();
+  evicted_.clear();
+  root_->children.clear();
+  counts_.checkpoints = 0;
+}
+
+std::shared_ptr<Checkpoint> CheckpointTree::find(const std::string& key) const {
+  const auto found = nodes_.find(key);
+  return found == nodes_.end() ? nullptr : found->second;
+}
+
+void CheckpointTree::use(Checkpoint& node) {
+  rates_.count_use(node.reason, order_.clock_pools() - node.clock_pools);
+  node.reason = node.reason.used_again();
+  order_.renew(node);
+}
+
+void CheckpointTree::want(const std::string& key) {
+  EvictedPrefixes::Entry entry;
+  if (!evicted_.pop(key, &entry)) return;
+  rates_.take_eviction_back(entry.reason);
+  if (!entry.is_counted) {
+    rates_.count_missed_use(entry.reason, order_.clock_pools() - entry.clock_pools);
+  }
+}
+
+std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
+                                                std::int64_t boundary_tokens, BlockIds tail,
+                                                const BlockIds& ahead, const Reason& reason,
+                                                const std::shared_ptr<Checkpoint>& before) {
+  const std::string key = prefix.key(boundary_tokens);
+  std::shared_ptr<Checkpoint> node = find(key);
+  if (!node) {
+    node = insert(prefix, key, boundary_tokens, reason, before ? before : root_);
+    if (!node) return nullptr;
+  } else if (node->has_tail() && !node->reason.uses) {
+    node->reason = reason;
+  }
+  if (!node->has_tail()) {
+    node->origin = reason.origin;
+    node->reason = reason;
+    take_tail(*node, std::move(tail), ahead);
+  } else {
+    if (!ahead.empty()) take_ahead(*node, ahead);
+    order_.renew(*node);
+  }
+  return node;
+}
+
+void CheckpointTree::remove(Checkpoint& node) {
+  if (!node.has_tail()) return;
+  give_up_tail(node);
+  remove_unneeded(shared(node));
+}
+
+void CheckpointTree::release(const BlockIds& ids) {
+  BlockIds useless;
+  for (const BlockId id : ids) {
+    if (--needs_[id] == 0) useless.push_back(id);
+  }
+  free_order_.move_to_surplus(useless);
+}
+
+void CheckpointTree::refresh(BlockId id) {
+  if (!needs_[id]) free_order_.move_to_surplus({id});
+}
+
+void CheckpointTree::make_room(std::int64_t num_blocks) {
+  std::int64_t missing = num_blocks - free_order_.count_next(num_blocks);
+  while (missing > 0) {
+    Checkpoint* node = order_.choose();
+    if (!node) break;
+    missing -= static_cast<std::int64_t>(evict(*node));
+  }
+  if (missing > 0) {
+    // Only running requests need them.
+    for (const BlockId id : free_order_.next_blocks(num_blocks)) needs_[id] = 0;
+  }
+}
+
+std::size_t CheckpointTree::evict(Checkpoint& node) {
+  const std::shared_ptr<Checkpoint> held = shared(node);
+  ++counts_.checkpoints_evicted;
+  rates_.count_eviction(node.reason);
+  evicted_.put(node.key, node.boundary_tokens, node.reason, node.clock_pools,
+               order_.clock_pools(), rates_);
+  const std::size_t num_surplus = give_up_tail(node);
+  return num_surplus + remove_unneeded(held);
+}
+
+std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
+                                                   const std::string& key,
+                                                   std::int64_t boundary_tokens,
+                                                   const Reason& reason,
+                                                   const std::shared_ptr<Checkpoint>& before) {
+  std::shared_ptr<Checkpoint> parent = before;
+  if (!block_tokens_.empty()) {
+    const Known known = find_deepest(prefix, boundary_tokens);
+    parent = known.node;
+    if (known.tokens < parent->boundary_tokens) {
+      // The path leaves the parent's runs, or ends, within them.
+      const std::int64_t cut_tokens = known.tokens / unit_tokens_ * unit_tokens_;
+      if (cut_tokens > parent->parent->boundary_tokens) {
+        parent = split(*parent, prefix.key(cut_tokens), cut_tokens);
+      } else {
+        parent = parent->parent;
+      }
+    }
+    if (parent->boundary_tokens == boundary_tokens) return parent;
+  } else {
+    while (!parent->is_in_tree && !parent->is_root()) parent = parent->parent;
+    parent = nearest_with_tail(parent);
+  }
+  std::optional<Runs> runs = prefix.runs(parent->boundary_tokens, boundary_tokens);
+  if (!runs) {
+    remove_unneeded(parent);  // it may have been put there just now
+    return nullptr;
+  }
+  auto node = std::make_shared<Checkpoint>();
+  node->key = key;
+  node->boundary_tokens = boundary_tokens;
+  node->parent = parent;
+  node->origin = reason.origin;
+  node->reason = reason;
+  node->runs = std::move(*runs);
+  for (const BlockIds& run : node->runs) need_all(run);
+  if (!node->runs.empty()) {
+    own(node->runs[0], node.get());
+    add_child(*parent, *node);
+  }
+  nodes_.emplace(key, node);
+  return node;
+}
+
+CheckpointTree::Known CheckpointTree::find_deepest(const PrefixBlocks& prefix,
+                                                   std::int64_t upto_tokens) const {
+  // Bisects, for what is known of a path begins at the first token.
+  const std::int64_t block_tokens = block_tokens_[0];
+  Checkpoint* node = nullptr;
+  std::int64_t low = 0, high = upto_tokens / block_tokens;
+  std::int64_t middle = high;  // known to its end, mostly
+  while (low < high) {
+    if (Checkpoint* owner = find_owner(prefix, middle - 1)) {
+      node = owner;
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+    middle = (low + high + 1) / 2;
+  }
+  return {node ? shared(*node) : root_, low * block_tokens};
+}
+
+Checkpoint* CheckpointTree::find_owner(const PrefixBlocks& prefix,
+                                       std::int64_t block_index) const {
+  for (const BlockId id : prefix.copies(block_index)) {
+    Checkpoint* node = owners_[static_cast<std::size_t>(id)];
+    if (!node) continue;
+    const std::int64_t index = block_index - node->parent->boundary_tokens / block_tokens_[0];
+    const BlockIds& run = node->runs[0];
+    if (index >= 0 && index < static_cast<std::int64_t>(run.size()) &&
+        run[static_cast<std::size_t>(index)] == id) {
+      return node;
+    }
+  }
+  return nullptr;
+}
+
+std::shared_ptr<Checkpoint> CheckpointTree::split(Checkpoint& node, std::string key,
+                                                  std::int64_t boundary_tokens) {
+  // Puts a boundary without a tail between a node and its parent.
+  const std::shared_ptr<Checkpoint> parent = node.parent;
+  auto upper = std::make_shared<Checkpoint>();
+  upper->key = std::move(key);
+  upper->boundary_tokens = boundary_tokens;
+  upper->parent = parent;
+  for (std::size_t group = 0; group < node.runs.size(); ++group) {
+    BlockIds& run = node.runs[group];
+    const auto cut = (boundary_tokens - parent->boundary_tokens) / block_tokens_[group];
+    upper->runs.emplace_back(run.begin(), run.begin() + cut);
+    run.erase(run.begin(), run.begin() + cut);
+  }
+  remove_child(*parent, node);
+  node.parent = upper;
+  add_child(*upper, node);
+  add_child(*parent, *upper);
+  own(upper->runs[0], upper.get());
+  nodes_.emplace(upper->key, upper);
+  return upper;
+}
+
+std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
+  // Every boundary without a tail has two children at least: one that has lost all but one of them
+  // joins the last one.
+  std::size_t num_surplus = 0;
+  while (!node->is_root() && !node->has_tail()) {
+    if (node->children.size() > 1) return num_surplus;
+    if (!node->children.empty()) {
+      join_child(*node);
+      return num_surplus;
+    }
+    nodes_.erase(node->key);
+    node->is_in_tree = false;
+    if (block_tokens_.empty()) return num_surplus;
+    const std::shared_ptr<Checkpoint> parent = node->parent;
+    remove_child(*parent, *node);
+    for (BlockIds& run : node->runs) {
+      std::reverse(run.begin(), run.end());  // the first tokens are the last to be reallocated
+      num_surplus += give_up(run);
+    }
+    if (!node->runs.empty()) own(node->runs[0], nullptr);
+    node->runs.clear();
+    node = parent;
+  }
+  if (node->has_tail() && node->children.empty()) {
+    order_.offer(*node);  // its eviction yields its runs, too
+  }
+  return num_surplus;
+}
+
+void CheckpointTree::join_child(Checkpoint& node) {
+  Checkpoint& child = *node.children[0];
+  for (std::size_t group = 0; group < node.runs.size(); ++group) {
+    BlockIds run = std::move(node.runs[group]);
+    run.insert(run.end(), child.runs[group].begin(), child.runs[group].end());
+    child.runs[group] = std::move(run);
+  }
+  const std::shared_ptr<Checkpoint> held = shared(node);
+  const std::shared_ptr<Checkpoint> parent = node.parent;
+  remove_child(node, child);
+  remove_child(*parent, node);
+  child.parent = parent;
+  add_child(*parent, child);
+  own(child.runs[0], &child);
+  nodes_.erase(node.key);
+  node.is_in_tree = false;
+  node.runs.clear();
+}
+
+void CheckpointTree::take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead) {
+  tail.insert(tail.end(), ahead.begin(), ahead.end());
+  node.tail = std::move(tail);
+  node.num_ahead = ahead.size();
+  need_all(node.tail);
+  ++counts_.checkpoints_kept;
+  ++counts_.checkpoints;
+  order_.add(node);
+}
+
+void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
+  // Keeps what another request has past a boundary, too: a hit reads its own blocks there.
+  BlockIds more;
+  const auto known = node.tail.end() - static_cast<std::ptrdiff_t>(node.num_ahead);
+  for (const BlockId id : ahead) {
+    if (std::find(known, node.tail.end(), id) == node.tail.end()) more.push_back(id);
+  }
+  if (more.empty() || node.num_ahead >= kMostContinuations * more.size()) return;
+  need_all(more);
+  node.tail.insert(node.tail.end(), more.begin(), more.end());
+  node.num_ahead += more.size();
+}
+
+std::size_t CheckpointTree::give_up_tail(Checkpoint& node) {
+  --counts_.checkpoints;
+  order_.remove(node);
+  const BlockIds tail = std::move(node.tail);
+  node.tail.clear();
+  node.num_ahead = 0;
+  return give_up(tail);
+}
+
+void CheckpointTree::need_all(const BlockIds& ids) {
+  BlockIds idle;
+  std::size_t num_new = 0;
+  for (const BlockId id : ids) {
+    if (needs_[id]++ != 0) continue;
+    ++num_new;
+    if (blocks_.is_free(id)) idle.push_back(id);
+  }
+  order_.advance(static_cast<double>(num_new) / static_cast<double>(blocks_.size()));
+  free_order_.move_to_back(idle);
+}
+
+std::size_t CheckpointTree::give_up(const BlockIds& ids) {
+  BlockIds idle;
+  for (const BlockId id : ids) {
+    if (--needs_[id] == 0 && blocks_.is_free(id)) idle.push_back(id);
+  }
+  free_order_.move_to_surplus(idle);
+  return idle.size();
+}
+
+void CheckpointTree::own(const BlockIds& ids, Checkpoint* node) {
+  for (const BlockId id : ids) owners_[static_cast<std::size_t>(id)] = node;
+}
+
+void CheckpointTree::add_child(Checkpoint& parent, Checkpoint& child) {
+  child.place_among_children = parent.children.size();
+  parent.children.push_back(&child);
+}
+
+void CheckpointTree::remove_child(Checkpoint& parent, Checkpoint& child) {
+  Checkpoint* last = parent.children.back();
+  parent.children[child.place_among_children] = last;
+  last->place_among_children = child.place_among_children;
+  parent.children.pop_back();
+}
+
+std::shared_ptr<Checkpoint> CheckpointTree::shared(const Checkpoint& node) const {
+  return node.is_root() ? root_ : nodes_.at(node.key);
+}
+
+}  // namespace kvext::retention

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// The checkpoints of one prefix cache, as a tree of prefixes.
+//
+// A boundary has the full-attention blocks between its parent's boundary and its own (its runs),
+// and, if it can be resumed from, the blocks of the sparse groups that a hit reads (its tail):
+//
+//   root ───── 400 ────┬──── 900 [tail]       runs of 900: full-attention blocks 400 to 900
+//                      └──── 720 [tail]       400 has no tail: two prompts part ways there
+//
+// Full-attention blocks go with the last checkpoint that needs them, and never before it. What no
+// checkpoint needs stays cached as surplus, and is reallocated first.
+//
+// What a call costs depends on the blocks of the boundary that it is about, and not on how many
+// other boundaries there are.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "evicted_prefixes.h"
+#include "eviction_order.h"
+#include "free_order.h"
+
+namespace kvext::retention {
+
+/// Consecutive blocks of one stretch of tokens: one list per full-attention group.
+using Runs = std::vector<BlockIds>;
+
+/// A boundary of some prompts.
+struct Checkpoint {
+  std::string key;  // chained hash of the prefix
+  std::int64_t boundary_tokens = 0;
+  std::shared_ptr<Checkpoint> parent;  // the boundary before it; none for the empty prefix
+  std::vector<Checkpoint*> children;
+  std::size_t place_among_children = 0;
+  Runs runs;
+  /// Blocks of the sparse groups, and full-attention blocks past the boundary, that a hit reads;
+  /// empty if nothing can resume here and prompts merely part ways.
+  BlockIds tail;
+  std::size_t num_ahead = 0;      // how many of the tail are past it, in full-attention groups
+  std::int64_t num_requests = 0;  // running ones that resumed here, or passed here last
+  Origin origin = Origin::kLatest;  // what suggested it at first
+  Reason reason;                  // why it is kept
+  double clock_pools = 0;         // when it was last of use
+  bool is_in_tree = true;
+  EvictionOrder::Place place;
+
+  bool is_root() const { return !parent; }
+  bool has_tail() const { return !tail.empty(); }
+  std::size_t num_run_blocks() const;
+};
+
+/// The cached blocks of one request's prefixes.
+class PrefixBlocks {
+ public:
+  virtual ~PrefixBlocks() = default;
+
+  /// The chained hash of the first tokens.
+  virtual std::string key(std::int64_t num_tokens) const = 0;
+
+  /// Ids of cached blocks that hold what a block of the first full-attention group does; a bounded
+  /// number of them.
+  virtual BlockIds copies(std::int64_t block_index) const = 0;
+
+  /// The full-attention blocks of a stretch of tokens; nothing if one is not cached.
+  virtual std::optional<Runs> runs(std::int64_t start_tokens, std::int64_t stop_tokens) const = 0;
+};
+
+/// What `CheckpointTree` counts, for `vllm_ascend_kvext.retention.stats.RetentionStats`.
+struct CheckpointCounts {
+  std::int64_t checkpoints = 0;
+  std::int64_t checkpoints_kept = 0;
+  std::int64_t checkpoints_evicted = 0;
+};
+
+/// All checkpoints of one block pool.
+class CheckpointTree {
+ public:
+  /// @param block_tokens  tokens per block of each full-attention group
+  /// @param unit_tokens  every boundary is a multiple of it
+  CheckpointTree(const Blocks& blocks, nb::object head, nb::object tail,
+                 std::vector<std::int64_t> block_tokens, std::int64_t unit_tokens);
+
+  /// Forgets everything; the pool has uncached all blocks, and no request holds one.
+  void clear();
+
+  // What requests report.
+
+  /// The boundary with a key; none if there is none.
+  std::shared_ptr<Checkpoint> find(const std::string& key) const;
+
+  /// A request resumes here.
+  void use(Checkpoint& node);
+
+  /// A request would have resumed at a boundary that is gone.
+  void want(const std::string& key);
+
+  /// Keeps a boundary that a running request has just passed, or hit.
+  ///
+  /// @param tail  its cached blocks of the sparse groups
+  /// @param ahead  its cached full-attention blocks past the boundary that a hit reads
+  /// @param reason  why; what a known boundary is kept for, its uses decide, if it has any
+  /// @param before  a boundary below it on the request's path, or none. Asked for only where there
+  ///   is no full attention, for nothing else tells then what lies behind what.
+  /// @return none if full-attention blocks that lead there are not cached
+  std::shared_ptr<Checkpoint> add(const PrefixBlocks& prefix, std::int64_t boundary_tokens,
+                                  BlockIds tail, const BlockIds& ahead, const Reason& reason,
+                                  const std::shared_ptr<Checkpoint>& before);
+
+  /// A request takes back a checkpoint: what it was about to compute, it did not.
+  void remove(Checkpoint& node);
+
+  /// A running request needs a block that it is about to free.
+  void need(BlockId id) { ++needs_[id]; }
+
+  /// A running request needs these no more, once for each call of `need`.
+  void release(const BlockIds& ids);
+
+  /// If a block is surplus, makes it the last of the surplus to be reallocated.
+  void refresh(BlockId id);
+
+  // What the pool reports.
+
+  /// Evicts checkpoints until nothing needs the next blocks to be reallocated. Takes time in
+  /// proportion to `num_blocks` and to the blocks of the evicted checkpoints.
+  void make_room(std::int64_t num_blocks);
+
+  FreeOrder& free_order() { return free_order_; }
+  const BlockNeeds& needs() const { return needs_; }
+  UseRates& rates() { return rates_; }
+  const EvictedPrefixes& evicted() const { return evicted_; }
+  const CheckpointCounts& counts() const { return counts_; }
+  const EvictionOrder& order() const { return order_; }
+  const std::shared_ptr<Checkpoint>& root() const { return root_; }
+  const std::unordered_map<std::string, std::shared_ptr<Checkpoint>>& nodes() const {
+    return nodes_;
+  }
+  const std::vector<std::int64_t>& block_tokens() const { return block_tokens_; }
+
+ private:
+  friend class EvictionOrder;
+
+  struct Known {
+    std::shared_ptr<Checkpoint> node;
+    std::int64_t tokens;
+  };
+
+  std::size_t evict(Checkpoint& node);
+  std::shared_ptr<Checkpoint> insert(const PrefixBlocks& prefix, const std::string& key,
+                                     std::int64_t boundary_tokens, const Reason& reason,
+                                     const std::shared_ptr<Checkpoint>& before);
+  Known find_deepest(const PrefixBlocks& prefix, std::int64_t upto_tokens) const;
+  Checkpoint* find_owner(const PrefixBlocks& prefix, std::int64_t block_index) const;
+  std::shared_ptr<Checkpoint> split(Checkpoint& node, std::string key,
+                                    std::int64_t boundary_tokens);
+  std::size_t remove_unneeded(std::shared_ptr<Checkpoint> node);
+  void join_child(Checkpoint& node);
+  void take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead);
+  void take_ahead(Checkpoint& node, const BlockIds& ahead);
+  std::size_t give_up_tail(Checkpoint& node);
+  void need_all(const BlockIds& ids);
+  std::size_t give_up(const BlockIds& ids);
+  void own(const BlockIds& ids, Checkpoint* node);
+  void add_child(Checkpoint& parent, Checkpoint& child);
+  void remove_child(Checkpoint& parent, Checkpoint& child);
+  std::shared_ptr<Checkpoint> shared(const Checkpoint& node) const;
+
+  const Blocks& blocks_;
+  std::vector<std::int64_t> block_tokens_;
+  std::int64_t unit_tokens_;
+  BlockNeeds needs_;
+  FreeOrder free_order_;
+  UseRates rates_;
+  EvictionOrder order_;
+  EvictedPrefixes evicted_;
+  std::shared_ptr<Checkpoint> root_;
+  std::unordered_map<std::string, std::shared_ptr<Checkpoint>> nodes_;
+  // By id of a block of the first full-attention group: the boundary whose run it is in.
+  std::vector<Checkpoint*> owners_;
+  CheckpointCounts counts_;
+};
+
+/// A boundary or its nearest ancestor with a tail; after a bounded number of others, any ancestor.
+std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node);
+
+}  // namespace kvext::retention

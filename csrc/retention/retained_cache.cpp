@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "retained_cache.h"
+
+#include <cstring>
+
+namespace kvext::retention {
+
+nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
+  const std::int64_t first = block_index * hashes_per_block;
+  Py_ssize_t num_bytes = static_cast<Py_ssize_t>(suffix.size());
+  for (std::int64_t index = first; index < first + hashes_per_block; ++index) {
+    PyObject* hash = PyList_GET_ITEM(hashes, index);
+    if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
+    num_bytes += PyBytes_GET_SIZE(hash);
+  }
+  nb::object key = nb::steal(PyBytes_FromStringAndSize(nullptr, num_bytes));
+  if (!key.is_valid()) nb::raise_python_error();
+  char* end = PyBytes_AS_STRING(key.ptr());
+  for (std::int64_t index = first; index < first + hashes_per_block; ++index) {
+    PyObject* hash = PyList_GET_ITEM(hashes, index);
+    std::memcpy(end, PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
+    end += PyBytes_GET_SIZE(hash);
+  }
+  std::memcpy(end, suffix.data(), suffix.size());
+  return key;
+}
+
+KeyTable::KeyTable(nb::handle table)
+    : table_(table), cache_(table.attr("_cache")), is_dict_(PyDict_CheckExact(cache_.ptr())) {
+  if (!PyDict_Check(cache_.ptr())) throw nb::type_error("prefix cache: expected a dict.");
+}
+
+PyObject* KeyTable::find(const nb::object& key) const {
+  PyObject* found = PyDict_GetItemWithError(cache_.ptr(), key.ptr());
+  if (!found) {
+    if (PyErr_Occurred()) nb::raise_python_error();
+    return nullptr;
+  }
+  if (!PyDict_Check(found)) return found;
+  Py_ssize_t place = 0;
+  PyObject* block = nullptr;
+  PyDict_Next(found, &place, nullptr, &block);
+  return block;
+}
+
+std::vector<PyObject*> KeyTable::find_all(const nb::object& key, std::size_t limit) const {
+  std::vector<PyObject*> blocks;
+  PyObject* found = PyDict_GetItemWithError(cache_.ptr(), key.ptr());
+  if (!found) {
+    if (PyErr_Occurred()) nb::raise_python_error();
+    return blocks;
+  }
+  if (!PyDict_Check(found)) return {found};
+  Py_ssize_t place = 0;
+  PyObject* block = nullptr;
+  while (blocks.size() < limit && PyDict_Next(found, &place, nullptr, &block)) {
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+void KeyTable::insert(const nb::object& key, PyObject* block) const {
+  if (!is_dict_ || PyDict_GetItemWithError(cache_.ptr(), key.ptr())) {
+    table_.attr("insert")(key, nb::handle(block));
+    return;
+  }
+  if (PyErr_Occurred() || PyDict_SetItem(cache_.ptr(), key.ptr(), block) < 0) {
+    nb::raise_python_error();
+  }
+}
+
+RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object tail,
+                             Geometry hit_geometry, std::vector<SparseGroup> sparse,
+                             std::vector<Group> full, bool skips, bool events)
+    : blocks(std::move(block_list)),
+      geometry(std::move(hit_geometry)),
+      sparse_groups(std::move(sparse)),
+      full_groups(std::move(full)),
+      skips_by_tokens(skips),
+      has_events(events),
+      tree(blocks, std::move(head), std::move(tail), full_block_tokens(), geometry.unit_tokens) {}
+
+std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens) const {
+  const Group& group = full_groups.empty() ? sparse_groups.at(0) : full_groups[0];
+  const std::int64_t tokens_per_hash = group.block_tokens / group.keys.hashes_per_block;
+  const std::int64_t index = num_tokens / tokens_per_hash - 1;
+  if (index < 0 || index >= PyList_GET_SIZE(hashes)) {
+    throw std::out_of_range("prefix: expected a length that the request has hashes for.");
+  }
+  PyObject* hash = PyList_GET_ITEM(hashes, index);
+  if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
+  return std::string(PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
+}
+
+std::vector<std::int64_t> RetainedCache::full_block_tokens() const {
+  std::vector<std::int64_t> block_tokens;
+  for (const Group& group : full_groups) block_tokens.push_back(group.block_tokens);
+  return block_tokens;
+}
+
+}  // namespace kvext::retention

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block pool, its groups and its checkpoints, as adaptive retention sees them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "checkpoint_tree.h"
+#include "geometry.h"
+
+namespace kvext::retention {
+
+/// The keys under which a group's blocks are cached:
+/// `vllm_ascend_kvext.prefix_cache.keys.GroupKeys`.
+struct GroupKeys {
+  std::int64_t hashes_per_block = 1;
+  std::string suffix;  // the group id, as it ends every key
+
+  /// The key of a block.
+  /// @param hashes  a list; it has to reach to the end of the block
+  nb::object at(PyObject* hashes, std::int64_t block_index) const;
+
+  /// Whether a request's hashes reach to the end of a block.
+  bool reach(PyObject* hashes, std::int64_t block_index) const {
+    return (block_index + 1) * hashes_per_block <= PyList_GET_SIZE(hashes);
+  }
+};
+
+/// A KV cache group and upstream's books about it.
+struct Group {
+  std::int64_t block_tokens = 1;
+  GroupKeys keys;
+  nb::dict tables;              // request id -> list of blocks
+  nb::dict num_cached;          // request id -> number of cached blocks
+  bool is_upstreams = true;     // upstream's own manager: what it does can be done here
+};
+
+struct SparseGroup : Group {
+  bool is_state = false;
+  std::int64_t window_tokens = 0;
+  nb::object new_keys;  // a set of what was cached in this step, for states; or None
+};
+
+/// Caches blocks under their keys, and finds them, in the table of one call.
+class KeyTable {
+ public:
+  /// @param table  ``BlockHashToBlockMap``; upstream makes a new one when the cache is reset
+  explicit KeyTable(nb::handle table);
+
+  /// One of the cached blocks with a key, borrowed; null if there is none.
+  PyObject* find(const nb::object& key) const;
+
+  /// At most `limit` cached blocks with a key.
+  std::vector<PyObject*> find_all(const nb::object& key, std::size_t limit) const;
+
+  /// Adds a block that has this key.
+  void insert(const nb::object& key, PyObject* block) const;
+
+ private:
+  nb::handle table_;
+  nb::object cache_;
+  bool is_dict_;
+};
+
+/// Shared by all requests of one engine.
+struct RetainedCache {
+  RetainedCache(nb::list blocks, nb::object head, nb::object tail, Geometry geometry,
+                std::vector<SparseGroup> sparse_groups, std::vector<Group> full_groups,
+                bool skips_by_tokens, bool has_events);
+
+  Blocks blocks;
+  Geometry geometry;
+  std::vector<SparseGroup> sparse_groups;
+  std::vector<Group> full_groups;
+  bool skips_by_tokens;  // what leaves a window follows from the number of computed tokens alone
+  bool has_events;       // who caches has to report it: Python does both
+  CheckpointTree tree;
+  std::int64_t num_junctions_hit = 0;
+
+  /// The chained hash of a request's first tokens.
+  /// @param hashes  a list, with one for every so many tokens
+  std::string prefix_key(PyObject* hashes, std::int64_t num_tokens) const;
+
+ private:
+  std::vector<std::int64_t> full_block_tokens() const;
+};
+
+}  // namespace kvext::retention

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// How useful checkpoints turn out, by why they are kept and by how long ago they were of use.
+//
+// What a workload resumes from, and when, is not known in advance: chats resume at the end of an
+// answer after a while, edited messages before the end of a prompt, questions about a document at
+// its end. So nothing is assumed. Every reason starts out equal and is judged by what became of its
+// checkpoints.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <unordered_map>
+
+namespace kvext::retention {
+
+/// What suggested a boundary: `vllm_ascend_kvext.retention.reasons.Origin`, which explains each.
+enum class Origin : std::int32_t {
+  kGrid, kPrompt, kLatest, kLadder, kChunk, kJunction, kWanted, kHint, kOverlap, kUse
+};
+
+/// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
+struct Reason {
+  Origin origin = Origin::kLatest;
+  std::int32_t step = 0;    // rung of the ladder; 0 for other origins
+  std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMostUses`
+
+  /// The reason to keep a checkpoint after one more use: its origin matters no more.
+  Reason used_again() const;
+
+  std::uint64_t code() const {
+    return (static_cast<std::uint64_t>(static_cast<std::uint32_t>(origin)) << 40) |
+           (static_cast<std::uint64_t>(static_cast<std::uint32_t>(step)) << 8) |
+           static_cast<std::uint64_t>(uses & 0xff);
+  }
+};
+
+class UseRates {
+ public:
+  /// Whether to leave one more checkpoint that nobody asked for. Even one that is the first to give
+  /// way takes blocks for a while. One in `kRetryAfter` is left all the same, for workloads change.
+  bool is_worth_trying(const Reason& reason);
+
+  /// Odds that a checkpoint is used before it is evicted; 1 while nothing is known.
+  double expected_uses(const Reason& reason) const;
+
+  /// Uses per pool that is cached in the meantime, from a checkpoint last used `age_pools` ago, if
+  /// it is kept for the time for which that is most.
+  ///
+  /// With every checkpoint a reason has a probability to be used per stretch of its age: uses
+  /// among those that grew so old, whether they were still there or not (the estimator of Kaplan
+  /// and Meier). The most uses per time is the index of Gittins. Where all prompts return after the
+  /// same time, old checkpoints are worth more than new ones; where none returns late, less.
+  double uses_per_pool(const Reason& reason, double age_pools);
+
+  /// A request resumed from a checkpoint.
+  void count_use(const Reason& reason, double age_pools);
+
+  void count_eviction(const Reason& reason);
+
+  /// An evicted checkpoint is asked for: it should have stayed.
+  void take_eviction_back(const Reason& reason);
+
+  /// Had an evicted checkpoint been there, a request would have resumed from it.
+  void count_missed_use(const Reason& reason, double age_pools);
+
+  /// Nobody asked for an evicted checkpoint until this age.
+  void count_unused(const Reason& reason, double age_pools);
+
+  /// The age in pools from which on it makes no difference.
+  static double oldest_age_pools();
+
+  static constexpr int kNumAges = 28;
+
+ private:
+  struct Counts {
+    double used = 0, evicted = 0;
+    std::int64_t num_refused = 0;
+    std::int64_t num_ended = 0;
+    std::array<double, kNumAges> uses{}, unused{};
+    std::array<double, kNumAges> best{};  // uses_per_pool, by age
+    bool is_stale = true;
+  };
+
+  static void count(Counts& counts, bool is_use);
+  static void note_end(Counts& counts);
+  static void estimate(Counts& counts);
+
+  std::unordered_map<std::uint64_t, Counts> counts_;
+};
+
+}  // namespace kvext::retention
