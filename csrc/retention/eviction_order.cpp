@@ -9,7 +9,7 @@ namespace kvext::retention {
 
 namespace {
 
-constexpr std::size_t kLookAtPerChoice = 32;
+constexpr std::size_t kLookAtPerChoice = 16;
 constexpr std::size_t kMostCandidates = 128;
 constexpr int kMostTries = 64;
 constexpr int kMostPutBack = 8;

@@ -265,7 +265,7 @@ def spoil_the_order(engine: SchedulerEngine, step: Step) -> None:
     ("spoil", "violation"),
     [
         (swap_the_last_two, "does not hold what its key says"),
-        (uncache_a_needed_block, "is needed and not cached"),
+        (uncache_a_needed_block, "free queue (hashed or not)"),
         (spoil_the_order, "which nothing needs, waits behind"),
     ],
     ids=["swapped", "uncached", "out of order"],
