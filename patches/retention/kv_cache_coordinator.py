@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import set_caching_rule
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
@@ -21,7 +23,7 @@ from vllm_ascend_kvext.patches.upstream import (
 )
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.interval_retention import IntervalRetention
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Retention
@@ -82,7 +84,8 @@ def retain(
             manager = coordinator.single_type_managers[group_id]
             managed[group.kind].append(ManagedGroup(manager, index, group.block_tokens))
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
-    if is_adaptive and managed[GroupKind.UNMANAGED]:
+    left_to_upstream = (*managed[GroupKind.CHUNKED], *managed[GroupKind.OTHER])
+    if is_adaptive and left_to_upstream:
         logger.warning(
             "Prefix-cache retention is not adaptive: this model has chunked-local attention, whose "
             "blocks belong to no checkpoint. The retention interval decides."
@@ -101,7 +104,7 @@ def retain(
         keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
     setattr(coordinator, _KEEPER, keeper)
     set_caching_rule(coordinator, keeper)
-    dense = tuple(group.manager for group in managed[GroupKind.UNMANAGED])
+    dense = tuple(group.manager for group in left_to_upstream)
     setattr(coordinator, _DENSE_MANAGERS, dense)
     setattr(coordinator.block_pool, RETAINING, True)
     logger.info(
@@ -122,21 +125,13 @@ def describe_policy(policy: RetentionPolicy) -> str:
 
 
 def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-
     spec = group.spec
-    kind = GroupKind.UNMANAGED
-    if isinstance(spec, FullAttentionSpec):
-        kind = GroupKind.FULL
-    elif isinstance(spec, SlidingWindowSpec):
-        kind = GroupKind.WINDOW
-    elif isinstance(spec, MambaSpec):
-        kind = GroupKind.STATE
+    kind = kind_of(spec)
     has_margin = kind in (GroupKind.FULL, GroupKind.WINDOW)
     return GroupGeometry(
         kind=kind,
         block_tokens=tokens_per_block(coordinator, group.manager),
-        window_tokens=getattr(spec, "sliding_window", 0) if kind is GroupKind.WINDOW else 0,
+        window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
         looks_ahead=group.looks_ahead,
         margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
         num_groups=len(group.group_ids),

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.checkpoint_tree import CheckpointTree
 from vllm_ascend_kvext.retention.checkpoints import Checkpoint
 from vllm_ascend_kvext.retention.demand import DemandFinder, count_losses
-from vllm_ascend_kvext.retention.geometry import GroupKind
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import CachedBlock, CheckpointPool, ManagedGroup, Request

@@ -12,28 +12,11 @@ EAGLE/MTP group) must match one block past the boundary, which the lookup then d
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vllm_ascend_kvext.groups.model import is_clipped, window_pages
-
-
-class GroupKind(enum.Enum):
-    """How a group's hit is decided."""
-
-    FULL = "full"
-    """Every block from the first token on (full attention, MLA, compressed MLA)."""
-
-    WINDOW = "window"
-    """The last ``window_tokens - 1`` tokens before the boundary."""
-
-    STATE = "state"
-    """The one block that ends at the boundary (Mamba); never looks ahead."""
-
-    UNMANAGED = "unmanaged"
-    """Left to upstream, which caches all its blocks (chunked-local attention)."""
+from vllm_ascend_kvext.groups.model import GroupKind, is_clipped, window_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +24,8 @@ class GroupGeometry:
     """One group as the lookup sees it. Groups of equal spec are looked up, and listed, as one.
 
     Attributes:
-        kind: How its hit is decided.
+        kind: Which blocks a hit reads. A lookup is known for `FULL`, `WINDOW` and `STATE` (which
+            never looks ahead); any other group is left to upstream, which caches all its blocks.
         block_tokens: Tokens that one block covers: on Ascend, rows times compress ratio.
         window_tokens: Sliding window; 0 unless ``kind`` is ``WINDOW``.
         looks_ahead: Whether it is an EAGLE/MTP group.
