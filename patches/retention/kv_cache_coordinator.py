@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-_KEEPER = "_kvext_tail_keeper"
+_RETENTION = "_kvext_retention"
 _DENSE_MANAGERS = "_kvext_dense_managers"
 
 
-def tail_keeper(coordinator: KVCacheCoordinator) -> Retention | None:
-    return getattr(coordinator, _KEEPER, None)
+def retention_of(coordinator: KVCacheCoordinator) -> Retention | None:
+    return getattr(coordinator, _RETENTION, None)
 
 
 def retain(
@@ -96,14 +96,14 @@ def retain(
     pool = RetainedPool(coordinator.block_pool)
     policy = RetentionPolicy(geometry, interval_tokens, is_adaptive)
     skips_by_tokens = not (is_ascend(coordinator) or managed[GroupKind.STATE])
-    keeper: Retention
+    retention: Retention
     if is_adaptive:
-        keeper = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-        pool.evict_by(keeper.tree)
+        retention = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
+        pool.evict_by(retention.tree)
     else:
-        keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-    setattr(coordinator, _KEEPER, keeper)
-    set_caching_rule(coordinator, keeper)
+        retention = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
+    setattr(coordinator, _RETENTION, retention)
+    set_caching_rule(coordinator, retention)
     dense = tuple(group.manager for group in left_to_upstream)
     setattr(coordinator, _DENSE_MANAGERS, dense)
     setattr(coordinator.block_pool, RETAINING, True)
@@ -144,12 +144,12 @@ def cache_tails(
     request: Request,
     num_computed_tokens: int,
 ) -> None:
-    """Let the keeper cache full-attention, window and state groups, upstream the others."""
-    keeper = tail_keeper(coordinator)
-    if keeper is None:
+    """Let retention cache full-attention, window and state groups, upstream the others."""
+    retention = retention_of(coordinator)
+    if retention is None:
         wrapped(request, num_computed_tokens)
         return
-    keeper.cache(request, num_computed_tokens)
+    retention.cache(request, num_computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.cache_blocks(
             request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)
@@ -176,13 +176,13 @@ def move_windows_on(
     total_computed_tokens: int,
 ) -> None:
     """Free what has left a window, after saving what is needed later."""
-    keeper = tail_keeper(coordinator)
-    if keeper is None:
+    retention = retention_of(coordinator)
+    if retention is None:
         wrapped(request_id, total_computed_tokens)
         return
-    computed_tokens = keeper.before_skip(request_id, total_computed_tokens)
+    computed_tokens = retention.before_skip(request_id, total_computed_tokens)
     if computed_tokens is not None:
-        for group in keeper.sparse_groups:
+        for group in retention.sparse_groups:
             group.manager.remove_skipped_blocks(request_id, computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.remove_skipped_blocks(request_id, total_computed_tokens)

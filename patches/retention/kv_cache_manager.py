@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, retention_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, Retention, parse_retention
 
@@ -31,9 +31,9 @@ def release_request(
     wrapped: Callable[..., None], manager: KVCacheManager, request: Request
 ) -> None:
     """Settle what a finished or preempted request leaves in the prefix cache."""
-    keeper = tail_keeper(manager.coordinator)
-    if keeper is not None:
-        keeper.release(request)
+    retention = retention_of(manager.coordinator)
+    if retention is not None:
+        retention.release(request)
     return wrapped(request)
 
 
