@@ -47,7 +47,7 @@ def retain(
     """Start keeping tails only.
 
     Args:
-        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
+        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None where it is unset.
         is_adaptive: Whether requests decide what is kept besides.
 
     Raises:
