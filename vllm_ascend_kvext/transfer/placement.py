@@ -12,7 +12,8 @@ time. Copies therefore run on CPUs that are named: by the caller, or by `default
 The default never leaves the CPUs that the process was started with, such as those of ``taskset``.
 Linux does not keep that set once OpenMP has bound the main thread. A worker's is its parent's,
 unless a command such as ``numactl`` was put between the two: then name the CPUs. Of a process that
-no Python process has started, only those are known that its threads still have.
+no Python process has started, only those are known that its threads still have, or that it had when
+this module was imported.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
+
+_IMPORTED_IN = os.getpid()
+_CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
 
 # Two threads come close to what one socket's memory gives to copies.
 _MOST_DEFAULT_THREADS = 4
@@ -122,6 +126,8 @@ def _process_cpus() -> frozenset[int]:
     if not is_main_thread_bound(os.environ):
         return frozenset(os.sched_getaffinity(os.getpid()))
     cpus = _cpus_of_threads()
+    if os.getpid() == _IMPORTED_IN:  # Else what a fork has copied from its parent.
+        cpus |= _CPUS_AT_IMPORT
     # A shell's mask says nothing of the command that it has started: `taskset` changes it between
     # the two. And when a parent has ended, `getppid` names another process.
     parent = multiprocessing.parent_process()

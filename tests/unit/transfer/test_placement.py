@@ -126,6 +126,11 @@ sys.exit(worker.exitcode)
 IN_THE_USERS_PROCESS = f"""{DECIDE}
 decide()
 """
+IN_A_PROCESS_BOUND_LATER = f"""
+import vllm_ascend_kvext.transfer.placement
+{DECIDE}
+decide()
+"""
 IN_AN_ORPHAN = f"""{DECIDE}
 import time
 end, other_end = os.pipe()
@@ -179,6 +184,15 @@ def test_a_model_that_is_bound_in_words_has_every_cpu(variables: dict[str, str])
     logged, placed = default_in_bound_process(**variables)
     assert placed == f"{' '.join(map(str, CPUS))} | 1 10"
     assert logged.startswith("WARNING Every CPU of this process ")
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+def test_what_a_process_had_before_it_was_bound_is_its_own() -> None:
+    bound = str(CPUS[0])
+    _, placed = default_in_bound_process(
+        IN_A_PROCESS_BOUND_LATER, GOMP_CPU_AFFINITY=bound, VLLM_CPU_OMP_THREADS_BIND=bound
+    )
+    assert bound not in placed.split(" |")[0].split()
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
