@@ -164,9 +164,7 @@ class RetainedRequest:
     def admit(self, key_table: Any) -> int:
         """The request has got blocks; returns the tokens that it need not compute."""
 
-    def find_shared(
-        self, key_table: Any, hit_tokens: int, num_prompt_tokens: int
-    ) -> list[int]:
+    def find_shared(self, key_table: Any, hit_tokens: int, num_prompt_tokens: int) -> list[int]:
         """Per full-attention group, up to which token the prompt is cached."""
 
     def find_evicted(self, after_tokens: int, upto_tokens: int) -> int:

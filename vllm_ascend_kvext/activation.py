@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from vllm_ascend_kvext import __version__, compat
@@ -21,7 +21,13 @@ from vllm_ascend_kvext.patching import report
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.settings import Mode, Settings, own_variables
+from vllm_ascend_kvext.settings import (
+    RETENTION_INTERVAL_VARIABLE,
+    Mode,
+    Settings,
+    own_variables,
+    parse_retention_interval,
+)
 
 # vLLM drops the records of loggers outside its own namespace.
 logger = logging.getLogger("vllm.ascend_kvext")
@@ -135,6 +141,7 @@ def install(activation: Activation) -> None:
         _report_unsupported(activation)
         return
     settings.refuse_wrong_interval()
+    _forget_blank_interval(os.environ)
     refused = activation.misfits
     asked_for = with_requirements(settings.requested_features, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
@@ -238,6 +245,12 @@ def _introduce_own_variables(environ: Mapping[str, str]) -> None:
 
     for name in own:
         envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+
+
+def _forget_blank_interval(environ: MutableMapping[str, str]) -> None:
+    """Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read."""
+    if parse_retention_interval(environ) is None:
+        environ.pop(RETENTION_INTERVAL_VARIABLE, None)
 
 
 def _let_vllm_ascend_go_first(upstream: Upstream, environ: Mapping[str, str]) -> None:

@@ -111,9 +111,9 @@ VARIABLES = (
     Variable(
         name=RETENTION_INTERVAL_VARIABLE,
         default="unset",
-        doc="Which blocks of sliding-window and state groups stay in the prefix cache. Unset: all "
-        "of them. `0`: those behind the last positions a request can be resumed at. `N`: also "
-        "those behind every N-th token.",
+        doc="Which blocks of sliding-window and state groups stay in the prefix cache. Unset or "
+        "blank: all of them. `0`: those behind the last positions a request can be resumed at. "
+        "`N`: also those behind every N-th token.",
     ),
     Variable(
         name=FAST_PREFIX_CACHE_VARIABLE,
@@ -149,7 +149,8 @@ class Settings:
 
     Attributes:
         mode: Value of ``VLLM_ASCEND_KVEXT_MODE``.
-        retention_interval: Raw text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None if unset.
+        retention_interval: Text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None if unset or
+            blank.
         retention: Value of ``VLLM_ASCEND_KVEXT_RETENTION``.
         disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
         fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
@@ -182,7 +183,7 @@ class Settings:
         _refuse_unknown_variables(environ)
         settings = cls(
             mode=mode,
-            retention_interval=environ.get(RETENTION_INTERVAL_VARIABLE),
+            retention_interval=parse_retention_interval(environ),
             retention=parse_retention(environ),
             disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
             fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
@@ -198,7 +199,7 @@ class Settings:
         requests = {}
         if self.retention is Retention.ADAPTIVE:
             requests["retention"] = RETENTION_VARIABLE
-        elif self.retention_interval is not None and self.retention_interval.strip():
+        elif self.retention_interval is not None:
             requests["retention"] = RETENTION_INTERVAL_VARIABLE
         if self.fast_prefix_cache is Switch.ON:
             requests[FAST_PREFIX_CACHE.name] = FAST_PREFIX_CACHE_VARIABLE
@@ -225,8 +226,8 @@ class Settings:
         Raises:
             SettingsError: If it is no integer, or negative.
         """
-        text = self.retention_interval or ""
-        if not text.strip():
+        text = self.retention_interval
+        if text is None:
             return
         try:
             problem = "negative" if int(text) < 0 else ""
@@ -266,6 +267,12 @@ def parse_retention(environ: Mapping[str, str]) -> Retention:
         SettingsError: If it is not one of `Retention`.
     """
     return _parse_choice(environ, RETENTION_VARIABLE, Retention.INTERVAL)
+
+
+def parse_retention_interval(environ: Mapping[str, str]) -> str | None:
+    """The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None where it is unset or blank."""
+    text = environ.get(RETENTION_INTERVAL_VARIABLE, "")
+    return text if text.strip() else None
 
 
 def parse_is_bundled(environ: Mapping[str, str]) -> bool:

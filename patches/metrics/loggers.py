@@ -130,54 +130,40 @@ def mark_recorded(
 
 _MODULE = "vllm.v1.metrics.loggers"
 _VLLM = ("==0.20.2.*", "==0.23.0.*")
-_NO_PLACE_FOR_OTHERS = (
-    "Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built before "
-    "the Prometheus one, which then unregisters whatever is named vllm."
-)
-_RETIRE_WHEN = "upstream's hook serves LLM too, and lets vllm: metrics of a plugin live"
+
+
+def _for_stat_logger(
+    patch_id: str, function: str, wrapper: Callable[..., None], *relies_on: str
+) -> Patch:
+    """What a stat logger of upstream does about retention besides."""
+    return Patch(
+        id=patch_id,
+        target=f"{_MODULE}:{function}",
+        kind=Kind.WRAP,
+        feature="retention",
+        vllm=_VLLM,
+        wrapper=wrapper,
+        why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
+        "before the Prometheus one, which then unregisters whatever is named vllm.",
+        retire_when="upstream's hook serves LLM too, and lets vllm: metrics of a plugin live",
+        relies_on=relies_on,
+    )
+
 
 PATCHES = (
-    Patch(
-        id="KVX-163",
-        target=f"{_MODULE}:PrometheusStatLogger.__init__",
-        kind=Kind.WRAP,
-        feature="retention",
-        vllm=_VLLM,
-        wrapper=register_metrics,
-        why=_NO_PLACE_FOR_OTHERS,
-        retire_when=_RETIRE_WHEN,
-        relies_on=("vllm.v1.metrics.prometheus:unregister_vllm_metrics",),
+    _for_stat_logger(
+        "KVX-163",
+        "PrometheusStatLogger.__init__",
+        register_metrics,
+        "vllm.v1.metrics.prometheus:unregister_vllm_metrics",
     ),
-    Patch(
-        id="KVX-164",
-        target=f"{_MODULE}:PrometheusStatLogger.record",
-        kind=Kind.WRAP,
-        feature="retention",
-        vllm=_VLLM,
-        wrapper=record_metrics,
-        why=_NO_PLACE_FOR_OTHERS,
-        retire_when=_RETIRE_WHEN,
-    ),
-    Patch(
-        id="KVX-165",
-        target=f"{_MODULE}:LoggingStatLogger.record",
-        kind=Kind.WRAP,
-        feature="retention",
-        vllm=_VLLM,
-        wrapper=note_for_log,
-        why=_NO_PLACE_FOR_OTHERS,
-        retire_when=_RETIRE_WHEN,
-    ),
-    Patch(
-        id="KVX-166",
-        target=f"{_MODULE}:LoggingStatLogger.log",
-        kind=Kind.WRAP,
-        feature="retention",
-        vllm=_VLLM,
-        wrapper=log_retention,
-        why=_NO_PLACE_FOR_OTHERS,
-        retire_when=_RETIRE_WHEN,
-        relies_on=(f"{_MODULE}:AggregatedLoggingStatLogger.record",),
+    _for_stat_logger("KVX-164", "PrometheusStatLogger.record", record_metrics),
+    _for_stat_logger("KVX-165", "LoggingStatLogger.record", note_for_log),
+    _for_stat_logger(
+        "KVX-166",
+        "LoggingStatLogger.log",
+        log_retention,
+        f"{_MODULE}:AggregatedLoggingStatLogger.record",
     ),
     Patch(
         id="KVX-168",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def wait_for_drafts(
     if (
         request is not None
         and request.num_output_placeholders > 1
-        and tail_keeper(coordinator) is None
+        and retention_of(coordinator) is None
     ):
         num_drafts = drafts_in_flight(request)
     if not num_drafts:

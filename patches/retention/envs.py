@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE
+from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, parse_retention_interval
 
 
 def _interval() -> int | str | None:
-    text = os.environ.get(RETENTION_INTERVAL_VARIABLE)
-    if not text:
+    text = parse_retention_interval(os.environ)
+    if text is None:
         return None
     try:
         return int(text)

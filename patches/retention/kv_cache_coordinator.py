@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import set_caching_rule
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
@@ -21,7 +23,7 @@ from vllm_ascend_kvext.patches.upstream import (
 )
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.interval_retention import IntervalRetention
 from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Retention
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-_KEEPER = "_kvext_tail_keeper"
+_RETENTION = "_kvext_retention"
 _DENSE_MANAGERS = "_kvext_dense_managers"
 
 
-def tail_keeper(coordinator: KVCacheCoordinator) -> Retention | None:
-    return getattr(coordinator, _KEEPER, None)
+def retention_of(coordinator: KVCacheCoordinator) -> Retention | None:
+    return getattr(coordinator, _RETENTION, None)
 
 
 def retain(
@@ -45,7 +47,7 @@ def retain(
     """Start keeping tails only.
 
     Args:
-        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
+        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None where it is unset.
         is_adaptive: Whether requests decide what is kept besides.
 
     Raises:
@@ -84,7 +86,8 @@ def retain(
                 ManagedGroup(manager, index, group.block_tokens, _is_upstreams(manager))
             )
     geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
-    if is_adaptive and managed[GroupKind.UNMANAGED]:
+    left_to_upstream = (*managed[GroupKind.CHUNKED], *managed[GroupKind.OTHER])
+    if is_adaptive and left_to_upstream:
         logger.warning(
             "Prefix-cache retention is not adaptive: this model has chunked-local attention, whose "
             "blocks belong to no checkpoint. The retention interval decides."
@@ -95,15 +98,15 @@ def retain(
     pool = RetainedPool(coordinator.block_pool)
     policy = RetentionPolicy(geometry, interval_tokens, is_adaptive)
     skips_by_tokens = not (is_ascend(coordinator) or managed[GroupKind.STATE])
-    keeper: Retention
+    retention: Retention
     if is_adaptive:
-        keeper = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-        pool.evict_by(keeper.books)
+        retention = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
+        pool.evict_by(retention.books)
     else:
-        keeper = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-    setattr(coordinator, _KEEPER, keeper)
-    set_caching_rule(coordinator, keeper)
-    dense = tuple(group.manager for group in managed[GroupKind.UNMANAGED])
+        retention = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
+    setattr(coordinator, _RETENTION, retention)
+    set_caching_rule(coordinator, retention)
+    dense = tuple(group.manager for group in left_to_upstream)
     setattr(coordinator, _DENSE_MANAGERS, dense)
     setattr(coordinator.block_pool, RETAINING, True)
     logger.info(
@@ -124,21 +127,13 @@ def describe_policy(policy: RetentionPolicy) -> str:
 
 
 def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-
     spec = group.spec
-    kind = GroupKind.UNMANAGED
-    if isinstance(spec, FullAttentionSpec):
-        kind = GroupKind.FULL
-    elif isinstance(spec, SlidingWindowSpec):
-        kind = GroupKind.WINDOW
-    elif isinstance(spec, MambaSpec):
-        kind = GroupKind.STATE
+    kind = kind_of(spec)
     has_margin = kind in (GroupKind.FULL, GroupKind.WINDOW)
     return GroupGeometry(
         kind=kind,
         block_tokens=tokens_per_block(coordinator, group.manager),
-        window_tokens=getattr(spec, "sliding_window", 0) if kind is GroupKind.WINDOW else 0,
+        window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
         looks_ahead=group.looks_ahead,
         margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
         num_groups=len(group.group_ids),
@@ -157,12 +152,12 @@ def cache_tails(
     request: Request,
     num_computed_tokens: int,
 ) -> None:
-    """Let the keeper cache full-attention, window and state groups, upstream the others."""
-    keeper = tail_keeper(coordinator)
-    if keeper is None:
+    """Let retention cache full-attention, window and state groups, upstream the others."""
+    retention = retention_of(coordinator)
+    if retention is None:
         wrapped(request, num_computed_tokens)
         return
-    keeper.cache(request, num_computed_tokens)
+    retention.cache(request, num_computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.cache_blocks(
             request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)
@@ -189,13 +184,13 @@ def move_windows_on(
     total_computed_tokens: int,
 ) -> None:
     """Free what has left a window, after saving what is needed later."""
-    keeper = tail_keeper(coordinator)
-    if keeper is None:
+    retention = retention_of(coordinator)
+    if retention is None:
         wrapped(request_id, total_computed_tokens)
         return
-    computed_tokens = keeper.before_skip(request_id, total_computed_tokens)
+    computed_tokens = retention.before_skip(request_id, total_computed_tokens)
     if computed_tokens is not None:
-        for group in keeper.sparse_groups:
+        for group in retention.sparse_groups:
             group.manager.remove_skipped_blocks(request_id, computed_tokens)
     for manager in getattr(coordinator, _DENSE_MANAGERS):
         manager.remove_skipped_blocks(request_id, total_computed_tokens)

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, retention_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, Retention, parse_retention
+from vllm_ascend_kvext.settings import Retention, parse_retention, parse_retention_interval
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -21,9 +21,9 @@ def start_retaining(
 ) -> None:
     """Read the interval when a block manager is built; refuse it here if it is wrong."""
     wrapped(*args, **kwargs)
-    interval = os.environ.get(RETENTION_INTERVAL_VARIABLE)
+    interval = parse_retention_interval(os.environ)
     is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
-    if interval or is_adaptive:
+    if interval is not None or is_adaptive:
         retain(manager.coordinator, interval, is_adaptive)
 
 
@@ -31,9 +31,9 @@ def release_request(
     wrapped: Callable[..., None], manager: KVCacheManager, request: Request
 ) -> None:
     """Settle what a finished or preempted request leaves in the prefix cache."""
-    keeper = tail_keeper(manager.coordinator)
-    if keeper is not None:
-        keeper.release(request)
+    retention = retention_of(manager.coordinator)
+    if retention is not None:
+        retention.release(request)
     return wrapped(request)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def report_retention(
     """Send along what retention has counted since the last step."""
     stats = wrapped(*args, **kwargs)
     if stats is not None:
-        keeper = tail_keeper(scheduler.kv_cache_manager.coordinator)
-        report = None if keeper is None else keeper.stats.take()
+        retention = retention_of(scheduler.kv_cache_manager.coordinator)
+        report = None if retention is None else retention.stats.take()
         if report is not None:
             attach_report(stats, report)
     return stats
@@ -44,13 +44,13 @@ def end_step_at_checkpoint(
     num_new_tokens = wrapped(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
-    keeper = tail_keeper(scheduler.kv_cache_manager.coordinator)
-    if keeper is None:
+    retention = retention_of(scheduler.kv_cache_manager.coordinator)
+    if retention is None:
         return num_new_tokens
     computed_tokens = (
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
     )
-    stop_tokens = keeper.next_stop_tokens(request, computed_tokens)
+    stop_tokens = retention.next_stop_tokens(request, computed_tokens)
     if stop_tokens is None:
         return num_new_tokens
     return min(num_new_tokens, stop_tokens - computed_tokens)

@@ -32,7 +32,7 @@ from vllm.v1.request import Request
 from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.patches.retention.block_pool import RETAINING
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 UNIT_TOKENS = SMALL_HIT_UNIT_TOKENS
@@ -161,10 +161,10 @@ class Lives:
     """
 
     def __init__(self, world: BlockManager, seed: int) -> None:
-        keeper = tail_keeper(world.manager.coordinator)
+        retention = retention_of(world.manager.coordinator)
         self._world = world
         self._rng = random.Random(seed)
-        self._groups = (*keeper.full_groups, *keeper.sparse_groups)
+        self._groups = (*retention.full_groups, *retention.sparse_groups)
         self.written: dict[int, tuple[int, int]] = {}
         """Block id -> group, and hash of the tokens up to the end of what was written last."""
         self._waiting: list[Request] = []
@@ -188,7 +188,7 @@ class Lives:
 
     def _check_books(self) -> None:
         pool = self._world.pool
-        retention = tail_keeper(self._world.manager.coordinator)
+        retention = retention_of(self._world.manager.coordinator)
         check_books(retention, pool.blocks, pool.free_block_queue.get_all_free_blocks())
 
     def serve(self, token_ids: Sequence[int]) -> None:

@@ -4,7 +4,7 @@
     python report_metrics.py MODEL REPORT OPTIONS
 
 ``OPTIONS`` is JSON: arguments of ``LLM``. The engine core may be one process further away, so the
-scheduler leaves the totals of its keeper in a file.
+scheduler leaves the totals of its retention in a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 TOTALS_VARIABLE = "TOTALS_FILE"
@@ -28,11 +28,11 @@ class CountingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
-        keeper = tail_keeper(self.kv_cache_manager.coordinator)
+        retention = retention_of(self.kv_cache_manager.coordinator)
         # The step after the last has nothing to do, and nobody waits for its statistics.
-        if keeper is not None and output.total_num_scheduled_tokens:
-            add_to_each(keeper.stats)
-            Path(os.environ[TOTALS_VARIABLE]).write_text(json.dumps(keeper.stats.totals()))
+        if retention is not None and output.total_num_scheduled_tokens:
+            add_to_each(retention.stats)
+            Path(os.environ[TOTALS_VARIABLE]).write_text(json.dumps(retention.stats.totals()))
         return output
 
 

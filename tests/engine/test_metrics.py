@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of retention: what the keeper counts is what Prometheus and the log say, and only then.
+"""Metrics of retention: what it counts is what Prometheus and the log say, and only then.
 
 The engine-level tests run ``report_metrics.py``, in which each number is known.
 """
@@ -95,7 +95,7 @@ def samples(text: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_and_log_say_what_the_keeper_has_counted(case, tiny_model, tmp_path):
+def test_metrics_and_log_say_what_retention_has_counted(case, tiny_model, tmp_path):
     seen = run(tmp_path, tiny_model, {INTERVAL: "0", **CASES[case]})
     assert seen.totals is not None and len(set(seen.totals.values())) > 1
     assert all(seen.totals.values())

@@ -141,7 +141,7 @@ def test_builds_installs_and_loads(tmp_path: Path, cann: Path, generator: str) -
     launcher = KernelLauncher(ctypes.CDLL(str(package / LIBRARY_NAME)))
     assert launcher.limits.tile_bytes % launcher.limits.data_block_bytes == 0
     assert launcher.num_cores() == 40
-    launcher.map_host(4096, 100)
+    launcher.map_host(4096, 100, owner=None)
     assert launcher.device_address(4096 + 60, 40) == 4096 + 100 + 60
     assert launcher.device_address(4096 + 61, 40) is None
     with pytest.raises(BackendError, match=r"kvext_ascend_unmap_host.*107002"):

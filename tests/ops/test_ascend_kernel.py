@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,31 @@ def test_reaches_the_host_by_the_devices_address(shim: Shim, direction: int) -> 
     assert_same(memory.snapshot(), expected)
     backend.unmap_host(arena_tensor)
     assert not backend.can_reach(transfer)
+
+
+def test_mapped_memory_stays_allocated_until_it_is_unmapped(shim: Shim) -> None:
+    """Else another buffer at the same address would be taken for mapped."""
+    backend = shim.backend()
+    memory = np.zeros(4096, np.uint8)
+    allocated = weakref.ref(memory)
+    backend.map_host(torch.from_numpy(memory))
+    del memory
+    assert allocated() is not None
+    backend.unmap_host(torch.from_numpy(allocated()))
+    assert allocated() is None
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 100), slice(4000, 5000)])
+def test_refuses_to_map_memory_twice(shim: Shim, part: slice) -> None:
+    backend = shim.backend()
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    mapped = memory[:4096]
+    backend.map_host(mapped)
+    with pytest.raises(BackendError, match=r"map_host: .*4096 bytes at 0x[0-9a-f]+ mapped"):
+        backend.map_host(memory[part])
+    backend.map_host(memory[4096:])
+    backend.unmap_host(memory[4096:])
+    backend.unmap_host(mapped)
 
 
 def test_refuses_host_memory_that_is_not_mapped(shim: Shim) -> None:

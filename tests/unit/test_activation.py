@@ -58,6 +58,20 @@ def test_strict_plans_and_installs_nothing_unasked(world: World) -> None:
     assert world.records == []
 
 
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_blank_interval_is_unset_to_vllm_too(world: World, text: str) -> None:
+    world.set(interval=text)
+    world.register()
+    assert RETENTION_INTERVAL_VARIABLE not in os.environ
+    assert world.is_untouched
+
+
+def test_in_mode_off_a_blank_interval_is_vllms_to_judge(world: World) -> None:
+    world.set(mode="off", interval=" ")
+    world.register()
+    assert os.environ[RETENTION_INTERVAL_VARIABLE] == " "
+
+
 class TestDrift:
     @pytest.fixture(autouse=True)
     def drift(self, world: World) -> None:

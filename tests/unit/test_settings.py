@@ -50,7 +50,9 @@ def test_interval_is_kept_as_text_and_requests_retention(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "  "])
 def test_empty_interval_requests_nothing(text: str) -> None:
-    assert not Settings.from_environ({RETENTION_INTERVAL_VARIABLE: text}).requested_features
+    settings = Settings.from_environ({RETENTION_INTERVAL_VARIABLE: text})
+    assert not settings.requested_features
+    assert settings == Settings()
 
 
 @pytest.mark.parametrize("text", ["interval", "adaptive", "ADAPTIVE", " adaptive "])
@@ -75,7 +77,7 @@ def test_interval_retention_without_an_interval_requests_nothing() -> None:
     assert settings.requests == {"retention": RETENTION_INTERVAL_VARIABLE}
 
 
-@pytest.mark.parametrize("interval", [None, "", "0", "4096"])
+@pytest.mark.parametrize("interval", [None, "", "  ", "0", "4096"])
 def test_adaptive_retention_requests_retention_with_or_without_a_grid(interval: str | None) -> None:
     environ = {RETENTION_VARIABLE: "adaptive"}
     if interval is not None:
@@ -83,7 +85,7 @@ def test_adaptive_retention_requests_retention_with_or_without_a_grid(interval: 
     settings = Settings.from_environ(environ)
     assert settings.requests == {"retention": RETENTION_VARIABLE}
     assert settings.requested_features == {"retention"}
-    assert settings.retention_interval == interval
+    assert settings.retention_interval == ((interval or "").strip() or None)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ request can resume.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -83,8 +81,3 @@ def is_clipped(
     """
     pages = max(1, window_pages(window_tokens, tokens_per_page))
     return tokens_per_page != unit_tokens and boundary_tokens // tokens_per_page < pages
-
-
-def hit_unit_tokens(tokens_per_page: Iterable[int]) -> int:
-    """The granularity of hits of groups that are looked up together."""
-    return math.lcm(*tokens_per_page)

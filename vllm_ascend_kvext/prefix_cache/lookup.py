@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.prefix_cache.common_hit import common_hit_tokens
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.prefix_cache.search import (
     Get,
@@ -48,6 +49,11 @@ class LookupGroups:
     looks_ahead: bool
     group_ids: tuple[int, ...]
     keys: tuple[GroupKeys, ...]
+
+    @property
+    def margin_tokens(self) -> int:
+        """How far past a length a group may search for the block that looks ahead."""
+        return self.block_tokens
 
     def blocks_within(self, hashes: Sequence[bytes], max_tokens: int) -> int:
         """Full blocks in ``max_tokens`` tokens, as far as there are hashes."""
@@ -172,41 +178,22 @@ class Lookup:
         return tuple(result), hit_tokens
 
     def _in_upstream_order(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
-        """Group by group, until none offers less; one block ahead is dropped once per length."""
+        """As upstream does: it matters in which order groups that look ahead are asked."""
         groups = self.groups
-        full_is_first = groups[0].kind is GroupKind.FULL
-        one_round = len(groups) == 1 or (len(groups) == 2 and full_is_first)
-        result: list[list[Any] | None] = [None] * self.num_groups
-        has_dropped: set[int] = set()
-        hit_tokens = max_tokens
-        while True:
-            tokens = hit_tokens
-            for index, group in enumerate(groups):
-                if group.kind is GroupKind.FULL and result[group.group_ids[0]] is not None:
-                    tokens = tokens // group.block_tokens * group.block_tokens
-                    continue
-                drops_block = group.looks_ahead and index not in has_dropped
-                limit = min(tokens + group.block_tokens, max_tokens) if drops_block else tokens
-                columns = group.hit(get, hashes, limit, drops_block, self.null)
-                found_tokens = len(columns[0]) * group.block_tokens
-                if drops_block:
-                    has_dropped.add(index)
-                elif found_tokens < tokens:
-                    has_dropped.clear()
-                tokens = found_tokens
-                for group_id, blocks in zip(group.group_ids, columns, strict=True):
-                    result[group_id] = blocks
-            if tokens >= hit_tokens:
-                break
-            hit_tokens = tokens
-            if one_round:
-                break
-        if full_is_first:
+        result: list[list[Any]] = [[] for _ in range(self.num_groups)]
+
+        def find(index: int, max_tokens: int, drops_block: bool) -> int:
+            group = groups[index]
+            columns = group.hit(get, hashes, max_tokens, drops_block, self.null)
+            for group_id, blocks in zip(group.group_ids, columns, strict=True):
+                result[group_id] = blocks
+            return len(columns[0]) * group.block_tokens
+
+        hit_tokens = common_hit_tokens(groups, max_tokens, find)
+        if groups[0].kind is GroupKind.FULL:
             for group_id in groups[0].group_ids:
-                blocks_found = result[group_id]
-                if blocks_found is not None:
-                    del blocks_found[hit_tokens // groups[0].block_tokens :]
-        return tuple(blocks or [] for blocks in result), hit_tokens
+                del result[group_id][hit_tokens // groups[0].block_tokens :]
+        return tuple(result), hit_tokens
 
 
 def _common_tokens(

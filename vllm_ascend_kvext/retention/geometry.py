@@ -2,8 +2,8 @@
 """What a prefix-cache lookup can hit, and which blocks it reads to do so.
 
 The lookup of vLLM (``HybridKVCacheCoordinator.find_longest_cache_hit`` and the ``Unitary`` one)
-lowers one candidate length until every group accepts it. This module does the same arithmetic on
-integers, for a cache that holds everything. It knows no blocks, no hashes and no requests.
+lowers one length until every group accepts it (`common_hit_tokens`). This module says what each
+group accepts where a cache holds everything. It knows no blocks, no hashes and no requests.
 
 Terms: a *boundary* is a token count at which a lookup can end; the *tail* of a boundary is the run
 of blocks that a sliding-window group has to have cached for it; a group that *looks ahead* (an
@@ -12,28 +12,12 @@ EAGLE/MTP group) must match one block past the boundary, which the lookup then d
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vllm_ascend_kvext.groups.model import is_clipped, window_pages
-
-
-class GroupKind(enum.Enum):
-    """How a group's hit is decided."""
-
-    FULL = "full"
-    """Every block from the first token on (full attention, MLA, compressed MLA)."""
-
-    WINDOW = "window"
-    """The last ``window_tokens - 1`` tokens before the boundary."""
-
-    STATE = "state"
-    """The one block that ends at the boundary (Mamba); never looks ahead."""
-
-    UNMANAGED = "unmanaged"
-    """Left to upstream, which caches all its blocks (chunked-local attention)."""
+from vllm_ascend_kvext.groups.model import GroupKind, is_clipped, window_pages
+from vllm_ascend_kvext.prefix_cache.common_hit import common_hit_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +25,8 @@ class GroupGeometry:
     """One group as the lookup sees it. Groups of equal spec are looked up, and listed, as one.
 
     Attributes:
-        kind: How its hit is decided.
+        kind: Which blocks a hit reads. A lookup is known for `FULL`, `WINDOW` and `STATE` (which
+            never looks ahead); any other group is left to upstream, which caches all its blocks.
         block_tokens: Tokens that one block covers: on Ascend, rows times compress ratio.
         window_tokens: Sliding window; 0 unless ``kind`` is ``WINDOW``.
         looks_ahead: Whether it is an EAGLE/MTP group.
@@ -282,7 +267,7 @@ class HitGeometry:
     def _look_up(
         self, limit_tokens: int, cached_tokens: tuple[int, ...] | None = None
     ) -> tuple[int, tuple[int, ...]]:
-        """Lower a candidate until every group accepts it, as upstream's fixed point does.
+        """The lookup of a cache that holds everything, or that much.
 
         Args:
             limit_tokens: The tokens that the lookup may look at.
@@ -291,38 +276,19 @@ class HitGeometry:
         Returns:
             The hit, and how far each group was read at first.
         """
-        groups = self.groups
         read: list[int] = []
-        verified: set[int] = set()
-        hit = limit_tokens
-        while True:
-            candidate = hit
-            for index, group in enumerate(groups):
-                if group.kind is GroupKind.FULL and len(read) == len(groups):
-                    # Full attention is looked up once and trimmed from then on.
-                    candidate = _floor(candidate, group.block_tokens)
-                    continue
-                looks_ahead = group.looks_ahead and index not in verified
-                bound = candidate
-                if looks_ahead:
-                    bound = min(candidate + group.margin_tokens, limit_tokens)
-                if cached_tokens is not None and group.kind is GroupKind.FULL:
-                    bound = min(bound, cached_tokens[index])
-                drop = looks_ahead and group.drops_last_block
-                accepted = group.longest_hit_tokens(bound, self.unit_tokens, drop)
-                if looks_ahead:
-                    verified.add(index)
-                elif accepted < candidate:
-                    verified.clear()
-                candidate = accepted
-                if len(read) == index:
-                    read.append(accepted + drop * group.block_tokens)
-            if candidate >= hit:
-                return hit, tuple(read)
-            hit = candidate
-            if len(groups) == 2 and groups[0].kind is GroupKind.FULL:
-                # One full group and one other converge in a single pass; upstream stops there.
-                return hit, tuple(read)
+
+        def find(index: int, max_tokens: int, drops_block: bool) -> int:
+            group = self.groups[index]
+            if cached_tokens is not None and group.kind is GroupKind.FULL:
+                max_tokens = min(max_tokens, cached_tokens[index])
+            drop = drops_block and group.drops_last_block
+            found_tokens = group.longest_hit_tokens(max_tokens, self.unit_tokens, drop)
+            if len(read) == index:
+                read.append(found_tokens + drop * group.block_tokens)
+            return found_tokens
+
+        return common_hit_tokens(self.groups, limit_tokens, find), tuple(read)
 
 
 def _floor(tokens: int, multiple: int) -> int:

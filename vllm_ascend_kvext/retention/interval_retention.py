@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.runs import joined
-from vllm_ascend_kvext.retention.geometry import GroupKind
 from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup, Pool, Request
 from vllm_ascend_kvext.retention.stats import RetentionStats

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
-from vllm_ascend_kvext.retention.geometry import GroupKind
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
@@ -65,7 +65,10 @@ class GeometryTables:
             hit_by_step=[geometry.reachable_tokens(n * step_tokens) for n in range(num_steps)],
             opening_by_unit=[geometry.opens_at_tokens(tokens) for tokens in boundaries],
             tails=[
-                [(run.start, run.stop) for run in (of_unit[group.geometry_index] for of_unit in tails)]
+                [
+                    (run.start, run.stop)
+                    for run in (of_unit[group.geometry_index] for of_unit in tails)
+                ]
                 for group in sparse_groups
             ],
             full_tokens=[

@@ -7,6 +7,7 @@ there (see the package's ``__init__``), and takes the compiled module from where
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -19,6 +20,7 @@ import vllm_ascend_kvext
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 _NAME = "vllm_ascend_kvext._native"
+_STUB = "_native.pyi"
 
 
 @functools.cache
@@ -26,8 +28,8 @@ def native() -> ModuleType:
     """The compiled module; its face is in ``_native.pyi``.
 
     Raises:
-        BackendError: There is none for this interpreter, it does not load, or it is that of
-            another version.
+        BackendError: There is none for this interpreter, it does not load, it is that of another
+            version, or it lacks a function of ``_native.pyi``.
     """
     try:
         module = importlib.import_module(_NAME)
@@ -39,9 +41,27 @@ def native() -> ModuleType:
     if found != vllm_ascend_kvext.__version__:
         raise BackendError(
             f"{module.__file__}: expected version {vllm_ascend_kvext.__version__}, as the package "
-            f"in {Path(vllm_ascend_kvext.__file__).parent}, found {found}. Install that package."
+            f"in {_package_folder()}, found {found}. Install that package."
+        )
+    missing = [name for name in _promised_functions() if not hasattr(module, name)]
+    if missing:
+        raise BackendError(
+            f"{module.__file__}: expected the functions of {_package_folder() / _STUB}, found none "
+            f"named {', '.join(missing)}: it was built from older sources of the same version. "
+            "Install that package again."
         )
     return module
+
+
+def _package_folder() -> Path:
+    return Path(vllm_ascend_kvext.__file__).parent
+
+
+def _promised_functions() -> list[str]:
+    """A development version keeps its number while functions come and go: their names tell."""
+    stub = _package_folder() / _STUB
+    source = stub.read_text(encoding="utf-8") if stub.is_file() else ""
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
 
 
 def _installed_elsewhere() -> Path:

@@ -8,12 +8,20 @@ time. Copies therefore run on CPUs that are named: by the caller, or by `default
     CPUs of the process                 0 1 2 3 4 5 6 7
     that OpenMP binds the model to      0 1 2 3 4 5
     that copies run on                              6 7
+
+The default never leaves the CPUs that the process was started with, such as those of ``taskset``.
+Linux does not keep that set once OpenMP has bound the main thread. A worker's is its parent's,
+unless a command such as ``numactl`` was put between the two: then name the CPUs. Of a process that
+no Python process has started, only those are known that its threads still have, or that it had when
+this module was imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterable
@@ -25,6 +33,9 @@ from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
+
+_IMPORTED_IN = os.getpid()
+_CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
 
 # Two threads come close to what one socket's memory gives to copies.
 _MOST_DEFAULT_THREADS = 4
@@ -111,13 +122,27 @@ def choose_cpus(
 
 
 def _process_cpus() -> frozenset[int]:
-    """What the process had before OpenMP bound its main thread: what its parent has."""
-    cpus = frozenset(os.sched_getaffinity(os.getpid()))
-    if is_main_thread_bound(os.environ):
-        try:
+    """What the process was started with, or the part of it that is known."""
+    if not is_main_thread_bound(os.environ):
+        return frozenset(os.sched_getaffinity(os.getpid()))
+    cpus = _cpus_of_threads()
+    if os.getpid() == _IMPORTED_IN:  # Else what a fork has copied from its parent.
+        cpus |= _CPUS_AT_IMPORT
+    # A shell's mask says nothing of the command that it has started: `taskset` changes it between
+    # the two. And when a parent has ended, `getppid` names another process.
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.is_alive():
+        with contextlib.suppress(OSError):
             cpus |= os.sched_getaffinity(os.getppid())
-        except OSError:
-            cpus |= frozenset(range(os.cpu_count() or 1))
+    return cpus
+
+
+def _cpus_of_threads() -> frozenset[int]:
+    """OpenMP binds each of its threads within what the process was started with."""
+    cpus = frozenset(os.sched_getaffinity(os.getpid()))
+    for thread_id in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # It may have ended.
+            cpus |= os.sched_getaffinity(int(thread_id))
     return cpus
 
 

@@ -16,7 +16,7 @@ from support.installed import installed, retention_installed
 from support.retention.books import check_books, num_checkpoints
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import tail_keeper
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
 __all__ = ["CheckpointsAccountForCache", "adaptive_retention", "retention_books"]
@@ -49,7 +49,7 @@ def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
 
 def retention_books(block_manager: Any) -> Any:
     """The `RetainedCache` of a ``KVCacheManager``; None where nothing is retained."""
-    retention = tail_keeper(block_manager.coordinator)
+    retention = retention_of(block_manager.coordinator)
     return None if retention is None else retention.books
 
 
@@ -73,7 +73,7 @@ class CheckpointsAccountForCache:
             return
         pool = block_manager.block_pool
         free_blocks = pool.free_block_queue.get_all_free_blocks()
-        check_books(tail_keeper(block_manager.coordinator), pool.blocks, free_blocks)
+        check_books(retention_of(block_manager.coordinator), pool.blocks, free_blocks)
         if not engine.scheduler.requests:
             self.num_idle += 1
             self.num_checkpoints += num_checkpoints(retention_books(block_manager))
@@ -82,5 +82,5 @@ class CheckpointsAccountForCache:
 
 def check_idle(block_manager: Any) -> None:
     """No request is left: nothing is remembered of any."""
-    retention = tail_keeper(block_manager.coordinator)
+    retention = retention_of(block_manager.coordinator)
     assert not retention._requests, "remembers requests that are gone"

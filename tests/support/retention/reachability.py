@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from support.scheduler.block_manager import BlockManager
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 
 Hits = dict[str, int]
 """Name of a point in the life of a request -> tokens that a lookup hits there."""
@@ -117,11 +118,11 @@ class Price:
     """Cached blocks of each sliding-window group against the price of two tails."""
 
     def __init__(self, world: BlockManager) -> None:
-        keeper = world.manager.coordinator._kvext_tail_keeper
-        geometry = keeper.policy.geometry
+        retention = retention_of(world.manager.coordinator)
+        geometry = retention.policy.geometry
         groups = {
             group.manager.kv_cache_group_id: geometry.groups[group.geometry_index]
-            for group in keeper.sparse_groups
+            for group in retention.sparse_groups
         }
         self._world = world
         self._tail_blocks = {

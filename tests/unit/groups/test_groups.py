@@ -26,7 +26,6 @@ import vllm_ascend_kvext.groups
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,
-    hit_unit_tokens,
     is_clipped,
     num_skipped_pages,
     window_pages,
@@ -116,11 +115,6 @@ def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
     assert is_clipped(16, window_tokens=20, tokens_per_page=4, unit_tokens=16)
     assert not is_clipped(32, window_tokens=20, tokens_per_page=4, unit_tokens=16)
     assert not is_clipped(4, window_tokens=20, tokens_per_page=4, unit_tokens=4)
-
-
-def test_hits_of_several_groups_fall_on_the_ends_of_all_their_pages() -> None:
-    assert hit_unit_tokens([512, 16384, 128]) == 16384
-    assert hit_unit_tokens([12, 8]) == 24
 
 
 def test_nothing_heavy_is_imported() -> None:

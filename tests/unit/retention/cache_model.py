@@ -7,7 +7,8 @@ in tests/engine and tests/ascend.
 
 from __future__ import annotations
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 Cached = list[set[int]]
 """Per group: the indices of its cached blocks."""

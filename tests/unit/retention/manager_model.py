@@ -12,8 +12,9 @@ from typing import Any
 from unit.retention.cache_model import look_up
 from unit.retention.pool_model import NULL, ModelPool, ModelRequest
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
 

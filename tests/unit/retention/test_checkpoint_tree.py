@@ -22,7 +22,8 @@ from support.retention.books import check_books, num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 
 UNIT_TOKENS = 4
 MOST_RUNNING = 3

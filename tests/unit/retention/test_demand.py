@@ -14,7 +14,8 @@ from support.retention.books import all_nodes, num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.retention.cache_model import Cached, everything, look_up
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 
 FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
 

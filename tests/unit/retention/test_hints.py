@@ -8,7 +8,8 @@ import logging
 import pytest
 from unit.retention.pool_model import ModelRequest, ModelSamplingParams
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind, HitGeometry
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import (
     HINT_ARGUMENT,
     MOST_HINTS,

@@ -7,7 +7,8 @@ import pytest
 from unit.retention.manager_model import ModelManager
 from unit.retention.pool_model import NULL, ModelBlock, ModelPool, ModelRequest
 
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, GroupKind
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 from vllm_ascend_kvext.retention.tails import GroupTails
 
 BLOCK_TOKENS = 4

@@ -94,6 +94,17 @@ def test_a_checkout_takes_none_of_another_version(checkout: Path) -> None:
     assert "BackendError" in finished.stderr.splitlines()[-1]
 
 
+def test_a_checkout_takes_none_that_lacks_a_function(checkout: Path) -> None:
+    """The installed module may be older than the sources, and of the same version."""
+    stub = checkout / "vllm_ascend_kvext" / "_native.pyi"
+    stub.write_text(stub.read_text() + "\ndef added_since() -> None: ...\n")
+    finished = run_in(checkout, DESCRIBE)
+    last = finished.stderr.splitlines()[-1]
+    assert f"BackendError: {native().__file__}: expected the functions of {stub}" in last
+    assert "found none named added_since: " in last
+    assert "Install that package again." in last
+
+
 WITHOUT_INSTALLED_PACKAGE = """
 import numpy
 sys.path[1:] = [entry for entry in sys.path[1:] if "site-packages" not in entry]

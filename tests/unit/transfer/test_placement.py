@@ -104,20 +104,49 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
     assert topology.same_node({1}) == {0, 1, 2, 3}
 
 
-IN_A_BOUND_PROCESS = """
-import logging, os, sys
-os.sched_setaffinity(0, {int(sys.argv[1])})
-from vllm_ascend_kvext.transfer.placement import default_placement
-logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
-for _ in range(2):
-    placement = default_placement()
-print(*placement.cpus, "|", placement.num_threads, placement.niceness)
-assert os.sched_getaffinity(0) == {int(sys.argv[1])}
+DECIDE = """
+import logging, multiprocessing, os, sys
+bound_cpu = int(sys.argv[1])
+
+def decide():
+    os.sched_setaffinity(0, {bound_cpu})
+    from vllm_ascend_kvext.transfer.placement import default_placement
+    logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
+    for _ in range(2):
+        placement = default_placement()
+    print(*placement.cpus, "|", placement.num_threads, placement.niceness, flush=True)
+    assert os.sched_getaffinity(0) == {bound_cpu}
+"""
+IN_A_WORKER = f"""{DECIDE}
+worker = multiprocessing.get_context("fork").Process(target=decide)
+worker.start()
+worker.join()
+sys.exit(worker.exitcode)
+"""
+IN_THE_USERS_PROCESS = f"""{DECIDE}
+decide()
+"""
+IN_A_PROCESS_BOUND_LATER = f"""
+import vllm_ascend_kvext.transfer.placement
+{DECIDE}
+decide()
+"""
+IN_AN_ORPHAN = f"""{DECIDE}
+import time
+end, other_end = os.pipe()
+
+def decide_once_the_parent_has_ended():
+    os.close(other_end)
+    os.read(end, 1)
+    decide()
+
+multiprocessing.get_context("fork").Process(target=decide_once_the_parent_has_ended).start()
+os._exit(0)
 """
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def default_in_bound_process(**variables: str) -> list[str]:
+def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> list[str]:
     """What a process prints whose main thread is bound to the first CPU."""
     environ = {
         name: value
@@ -125,7 +154,7 @@ def default_in_bound_process(**variables: str) -> list[str]:
         if not name.startswith(("OMP_", "GOMP_", "KMP_", "VLLM_"))
     }
     finished = subprocess.run(
-        [sys.executable, "-c", IN_A_BOUND_PROCESS, str(CPUS[0])],
+        [sys.executable, "-c", script, str(CPUS[0])],
         env={**environ, **variables},
         capture_output=True,
         text=True,
@@ -155,6 +184,24 @@ def test_a_model_that_is_bound_in_words_has_every_cpu(variables: dict[str, str])
     logged, placed = default_in_bound_process(**variables)
     assert placed == f"{' '.join(map(str, CPUS))} | 1 10"
     assert logged.startswith("WARNING Every CPU of this process ")
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+def test_what_a_process_had_before_it_was_bound_is_its_own() -> None:
+    bound = str(CPUS[0])
+    _, placed = default_in_bound_process(
+        IN_A_PROCESS_BOUND_LATER, GOMP_CPU_AFFINITY=bound, VLLM_CPU_OMP_THREADS_BIND=bound
+    )
+    assert bound not in placed.split(" |")[0].split()
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("script", [IN_THE_USERS_PROCESS, IN_AN_ORPHAN], ids=["user", "orphan"])
+def test_where_the_first_mask_is_not_known_copies_leave_no_threads_cpus(script: str) -> None:
+    """The mask may be ``taskset``'s: that of the shell, which is the parent, says nothing."""
+    logged, placed = default_in_bound_process(script, OMP_PROC_BIND="true")
+    assert placed == f"{CPUS[0]} | 1 10"
+    assert logged.startswith(f"WARNING Every CPU of this process ({CPUS[0]}) ")
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,14 @@ class AscendKernelBackend:
     def map_host(self, host: torch.Tensor) -> None:
         """Let the current device reach a host buffer, for the process, until `unmap_host`.
 
-        Takes long; meant for one arena at start-up. Transfers may use any part of it.
+        Takes long; meant for one arena at start-up. Transfers may use any part of it. It stays
+        allocated so long, whoever else lets go of it.
+
+        Raises:
+            BackendError: Some of it is mapped already.
         """
-        self._launcher.map_host(host.data_ptr(), host.numel() * host.element_size())
+        num_bytes = host.numel() * host.element_size()
+        self._launcher.map_host(host.data_ptr(), num_bytes, owner=host)
 
     def unmap_host(self, host: torch.Tensor) -> None:
         """End `map_host`. The caller has waited for every transfer that uses the buffer."""

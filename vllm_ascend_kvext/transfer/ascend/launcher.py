@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext.transfer.ascend.work_table import KernelLimits
@@ -30,13 +30,20 @@ class _KernelLimits(ctypes.Structure):
     )
 
 
+class _Mapping(NamedTuple):
+    """Host memory that the device reaches at another address."""
+
+    num_bytes: int
+    device_address: int
+    owner: object
+
+
 class KernelLauncher:
     """One launcher library (``csrc/ascend/launcher.h``) and the host memory it has mapped."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        # First address -> bytes, the device's address.
-        self._mapped: dict[int, tuple[int, int]] = {}
+        self._mapped: dict[int, _Mapping] = {}  # By first address.
         library.kvext_ascend_limits.restype = None
         limits = _KernelLimits()
         library.kvext_ascend_limits(ctypes.byref(limits))
@@ -52,8 +59,24 @@ class KernelLauncher:
         self._check("kvext_ascend_num_cores", ctypes.byref(count))
         return count.value
 
-    def map_host(self, address: int, num_bytes: int) -> None:
-        """Let the current device reach host memory, until `unmap_host`."""
+    def map_host(self, address: int, num_bytes: int, owner: object) -> None:
+        """Let the current device reach host memory, until `unmap_host`.
+
+        Args:
+            owner: Is kept alive so long. Otherwise the memory could be freed, and other memory that
+                is not mapped be allocated at its address.
+
+        Raises:
+            BackendError: Some of it is mapped already.
+        """
+        for first, mapping in self._mapped.items():
+            if first < address + num_bytes and address < first + mapping.num_bytes:
+                raise BackendError(
+                    f"ascend-kernel: map_host: expected memory that is not mapped, found "
+                    f"{mapping.num_bytes} bytes at {first:#x} mapped, which overlap {num_bytes} "
+                    f"bytes at {address:#x}. Map a buffer once, and unmap_host it before it is "
+                    "mapped again."
+                )
         mapped = ctypes.c_void_p()
         self._check(
             "kvext_ascend_map_host",
@@ -61,7 +84,7 @@ class KernelLauncher:
             ctypes.c_uint64(num_bytes),
             ctypes.byref(mapped),
         )
-        self._mapped[address] = (num_bytes, mapped.value or 0)
+        self._mapped[address] = _Mapping(num_bytes, mapped.value or 0, owner)
 
     def unmap_host(self, address: int) -> None:
         """End a mapping; ``address`` is where it began.
@@ -78,10 +101,10 @@ class KernelLauncher:
 
     def device_address(self, address: int, num_bytes: int) -> int | None:
         """The device's address of host memory; None where it is not inside a mapping."""
-        for first, (mapped_bytes, mapped) in self._mapped.items():
+        for first, mapping in self._mapped.items():
             offset = address - first
-            if offset >= 0 and offset + num_bytes <= mapped_bytes:
-                return mapped + offset
+            if offset >= 0 and offset + num_bytes <= mapping.num_bytes:
+                return mapping.device_address + offset
         return None
 
     def launch(self, table: torch.Tensor, num_cores: int, stream: int) -> None:

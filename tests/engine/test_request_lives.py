@@ -15,6 +15,8 @@ from support.installed import retention_installed
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from vllm.v1.request import Request
 
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
+
 NUM_BLOCKS = 60
 
 LAYOUTS = {
@@ -34,7 +36,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = BlockManager(self.layout, self.interval, NUM_BLOCKS)
-        self.keeper = self.world.manager.coordinator._kvext_tail_keeper
+        self.retention = retention_of(self.world.manager.coordinator)
         self.null_references = self.world.pool.null_block.ref_cnt
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -43,7 +45,7 @@ class Lives(RuleBasedStateMachine):
 
     @property
     def groups(self):
-        return (*self.keeper.full_groups, *self.keeper.sparse_groups)
+        return (*self.retention.full_groups, *self.retention.sparse_groups)
 
     @rule(
         prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=60),
@@ -153,7 +155,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def nothing_is_remembered_of_requests_that_are_gone(self) -> None:
         alive = {request.request_id for request in self.waiting + self.running}
-        assert set(self.keeper._progress) <= alive
+        assert set(self.retention._progress) <= alive
 
 
 @pytest.mark.parametrize("interval_units", [0, 2])

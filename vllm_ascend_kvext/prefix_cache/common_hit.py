@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How groups agree on one hit: each accepts a length, or offers a shorter one, until none does.
+
+The rule of vLLM's ``HybridKVCacheCoordinator.find_longest_cache_hit``, and nothing else. What one
+group finds is the caller's to say: blocks in a table (`vllm_ascend_kvext.prefix_cache.lookup`), or
+what a cache that holds everything would have (`vllm_ascend_kvext.retention.geometry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vllm_ascend_kvext.groups.model import GroupKind
+
+
+class SearchedGroup(Protocol):
+    """What the rule has to know of a group.
+
+    Attributes:
+        kind: A group that reads everything is searched once, and then cut.
+        block_tokens: Tokens per block.
+        looks_ahead: Whether a block past the hit has to be found too (EAGLE, MTP).
+        margin_tokens: How far past a length it may search for that block.
+    """
+
+    @property
+    def kind(self) -> GroupKind: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def looks_ahead(self) -> bool: ...
+    @property
+    def margin_tokens(self) -> int: ...
+
+
+Find = Callable[[int, int, bool], int]
+"""``(index, max_tokens, drops_block) -> tokens``: what group ``index`` finds in ``max_tokens``
+tokens, without the last block if that only looks ahead."""
+
+
+def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Find) -> int:
+    """The longest hit of all groups together, up to ``max_tokens``.
+
+    A group that looks ahead drops a block once per length, and again when another group has
+    shortened that. One group alone, or one after a group that reads everything, is asked once.
+    """
+    is_asked_once = len(groups) == 1 or (len(groups) == 2 and groups[0].kind is GroupKind.FULL)
+    has_dropped: set[int] = set()
+    is_first_round = True
+    hit_tokens = max_tokens
+    while True:
+        tokens = hit_tokens
+        for index, group in enumerate(groups):
+            if group.kind is GroupKind.FULL and not is_first_round:
+                tokens = tokens // group.block_tokens * group.block_tokens
+                continue
+            drops_block = group.looks_ahead and index not in has_dropped
+            limit = min(tokens + group.margin_tokens, max_tokens) if drops_block else tokens
+            found_tokens = find(index, limit, drops_block)
+            if drops_block:
+                has_dropped.add(index)
+            elif found_tokens < tokens:
+                has_dropped.clear()
+            tokens = found_tokens
+        if tokens >= hit_tokens:
+            return hit_tokens
+        hit_tokens = tokens
+        if is_asked_once:
+            return hit_tokens
+        is_first_round = False
