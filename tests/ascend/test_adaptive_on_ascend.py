@@ -23,8 +23,8 @@ from support.retention.books import check_books
 from support.retention.checkpoints import (
     adaptive_retention,
     check_idle,
-    retention_books,
     num_checkpoints,
+    retention_books,
 )
 from support.retention.reachability import serve_conversation, serve_prompt_only
 from support.scheduler.block_manager import BlockManager, Layout

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
