@@ -39,7 +39,11 @@ class Copier {
   Copier& operator=(const Copier&) = delete;
 
   void operator()(const Copy& copy) {
-    if (copy.num_bytes >= kLeastStreamedCopyBytes && is_streaming_ && kernel_.stream_together) {
+    const bool follows = copy.source == source_end_;
+    source_end_ = copy.source + copy.num_bytes;
+    if (follows && copy.num_bytes <= kMostFollowingBytes) {
+      move(copy);
+    } else if (copy.num_bytes >= kLeastStreamedCopyBytes && is_streaming_ && kernel_.stream_together) {
       cut(copy);
     } else if (copy.num_bytes > kMostWaitingBytes) {
       move(copy);
@@ -53,6 +57,8 @@ class Copier {
   // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
   // read first.
   static constexpr int64_t kLeastStreamedCopyBytes = 256;
+  // Where short copies read on where the last one ended, the CPU's own prefetching is enough.
+  static constexpr int64_t kMostFollowingBytes = 1024;
   // Longer parts would not stay in the smallest second-level caches until they are copied.
   static constexpr int64_t kPartBytes = 4096;
   // What is fetched of each copy that waits: the CPU finds the lines behind these by itself.
@@ -130,6 +136,7 @@ class Copier {
 
   const CopyKernel& kernel_;
   const bool is_streaming_;
+  int64_t source_end_ = 0;
   std::array<Copy, kMostTogether> parts_;
   std::array<Copy, kMostTogether> other_parts_;
   Copy* gathered_ = parts_.data();

@@ -24,7 +24,7 @@ constexpr size_t kLine = 64;
 size_t copy_head(uint8_t* destination, const uint8_t* source, size_t num_bytes) {
   const size_t to_line = (kLine - reinterpret_cast<uintptr_t>(destination) % kLine) % kLine;
   const size_t head = to_line < num_bytes ? to_line : num_bytes;
-  std::memcpy(destination, source, head);
+  if (head > 0) std::memcpy(destination, source, head);
   return head;
 }
 
@@ -38,7 +38,7 @@ __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uin
     _mm256_stream_si256(to, a);
     _mm256_stream_si256(to + 1, b);
   }
-  std::memcpy(destination + i, source + i, num_bytes - i);
+  if (i < num_bytes) std::memcpy(destination + i, source + i, num_bytes - i);
 }
 
 __attribute__((target("avx512f"))) void stream_avx512(uint8_t* destination, const uint8_t* source,
@@ -59,10 +59,10 @@ __attribute__((target("avx512f"))) void stream_avx512(uint8_t* destination, cons
     _mm512_stream_si512(reinterpret_cast<__m512i*>(destination + i),
                         _mm512_loadu_si512(source + i));
   }
-  std::memcpy(destination + i, source + i, num_bytes - i);
+  if (i < num_bytes) std::memcpy(destination + i, source + i, num_bytes - i);
 }
 
-constexpr size_t kStep = 2 * kLine;
+constexpr int64_t kStep = 2 * kLine;
 
 // Past the end of what is copied next it does no harm: fetching never fails.
 inline void fetch_step(const uint8_t* source) {
@@ -87,46 +87,38 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
 // lines at a time keeps the buffers free that streaming stores need. Wider vectors gain nothing here.
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {
-  uint8_t* destinations[kMostTogether];
-  const uint8_t* sources[kMostTogether];
-  size_t sizes[kMostTogether];
-  const uint8_t* later_sources[kMostTogether];
-  size_t least_bytes = SIZE_MAX, most_bytes = 0;
+  const auto to = [](const Copy& copy) { return reinterpret_cast<uint8_t*>(copy.destination); };
+  const auto from = [](const Copy& copy) { return reinterpret_cast<const uint8_t*>(copy.source); };
+  int64_t done = 0, least = INT64_MAX, most = 0, unaligned = 0;
   for (size_t j = 0; j < num_copies; ++j) {
-    auto* const destination = reinterpret_cast<uint8_t*>(copies[j].destination);
-    const auto* const source = reinterpret_cast<const uint8_t*>(copies[j].source);
-    const auto num_bytes = static_cast<size_t>(copies[j].num_bytes);
-    const bool is_aligned = copies[j].destination % kLine == 0;
-    const size_t head = is_aligned ? 0 : copy_head(destination, source, num_bytes);
-    destinations[j] = destination + head;
-    sources[j] = source + head;
-    sizes[j] = num_bytes - head;
-    least_bytes = std::min(least_bytes, sizes[j]);
-    most_bytes = std::max(most_bytes, sizes[j]);
+    least = std::min(least, copies[j].num_bytes);
+    most = std::max(most, copies[j].num_bytes);
+    unaligned |= copies[j].destination % static_cast<int64_t>(kLine);
   }
-  for (size_t j = 0; j < num_later; ++j) {
-    later_sources[j] = reinterpret_cast<const uint8_t*>(later[j].source);
-    least_bytes = std::min(least_bytes, static_cast<size_t>(later[j].num_bytes));
-  }
-  size_t i = 0;
-  // What all of them have, without a question per step.
-  if (num_copies == kMostTogether && num_later == kMostTogether) {
-    for (; i + kStep <= least_bytes; i += kStep) {
+  if (num_copies == kMostTogether && num_later == kMostTogether && unaligned == 0) {
+    for (size_t j = 0; j < kMostTogether; ++j) least = std::min(least, later[j].num_bytes);
+    // Pages are nearly always alike: what all copies have, without a question per step.
+    for (; done + kStep <= least; done += kStep) {
       for (size_t j = 0; j < kMostTogether; ++j) {
-        fetch_step(later_sources[j] + i);
-        stream_step(destinations[j] + i, sources[j] + i);
+        fetch_step(from(later[j]) + done);
+        stream_step(to(copies[j]) + done, from(copies[j]) + done);
       }
     }
+    if (done == most) return;
   }
-  for (; i < most_bytes; i += kStep) {
+  int64_t heads[kMostTogether];
+  for (size_t j = 0; j < num_copies; ++j) {
+    heads[j] = done + copy_head(to(copies[j]) + done, from(copies[j]) + done, copies[j].num_bytes - done);
+  }
+  for (int64_t i = 0; done + i < most; i += kStep) {
     for (size_t j = 0; j < num_copies; ++j) {
-      if (j < num_later && i < static_cast<size_t>(later[j].num_bytes)) {
-        fetch_step(later_sources[j] + i);
-      }
-      if (i + kStep <= sizes[j]) {
-        stream_step(destinations[j] + i, sources[j] + i);
-      } else if (i < sizes[j]) {
-        stream_avx2(destinations[j] + i, sources[j] + i, sizes[j] - i);
+      if (j < num_later && done + i < later[j].num_bytes) fetch_step(from(later[j]) + done + i);
+      const int64_t at = heads[j] + i;
+      const int64_t num_bytes = copies[j].num_bytes - at;
+      if (num_bytes >= kStep) {
+        stream_step(to(copies[j]) + at, from(copies[j]) + at);
+      } else if (num_bytes > 0) {
+        stream_avx2(to(copies[j]) + at, from(copies[j]) + at, static_cast<size_t>(num_bytes));
       }
     }
   }
