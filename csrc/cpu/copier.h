@@ -2,9 +2,11 @@
 // Does the copies of one thread: which kernel, and what is fetched ahead.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "copy_kernels.h"
 #include "kvext/copies.h"
@@ -20,13 +22,16 @@ inline bool streams(int64_t num_bytes, Streaming streaming) {
                                        : streaming == Streaming::kOn;
 }
 
-// Short copies wait in a queue while their sources come from memory: the CPU's own prefetching does
-// not know where the next one begins. Copies may be done in any order.
+// Copies may be done in any order. Those that are streamed are cut into parts, and several parts are
+// copied together while the next ones are fetched. Other short copies wait in a queue while their
+// sources come from memory: the CPU's own prefetching does not know where the next one begins.
 class Copier {
  public:
   explicit Copier(bool is_streaming)
       : kernel_(copy_kernels().front()), is_streaming_(is_streaming) {}
   ~Copier() {
+    if (num_gathered_ > 0) exchange();
+    exchange();
     while (num_waiting_ > 0) do_oldest();
     kernel_.fence();
   }
@@ -34,10 +39,59 @@ class Copier {
   Copier& operator=(const Copier&) = delete;
 
   void operator()(const Copy& copy) {
-    if (copy.num_bytes > kMostWaitingBytes) {
+    const bool follows = copy.source == source_end_;
+    source_end_ = copy.source + copy.num_bytes;
+    if (follows && copy.num_bytes <= kMostFollowingBytes) {
       move(copy);
-      return;
+    } else if (copy.num_bytes >= kLeastStreamedCopyBytes && is_streaming_ && kernel_.stream_together) {
+      cut(copy);
+    } else if (copy.num_bytes > kMostWaitingBytes) {
+      move(copy);
+    } else {
+      wait(copy);
     }
+  }
+
+ private:
+  static constexpr int64_t kLineBytes = 64;
+  // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
+  // read first.
+  static constexpr int64_t kLeastStreamedCopyBytes = 256;
+  // Where short copies read on where the last one ended, the CPU's own prefetching is enough.
+  static constexpr int64_t kMostFollowingBytes = 1024;
+  // Longer parts would not stay in the smallest second-level caches until they are copied.
+  static constexpr int64_t kPartBytes = 4096;
+  // What is fetched of each copy that waits: the CPU finds the lines behind these by itself.
+  static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
+  static constexpr int64_t kMostWaitingBytes = 8192;
+  static constexpr uint32_t kMostWaiting = 64;
+
+  // Every part but the first begins with a whole line of the destination.
+  void cut(Copy copy) {
+    while (copy.num_bytes > kPartBytes) {
+      const int64_t part_bytes = kPartBytes - copy.destination % kLineBytes;
+      gather({copy.source, copy.destination, part_bytes});
+      copy = {copy.source + part_bytes, copy.destination + part_bytes, copy.num_bytes - part_bytes};
+    }
+    gather(copy);
+  }
+
+  void gather(const Copy& part) {
+    gathered_[num_gathered_] = part;
+    if (++num_gathered_ == kMostTogether) exchange();
+  }
+
+  // Copies the parts that have been fetched; those that have been gathered take their place.
+  void exchange() {
+    if (num_fetched_ > 0) {
+      kernel_.stream_together(fetched_, num_fetched_, gathered_, num_gathered_);
+    }
+    std::swap(fetched_, gathered_);
+    num_fetched_ = num_gathered_;
+    num_gathered_ = 0;
+  }
+
+  void wait(const Copy& copy) {
     fetch(copy);
     while (num_waiting_ == kMostWaiting || waiting_bytes_ + copy.num_bytes > kMostWaitingBytes) {
       do_oldest();
@@ -46,16 +100,6 @@ class Copier {
     ++num_waiting_;
     waiting_bytes_ += copy.num_bytes;
   }
-
- private:
-  static constexpr int64_t kLineBytes = 64;
-  // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
-  // read first.
-  static constexpr int64_t kLeastStreamedCopyBytes = 256;
-  // What is fetched of each copy: the CPU finds the lines behind these by itself.
-  static constexpr int64_t kFetchedBytes = 2 * kLineBytes;
-  static constexpr int64_t kMostWaitingBytes = 8192;
-  static constexpr uint32_t kMostWaiting = 64;
 
   static void fetch(const Copy& copy) {
     for (int64_t at = 0; at < kFetchedBytes && at < copy.num_bytes; at += kLineBytes) {
@@ -92,6 +136,13 @@ class Copier {
 
   const CopyKernel& kernel_;
   const bool is_streaming_;
+  int64_t source_end_ = 0;
+  std::array<Copy, kMostTogether> parts_;
+  std::array<Copy, kMostTogether> other_parts_;
+  Copy* gathered_ = parts_.data();
+  Copy* fetched_ = other_parts_.data();
+  size_t num_gathered_ = 0;
+  size_t num_fetched_ = 0;
   std::array<Copy, kMostWaiting> waiting_;
   uint32_t oldest_ = 0;
   uint32_t num_waiting_ = 0;

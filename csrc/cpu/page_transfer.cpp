@@ -2,6 +2,7 @@
 #include "kvext/page_transfer.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "copier.h"
 #include "copy_kernels.h"
@@ -47,11 +48,17 @@ void page_transfer(const CheckedTransfer& checked, const CopyOptions& options) {
 
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options) {
   const bool is_streaming = streams(num_bytes, options.streaming);
-  const auto to = reinterpret_cast<int64_t>(destination);
-  const auto from = reinterpret_cast<int64_t>(source);
+  const CopyKernel& kernel = copy_kernels().front();
+  auto* const to = static_cast<uint8_t*>(destination);
+  const auto* const from = static_cast<const uint8_t*>(source);
   split_by_bytes(num_bytes, options, [&](int64_t begin, int64_t end) {
-    Copier copier(is_streaming);
-    if (begin < end) copier(Copy{from + begin, to + begin, end - begin});
+    const auto part_bytes = static_cast<size_t>(end - begin);
+    if (is_streaming) {
+      kernel.stream(to + begin, from + begin, part_bytes);
+      kernel.fence();
+    } else {
+      std::memcpy(to + begin, from + begin, part_bytes);
+    }
   });
 }
 

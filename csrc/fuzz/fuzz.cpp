@@ -184,6 +184,30 @@ bool check_case(const Case& made) {
   }
 }
 
+void check_together(const kvext::CopyKernel& kernel) {
+  const auto most = static_cast<int64_t>(kvext::kMostTogether);
+  const int64_t num_copies = between(1, most), room_bytes = 5000;
+  const Memory source(most * room_bytes), destination(most * room_bytes);
+  std::vector<uint8_t> wanted(destination.bytes.get(), destination.bytes.get() + most * room_bytes);
+  std::vector<kvext::Copy> copies, later;
+  for (int64_t i = 0; i < most; ++i) {
+    const int64_t num_bytes = one_in(2) ? between(1, 300) : between(1, 4900);
+    const int64_t from = i * room_bytes + between(0, 70), to = i * room_bytes + between(0, 70);
+    const kvext::Copy copy{reinterpret_cast<int64_t>(&source.bytes[from]),
+                           reinterpret_cast<int64_t>(&destination.bytes[to]), num_bytes};
+    if (i < num_copies) {
+      copies.push_back(copy);
+      std::memcpy(&wanted[to], &source.bytes[from], num_bytes);
+    }
+    if (one_in(2)) later.push_back(copy);
+  }
+  kernel.stream_together(copies.data(), copies.size(), later.data(), later.size());
+  kernel.fence();
+  if (std::memcmp(destination.bytes.get(), wanted.data(), wanted.size()) != 0) {
+    fail("copies that were made together have other bytes than expected");
+  }
+}
+
 // Every kernel that this CPU runs, not only the one that is used.
 void check_kernels() {
   for (const kvext::CopyKernel& kernel : kvext::copy_kernels()) {
@@ -197,6 +221,7 @@ void check_kernels() {
         destination.bytes[to + num_bytes] != behind) {
       fail("a kernel has copied other bytes than it was given");
     }
+    if (kernel.stream_together) check_together(kernel);
   }
 }
 

@@ -13,10 +13,20 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.layout.page_runs import NULL_PAGE, planes_of, rows_with_pages, runs_of
+from vllm_ascend_kvext.layout.page_runs import (
+    NULL_PAGE,
+    ids_of,
+    planes_of,
+    rows_with_pages,
+    runs_of,
+    runs_with_pages,
+    without_null_pages,
+)
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk, StoredRows
 from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows, needed_rows
 from vllm_ascend_kvext.layout.stored_rows import (
@@ -30,6 +40,9 @@ from vllm_ascend_kvext.transfer.schema import Table
 
 _MAX_REMEMBERED = 4096
 """Chunks whose sections are remembered: requests are cut at the same tokens."""
+
+_MAX_REMEMBERED_RUNS = 1 << 18
+"""Runs that are remembered: 40 bytes each, shared by chunks that are cut alike."""
 
 _SECTION = itemgetter(0, 3, 4, 5)
 """Of ``StoredRows``: what names a section."""
@@ -49,14 +62,21 @@ class _ChunkSections(NamedTuple):
 
     Attributes:
         kept: Of the groups of which anything is kept.
+        pages: Of each section: scheduler group, first page of the request and end page.
         planes: Of all sections, numbered from 0 on, placed at 0.
+        spans: Fields as of `RowSpan`, of all sections, numbered from 0 on; rows are counted from
+            each section's first page.
+        runs: Of the spans, without their pages; None if they are not remembered.
         num_bytes: Of all sections.
         row_map: What a store without a null page leaves.
         missing: What it does not have.
     """
 
     kept: tuple[_KeptRows, ...]
+    pages: tuple[tuple[int, int, int], ...]
     planes: Table
+    spans: tuple[tuple[int, ...], ...]
+    runs: Table | None
     num_bytes: int
     row_map: RowMap
     missing: tuple[MissingRows, ...]
@@ -76,6 +96,8 @@ class TransferPlanner:
         self._states = states
         self._pages = [(group.scheduler_group, group.rows_per_page) for group in layout.groups]
         self._chunks: dict[tuple[int, int], _ChunkSections] = {}
+        self._runs: dict[tuple[tuple[int, ...], ...], Table] = {}
+        self._num_remembered_runs = 0
 
     def chunk_bytes(self, tokens: TokenRange) -> int:
         """Host bytes of a chunk, whichever of its pages are null."""
@@ -92,35 +114,37 @@ class TransferPlanner:
             TokenRangeError: If a list is too short, or has an id that no page has.
         """
         self._check_lists(block_ids)
-        sections_of_chunks = [self._sections_of(chunk.tokens) for chunk in chunks]
-        spans: list[tuple[int, ...]] = []
+        sections_of_chunks = []
+        offsets: list[int] = []
         pages: list[int] = []
         host_bytes = 0
-        for chunk, sections in zip(chunks, sections_of_chunks, strict=True):
-            check_alignment(chunk.host_offset_bytes)
-            host_bytes = max(host_bytes, chunk.host_offset_bytes + sections.num_bytes)
-            for group, first_row, end_row, _ in sections.kept:
-                self._add_span(
-                    spans, pages, len(spans), group, first_row, end_row, first_row, block_ids
-                )
-        self._check_pages(pages)
+        for tokens, offset_bytes in chunks:
+            check_alignment(offset_bytes)
+            sections = self._sections_of(tokens)
+            sections_of_chunks.append(sections)
+            offsets.append(offset_bytes)
+            host_bytes = max(host_bytes, offset_bytes + sections.num_bytes)
+            for scheduler_group, first_page, end_page in sections.pages:
+                pages += _pages_of(block_ids, scheduler_group, first_page, end_page)
+        ids = ids_of(pages)
+        has_null = self._check_pages(ids)
+        num_sections = [len(sections.kept) for sections in sections_of_chunks]
         planes = planes_of(
-            [sections.planes for sections in sections_of_chunks],
-            [len(sections.kept) for sections in sections_of_chunks],
-            [chunk.host_offset_bytes for chunk in chunks],
+            [sections.planes for sections in sections_of_chunks], num_sections, offsets
         )
-        if NULL_PAGE not in pages:
+        runs = runs_with_pages(
+            [self._runs_of(sections) for sections in sections_of_chunks], num_sections, ids
+        )
+        if not has_null:
             row_maps = tuple([sections.row_map for sections in sections_of_chunks])
             missing = tuple([sections.missing for sections in sections_of_chunks])
-        else:
-            row_maps = tuple(
-                self._row_map_of(sections, block_ids) for sections in sections_of_chunks
-            )
-            missing = tuple(
-                self.find_missing([StoredChunk(row_map)], chunk.tokens)
-                for row_map, chunk in zip(row_maps, chunks, strict=True)
-            )
-        return StorePlan(planes, runs_of(spans, pages), host_bytes, row_maps, missing)
+            return StorePlan(planes, runs, host_bytes, row_maps, missing)
+        row_maps = tuple(self._row_map_of(sections, block_ids) for sections in sections_of_chunks)
+        missing = tuple(
+            self.find_missing([StoredChunk(row_map)], chunk.tokens)
+            for row_map, chunk in zip(row_maps, chunks, strict=True)
+        )
+        return StorePlan(planes, without_null_pages(runs), host_bytes, row_maps, missing)
 
     def plan_load(
         self,
@@ -165,9 +189,12 @@ class TransferPlanner:
             self._add_span(
                 spans, pages, number, group, first_row, end_row, section_first_row, block_ids
             )
-        self._check_pages(pages)
+        ids = ids_of(pages)
+        has_null = self._check_pages(ids)
+        runs = runs_of(spans, ids)
         present = [rows[:3] for rows in found]
-        if NULL_PAGE in pages:
+        if has_null:
+            runs = without_null_pages(runs)
             present = [
                 (group, first, end)
                 for group, first_row, end_row in present
@@ -175,7 +202,7 @@ class TransferPlanner:
             ]
         missing = missing_rows(self._layout.groups, needed, present, tokens.end)
         planes = planes_of(tables, [1] * len(tables), offsets)
-        return LoadPlan(planes, runs_of(spans, pages), host_bytes, missing)
+        return LoadPlan(planes, runs, host_bytes, missing)
 
     def find_missing(
         self,
@@ -231,11 +258,51 @@ class TransferPlanner:
             sizes = tuple((rows.group, rows.end_row - rows.first_row) for rows in kept)
             planes = self.arrangement.sections(sizes)
             missing = self.find_missing([StoredChunk(row_map)], tokens)
-            found = _ChunkSections(tuple(kept), planes, offset_bytes, row_map, missing)
+            pages: list[tuple[int, int, int]] = []
+            spans: list[tuple[int, ...]] = []
+            for number, section in enumerate(kept):
+                scheduler_group, rows_per_page = self._pages[section.group]
+                first_page = section.first_row // rows_per_page
+                end_page = -(-section.end_row // rows_per_page)
+                pages.append((scheduler_group, first_page, end_page))
+                # Counted from the section's first page: the same for every chunk that is cut alike.
+                first_row = section.first_row - first_page * rows_per_page
+                end_row = section.end_row - first_page * rows_per_page
+                num_pages = end_page - first_page
+                spans.append((number, first_row, end_row, first_row, rows_per_page, num_pages))
+            found = _ChunkSections(
+                tuple(kept),
+                tuple(pages),
+                planes,
+                tuple(spans),
+                self._remembered_runs(tuple(spans)),
+                offset_bytes,
+                row_map,
+                missing,
+            )
             if len(self._chunks) == _MAX_REMEMBERED:
                 del self._chunks[next(iter(self._chunks))]  # the oldest
             self._chunks[key] = found
         return found
+
+    def _runs_of(self, sections: _ChunkSections) -> Table:
+        """Runs without their pages. Shared: copy before you write."""
+        if sections.runs is not None:
+            return sections.runs
+        return runs_of(sections.spans, [NULL_PAGE] * sum(span[-1] for span in sections.spans))
+
+    def _remembered_runs(self, spans: tuple[tuple[int, ...], ...]) -> Table | None:
+        """Runs of the spans without their pages; None where too many are remembered already."""
+        runs = self._runs.get(spans)
+        if runs is None:
+            num_pages = sum(span[-1] for span in spans)
+            if self._num_remembered_runs + num_pages > _MAX_REMEMBERED_RUNS:
+                return None
+            self._num_remembered_runs += num_pages
+            runs = runs_of(spans, [NULL_PAGE] * num_pages)
+            runs.flags.writeable = False
+            self._runs[spans] = runs
+        return runs
 
     def _row_map_of(self, sections: _ChunkSections, block_ids: BlockIds) -> RowMap:
         """What a store of the chunk leaves, null pages left out."""
@@ -271,25 +338,30 @@ class TransferPlanner:
         """
         scheduler_group, rows_per_page = self._pages[group]
         first_page, end_page = first_row // rows_per_page, -(-end_row // rows_per_page)
-        ids = block_ids[scheduler_group]
+        pages += _pages_of(block_ids, scheduler_group, first_page, end_page)
         num_pages = end_page - first_page
-        found = ids[first_page:end_page]
-        if len(found) < num_pages:
-            raise TokenRangeError(
-                f"block ids of KV cache group {scheduler_group}: expected {end_page}, found "
-                f"{len(ids)}; pass the ids from the request's first token on, null blocks included"
-            )
-        pages += found
         spans.append((section, first_row, end_row, section_first_row, rows_per_page, num_pages))
 
-    def _check_pages(self, pages: Sequence[int]) -> None:
+    def _check_pages(self, pages: Sequence[int] | Table) -> bool:
+        """Whether one of them is the null page.
+
+        Raises:
+            TokenRangeError: If there is no page with one of these ids.
+        """
+        if not len(pages):
+            return False
+        if isinstance(pages, np.ndarray):
+            least, most = pages.min(), pages.max()
+        else:
+            least, most = min(pages), max(pages)
         num_pages = self._layout.num_pages
-        if pages and (min(pages) < 0 or max(pages) >= num_pages):
+        if least < 0 or most >= num_pages:
             wrong = next(page for page in pages if not 0 <= page < num_pages)
             raise TokenRangeError(
                 f"block ids: found id {wrong}, expected 0 to {num_pages - 1}; pass the ids of this "
                 "worker's config"
             )
+        return bool(least == NULL_PAGE)
 
     def _check_lists(self, block_ids: BlockIds) -> None:
         expected = self._layout.num_scheduler_groups
@@ -298,3 +370,21 @@ class TransferPlanner:
                 f"block ids: expected {expected} lists, one per KV cache group, found "
                 f"{len(block_ids)}; pass those of the whole request"
             )
+
+
+def _pages_of(
+    block_ids: BlockIds, scheduler_group: int, first_page: int, end_page: int
+) -> Sequence[int]:
+    """Block ids of a request's pages.
+
+    Raises:
+        TokenRangeError: If the request has fewer pages.
+    """
+    ids = block_ids[scheduler_group]
+    found = ids[first_page:end_page]
+    if len(found) < end_page - first_page:
+        raise TokenRangeError(
+            f"block ids of KV cache group {scheduler_group}: expected {end_page}, found "
+            f"{len(ids)}; pass the ids from the request's first token on, null blocks included"
+        )
+    return found

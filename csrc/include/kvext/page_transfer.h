@@ -23,7 +23,7 @@ struct CopyOptions {
 // Moves every byte of a transfer. Throws PlacementError before the first one moves.
 void page_transfer(const CheckedTransfer& checked, const CopyOptions& options);
 
-// One plain copy with the same threads and kernels: the limit that a transfer is measured against.
+// One plain copy with the same threads, front to back: what a transfer is measured against.
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
 
 struct Description {

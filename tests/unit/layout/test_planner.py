@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.layout.byte_memory import make_group, make_layout
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout import page_runs
+from vllm_ascend_kvext.layout import page_runs, planner
 from vllm_ascend_kvext.layout.errors import RowMapError, TokenRangeError
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement, dense_chunk_bytes
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
@@ -231,6 +231,29 @@ def test_few_pages_and_many_are_planned_alike(seed: int, num_spans: int) -> None
         )
     by_page = page_runs._runs_by_page(spans, pages)
     assert by_page.tolist() == page_runs._runs_by_array(spans, pages).tolist()
+
+
+@pytest.mark.parametrize("most_runs", [0, 30])
+def test_runs_that_are_not_remembered_are_the_same(
+    most_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [PlacedChunk(TokenRange(0, 200)), PlacedChunk(TokenRange(200, 1000), 1 << 30)]
+    block_ids = full_ids(DEEPSEEK, 1000)
+    expected = TransferPlanner(DEEPSEEK).plan_store(chunks, block_ids)
+    monkeypatch.setattr(planner, "_MAX_REMEMBERED_RUNS", most_runs)
+    forgetful = TransferPlanner(DEEPSEEK)
+    for _ in range(2):
+        assert forgetful.plan_store(chunks, block_ids).runs.tolist() == expected.runs.tolist()
+
+
+def test_plans_share_no_memory() -> None:
+    made = TransferPlanner(DEEPSEEK)
+    chunks, block_ids = [PlacedChunk(TokenRange(0, 200))], full_ids(DEEPSEEK, 200)
+    first = made.plan_store(chunks, block_ids)
+    expected = first.runs.tolist(), first.planes.tolist()
+    first.runs[:] = first.planes[:] = -1
+    second = made.plan_store(chunks, block_ids)
+    assert (second.runs.tolist(), second.planes.tolist()) == expected
 
 
 def test_planes_are_those_of_the_layout() -> None:
