@@ -157,18 +157,10 @@ void set_plan(RetainedRequest& request,
   request.set_plan(std::move(boundaries), replay_tokens);
 }
 
-/// A method of `UseRates`, with the reason as origin, step and uses.
-template <typename Method>
-auto on_reason(Method method) {
-  return [method](UseRates& self, const std::tuple<std::int32_t, std::int32_t, std::int32_t>& of,
-                  nb::args others) {
-    const Reason reason{static_cast<Origin>(std::get<0>(of)), std::get<1>(of), std::get<2>(of)};
-    if constexpr (std::is_invocable_v<Method, UseRates&, const Reason&, double>) {
-      return (self.*method)(reason, nb::cast<double>(others[0]));
-    } else {
-      return (self.*method)(reason);
-    }
-  };
+using ReasonTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
+
+Reason reason_of(const ReasonTuple& reason) {
+  return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
 }
 
 }  // namespace
@@ -220,16 +212,35 @@ void bind(nb::module_& module) {
 
   nb::class_<UseRates>(module, "UseRates")
       .def(nb::init<>())
-      .def("is_worth_trying", on_reason(&UseRates::is_worth_trying))
-      .def("expected_uses", on_reason(&UseRates::expected_uses))
-      .def("uses_per_pool", on_reason(&UseRates::uses_per_pool))
-      .def("count_use", on_reason(&UseRates::count_use))
-      .def("count_eviction", on_reason(&UseRates::count_eviction))
-      .def("take_eviction_back", on_reason(&UseRates::take_eviction_back))
-      .def("count_missed_use", on_reason(&UseRates::count_missed_use))
-      .def("count_unused", on_reason(&UseRates::count_unused))
-      .def_prop_ro_static("oldest_age_pools",
-                          [](nb::handle) { return UseRates::oldest_age_pools(); });
+      .def("is_worth_trying",
+           [](UseRates& self, const ReasonTuple& reason) {
+             return self.is_worth_trying(reason_of(reason));
+           })
+      .def("expected_uses",
+           [](const UseRates& self, const ReasonTuple& reason) {
+             return self.expected_uses(reason_of(reason));
+           })
+      .def("uses_per_pool",
+           [](UseRates& self, const ReasonTuple& reason, double age_pools) {
+             return self.uses_per_pool(reason_of(reason), age_pools);
+           })
+      .def("count_eviction",
+           [](UseRates& self, const ReasonTuple& reason) {
+             self.count_eviction(reason_of(reason));
+           })
+      .def("note_age",
+           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
+             self.note_age(reason_of(reason), age_pools, seen_ages);
+             return seen_ages;
+           })
+      .def("count_use",
+           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
+             self.count_use(reason_of(reason), age_pools, seen_ages);
+           })
+      .def("count_missed_use",
+           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
+             self.count_missed_use(reason_of(reason), age_pools, seen_ages);
+           });
 
   nb::class_<RetainedRequest>(module, "RetainedRequest")
       .def(nb::init<RetainedCache&, nb::object>(), nb::keep_alive<1, 2>(), "cache"_a, "request"_a)

@@ -63,7 +63,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::find(const std::string& key) const {
 }
 
 void CheckpointTree::use(Checkpoint& node) {
-  rates_.count_use(node.reason, order_.clock_pools() - node.clock_pools);
+  rates_.count_use(node.reason, order_.clock_pools() - node.clock_pools, node.seen_ages);
   node.reason = node.reason.used_again();
   order_.renew(node);
 }
@@ -71,10 +71,7 @@ void CheckpointTree::use(Checkpoint& node) {
 void CheckpointTree::want(const std::string& key) {
   EvictedPrefixes::Entry entry;
   if (!evicted_.pop(key, &entry)) return;
-  rates_.take_eviction_back(entry.reason);
-  if (!entry.is_counted) {
-    rates_.count_missed_use(entry.reason, order_.clock_pools() - entry.clock_pools);
-  }
+  rates_.count_missed_use(entry.reason, order_.clock_pools() - entry.clock_pools, entry.seen_ages);
 }
 
 std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
@@ -135,7 +132,7 @@ std::size_t CheckpointTree::evict(Checkpoint& node) {
   const std::shared_ptr<Checkpoint> held = shared(node);
   ++counts_.checkpoints_evicted;
   rates_.count_eviction(node.reason);
-  evicted_.put(node.key, node.boundary_tokens, node.reason, node.clock_pools,
+  evicted_.put({node.key, node.boundary_tokens, node.reason, node.clock_pools, node.seen_ages},
                order_.clock_pools(), rates_);
   const std::size_t num_surplus = give_up_tail(node);
   return num_surplus + remove_unneeded(held);

@@ -45,6 +45,7 @@ struct Checkpoint {
   Origin origin = Origin::kLatest;  // what suggested it at first
   Reason reason;                  // why it is kept
   double clock_pools = 0;         // when it was last of use
+  int seen_ages = 0;              // see `UseRates::note_age`
   bool is_in_tree = true;
   EvictionOrder::Place place;
 

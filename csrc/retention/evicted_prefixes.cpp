@@ -3,33 +3,30 @@
 
 namespace kvext::retention {
 
+namespace {
+
+constexpr int kNotedPerEviction = 8;
+
+}  // namespace
+
 void EvictedPrefixes::clear() {
   order_.clear();
   by_key_.clear();
   num_by_length_.clear();
-  next_to_count_ = order_.end();
+  next_to_note_ = order_.end();
 }
 
-void EvictedPrefixes::put(const std::string& key, std::int64_t boundary_tokens,
-                          const Reason& reason, double clock_pools, double now_pools,
-                          UseRates& rates) {
-  if (const auto known = by_key_.find(key); known != by_key_.end()) remove(known->second);
-  const auto entry =
-      order_.insert(order_.end(), Entry{key, boundary_tokens, reason, clock_pools, false});
-  by_key_.emplace(key, entry);
-  ++num_by_length_[boundary_tokens];
-  if (next_to_count_ == order_.end()) next_to_count_ = entry;
-  const auto is_due = [&](const Entry& oldest) {
-    return now_pools - oldest.clock_pools >= UseRates::oldest_age_pools();
-  };
-  while (next_to_count_ != order_.end() &&
-         (is_due(*next_to_count_) ||
-          (by_key_.size() > capacity_ && next_to_count_ == order_.begin()))) {
-    rates.count_unused(next_to_count_->reason, now_pools - next_to_count_->clock_pools);
-    next_to_count_->is_counted = true;
-    ++next_to_count_;
-  }
+void EvictedPrefixes::put(Entry entry, double now_pools, UseRates& rates) {
+  if (const auto known = by_key_.find(entry.key); known != by_key_.end()) remove(known->second);
+  const auto place = order_.insert(order_.end(), std::move(entry));
+  by_key_.emplace(place->key, place);
+  ++num_by_length_[place->boundary_tokens];
   if (by_key_.size() > capacity_) remove(order_.begin());
+  for (int noted = 0; noted < kNotedPerEviction; ++noted) {
+    if (next_to_note_ == order_.end()) next_to_note_ = order_.begin();
+    Entry& next = *next_to_note_++;
+    rates.note_age(next.reason, now_pools - next.clock_pools, next.seen_ages);
+  }
 }
 
 bool EvictedPrefixes::pop(const std::string& key, Entry* entry) {
@@ -54,7 +51,7 @@ std::int64_t EvictedPrefixes::longest(
 }
 
 void EvictedPrefixes::remove(Order::iterator entry) {
-  if (next_to_count_ == entry) ++next_to_count_;
+  if (next_to_note_ == entry) ++next_to_note_;
   const auto length = num_by_length_.find(entry->boundary_tokens);
   if (--length->second == 0) num_by_length_.erase(length);
   by_key_.erase(entry->key);

@@ -22,7 +22,7 @@ class EvictedPrefixes {
     std::int64_t boundary_tokens;
     Reason reason;
     double clock_pools;
-    bool is_counted;  // as not used
+    int seen_ages;  // see `UseRates::note_age`
   };
 
   /// The oldest entry gives way beyond `capacity`.
@@ -31,10 +31,8 @@ class EvictedPrefixes {
   std::size_t size() const { return by_key_.size(); }
   void clear();
 
-  /// Remembers a prefix; counts those that have grown too old to be of use as not used. Takes time
-  /// for one prefix, and for each that grows old once.
-  void put(const std::string& key, std::int64_t boundary_tokens, const Reason& reason,
-           double clock_pools, double now_pools, UseRates& rates);
+  /// Remembers a prefix, and notes how old a few others have grown.
+  void put(Entry entry, double now_pools, UseRates& rates);
 
   /// A prompt begins with a prefix: forget it, and say what was known of it.
   /// @return whether it was known
@@ -55,7 +53,7 @@ class EvictedPrefixes {
 
   std::size_t capacity_;
   Order order_;  // the oldest eviction first
-  Order::iterator next_to_count_ = order_.end();
+  Order::iterator next_to_note_ = order_.end();
   std::unordered_map<std::string, Order::iterator> by_key_;
   std::map<std::int64_t, std::int64_t> num_by_length_;
 };

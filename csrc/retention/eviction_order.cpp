@@ -23,6 +23,7 @@ bool EvictionOrder::LessWorthy::operator()(const Checkpoint* one, const Checkpoi
 
 void EvictionOrder::add(Checkpoint& node) {
   node.clock_pools = clock_pools_;
+  node.seen_ages = 0;
   node.place.index = static_cast<std::ptrdiff_t>(all_.size());
   all_.push_back(&node);
   offer(node);
@@ -48,6 +49,7 @@ void EvictionOrder::remove(Checkpoint& node) {
 
 void EvictionOrder::renew(Checkpoint& node) {
   node.clock_pools = clock_pools_;
+  node.seen_ages = 0;
   offer(node);
 }
 
@@ -102,7 +104,9 @@ void EvictionOrder::look_at(std::size_t num_checkpoints) {
   const std::size_t count = std::min(num_checkpoints, all_.size());
   for (std::size_t seen = 0; seen < count; ++seen) {
     if (next_ >= all_.size()) next_ = 0;
-    offer(*all_[next_++]);
+    Checkpoint& node = *all_[next_++];
+    tree_.rates_.note_age(node.reason, clock_pools_ - node.clock_pools, node.seen_ages);
+    offer(node);
   }
 }
 

@@ -14,7 +14,7 @@ constexpr double kAgeRatio = 1.25;
 
 constexpr std::int32_t kMostUses = 3;
 constexpr double kMemory = 256;
-constexpr std::int64_t kAgeMemory = 512;
+constexpr double kAgeMemory = 512;
 constexpr std::int64_t kEstimateEvery = 16;
 constexpr double kMostExpectedUses = 8.0;
 constexpr double kFewestExpectedUses = 0.02;
@@ -60,8 +60,6 @@ std::size_t age_class(double age_pools) {
 
 Reason Reason::used_again() const { return {Origin::kUse, 0, std::min(uses + 1, kMostUses)}; }
 
-double UseRates::oldest_age_pools() { return ages().edges[kNumAges]; }
-
 bool UseRates::is_worth_trying(const Reason& reason) {
   if (expected_uses(reason) >= kFewestExpectedUses) return true;
   return ++counts_[reason.code()].num_refused % kRetryAfter == 0;
@@ -80,31 +78,45 @@ double UseRates::uses_per_pool(const Reason& reason, double age_pools) {
   return counts.best[age_class(age_pools)];
 }
 
-void UseRates::count_use(const Reason& reason, double age_pools) {
+void UseRates::note_age(const Reason& reason, double age_pools, int& seen_ages) {
+  const int age = static_cast<int>(age_class(age_pools));
+  if (age > seen_ages) note_age(counts_[reason.code()], age, seen_ages);
+}
+
+void UseRates::count_use(const Reason& reason, double age_pools, int seen_ages) {
   Counts& counts = counts_[reason.code()];
   count(counts, true);
-  counts.uses[age_class(age_pools)] += 1;
-  note_end(counts);
+  count_use_at(counts, age_pools, seen_ages);
 }
 
 void UseRates::count_eviction(const Reason& reason) { count(counts_[reason.code()], false); }
 
-void UseRates::take_eviction_back(const Reason& reason) {
+void UseRates::count_missed_use(const Reason& reason, double age_pools, int seen_ages) {
   Counts& counts = counts_[reason.code()];
   counts.evicted = std::max(0.0, counts.evicted - 1);
   count(counts, true);
+  count_use_at(counts, age_pools, seen_ages);
 }
 
-void UseRates::count_missed_use(const Reason& reason, double age_pools) {
-  Counts& counts = counts_[reason.code()];
-  counts.uses[age_class(age_pools)] += 1;
-  note_end(counts);
+void UseRates::count_use_at(Counts& counts, double age_pools, int seen_ages) {
+  const auto age = age_class(age_pools);
+  note_age(counts, static_cast<int>(age), seen_ages);
+  counts.exposed[age] += 1;
+  counts.uses[age] += 1;
+  if (++counts.num_uses < kEstimateEvery || counts.num_uses % kEstimateEvery == 0) {
+    counts.is_stale = true;
+  }
 }
 
-void UseRates::count_unused(const Reason& reason, double age_pools) {
-  Counts& counts = counts_[reason.code()];
-  counts.unused[age_class(age_pools)] += 1;
-  note_end(counts);
+void UseRates::note_age(Counts& counts, int age, int& seen_ages) {
+  for (; seen_ages < age; ++seen_ages) {
+    counts.exposed[static_cast<std::size_t>(seen_ages)] += 1;
+    if (++counts.num_noted % kEstimateEvery == 0) counts.is_stale = true;
+  }
+  if (counts.exposed[0] > kAgeMemory) {
+    for (double& number : counts.exposed) number /= 2;
+    for (double& number : counts.uses) number /= 2;
+  }
 }
 
 void UseRates::count(Counts& counts, bool is_use) {
@@ -115,28 +127,11 @@ void UseRates::count(Counts& counts, bool is_use) {
   }
 }
 
-void UseRates::note_end(Counts& counts) {
-  ++counts.num_ended;
-  if (counts.num_ended < kEstimateEvery || counts.num_ended % kEstimateEvery == 0) {
-    counts.is_stale = true;
-  }
-  if (counts.num_ended % kAgeMemory == 0) {
-    for (double& number : counts.uses) number /= 2;
-    for (double& number : counts.unused) number /= 2;
-  }
-}
-
 void UseRates::estimate(Counts& counts) {
   std::array<double, kNumAges> likely;  // to be used in this class of age, for those that get there
-  double num_reaching = 0;
-  for (int age = kNumAges - 1; age >= 0; --age) {
-    const auto index = static_cast<std::size_t>(age);
-    num_reaching += counts.uses[index] + counts.unused[index];
-    // Who leaves unused within the class is counted half.
-    const double num_exposed =
-        num_reaching - counts.unused[index] / 2 + ages().prior_alive[index];
-    likely[index] =
-        std::min(kMostLikely, (counts.uses[index] + ages().prior_uses[index]) / num_exposed);
+  for (std::size_t age = 0; age < kNumAges; ++age) {
+    likely[age] = std::min(kMostLikely, (counts.uses[age] + ages().prior_uses[age]) /
+                                            (counts.exposed[age] + ages().prior_alive[age]));
   }
   for (std::size_t from = 0; from < kNumAges; ++from) {
     double alive = 1, uses = 0, pools = 0, best = 0;

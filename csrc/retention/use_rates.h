@@ -46,28 +46,23 @@ class UseRates {
   /// Uses per pool that is cached in the meantime, from a checkpoint last used `age_pools` ago, if
   /// it is kept for the time for which that is most.
   ///
-  /// With every checkpoint a reason has a probability to be used per stretch of its age: uses
-  /// among those that grew so old, whether they were still there or not (the estimator of Kaplan
-  /// and Meier). The most uses per time is the index of Gittins. Where all prompts return after the
-  /// same time, old checkpoints are worth more than new ones; where none returns late, less.
+  /// For every class of age it is counted how many checkpoints were used in it, among those that
+  /// grew so old, whether they were still there or not (the estimator of Kaplan and Meier). The
+  /// most uses per time is the index of Gittins. Where all prompts return after the same time, old
+  /// checkpoints are worth more than new ones; where none returns late, less.
   double uses_per_pool(const Reason& reason, double age_pools);
 
+  /// A checkpoint, there or evicted, has grown so old without a use.
+  /// @param seen_ages  classes of age of which this was counted before; brought up to date
+  void note_age(const Reason& reason, double age_pools, int& seen_ages);
+
   /// A request resumed from a checkpoint.
-  void count_use(const Reason& reason, double age_pools);
+  void count_use(const Reason& reason, double age_pools, int seen_ages);
 
   void count_eviction(const Reason& reason);
 
   /// An evicted checkpoint is asked for: it should have stayed.
-  void take_eviction_back(const Reason& reason);
-
-  /// Had an evicted checkpoint been there, a request would have resumed from it.
-  void count_missed_use(const Reason& reason, double age_pools);
-
-  /// Nobody asked for an evicted checkpoint until this age.
-  void count_unused(const Reason& reason, double age_pools);
-
-  /// The age in pools from which on it makes no difference.
-  static double oldest_age_pools();
+  void count_missed_use(const Reason& reason, double age_pools, int seen_ages);
 
   static constexpr int kNumAges = 28;
 
@@ -75,14 +70,16 @@ class UseRates {
   struct Counts {
     double used = 0, evicted = 0;
     std::int64_t num_refused = 0;
-    std::int64_t num_ended = 0;
-    std::array<double, kNumAges> uses{}, unused{};
-    std::array<double, kNumAges> best{};  // uses_per_pool, by age
+    std::int64_t num_uses = 0, num_noted = 0;
+    // By class of age: those that were used in it, or lived through it; those that were used.
+    std::array<double, kNumAges> exposed{}, uses{};
+    std::array<double, kNumAges> best{};  // uses_per_pool
     bool is_stale = true;
   };
 
+  void count_use_at(Counts& counts, double age_pools, int seen_ages);
   static void count(Counts& counts, bool is_use);
-  static void note_end(Counts& counts);
+  static void note_age(Counts& counts, int age, int& seen_ages);
   static void estimate(Counts& counts);
 
   std::unordered_map<std::uint64_t, Counts> counts_;
