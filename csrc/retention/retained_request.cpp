@@ -353,6 +353,7 @@ void RetainedRequest::cache_with_events(nb::handle retention, std::size_t index,
     PyObject* block = PyList_GET_ITEM(blocks, block_index);
     const bool is_left_out = fields.is_null(block) || fields.is_cached(block) ||
                              (groups_[index].behind_hit.has(block_index) &&
+                              group.keys.reach(known.ptr(), block_index) &&
                               keys.find(group.keys.at(known.ptr(), block_index)));
     if (is_left_out) {
       cache_part();
@@ -374,8 +375,9 @@ void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& ke
       continue;
     }
     const Range run{num_cached_blocks(group), num_tokens / group.block_tokens};
-    if (run.is_empty()) continue;
-    cache_run(group, keys, table(group), run, Range{}, Py_None);
+    PyObject* blocks = table(group);
+    if (run.is_empty() || !blocks) continue;
+    cache_run(group, keys, blocks, run, Range{}, Py_None);
     const nb::object number = nb::steal(PyLong_FromLongLong(run.stop));
     if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
       nb::raise_python_error();
