@@ -261,9 +261,7 @@ BlockIds RetainedRequest::held_blocks() const {
   BlockIds ids;
   for (const Progress& progress : groups_) {
     for (const auto& [index, held] : progress.left) {
-      if (cache_.blocks.fields().key(cache_.blocks[held.id]) == held.key.ptr()) {
-        ids.push_back(held.id);
-      }
+      if (is_held(held)) ids.push_back(held.id);
     }
   }
   return ids;
@@ -496,9 +494,17 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
   }
 }
 
+bool RetainedRequest::is_held(const Held& held) const {
+  // With another key it was reallocated, for want of others. Without one it was uncached; if it was
+  // not reallocated since, it is counted as needed.
+  const BlockFields& fields = cache_.blocks.fields();
+  PyObject* block = cache_.blocks[held.id];
+  if (fields.key(block) == held.key.ptr()) return true;
+  return !fields.is_cached(block) && cache_.tree.needs()[held.id];
+}
+
 void RetainedRequest::let_go(std::int64_t before_tokens) {
   // What was held for boundaries below the latest one.
-  const BlockFields& fields = cache_.blocks.fields();
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     auto& left = groups_[index].left;
     if (left.empty()) continue;
@@ -510,10 +516,7 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
                                                 .start);
     BlockIds ids;
     for (auto held = left.begin(); held != end; ++held) {
-      // With another key it was reallocated, for want of others.
-      if (fields.key(cache_.blocks[held->second.id]) == held->second.key.ptr()) {
-        ids.push_back(held->second.id);
-      }
+      if (is_held(held->second)) ids.push_back(held->second.id);
     }
     left.erase(left.begin(), end);
     cache_.tree.release(ids);

@@ -457,30 +457,88 @@ def test_states_of_the_current_step_are_listed(has_events: bool) -> None:
     assert new_keys == {block._block_hash for block in states} and len(new_keys) == 1
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    num_cached=st.integers(0, 40),
-    num_prompt_tokens=st.integers(1, 170),
-    hit_units=st.integers(0, 20),
-)
-def test_what_full_attention_shares_is_found(
-    num_cached: int, num_prompt_tokens: int, hit_units: int
-) -> None:
-    """By a search that doubles its steps, and then halves them."""
-    layout = LAYOUTS["blocks below the unit"]
-    cache = ModelCache(HitGeometry(layout, UNIT_TOKENS), 400)
-    request = cache.request("r", "a" * 170)
-    expected = []
-    for manager in cache.managers[:2]:
-        block_tokens = manager.geometry.block_tokens
-        limit = num_prompt_tokens // block_tokens
-        shared = min(limit, num_cached * 4 // block_tokens)
-        manager.req_to_blocks["r"] = cache.pool.allocate(num_cached * 4 // block_tokens)
-        cache.pool.cache(request, manager.group, range(num_cached * 4 // block_tokens))
-        expected.append(shared * block_tokens)
-    hit_tokens = min(hit_units * 4, *(tokens // 4 * 4 for tokens in expected))
-    books = RetainedRequest(cache.books, request)
-    assert books.find_shared(cache.pool.key_table, hit_tokens, num_prompt_tokens) == expected
+def test_a_boundary_without_its_state_is_not_passed() -> None:
+    """Draft tokens are accepted, and a step goes over a boundary: the one before it is kept."""
+    cache = ModelCache(HitGeometry(LAYOUTS["full and state"], UNIT_TOKENS), 100)
+    request = ModelRequest.of("r", "a" * 5)
+    assert cache.step(request, 5)
+    request.text += "a" * 4
+    assert cache.step(request, 3)
+    assert request.num_computed_tokens == 8
+    request.text += "a" * 6
+    assert cache.step(request, 6)
+    cache.finish(request)
+    assert 8 in {node["boundary_tokens"] for node in checkpoints(cache)}
+    assert cache.hit_tokens("a" * 15, 14) == 8
+    check(cache)
+
+
+def test_of_a_boundary_every_continuation_is_kept_that_a_hit_reads() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["full looks ahead"], UNIT_TOKENS), 100)
+    texts = ["a" * 8 + letter * 4 + "x" for letter in "bcd"]
+    for text in texts:
+        served(cache, text)
+    cache.pool.allocate(num_surplus(cache))
+    assert [cache.hit_tokens(text, 12) for text in texts] == [8, 8, 8]
+    assert cache.hit_tokens("a" * 8 + "e" * 4 + "x", 12) == 4
+    (node,) = (node for node in checkpoints(cache) if node["boundary_tokens"] == 8)
+    assert node["num_ahead"] == 3
+
+
+def test_what_was_cached_for_a_boundary_that_is_not_reached_is_uncached() -> None:
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 9))
+    cache = ModelCache(HitGeometry(layout, 8), 100)
+    request = ModelRequest.of("r", "a" * 14)
+    assert cache.step(request, 14)
+    window = cache.managers[1]
+    assert [block._block_hash is not None for block in window.req_to_blocks["r"]] == [True] * 3 + [
+        False
+    ]
+    cache.finish(request)
+    found = [cache.pool.find(request, window.group, index) is not None for index in range(3)]
+    assert found == [True, True, False]
+
+
+@pytest.mark.parametrize("does_quiet_steps", [False, True])
+def test_a_block_is_cached_in_the_step_that_fills_it(does_quiet_steps: bool) -> None:
+    geometry = HitGeometry(LAYOUTS["blocks below the unit"], UNIT_TOKENS)
+    cache = ModelCache(geometry, 100, does_quiet_steps=does_quiet_steps)
+    request = ModelRequest.of("r", "a" * 40)
+    while request.num_computed_tokens < 40:
+        assert cache.step(request, 1)
+        for manager in cache.managers[2:]:
+            num_full = request.num_computed_tokens // manager.geometry.block_tokens
+            blocks = manager.req_to_blocks["r"][:num_full]
+            assert all(block.is_null or block._block_hash for block in blocks)
+    assert bool(cache.num_quiet_steps) is does_quiet_steps
+
+
+def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["both look ahead"], UNIT_TOKENS), 100)
+    served(cache, "a" * 24 + "x")
+    request = ModelRequest.of("r", "a" * 24 + "y")
+    assert cache.step(request, 30)
+    assert 0 < request.before_step_tokens < 24
+    cache.finish(request)
+    window = cache.managers[1].group
+    assert all(len(cache.pool.copies(request, window, index)) <= 1 for index in range(12))
+
+
+def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
+    """As a connector uncaches what it failed to load."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    request = ModelRequest.of("r", "a" * 60)
+    held: list[int] = []
+    while not held and request.num_computed_tokens < 60:
+        assert cache.step(request, 1)
+        held = cache.retention._requests["r"].held_blocks()
+    assert held
+    for index in held:
+        cache.pool.uncache_unasked(cache.pool.blocks[index])
+    assert cache.retention._requests["r"].held_blocks() == held
+    cache.preempt(request)
+    assert not any(cache.books.num_needs(index) for index in held)
 
 
 def spelled(units: list[str]) -> str:
