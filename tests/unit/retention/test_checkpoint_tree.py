@@ -513,6 +513,36 @@ def test_a_block_is_cached_in_the_step_that_fills_it(does_quiet_steps: bool) -> 
     assert bool(cache.num_quiet_steps) is does_quiet_steps
 
 
+def test_blocks_leave_a_window_in_the_step_in_which_upstream_frees_them() -> None:
+    geometry = HitGeometry(LAYOUTS["two full, two windows"], UNIT_TOKENS)
+    asked, foreseen = (
+        ModelCache(geometry, 100, skips_by_tokens=by_tokens) for by_tokens in (False, True)
+    )
+    requests = [ModelRequest.of("r", "a" * 60) for _ in range(2)]
+    calls = count_calls(foreseen.managers[2], "remove_skipped_blocks")
+    for num_tokens in [1] * 20 + [3] * 10:
+        left = []
+        for cache, request in zip((asked, foreseen), requests, strict=True):
+            assert cache.step(request, num_tokens)
+            tables = [manager.req_to_blocks["r"] for manager in cache.managers]
+            left.append([[block.is_null for block in table] for table in tables])
+        assert left[0] == left[1]
+    assert 0 < len(calls) < 25, "there are steps in which nothing leaves"
+
+
+def count_calls(owner: object, name: str) -> list[None]:
+    """A list that grows by one with every call of a method."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def counted(*args: object) -> object:
+        calls.append(None)
+        return method(*args)
+
+    setattr(owner, name, counted)
+    return calls
+
+
 def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
     cache = ModelCache(HitGeometry(LAYOUTS["both look ahead"], UNIT_TOKENS), 100)
     served(cache, "a" * 24 + "x")
