@@ -159,9 +159,6 @@ def test_ages_of_long_ago_weigh_less(rates: UseRates) -> None:
     before = rates.uses_per_pool(PROMPT, 0.9)
     for _ in range(2 * AGE_MEMORY):
         rates.count_unused(PROMPT, 1.2)
-    plain = UseRates()
-    for _ in range(AGE_MEMORY - ESTIMATE_EVERY):  # too few to be forgotten
-        plain.count_use(PROMPT, 1.0)
     ratio = rates.uses_per_pool(PROMPT, 0.9) / before
     assert ratio < 0.3, "with all of them remembered a third would be left"
 
