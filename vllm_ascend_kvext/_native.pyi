@@ -78,6 +78,9 @@ def require_cpus(cpus: Sequence[int], niceness: int = 0) -> None:
 def describe() -> Description:
     """The version, the instruction sets this CPU has kernels for, and the kernel used."""
 
+ReasonTuple = tuple[int, int, int]
+"""Origin, step, and how often it has been resumed from."""
+
 class RetainedCache:
     """The books of adaptive retention for one block pool: ``csrc/retention/retained_cache.h``.
 
@@ -132,6 +135,9 @@ class RetainedCache:
 
     def is_worth_trying(self, origin: int, step: int) -> bool:
         """Whether to leave one more checkpoint that nobody asked for."""
+
+    def uses_per_pool(self, reason: ReasonTuple, age_pools: float) -> float:
+        """What it expects of a checkpoint; see `UseRates`."""
 
     def num_needs(self, block_id: int) -> int:
         """How many runs and tails of checkpoints, and running requests, need a block."""
@@ -195,9 +201,6 @@ class RetainedRequest:
 
     def held_blocks(self) -> list[int]:
         """Ids of blocks that have left a window and that a coming checkpoint needs."""
-
-ReasonTuple = tuple[int, int, int]
-"""Origin, step, and how often it has been resumed from."""
 
 class UseRates:
     """How useful checkpoints turn out: ``csrc/retention/use_rates.h``. Ages are in pools."""

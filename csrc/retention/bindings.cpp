@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
 #include <tuple>
 #include <unordered_map>
 
@@ -18,16 +19,26 @@ namespace {
 
 using nb::literals::operator""_a;
 
-BlockIds ids_of(const RetainedCache& cache, const nb::list& blocks) {
+void require_block(const BlockFields& fields, const nb::handle block) {
+  if (Py_TYPE(block.ptr()) != fields.type()) throw nb::type_error("expected blocks of the pool.");
+}
+
+/// Ids of those blocks from a place on that are free.
+BlockIds ids_of_free(const RetainedCache& cache, const nb::list& blocks, std::size_t first) {
+  const BlockFields& fields = cache.blocks.fields();
   BlockIds ids;
-  ids.reserve(blocks.size());
-  for (const nb::handle block : blocks) {
-    if (Py_TYPE(block.ptr()) != cache.blocks.fields().type()) {
-      throw nb::type_error("expected blocks of the pool.");
-    }
-    ids.push_back(cache.blocks.fields().id(block.ptr()));
+  for (std::size_t index = first; index < blocks.size(); ++index) {
+    const nb::object block = blocks[index];
+    require_block(fields, block);
+    if (fields.is_queued(block.ptr())) ids.push_back(fields.id(block.ptr()));
   }
   return ids;
+}
+
+using ReasonTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
+
+Reason reason_of(const ReasonTuple& reason) {
+  return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
 }
 
 GroupKeys keys_of(const nb::handle group) {
@@ -90,7 +101,7 @@ nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   const BlockFields& fields = cache.blocks.fields();
   nb::list uncached, cached, surplus;
   for (const nb::handle block : blocks) {
-    if (Py_TYPE(block.ptr()) != fields.type()) throw nb::type_error("expected blocks of the pool.");
+    require_block(fields, block);
     if (!fields.is_cached(block.ptr())) {
       if (!fields.is_null(block.ptr())) uncached.append(block);
     } else if (cache.tree.needs()[fields.id(block.ptr())]) {
@@ -105,22 +116,16 @@ nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
 
 /// The last `count` of blocks that were freed to the queue's end, those that are free.
 void note_surplus(RetainedCache& cache, const nb::list& freed, std::size_t count) {
-  BlockIds ids;
-  for (std::size_t index = freed.size() - count; index < freed.size(); ++index) {
-    PyObject* block = nb::handle(freed[index]).ptr();
-    if (cache.blocks.fields().is_queued(block)) ids.push_back(cache.blocks.fields().id(block));
+  if (count > freed.size()) {
+    const std::string text = "note_surplus: expected at most all blocks, found " +
+                             std::to_string(count) + " of " + std::to_string(freed.size()) + ".";
+    throw nb::value_error(text.c_str());
   }
-  cache.tree.free_order().note_appended(ids);
+  cache.tree.free_order().note_appended(ids_of_free(cache, freed, freed.size() - count));
 }
 
 void note_uncached(RetainedCache& cache, const nb::list& freed) {
-  BlockIds ids;
-  for (const nb::handle block : freed) {
-    if (cache.blocks.fields().is_queued(block.ptr())) {
-      ids.push_back(cache.blocks.fields().id(block.ptr()));
-    }
-  }
-  cache.tree.free_order().note_prepended(ids);
+  cache.tree.free_order().note_prepended(ids_of_free(cache, freed, 0));
 }
 
 /// All checkpoints, for tests and reports; takes time in proportion to their number.
@@ -157,12 +162,6 @@ void set_plan(RetainedRequest& request,
   request.set_plan(std::move(boundaries), replay_tokens);
 }
 
-using ReasonTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
-
-Reason reason_of(const ReasonTuple& reason) {
-  return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
-}
-
 }  // namespace
 
 void bind(nb::module_& module) {
@@ -187,6 +186,10 @@ void bind(nb::module_& module) {
       .def("is_worth_trying",
            [](RetainedCache& self, std::int32_t origin, std::int32_t step) {
              return self.tree.rates().is_worth_trying({static_cast<Origin>(origin), step, 0});
+           })
+      .def("uses_per_pool",
+           [](RetainedCache& self, const ReasonTuple& reason, double age_pools) {
+             return self.tree.rates().uses_per_pool(reason_of(reason), age_pools);
            })
       .def("num_needs",
            [](const RetainedCache& self, BlockId id) {

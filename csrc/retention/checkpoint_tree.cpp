@@ -86,6 +86,9 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   } else if (node->has_tail() && !node->reason.uses) {
     node->reason = reason;
   }
+  if (node->has_tail() && !is_cached(node->tail)) {
+    give_up_tail(*node);  // a connector uncached blocks of it; the request has others
+  }
   if (!node->has_tail()) {
     node->origin = reason.origin;
     node->reason = reason;
@@ -151,14 +154,21 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
       // The path leaves the parent's runs, or ends, within them.
       const std::int64_t cut_tokens = known.tokens / unit_tokens_ * unit_tokens_;
       if (cut_tokens > parent->parent->boundary_tokens) {
-        parent = split(*parent, prefix.key(cut_tokens), cut_tokens);
+        const std::string cut_key = prefix.key(cut_tokens);
+        const std::shared_ptr<Checkpoint> known_elsewhere = find(cut_key);
+        // With blocks of its own, if what this path has of them cannot be found any more.
+        parent = known_elsewhere ? known_elsewhere : split(*parent, cut_key, cut_tokens);
       } else {
         parent = parent->parent;
       }
     }
     if (parent->boundary_tokens == boundary_tokens) return parent;
   } else {
-    while (!parent->is_in_tree && !parent->is_root()) parent = parent->parent;
+    // A request whose last step was undone may be before the last boundary that it passed.
+    while (!parent->is_root() &&
+           (!parent->is_in_tree || parent->boundary_tokens >= boundary_tokens)) {
+      parent = parent->parent;
+    }
     parent = nearest_with_tail(parent);
   }
   std::optional<Runs> runs = prefix.runs(parent->boundary_tokens, boundary_tokens);
@@ -329,6 +339,11 @@ void CheckpointTree::need_all(const BlockIds& ids) {
   }
   order_.advance(static_cast<double>(num_new) / static_cast<double>(blocks_.size()));
   free_order_.move_to_back(idle);
+}
+
+bool CheckpointTree::is_cached(const BlockIds& ids) const {
+  const auto has_key = [this](BlockId id) { return blocks_.fields().is_cached(blocks_[id]); };
+  return std::all_of(ids.begin(), ids.end(), has_key);
 }
 
 std::size_t CheckpointTree::give_up(const BlockIds& ids) {

@@ -162,6 +162,7 @@ class CheckpointTree {
   void take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead);
   void take_ahead(Checkpoint& node, const BlockIds& ahead);
   std::size_t give_up_tail(Checkpoint& node);
+  bool is_cached(const BlockIds& ids) const;
   void need_all(const BlockIds& ids);
   std::size_t give_up(const BlockIds& ids);
   void own(const BlockIds& ids, Checkpoint* node);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "free_order.h"
 
+#include <algorithm>
+
 namespace kvext::retention {
 
 double BlockNeeds::share(const BlockIds& ids) const {
@@ -112,6 +114,11 @@ void FreeOrder::insert(const BlockIds& chain) {
   while (!surplus_.empty() && !holds(surplus_.front(), true)) surplus_.pop_front();
   for (const BlockId id : chain) {
     surplus_.push_back({id, stamps_[static_cast<std::size_t>(id)]});
+  }
+  if (surplus_.size() > 2 * blocks_.size()) {
+    // Once for so many entries, of which each costs its share then.
+    const auto is_over = [this](const Entry& entry) { return !holds(entry, true); };
+    surplus_.erase(std::remove_if(surplus_.begin(), surplus_.end(), is_over), surplus_.end());
   }
 }
 

@@ -38,8 +38,9 @@ class BlockNeeds {
 };
 
 /// Keeps the queue of one pool in its parts. Moves blocks within the queue, and never into it or
-/// out of it. Every call takes time in proportion to the blocks that it is given, or is asked for;
-/// entries of blocks that have left the surplus are met once for each time that they were put in.
+/// out of it. Every call takes time in proportion to the blocks that it is given, or is asked for,
+/// over many calls: entries of blocks that have left the surplus are met at most twice for each
+/// time that they were put in.
 class FreeOrder {
  public:
   /// @param head, tail  the ends of the queue, which are no real blocks

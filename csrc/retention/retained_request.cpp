@@ -261,9 +261,7 @@ BlockIds RetainedRequest::held_blocks() const {
   BlockIds ids;
   for (const Progress& progress : groups_) {
     for (const auto& [index, held] : progress.left) {
-      if (cache_.blocks.fields().key(cache_.blocks[held.id]) == held.key.ptr()) {
-        ids.push_back(held.id);
-      }
+      if (is_held(held)) ids.push_back(held.id);
     }
   }
   return ids;
@@ -353,6 +351,7 @@ void RetainedRequest::cache_with_events(nb::handle retention, std::size_t index,
     PyObject* block = PyList_GET_ITEM(blocks, block_index);
     const bool is_left_out = fields.is_null(block) || fields.is_cached(block) ||
                              (groups_[index].behind_hit.has(block_index) &&
+                              group.keys.reach(known.ptr(), block_index) &&
                               keys.find(group.keys.at(known.ptr(), block_index)));
     if (is_left_out) {
       cache_part();
@@ -374,8 +373,9 @@ void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& ke
       continue;
     }
     const Range run{num_cached_blocks(group), num_tokens / group.block_tokens};
-    if (run.is_empty()) continue;
-    cache_run(group, keys, table(group), run, Range{}, Py_None);
+    PyObject* blocks = table(group);
+    if (run.is_empty() || !blocks) continue;
+    cache_run(group, keys, blocks, run, Range{}, Py_None);
     const nb::object number = nb::steal(PyLong_FromLongLong(run.stop));
     if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
       nb::raise_python_error();
@@ -494,9 +494,17 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
   }
 }
 
+bool RetainedRequest::is_held(const Held& held) const {
+  // With another key it was reallocated, for want of others. Without one it was uncached; if it was
+  // not reallocated since, it is counted as needed.
+  const BlockFields& fields = cache_.blocks.fields();
+  PyObject* block = cache_.blocks[held.id];
+  if (fields.key(block) == held.key.ptr()) return true;
+  return !fields.is_cached(block) && cache_.tree.needs()[held.id];
+}
+
 void RetainedRequest::let_go(std::int64_t before_tokens) {
   // What was held for boundaries below the latest one.
-  const BlockFields& fields = cache_.blocks.fields();
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     auto& left = groups_[index].left;
     if (left.empty()) continue;
@@ -508,10 +516,7 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
                                                 .start);
     BlockIds ids;
     for (auto held = left.begin(); held != end; ++held) {
-      // With another key it was reallocated, for want of others.
-      if (fields.key(cache_.blocks[held->second.id]) == held->second.key.ptr()) {
-        ids.push_back(held->second.id);
-      }
+      if (is_held(held->second)) ids.push_back(held->second.id);
     }
     left.erase(left.begin(), end);
     cache_.tree.release(ids);

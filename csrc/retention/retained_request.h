@@ -100,6 +100,7 @@ class RetainedRequest {
   void move(std::shared_ptr<Checkpoint> node);
   bool has_states(std::int64_t tokens) const;
   void hold(std::size_t group, Range run, std::int64_t skipped_tokens);
+  bool is_held(const Held& held) const;
   void let_go(std::int64_t before_tokens);
   void uncache_unreachable(nb::handle retention);
   void forget_uncomputed(nb::handle retention, std::int64_t computed_tokens);

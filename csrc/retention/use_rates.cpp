@@ -21,8 +21,9 @@ constexpr double kFewestExpectedUses = 0.02;
 constexpr std::int64_t kRetryAfter = 16;
 constexpr double kMostLikely = 0.99;
 
-// What is believed of a reason before anything is known, as if it had been seen once: half of the
-// checkpoints are used, half of these within this many pools.
+// What is believed of a reason before anything is known, as if so many checkpoints had been seen:
+// half of them are used, half of these within this many pools.
+constexpr double kPriorCheckpoints = 2;
 constexpr double kPriorHalfLifePools = 0.3;
 
 /// Ages in pools; the last one is where the last class ends.
@@ -39,8 +40,8 @@ struct Ages {
       alive[age] = 0.5 + 0.5 * std::exp2(-edges[age] / kPriorHalfLifePools);
     }
     for (int age = 0; age < kNumAges; ++age) {
-      prior_alive[age] = alive[age];
-      prior_uses[age] = alive[age] - alive[age + 1];
+      prior_alive[age] = kPriorCheckpoints * alive[age];
+      prior_uses[age] = kPriorCheckpoints * (alive[age] - alive[age + 1]);
     }
   }
 };

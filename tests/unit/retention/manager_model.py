@@ -17,18 +17,23 @@ from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
+from vllm_ascend_kvext.retention.stats import RetentionStats
 
 
 class ModelManager:
     """`GroupManager` of a group with one spec."""
 
-    def __init__(self, group_id: int, geometry: GroupGeometry, pool: ModelPool) -> None:
+    def __init__(
+        self, group_id: int, geometry: GroupGeometry, pool: ModelPool, is_upstreams: bool = False
+    ) -> None:
         self.kv_cache_group_id = group_id
         self.geometry = geometry
         self.req_to_blocks: dict[str, list[Any]] = defaultdict(list)
         self.num_cached_block: dict[str, int] = {}
+        if geometry.kind is GroupKind.STATE:
+            self.cached_blocks_this_step: set[bytes] = set()
         self._pool = pool
-        self.group = ManagedGroup(self, group_id, geometry.block_tokens)
+        self.group = ManagedGroup(self, group_id, geometry.block_tokens, is_upstreams)
 
     def cache_blocks(self, request: Any, num_tokens: int) -> None:
         first = self.num_cached_block.get(request.request_id, 0)
@@ -88,25 +93,50 @@ class ModelManager:
 
 
 class ModelCache:
-    """A cache manager: one pool, one manager per group, adaptive retention."""
+    """A cache manager: one pool, one manager per group, adaptive retention.
 
-    def __init__(self, geometry: HitGeometry, num_blocks: int, interval_tokens: int = 0) -> None:
+    Args:
+        is_upstreams: Whether the compiled module does the managers' work.
+        does_quiet_steps: Whether steps in which nothing happens are only taken note of.
+    """
+
+    def __init__(
+        self,
+        geometry: HitGeometry,
+        num_blocks: int,
+        interval_tokens: int = 0,
+        has_events: bool = False,
+        is_upstreams: bool = False,
+        skips_by_tokens: bool = False,
+        does_quiet_steps: bool = False,
+    ) -> None:
         self.geometry = geometry
-        self.pool = ModelPool(num_blocks)
+        self.pool = ModelPool(num_blocks, geometry.step_tokens, has_events)
         self.managers = [
-            ModelManager(index, group, self.pool) for index, group in enumerate(geometry.groups)
+            ModelManager(index, group, self.pool, is_upstreams)
+            for index, group in enumerate(geometry.groups)
         ]
+        self.does_quiet_steps = does_quiet_steps
+        self.num_quiet_steps = 0
         managed = [manager.group for manager in self.managers]
         full = tuple(g for g in managed if not geometry.groups[g.geometry_index].is_sparse)
         sparse = tuple(g for g in managed if geometry.groups[g.geometry_index].is_sparse)
         policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
-        self.retention = AdaptiveRetention(policy, sparse, full, self.pool, skips_by_tokens=False)
-        self.stats = self.retention.stats
-        self.tree = self.pool.tree = self.retention.tree
+        self.retention = AdaptiveRetention(policy, sparse, full, self.pool, skips_by_tokens)
+        self.books = self.pool.books = self.retention.books
+
+    @property
+    def stats(self) -> RetentionStats:
+        return self.retention.stats
+
+    def request(self, request_id: str, text: str, hints: object = None) -> ModelRequest:
+        request = ModelRequest.of(request_id, text, hints)
+        request.hash_blocks(self.pool.hash_block_tokens)
+        return request
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
         """What upstream's lookup finds of a text."""
-        request = ModelRequest.of("", text)
+        request = self.request("", text)
         cached = [
             {
                 index
@@ -123,7 +153,11 @@ class ModelCache:
         computed_tokens = request.num_computed_tokens
         if not request.running:
             computed_tokens = self.hit_tokens(request.text, request.num_tokens - 1)
+        request.hash_blocks(self.pool.hash_block_tokens)
         stop_tokens = min(computed_tokens + num_new_tokens, request.num_tokens)
+        asked_tokens = self.retention.next_stop_tokens(request, computed_tokens)
+        if asked_tokens is not None:
+            stop_tokens = min(stop_tokens, asked_tokens)
         skip_tokens = self.retention.before_skip(request_id, computed_tokens)
         if skip_tokens is not None:
             for manager in self.managers:
@@ -139,7 +173,11 @@ class ModelCache:
             return False
         for manager in self.managers:
             manager.extend(request_id, stop_tokens)
-        self.retention.cache(request, stop_tokens)
+        if self.does_quiet_steps and stop_tokens < self.retention.quiet_until_tokens(request):
+            self.num_quiet_steps += 1
+            self.retention.note_quiet_step(request, stop_tokens)
+        else:
+            self.retention.cache(request, stop_tokens)
         request.running = True
         request.before_step_tokens, request.num_computed_tokens = computed_tokens, stop_tokens
         return True
@@ -153,11 +191,8 @@ class ModelCache:
         self._release(request)
 
     def reset(self) -> None:
-        for block in self.pool.blocks:
-            if block._block_hash is not None:
-                self.pool.uncache(block)
-        self.tree.clear()
-        self.pool.lost_unasked = False
+        self.pool.reset()
+        self.books.clear()
 
     def _release(self, request: ModelRequest) -> None:
         self.retention.release(request)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block pool and requests, small enough to be searched by brute force.
 
-Blocks, a free queue, and a map from hash to copies. A block's hash is the text up to its end:
-whoever sees a hash knows the whole prefix.
+Blocks, a free queue, and a map from key to copies. A request's hash is the text up to there:
+whoever sees a key knows the whole prefix.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ascend_kvext.prefix_cache.keys import GROUP_ID_BYTES, GroupKeys
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.retention.protocols import ManagedGroup
 
@@ -46,7 +46,7 @@ class ModelRequest:
     finished: bool = False
     running: bool = False
     before_step_tokens: int = 0
-    block_hashes: tuple[bytes, ...] = ()
+    block_hashes: Any = field(default_factory=list)
 
     @classmethod
     def of(cls, request_id: str, text: str, hints: object = None) -> ModelRequest:
@@ -60,10 +60,45 @@ class ModelRequest:
     def is_finished(self) -> bool:
         return self.finished
 
+    def hash_blocks(self, hash_block_tokens: int) -> list[bytes]:
+        """Hash the blocks that have become full; upstream does so whenever tokens are added."""
+        for index in range(len(self.block_hashes), self.num_tokens // hash_block_tokens):
+            self.block_hashes.append(self.text[: (index + 1) * hash_block_tokens].encode())
+        return self.block_hashes
 
-def hash_of(text: str, group_id: int) -> bytes:
-    """A new object each time, as upstream makes one each time a block is cached."""
-    return b"".join((text.encode(), b"@", str(group_id).encode()))
+
+class ModelKeyTable:
+    """Upstream's ``BlockHashToBlockMap``: of a key one block, or several by id."""
+
+    def __init__(self) -> None:
+        self._cache: dict[bytes, Any] = {}
+
+    def find_all(self, key: bytes) -> list[ModelBlock]:
+        found = self._cache.get(key)
+        if found is None:
+            return []
+        return list(found.values()) if isinstance(found, dict) else [found]
+
+    def insert(self, key: bytes, block: ModelBlock) -> None:
+        found = self._cache.get(key)
+        if found is None:
+            self._cache[key] = block
+        elif isinstance(found, dict):
+            found[block.block_id] = block
+        else:
+            self._cache[key] = {found.block_id: found, block.block_id: block}
+
+    def remove(self, key: bytes, block: ModelBlock) -> None:
+        assert block in self.find_all(key), f"{block} is not there"
+        if self._cache[key] is not block:
+            del self._cache[key][block.block_id]
+        if self._cache[key] is block or not self._cache[key]:
+            del self._cache[key]
+
+
+def text_of(key: bytes) -> str:
+    """The prefix whose last block is cached under a key of a group with one hash per block."""
+    return key[:-GROUP_ID_BYTES].decode()
 
 
 class ModelQueue:
@@ -108,16 +143,22 @@ class ModelPool:
     """`CheckpointPool`, and what upstream's pool does besides.
 
     Attributes:
-        tree: Decides what is reallocated next; None where nothing does.
+        books: Decide what is reallocated next; None where nothing does.
+        lost_unasked: Whether a block was uncached that the books did not give up.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, hash_block_tokens: int = 4, has_events: bool = False
+    ) -> None:
         self.blocks = [ModelBlock(index) for index in range(num_blocks)]
         self.free_queue = ModelQueue(self.blocks)
-        self.table: dict[bytes, dict[int, ModelBlock]] = defaultdict(dict)
-        self.tree: Any = None
+        self.key_table = ModelKeyTable()
+        self.hash_block_tokens = hash_block_tokens
+        self.has_events = has_events
+        self.books: Any = None
         self.lost_unasked = False
-        """Whether a block was uncached that the tree did not give up."""
+        self.reported: list[bytes] = []
+        """Keys of which an event told that they are cached."""
 
     @property
     def queue(self) -> list[ModelBlock]:
@@ -125,12 +166,16 @@ class ModelPool:
 
     def cache(self, request: ModelRequest, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
+        new_keys = getattr(group.manager, "cached_blocks_this_step", None)
         for index in run:
             block = blocks[index]
             assert not block.is_null and block._block_hash is None, f"block {index} of {run}"
-            key = self._key(request, group, index)
+            key = self.key(request, group, index)
             block._block_hash = key
-            self.table[key][block.block_id] = block
+            self.key_table.insert(key, block)
+            self.reported.append(key)
+            if new_keys is not None:
+                new_keys.add(key)
 
     def find(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> Any:
         return next(iter(self.copies(request, group, block_index)), None)
@@ -140,10 +185,7 @@ class ModelPool:
     ) -> list[ModelBlock]:
         if (block_index + 1) * group.block_tokens > request.num_tokens:
             return []
-        return list(self.table[self._key(request, group, block_index)].values())
-
-    def prefix_key(self, request: ModelRequest, num_tokens: int) -> bytes:
-        return request.text[:num_tokens].encode()
+        return self.key_table.find_all(self.key(request, group, block_index))
 
     def refresh(self, block: ModelBlock) -> None:
         if not block.ref_cnt:
@@ -163,7 +205,7 @@ class ModelPool:
 
     def uncache(self, block: ModelBlock) -> None:
         assert block._block_hash is not None
-        del self.table[block._block_hash][block.block_id]
+        self.key_table.remove(block._block_hash, block)
         block._block_hash = None
 
     def uncache_unasked(self, block: ModelBlock) -> None:
@@ -171,16 +213,16 @@ class ModelPool:
         self.uncache(block)
 
     def allocate(self, num_blocks: int) -> list[ModelBlock]:
-        if self.tree is not None:
-            self.tree.make_room(num_blocks)
+        if self.books is not None:
+            self.books.make_room(num_blocks)
         taken = self.queue[:num_blocks]
         for block in taken:
             assert not block.ref_cnt
             self.free_queue.remove(block)
             block.ref_cnt = 1
             if block._block_hash is not None:
-                if self.tree is not None and not self.lost_unasked:
-                    assert not self.tree.needs.count[block.block_id], f"{block} is needed"
+                if self.books is not None and not self.lost_unasked:
+                    assert not self.books.num_needs(block.block_id), f"{block} is needed"
                 self.uncache(block)
         return taken
 
@@ -190,31 +232,46 @@ class ModelPool:
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
-        idle = []
-        for block in reversed(blocks):
-            if not block.is_null:
-                block.ref_cnt -= 1
-                if not block.ref_cnt:
-                    idle.append(block)
-        cached = [block for block in idle if block._block_hash is not None]
-        if self.tree is None:
-            self.free_queue.append_n(cached)
-        else:
-            count = self.tree.needs.count
-            self.free_queue.append_n([b for b in cached if count[b.block_id]])
-            surplus = [b for b in cached if not count[b.block_id]]
-            self.free_queue.append_n(surplus)
-            self.tree.free_order.note_appended(surplus)
-        self._free_first([block for block in idle if block._block_hash is None])
+        """As ``patches/retention/block_pool.py`` has upstream do it."""
+        blocks = blocks[::-1]
+        if self.books is None:
+            real = [block for block in blocks if not block.is_null]
+            cached = [block for block in real if block._block_hash is not None]
+            uncached = [block for block in real if block._block_hash is None]
+            self.free_queue.append_n(self._drop(cached))
+            self._free_first(self._drop(uncached))
+            return
+        uncached, cached, num_surplus = self.books.split_freed(blocks)
+        self.free_queue.append_n(self._drop(cached))
+        if num_surplus:
+            self.books.note_surplus(cached, num_surplus)
+        self.free_queue.prepend_n(self._drop(uncached))
+        if uncached:
+            self.books.note_uncached(uncached)
+
+    def reset(self) -> None:
+        for block in self.blocks:
+            assert not block.ref_cnt
+            block._block_hash = None
+        self.key_table = ModelKeyTable()
+        self.lost_unasked = False
 
     def idle_cached_blocks(self) -> list[ModelBlock]:
         return [b for b in self.blocks if b._block_hash is not None and not b.ref_cnt]
 
+    def key(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> bytes:
+        hashes_per_block = group.block_tokens // self.hash_block_tokens
+        keys = GroupKeys.of_group(group.manager.kv_cache_group_id, hashes_per_block)
+        return keys.at(request.hash_blocks(self.hash_block_tokens), block_index)
+
+    @staticmethod
+    def _drop(blocks: list[ModelBlock]) -> list[ModelBlock]:
+        """One user less; those that nobody has any more."""
+        for block in blocks:
+            block.ref_cnt -= 1
+        return [block for block in blocks if not block.ref_cnt]
+
     def _free_first(self, blocks: list[ModelBlock]) -> None:
         self.free_queue.prepend_n(blocks)
-        if self.tree is not None:
-            self.tree.free_order.note_prepended(blocks)
-
-    def _key(self, request: ModelRequest, group: ManagedGroup, index: int) -> bytes:
-        end = (index + 1) * group.block_tokens
-        return hash_of(request.text[:end], group.manager.kv_cache_group_id)
+        if self.books is not None:
+            self.books.note_uncached(blocks)

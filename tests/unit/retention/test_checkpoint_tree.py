@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,11 +20,17 @@ from support.retention.books import check_books, num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
+from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.reasons import Origin
 
 UNIT_TOKENS = 4
 MOST_RUNNING = 3
+MOST_PROBES = 256
+"""Of ``csrc/retention/evicted_prefixes.h``."""
+REMEMBERED = 8192
+"""Of ``csrc/retention/checkpoint_tree.cpp``."""
 FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
 
 LAYOUTS = {
@@ -46,6 +50,8 @@ LAYOUTS = {
     ),
     "full looks ahead": (GroupGeometry(FULL, 4, 0, True, 4), GroupGeometry(WINDOW, 4, 5)),
     "both look ahead": (GroupGeometry(FULL, 2, 0, True, 2), GroupGeometry(WINDOW, 2, 6, True, 2)),
+    "window only": (GroupGeometry(WINDOW, 4, 9),),
+    "two windows only": (GroupGeometry(WINDOW, 2, 5), GroupGeometry(WINDOW, 4, 9)),
 }
 
 
@@ -55,11 +61,17 @@ def check(cache: ModelCache) -> None:
     check_books(cache.retention, cache.pool.blocks, cache.pool.queue, is_exact)
     if not is_exact:
         return  # a block may be gone, and what it was part of be incomplete
-    for node in cache.tree.nodes.values():
-        if node.has_tail and not cache.geometry.looks_ahead:
-            text = node.key.decode()
-            hit_tokens = cache.hit_tokens(text + "?", node.boundary_tokens)
-            assert hit_tokens == node.boundary_tokens, f"{text} hits {hit_tokens} of {node}"
+    if cache.geometry.looks_ahead:
+        return
+    for node in checkpoints(cache):
+        text = node["key"].decode()
+        hit_tokens = cache.hit_tokens(text + "?", node["boundary_tokens"])
+        assert hit_tokens == node["boundary_tokens"], f"{text} hits {hit_tokens} of {node}"
+
+
+def checkpoints(cache: ModelCache) -> list[dict[str, Any]]:
+    """Boundaries that can be resumed from."""
+    return [node for node in cache.books.describe() if node["tail"]]
 
 
 class CheckpointTreeMachine(RuleBasedStateMachine):
@@ -67,12 +79,22 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
 
     layout: tuple[GroupGeometry, ...]
     loses_unasked = False
+    has_events = False
 
-    @initialize(num_blocks=st.integers(16, 60), interval_units=st.sampled_from([0, 0, 1, 2]))
-    def start(self, num_blocks: int, interval_units: int) -> None:
+    @initialize(
+        num_blocks=st.integers(16, 60),
+        interval_units=st.sampled_from([0, 0, 1, 2]),
+        is_upstreams=st.booleans(),
+        skips_by_tokens=st.booleans(),
+        does_quiet_steps=st.booleans(),
+    )
+    def start(self, num_blocks: int, interval_units: int, **ways: bool) -> None:
         geometry = HitGeometry(self.layout, UNIT_TOKENS)
-        self.cache = ModelCache(geometry, num_blocks, interval_units * UNIT_TOKENS)
-        self.pool, self.tree = self.cache.pool, self.cache.tree
+        ways["skips_by_tokens"] &= not geometry.has_states
+        self.cache = ModelCache(
+            geometry, num_blocks, interval_units * UNIT_TOKENS, self.has_events, **ways
+        )
+        self.pool = self.cache.pool
         self.requests: list[ModelRequest] = []
         self.num_requests = 0
         self.last_stepped: ModelRequest | None = None
@@ -150,7 +172,8 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     def reset(self, is_reset: bool) -> None:
         if is_reset:
             self.cache.reset()
-            assert not len(self.tree.nodes) and not self.tree.root.children
+            assert not self.cache.books.describe()
+            assert len(self.cache.books.surplus()) == len(self.pool.blocks)
 
     def _can_undo(self) -> bool:
         return self.last_stepped is not None and self.last_stepped.running
@@ -162,6 +185,15 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     def everything_fits(self) -> None:
         check(self.cache)
 
+    @invariant()
+    def every_cached_block_is_found_and_reported(self) -> None:
+        table = self.pool.key_table._cache
+        for block in self.pool.blocks:
+            key = block._block_hash
+            assert key is None or block in self.pool.key_table.find_all(key), f"{block} is lost"
+        if self.has_events:
+            assert set(table) <= set(self.pool.reported)
+
 
 SETTINGS = settings(
     max_examples=60,
@@ -171,14 +203,16 @@ SETTINGS = settings(
 )
 
 
+@pytest.mark.parametrize("has_events", [False, True], ids=["quiet", "events"])
 @pytest.mark.parametrize("loses_unasked", [False, True], ids=["keeps blocks", "loses blocks"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_workloads(layout: str, loses_unasked: bool) -> None:
+def test_random_workloads(layout: str, loses_unasked: bool, has_events: bool) -> None:
     class Machine(CheckpointTreeMachine):
         pass
 
     Machine.layout = LAYOUTS[layout]
     Machine.loses_unasked = loses_unasked
+    Machine.has_events = has_events
     run_state_machine_as_test(Machine, settings=SETTINGS)
 
 
@@ -194,24 +228,24 @@ def cache() -> ModelCache:
 
 
 def needed_blocks(cache: ModelCache) -> int:
-    return sum(count > 0 for count in cache.tree.needs.count)
+    return sum(cache.books.num_needs(block.block_id) > 0 for block in cache.pool.blocks)
 
 
 def num_surplus(cache: ModelCache) -> int:
-    return cache.tree.free_order.count_next(len(cache.pool.blocks))
+    return len(cache.books.surplus())
 
 
 def evict_everything(cache: ModelCache) -> None:
-    cache.tree.make_room(len(cache.pool.blocks))
+    cache.books.make_room(len(cache.pool.blocks))
 
 
 def test_full_attention_is_needed_up_to_the_longest_checkpoint(cache: ModelCache) -> None:
     served(cache, "a" * 40 + "x")
-    while num_checkpoints(cache.tree):
-        longest = max(n.boundary_tokens for n in cache.tree.nodes.values() if n.has_tail)
-        in_runs = sum(node.num_run_blocks for node in cache.tree.nodes.values())
+    while num_checkpoints(cache.books):
+        longest = max(node["boundary_tokens"] for node in checkpoints(cache))
+        in_runs = sum(len(run) for node in cache.books.describe() for run in node["runs"])
         assert in_runs * UNIT_TOKENS == longest
-        cache.tree.make_room(num_surplus(cache) + 1)
+        cache.books.make_room(num_surplus(cache) + 1)
         check(cache)
     assert not needed_blocks(cache)
 
@@ -220,7 +254,7 @@ def test_what_no_checkpoint_needs_can_be_hit_until_it_is_reallocated(cache: Mode
     text = "a" * 40 + "x"
     served(cache, text)
     evict_everything(cache)
-    assert not num_checkpoints(cache.tree)
+    assert not num_checkpoints(cache.books)
     assert cache.hit_tokens(text, 40) == 40
     cache.pool.allocate(len(cache.pool.queue))
     assert cache.hit_tokens(text, 40) == 0
@@ -243,76 +277,299 @@ def test_a_checkpoint_that_running_requests_read_is_not_evicted_before_others(
     request = ModelRequest.of("r", "a" * 48 + "x")
     cache.step(request, 48)
     cache.step(request, 1)
-    cache.tree.make_room(num_surplus(cache) + 1)
-    lost = [key for key, node in cache.tree.evicted._entries.items()]
+    before = {node["key"] for node in checkpoints(cache)}
+    cache.books.make_room(num_surplus(cache) + 1)
+    lost = before - {node["key"] for node in checkpoints(cache)}
     assert lost and all(key.startswith(b"b") for key in lost)
+
+
+def test_room_is_made_of_what_only_running_requests_need() -> None:
+    """Nothing else is left: a block that is held for a boundary to come may go."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    request = ModelRequest.of("r", "a" * 60)
+    idle: list[int] = []
+    while not idle and request.num_computed_tokens < 60:
+        assert cache.step(request, 1)
+        held = cache.retention._requests["r"].held_blocks()
+        idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
+    assert idle, "no tail begins in blocks that have left the window"
+    assert all(cache.books.num_needs(index) for index in idle)
+    cache.pool.allocate(len(cache.pool.queue))
+    assert not any(cache.books.num_needs(index) for index in idle)
+    cache.preempt(request)
+    assert not any(cache.books.num_needs(block.block_id) for block in cache.pool.blocks)
+
+
+def find_evicted(cache: ModelCache, text: str, after_tokens: int, upto_tokens: int) -> int:
+    request = RetainedRequest(cache.books, cache.request("asks", text))
+    return request.find_evicted(after_tokens, upto_tokens)
 
 
 def test_an_evicted_boundary_is_remembered_until_reset(cache: ModelCache) -> None:
     served(cache, "a" * 24 + "x")
     evict_everything(cache)
     text = "a" * 24 + "yz"
-
-    def find(after_tokens: int, upto_tokens: int) -> int | None:
-        return cache.tree.find_evicted(lambda n: text[:n].encode(), after_tokens, upto_tokens)
-
-    assert find(0, 26) == 24
-    assert (find(0, 23) or 0) < 24
-    assert find(24, 26) is None
+    assert find_evicted(cache, text, 0, 26) == 24
+    assert 0 < find_evicted(cache, text, 0, 23) < 24
+    assert find_evicted(cache, text, 24, 26) == 0
+    assert find_evicted(cache, "b" + text, 0, 26) == 0
     cache.reset()
-    assert find(0, 26) is None
+    assert find_evicted(cache, text, 0, 26) == 0
+
+
+def test_a_boundary_that_is_wanted_is_forgotten_until_it_is_evicted_again(
+    cache: ModelCache,
+) -> None:
+    text = "a" * 24 + "x"
+    served(cache, text)
+    evict_everything(cache)
+    RetainedRequest(cache.books, cache.request("asks", text)).want(24)
+    assert find_evicted(cache, text, 20, 25) == 0
+    served(cache, text)
+    evict_everything(cache)
+    assert find_evicted(cache, text, 20, 25) == 24
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=6),
+    asked=st.lists(st.sampled_from("ab"), min_size=1, max_size=7),
+    after_tokens=st.integers(0, 28),
+    upto_tokens=st.integers(0, 28),
+)
+def test_the_longest_evicted_prefix_is_found(
+    prompts: list[list[str]], asked: list[str], after_tokens: int, upto_tokens: int
+) -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 300)
+    for prompt in prompts:
+        served(cache, spelled(prompt) + "x")
+    evicted = {node["key"].decode() for node in checkpoints(cache)}
+    evict_everything(cache)
+    text = spelled(asked) + "x"
+    lengths = [len(prefix) for prefix in evicted if text.startswith(prefix)]
+    expected = max((n for n in lengths if after_tokens < n <= upto_tokens), default=0)
+    assert find_evicted(cache, text, after_tokens, min(upto_tokens, len(text))) == expected
+
+
+def test_a_bounded_number_of_lengths_is_tried() -> None:
+    """The longest first: what is shorter than so many others is not found any more."""
+    cache = ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 1500, UNIT_TOKENS)
+    served(cache, "a" * 4 + "x")
+    served(cache, "b" * 4 * (MOST_PROBES + 2) + "x")
+    evict_everything(cache)
+    text = "a" * 4 + "c" * 4 * (MOST_PROBES + 10)
+    assert find_evicted(cache, text, 0, 4 * MOST_PROBES) == 4
+    assert find_evicted(cache, text, 0, 4 * (MOST_PROBES + 1)) == 0
+
+
+def test_the_oldest_eviction_is_forgotten_first() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["window only"], UNIT_TOKENS), 1000, UNIT_TOKENS)
+    num_units = 128
+    for number in range(REMEMBERED // num_units):
+        served(cache, chr(97 + number % 26) + chr(97 + number // 26) + "a" * (4 * num_units - 1))
+        evict_everything(cache)
+    assert cache.stats.checkpoints_evicted == REMEMBERED
+    first = "aa" + "a" * (4 * num_units - 1)
+    assert find_evicted(cache, first, 0, 4 * num_units) > 0
+    served(cache, "A" * 4 * num_units + "x")
+    evict_everything(cache)
+    assert find_evicted(cache, first, 0, 4 * num_units) == 0
+    second = "ba" + "a" * (4 * num_units - 1)
+    assert find_evicted(cache, second, 0, 4 * num_units) == 4 * num_units
 
 
 def test_a_boundary_between_two_others_becomes_the_parent_of_the_longer(cache: ModelCache) -> None:
     served(cache, "a" * 40 + "x")
     served(cache, "a" * 12 + "x")
-    by_length = {node.boundary_tokens: node for node in cache.tree.nodes.values()}
+    by_length = {node["boundary_tokens"]: node for node in cache.books.describe()}
     above = max((tokens for tokens in by_length if tokens < 12), default=0)
     below = min(tokens for tokens in by_length if tokens > 12)
-    assert by_length[12].parent.boundary_tokens == above
-    assert by_length[below].parent is by_length[12]
+    assert by_length[12]["parent_tokens"] == above
+    assert by_length[below]["parent_key"] == by_length[12]["key"]
     check(cache)
 
 
 def test_prompts_that_part_ways_share_the_runs_before(cache: ModelCache) -> None:
     served(cache, "a" * 24 + "x")
     served(cache, "a" * 12 + "b" * 12 + "x")
-    in_runs = [i for node in cache.tree.nodes.values() for run in node.runs for i in run.tolist()]
+    in_runs = [i for node in cache.books.describe() for run in node["runs"] for i in run]
     assert len(in_runs) == len(set(in_runs)) == (24 + 12) // UNIT_TOKENS
     check(cache)
 
 
-def test_an_eviction_counts_against_its_reason(cache: ModelCache) -> None:
-    served(cache, "a" * 24 + "x")
-    reasons = {node.reason for node in cache.tree.nodes.values() if node.has_tail}
-    before = {reason: cache.tree.rates.expected_uses(reason) for reason in reasons}
+def test_a_prefix_of_other_blocks_is_one_boundary_all_the_same(cache: ModelCache) -> None:
+    """Two boundaries with one key would be taken for each other."""
+    served(cache, "a" * 8 + "x")
+    for block in cache.pool.blocks:
+        if block._block_hash is not None:  # its first blocks cannot be found any more
+            cache.pool.uncache_unasked(block)
+    served(cache, "a" * 16 + "x")
+    served(cache, "a" * 8 + "b" * 8 + "x")
+    check(cache)
+    for _ in range(3):
+        cache.books.make_room(num_surplus(cache) + 1)
+        check(cache)
+        served(cache, "a" * 8 + "c" * 8 + "x")
+        check(cache)
     evict_everything(cache)
-    assert all(cache.tree.rates.expected_uses(reason) < before[reason] for reason in reasons)
+    assert not cache.books.describe()
 
 
-def test_the_cost_of_a_request_does_not_grow_with_its_siblings() -> None:
-    """Counted are the calls of Python functions, for one prompt among few and among many."""
-    geometry = HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS)
-    num_calls = []
-    for num_siblings in (20, 400):
-        cache = ModelCache(geometry, 8000)
-        for number in range(num_siblings):
-            served(cache, "s" * 40 + chr(0x4E00 + number) * 12 + "x")
-        num_calls.append(count_calls(lambda cache=cache: served(cache, "s" * 40 + "y" * 12 + "x")))
-    assert num_calls[1] < 1.5 * num_calls[0]
+def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None:
+    """Undone within its step, a request is before a boundary that others had left."""
+    cache = ModelCache(HitGeometry(LAYOUTS["window only"], UNIT_TOKENS), 100)
+    first = ModelRequest.of("r1", "a" * 16 + "x")
+    second = ModelRequest.of("r2", "a" * 40 + "y", [16])
+    assert cache.step(first, 2) and cache.step(second, 13)
+    assert cache.step(first, 15)
+    cache.finish(first)
+    assert [node["boundary_tokens"] for node in checkpoints(cache)] == [16]
+    assert cache.step(second, 8)
+    cache.pool.lost_unasked = True
+    second.num_computed_tokens = second.before_step_tokens
+    cache.preempt(second)
+    assert {node["boundary_tokens"] for node in checkpoints(cache)} == {12, 16}
+    check(cache)
 
 
-def count_calls(function: Callable[[], None]) -> int:
-    """Calls into the package while a function runs."""
-    count = 0
+def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
+    prompts = [f"{number:04}" + "a" * 20 + "x" for number in range(60)]
+    assert cache.books.is_worth_trying(Origin.LATEST, 0)
+    for prompt in prompts:
+        served(cache, prompt)
+        evict_everything(cache)
+    assert [cache.books.is_worth_trying(Origin.LATEST, 0) for _ in range(15)].count(True) == 0
+    assert cache.books.is_worth_trying(Origin.HINT, 0)
+    for prompt in prompts[:10]:
+        served(cache, prompt)  # asks for what was evicted
+    assert cache.books.is_worth_trying(Origin.LATEST, 0)
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call" and "vllm_ascend_kvext" in frame.f_code.co_filename
 
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+@pytest.mark.parametrize("has_events", [False, True])
+def test_states_of_the_current_step_are_listed(has_events: bool) -> None:
+    """Upstream must not hit a state in the step that computes it."""
+    geometry = HitGeometry(LAYOUTS["full and state"], UNIT_TOKENS)
+    cache = ModelCache(geometry, 100, has_events=has_events)
+    assert cache.step(ModelRequest.of("r", "a" * 8 + "x"), 8)
+    new_keys = cache.managers[1].cached_blocks_this_step
+    states = [block for block in cache.managers[1].req_to_blocks["r"] if not block.is_null]
+    assert new_keys == {block._block_hash for block in states} and len(new_keys) == 1
+
+
+def test_a_boundary_without_its_state_is_not_passed() -> None:
+    """Draft tokens are accepted, and a step goes over a boundary: the one before it is kept."""
+    cache = ModelCache(HitGeometry(LAYOUTS["full and state"], UNIT_TOKENS), 100)
+    request = ModelRequest.of("r", "a" * 5)
+    assert cache.step(request, 5)
+    request.text += "a" * 4
+    assert cache.step(request, 3)
+    assert request.num_computed_tokens == 8
+    request.text += "a" * 6
+    assert cache.step(request, 6)
+    cache.finish(request)
+    assert 8 in {node["boundary_tokens"] for node in checkpoints(cache)}
+    assert cache.hit_tokens("a" * 15, 14) == 8
+    check(cache)
+
+
+def test_of_a_boundary_every_continuation_is_kept_that_a_hit_reads() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["full looks ahead"], UNIT_TOKENS), 100)
+    texts = ["a" * 8 + letter * 4 + "x" for letter in "bcd"]
+    for text in texts:
+        served(cache, text)
+    cache.pool.allocate(num_surplus(cache))
+    assert [cache.hit_tokens(text, 12) for text in texts] == [8, 8, 8]
+    assert cache.hit_tokens("a" * 8 + "e" * 4 + "x", 12) == 4
+    (node,) = (node for node in checkpoints(cache) if node["boundary_tokens"] == 8)
+    assert node["num_ahead"] == 3
+
+
+def test_what_was_cached_for_a_boundary_that_is_not_reached_is_uncached() -> None:
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 9))
+    cache = ModelCache(HitGeometry(layout, 8), 100)
+    request = ModelRequest.of("r", "a" * 14)
+    assert cache.step(request, 14)
+    window = cache.managers[1]
+    assert [block._block_hash is not None for block in window.req_to_blocks["r"]] == [True] * 3 + [
+        False
+    ]
+    cache.finish(request)
+    found = [cache.pool.find(request, window.group, index) is not None for index in range(3)]
+    assert found == [True, True, False]
+
+
+@pytest.mark.parametrize("does_quiet_steps", [False, True])
+def test_a_block_is_cached_in_the_step_that_fills_it(does_quiet_steps: bool) -> None:
+    geometry = HitGeometry(LAYOUTS["blocks below the unit"], UNIT_TOKENS)
+    cache = ModelCache(geometry, 100, does_quiet_steps=does_quiet_steps)
+    request = ModelRequest.of("r", "a" * 40)
+    while request.num_computed_tokens < 40:
+        assert cache.step(request, 1)
+        for manager in cache.managers[2:]:
+            num_full = request.num_computed_tokens // manager.geometry.block_tokens
+            blocks = manager.req_to_blocks["r"][:num_full]
+            assert all(block.is_null or block._block_hash for block in blocks)
+    assert bool(cache.num_quiet_steps) is does_quiet_steps
+
+
+def test_blocks_leave_a_window_in_the_step_in_which_upstream_frees_them() -> None:
+    geometry = HitGeometry(LAYOUTS["two full, two windows"], UNIT_TOKENS)
+    asked, foreseen = (
+        ModelCache(geometry, 100, skips_by_tokens=by_tokens) for by_tokens in (False, True)
+    )
+    requests = [ModelRequest.of("r", "a" * 60) for _ in range(2)]
+    calls = count_calls(foreseen.managers[2], "remove_skipped_blocks")
+    for num_tokens in [1] * 20 + [3] * 10:
+        left = []
+        for cache, request in zip((asked, foreseen), requests, strict=True):
+            assert cache.step(request, num_tokens)
+            tables = [manager.req_to_blocks["r"] for manager in cache.managers]
+            left.append([[block.is_null for block in table] for table in tables])
+        assert left[0] == left[1]
+    assert 0 < len(calls) < 25, "there are steps in which nothing leaves"
+
+
+def count_calls(owner: object, name: str) -> list[None]:
+    """A list that grows by one with every call of a method."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def counted(*args: object) -> object:
+        calls.append(None)
+        return method(*args)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["both look ahead"], UNIT_TOKENS), 100)
+    served(cache, "a" * 24 + "x")
+    request = ModelRequest.of("r", "a" * 24 + "y")
+    assert cache.step(request, 30)
+    assert 0 < request.before_step_tokens < 24
+    cache.finish(request)
+    window = cache.managers[1].group
+    assert all(len(cache.pool.copies(request, window, index)) <= 1 for index in range(12))
+
+
+def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
+    """As a connector uncaches what it failed to load."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    request = ModelRequest.of("r", "a" * 60)
+    held: list[int] = []
+    while not held and request.num_computed_tokens < 60:
+        assert cache.step(request, 1)
+        held = cache.retention._requests["r"].held_blocks()
+    assert held
+    for index in held:
+        cache.pool.uncache_unasked(cache.pool.blocks[index])
+    assert cache.retention._requests["r"].held_blocks() == held
+    cache.preempt(request)
+    assert not any(cache.books.num_needs(index) for index in held)
+
+
+def spelled(units: list[str]) -> str:
+    return "".join(letter * UNIT_TOKENS for letter in units)

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.retention.books import all_nodes, num_checkpoints
+from support.retention.books import num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
+from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.demand import find_demand
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause
@@ -53,22 +54,28 @@ def served(cache: ModelCache, text: str, hints: object = None) -> int:
 
 def lose_surplus(cache: ModelCache) -> None:
     """Uncache what no checkpoint needs, as if other requests had taken it."""
-    num_surplus = cache.tree.free_order.count_next(len(cache.pool.blocks))
-    for block in cache.tree.free_order.next_blocks(num_surplus):
+    for index in cache.books.surplus():
+        block = cache.pool.blocks[index]
         if block._block_hash is not None:
             cache.pool.uncache(block)
 
 
 def evict_everything(cache: ModelCache) -> None:
-    cache.tree.make_room(len(cache.pool.blocks))
+    cache.books.make_room(len(cache.pool.blocks))
     lose_surplus(cache)
 
 
 def demand(cache: ModelCache, text: str, hints: object = None) -> dict[int, Origin]:
-    request = ModelRequest.of("asks", text, hints)
+    request = cache.request("asks", text, hints)
     hit_tokens = cache.hit_tokens(text, len(text) - 1)
-    wanted = cache.retention._demand.find(request, hit_tokens).boundaries
+    books = RetainedRequest(cache.books, request)
+    wanted = cache.retention._find_demand(books, request, hit_tokens).boundaries
     return {tokens: reason.origin for tokens, reason in wanted.items()}
+
+
+def find_evicted(cache: ModelCache, text: str) -> int:
+    books = RetainedRequest(cache.books, cache.request("asks", text))
+    return books.find_evicted(0, len(text))
 
 
 def answer(letters: str) -> str:
@@ -109,11 +116,9 @@ def test_an_evicted_boundary_is_wanted_at_the_second_demand(
     text = SYSTEM + "x"
     serve(text)
     evict_everything(cache)
-    assert not num_checkpoints(cache.tree)
+    assert not num_checkpoints(cache.books)
     assert demand(cache, text) == {len(SYSTEM): Origin.WANTED}
-    before = cache.tree.rates.expected_uses(Reason(Origin.LATEST))
     assert serve(SYSTEM + answer("fgh") + "x") == 0
-    assert cache.tree.rates.expected_uses(Reason(Origin.LATEST)) > before
     assert demand(cache, SYSTEM + answer("ijk") + "x") == {}, "it is there, and can be hit"
     assert serve(SYSTEM + answer("ijk") + "x") == len(SYSTEM)
 
@@ -139,18 +144,16 @@ def test_demand_changes_nothing(cache: ModelCache, serve: Callable[..., int]) ->
     lose_surplus(cache)
 
     def state() -> object:
-        tree, pool = cache.tree, cache.pool
-        return copy.deepcopy(
-            (
-                cache.stats.totals(),
-                sorted(tree.nodes),
-                sorted(tree.evicted._entries),
-                tree.rates._counts,
-                [(node.key, node.reason, node.entry) for node in all_nodes(tree)],
-                [block.block_id for block in pool.queue],
-                [(block._block_hash, block.ref_cnt) for block in pool.blocks],
-                set(cache.retention._progress),
-            )
+        return (
+            cache.stats.totals(),
+            cache.books.counts(),
+            cache.books.describe(),
+            cache.books.surplus(),
+            [block.block_id for block in cache.pool.queue],
+            [(block._block_hash, block.ref_cnt) for block in cache.pool.blocks],
+            {key: len(cache.pool.key_table.find_all(key)) for key in cache.pool.key_table._cache},
+            set(cache.retention._requests),
+            [find_evicted(cache, text) for text in (SYSTEM, answer("cde"))],
         )
 
     before = state()
@@ -214,7 +217,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: b
     seen: list[str] = []
     for prompt in prompts:
         text = "".join(letter * 4 for letter in prompt) + "x"
-        probe = ModelRequest.of("", text)
+        probe = cache.request("", text)
         group = cache.retention.full_groups[0]
         cached_blocks = 0
         while cache.pool.find(probe, group, cached_blocks) is not None:
@@ -230,6 +233,10 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: b
         seen.append(text)
 
 
+def boundaries(cache: ModelCache) -> set[int]:
+    return {node["boundary_tokens"] for node in cache.books.describe()}
+
+
 def common(text: str, other: str) -> int:
     length = 0
     while length < min(len(text), len(other)) and text[length] == other[length]:
@@ -240,19 +247,19 @@ def common(text: str, other: str) -> int:
 def test_a_request_that_ends_is_forgotten(cache: ModelCache) -> None:
     request = ModelRequest.of("r", SYSTEM + "x")
     cache.step(request, 100)
-    assert set(cache.retention._progress) == {"r"}
+    assert set(cache.retention._requests) == {"r"}
     cache.finish(request)
-    assert not cache.retention._progress
+    assert not cache.retention._requests
 
 
 def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache) -> None:
     request = ModelRequest.of("r", SYSTEM + "x", [8, 12])
     cache.step(request, 9)
-    assert {node.boundary_tokens for node in all_nodes(cache.tree)} >= {8}
+    assert boundaries(cache) >= {8}
     cache.step(request, 8)
     request.num_computed_tokens = 9
     cache.preempt(request)
-    assert max(node.boundary_tokens for node in all_nodes(cache.tree)) == 8
+    assert max(boundaries(cache)) == 8
     assert cache.hit_tokens(SYSTEM, len(SYSTEM)) == 8
 
 
@@ -265,7 +272,7 @@ def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCach
     cache.step(second, 20)
     cache.finish(first)
     cache.finish(second)
-    needed = [b._block_hash for b in cache.pool.blocks if cache.tree.needs.count[b.block_id]]
+    needed = [b._block_hash for b in cache.pool.blocks if cache.books.num_needs(b.block_id)]
     assert needed and len(needed) == len(set(needed))
 
 
@@ -274,10 +281,56 @@ def test_unusable_hints_are_reported_when_the_request_is_admitted(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     request = ModelRequest.of("r", SYSTEM + "x", [-1, 8])
+    request.hash_blocks(cache.pool.hash_block_tokens)
+    books = RetainedRequest(cache.books, request)
     for _ in range(3):
-        cache.retention._demand.find(request, 0)
+        cache.retention._find_demand(books, request, 0)
     assert not caplog.records, "a request that waits is asked in every step"
     cache.step(request, 4)
     cache.step(request, 30)
-    cache.retention._demand.find(request, 0)
+    cache.retention._find_demand(books, request, 0)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("shared_lengths", "evicted_tokens", "expected"),
+    [
+        ([], 0, {}),
+        ([], 24, {24: Origin.WANTED}),
+        ([(22, 2)], 0, {20: Origin.JUNCTION}),
+        ([(20, 4)], 20, {20: Origin.WANTED}),
+        ([(8, 4)], 0, {}),
+        ([(24, 4), (16, 16)], 0, {24: Origin.JUNCTION}),
+        ([(40, 4), (16, 16)], 0, {16: Origin.JUNCTION}),
+    ],
+    ids=[
+        "nothing",
+        "evicted",
+        "shared",
+        "evicted and shared",
+        "no more than hit",
+        "large blocks tell less",
+        "blocks were lost",
+    ],
+)
+def test_demand_follows_from_lengths(
+    shared_lengths: list[tuple[int, int]], evicted_tokens: int, expected: dict[int, Origin]
+) -> None:
+    geometry = HitGeometry((GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5)), 4)
+    request = ModelRequest.of("r", "a" * 60)
+    found = find_demand(request, geometry, 8, shared_lengths, evicted_tokens)
+    assert {tokens: reason.origin for tokens, reason in found.boundaries.items()} == expected
+    assert all(reason == Reason(reason.origin) for reason in found.boundaries.values())
+
+
+def test_a_state_that_is_asked_for_ends_a_step() -> None:
+    groups = (GroupGeometry(FULL, 4), GroupGeometry(GroupKind.STATE, 4))
+    cache = ModelCache(HitGeometry(groups, 4), 200)
+    request = ModelRequest.of("r", SYSTEM + answer("cde"), [8, len(SYSTEM)])
+    cache.step(request, 100)
+    assert request.num_computed_tokens == 8, "before it is admitted"
+    cache.step(request, 100)
+    assert request.num_computed_tokens == len(SYSTEM), "and from its plan"
+    cache.step(request, 100)
+    assert request.num_computed_tokens == request.num_tokens
+    assert {8, len(SYSTEM)} <= boundaries(cache)

@@ -1,247 +1,230 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least worthy checkpoint gives way first, and none that a request holds."""
+"""The least worthy checkpoint gives way first, and none that a request reads."""
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.retention.manager_model import ModelCache
+from unit.retention.pool_model import ModelRequest
 
-from vllm_ascend_kvext.retention.checkpoints import (
-    NO_BLOCKS,
-    BlockIds,
-    BlockNeeds,
-    Checkpoint,
-    block_ids,
-)
-from vllm_ascend_kvext.retention.eviction import HALF_LIFE, MOST_PUT_BACK, EvictionOrder
-from vllm_ascend_kvext.retention.reasons import Origin, Reason, UseRates
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.reasons import Origin
 
-PROMPT, LADDER = Reason(Origin.PROMPT), Reason(Origin.LADDER)
+UNIT_TOKENS = 4
+LOOKED_AT = 16
+"""Checkpoints that every eviction looks at: of so few it takes the least worthy of all."""
+FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
+LAYOUTS = {
+    "full and window": (GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 9)),
+    "small blocks": (
+        GroupGeometry(FULL, 4),
+        GroupGeometry(FULL, 2),
+        GroupGeometry(WINDOW, 2, 5),
+        GroupGeometry(WINDOW, 4, 13),
+    ),
+    "looks ahead": (GroupGeometry(FULL, 4, 0, True, 4), GroupGeometry(WINDOW, 4, 9, True, 4)),
+    "window only": (GroupGeometry(WINDOW, 4, 9),),
+}
+Node = dict[str, Any]
 
 
 class World:
-    def __init__(self) -> None:
-        self.rates = UseRates()
-        self.needs = BlockNeeds(20_000)
-        self.in_use: set[Checkpoint] = set()
-        self.order = EvictionOrder(self.rates, self.needs, self.in_use.__contains__)
-        self.root = Checkpoint(b"", 0, None, PROMPT)
-        self._ids = itertools.count()
+    """A cache, and what is to be known of its checkpoints."""
 
-    def blocks(self, number: int) -> BlockIds:
-        return block_ids(list(itertools.islice(self._ids, number)))
+    def __init__(self, layout: str, num_blocks: int) -> None:
+        self.cache = ModelCache(HitGeometry(LAYOUTS[layout], UNIT_TOKENS), num_blocks)
+        self.parents: dict[bytes, bytes] = {}
+        self.num_served = 0
 
-    def checkpoint(
-        self,
-        span_tokens: int,
-        parent: Checkpoint | None = None,
-        reason: Reason = PROMPT,
-        num_tail_blocks: int = 1,
-        num_run_blocks: int = 0,
-        tail: BlockIds | None = None,
-    ) -> Checkpoint:
-        parent = parent or self.root
-        boundary_tokens = parent.boundary_tokens + span_tokens
-        node = Checkpoint(b"%d" % boundary_tokens, boundary_tokens, parent, reason)
-        parent.children.add(node)
-        node.runs = (self.blocks(num_run_blocks),)
-        node.tail = self.blocks(num_tail_blocks) if tail is None else tail
-        self.needs.add(node.tail)
-        self.order.add(node)
-        return node
+    def serve(self, text: str) -> None:
+        self.cache.finish(self.start(text))
 
-    def pop(self) -> Checkpoint | None:
-        """As the tree does: what is popped loses its tail."""
-        node = self.order.pop()
-        if node is not None:
-            self.needs.remove(node.tail)
-            node.tail = NO_BLOCKS
-            if not node.children:
-                node.parent.children.discard(node)
-                if node.parent.has_tail:
-                    self.order.lower(node.parent)
-        return node
+    def start(self, text: str) -> ModelRequest:
+        request = ModelRequest.of(f"r{self.num_served}", text)
+        self.num_served += 1
+        assert self.cache.step(request, len(text))
+        return request
 
+    def checkpoints(self) -> dict[bytes, Node]:
+        nodes = {node["key"]: node for node in self.cache.books.describe()}
+        self.parents.update((key, node["parent_key"]) for key, node in nodes.items())
+        return {key: node for key, node in nodes.items() if node["tail"]}
 
-@pytest.fixture
-def world() -> World:
-    return World()
+    def num_surplus(self) -> int:
+        return len(self.cache.books.surplus())
 
+    def evict_one(self) -> set[bytes]:
+        """Evict until there is one more block; returns what went."""
+        before = set(self.checkpoints())
+        self.cache.books.make_room(self.num_surplus() + 1)
+        return before - set(self.checkpoints())
 
-def test_nothing_to_pop(world: World) -> None:
-    assert world.pop() is None
+    def worths(self) -> dict[bytes, float]:
+        """What a use saves per block, times the uses to expect per time."""
+        return self.worths_of(self.savings())
 
+    def worths_of(self, savings: dict[bytes, tuple[float, Any, float]]) -> dict[bytes, float]:
+        books = self.cache.books
+        return {
+            key: saved * books.uses_per_pool(reason, age_pools)
+            for key, (saved, reason, age_pools) in savings.items()
+        }
 
-def test_what_saves_less_goes_first(world: World) -> None:
-    nodes = [world.checkpoint(tokens) for tokens in (64, 16, 32)]
-    assert [world.pop() for _ in range(4)] == [nodes[1], nodes[2], nodes[0], None]
-
-
-def test_what_takes_more_blocks_goes_first(world: World) -> None:
-    small = world.checkpoint(64)
-    wide = world.checkpoint(64, num_tail_blocks=4)
-    long = world.checkpoint(64, num_run_blocks=8)
-    assert [world.pop() for _ in range(3)] == [long, wide, small]
-
-
-def test_what_is_expected_to_be_used_goes_last(world: World) -> None:
-    world.rates.count_use(PROMPT)
-    world.rates.count_eviction(LADDER)
-    useful = world.checkpoint(64)
-    useless = world.checkpoint(64, reason=LADDER)
-    assert [world.pop(), world.pop()] == [useless, useful]
+    def savings(self) -> dict[bytes, tuple[float, Any, float]]:
+        """Tokens saved per block, reason and age of every checkpoint."""
+        books = self.cache.books
+        nodes = self.checkpoints()
+        needs: Counter[int] = Counter()
+        for node in books.describe():
+            for ids in (*node["runs"], node["tail"]):
+                needs.update(ids)
+        savings = {}
+        for key, node in nodes.items():
+            num_blocks = sum(1 / needs[index] for index in node["tail"])
+            if not node["num_children"] and not node["num_requests"]:
+                num_blocks += sum(map(len, node["runs"]))
+            above = self.parents[key]
+            while above and above not in nodes:
+                above = self.parents[above]
+            saved_tokens = len(key) - len(above)
+            age_pools = books.clock_pools - node["clock_pools"]
+            savings[key] = saved_tokens / max(1, num_blocks), node["reason"], age_pools
+        return savings
 
 
-def test_worth_halves_in_a_half_life(world: World) -> None:
-    older = world.checkpoint(64)
-    world.order.advance(0.9 * HALF_LIFE)
-    younger = world.checkpoint(32)
-    assert world.pop() is younger
-    world.order.advance(0.2 * HALF_LIFE)
-    youngest = world.checkpoint(32)
-    assert [world.pop(), world.pop()] == [older, youngest]
+def spelled(units: list[str]) -> str:
+    return "".join(letter * UNIT_TOKENS for letter in units) + "x"
 
 
-def test_renewal_counts_from_anew(world: World) -> None:
-    first, second = world.checkpoint(64), world.checkpoint(64)
-    world.order.advance(HALF_LIFE)
-    world.order.renew(first)
-    assert [world.pop(), world.pop(), world.pop()] == [second, first, None]
-
-
-def test_blocks_that_tails_share_are_shared_out(world: World) -> None:
-    """Two that overlap take three blocks together, not four."""
-    lone = world.checkpoint(64, num_tail_blocks=2)
-    first, middle, last = world.blocks(3)
-    world.checkpoint(64, tail=block_ids([first, middle]))
-    world.checkpoint(64, tail=block_ids([middle, last]))
-    assert world.pop() is lone
-
-
-def test_an_overlap_with_neighbours_does_not_protect_all_of_them(world: World) -> None:
-    """Three that share a window save little; that none alone yields blocks protects none."""
-    lone = world.checkpoint(1024, num_tail_blocks=64)
-    parent, close, tail = world.root, [], world.blocks(64)
-    for _ in range(3):
-        parent = world.checkpoint(16, parent, tail=tail)
-        close.append(parent)
-    assert {world.pop(), world.pop(), world.pop()} == set(close)
-    assert world.pop() is lone
-
-
-def test_tokens_are_saved_from_the_last_checkpoint_before(world: World) -> None:
-    parent = world.checkpoint(1024)
-    child = world.checkpoint(16, parent)
-    assert world.pop() is child
-
-
-def test_full_attention_counts_only_where_nothing_is_behind_it(world: World) -> None:
-    node = world.checkpoint(64, num_run_blocks=15)
-    world.checkpoint(4096, node)
-    other = world.checkpoint(64, num_run_blocks=7)
-    world.order.lower(node)
-    assert world.pop() is other, "it yields eight blocks, the first one only its tail"
-
-
-def test_a_checkpoint_is_worth_less_without_what_was_behind_it(world: World) -> None:
-    node = world.checkpoint(64, num_run_blocks=15)
-    behind = world.checkpoint(1, node)
-    other = world.checkpoint(64, num_run_blocks=7)
-    assert [world.pop(), world.pop(), world.pop()] == [behind, node, other]
-
-
-def test_what_is_in_use_is_passed_over_until_a_request_has_gone(world: World) -> None:
-    used, other, third = (world.checkpoint(tokens) for tokens in (16, 64, 128))
-    world.in_use.add(used)
-    assert world.pop() is other
-    world.in_use.clear()
-    assert world.pop() is third, "not looked at again so far"
-    world.order.look_again(8)
-    assert world.pop() is used
-
-
-def test_what_is_in_use_goes_when_nothing_else_is_left(world: World) -> None:
-    used, other = world.checkpoint(16), world.checkpoint(64)
-    world.in_use.add(used)
-    assert [world.pop(), world.pop(), world.pop()] == [other, used, None]
-
-
-def test_only_so_many_are_looked_at_again(world: World) -> None:
-    nodes = [world.checkpoint(1) for _ in range(5)]
-    last = world.checkpoint(10_000)
-    world.in_use.update(nodes)
-    assert world.pop() is last
-    world.in_use.clear()
-    world.order.look_again(2)
-    assert len(world.order._heap) == 2
-    assert {world.pop() for _ in range(5)} == set(nodes)
-
-
-def test_only_so_many_are_put_back_at_once(world: World) -> None:
-    """Their worth has grown; one call passes over a bounded number of them."""
-    nodes = [world.checkpoint(1) for _ in range(3 * MOST_PUT_BACK)]
-    world.checkpoint(2)
-    world.order.advance(10 * HALF_LIFE)
-    for node in nodes:
-        world.order.renew(node)
-    pushed = world.order._num_entries
-    assert world.pop() is not None
-    assert world.order._num_entries - pushed <= MOST_PUT_BACK + 1
-
-
-def test_nothing_is_left_after_clear(world: World) -> None:
-    used, _ = world.checkpoint(16), world.checkpoint(64)
-    world.in_use.add(used)
-    assert world.order.pop() is not None
-    world.order.clear()
-    assert world.order.pop() is None
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("new"), st.integers(1, 64)),
-            st.tuples(st.sampled_from(["renew", "lower", "use", "leave"]), st.integers(0, 63)),
-            st.tuples(st.sampled_from(["advance", "look"]), st.integers(1, 9)),
-            st.tuples(st.just("pop"), st.just(0)),
-        ),
-        max_size=200,
-    )
+prompts_of_units = st.lists(
+    st.lists(st.sampled_from("aaab"), min_size=1, max_size=12).map(spelled), max_size=10
 )
-def test_every_checkpoint_is_popped_once(events: list[tuple[str, int]]) -> None:
-    world = World()
-    alive: list[Checkpoint] = []
-    for event, number in events:
-        if event == "new":
-            alive.append(world.checkpoint(number))
-        elif event == "advance":
-            world.order.advance(number / 100)
-        elif event == "look":
-            world.order.look_again(number)
-        elif event == "pop":
-            node = world.pop()
-            assert (node is not None) is bool(alive)
-            if node is not None:
-                alive.remove(node)
-        elif alive:
-            node = alive[number % len(alive)]
-            if event == "use":
-                world.in_use.add(node)
-            elif event == "leave":
-                world.in_use.discard(node)
-            else:
-                getattr(world.order, event)(node)
-    popped = [world.pop() for _ in alive]
-    assert set(popped) == set(alive)
-    assert world.pop() is None
 
 
-def test_entries_do_not_pile_up(world: World) -> None:
-    node = world.checkpoint(64)
-    for _ in range(5000):
-        world.order.renew(node)
-    assert len(world.order._heap) == 1
-    assert world.pop() is node
+@settings(max_examples=150, deadline=None)
+@given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
+def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
+    world = World(layout, 500)
+    for prompt in prompts:
+        if len(world.checkpoints()) < LOOKED_AT - 8:
+            world.serve(prompt)
+    assert not world.cache.stats.checkpoints_evicted
+    assert len(world.checkpoints()) <= LOOKED_AT
+    while savings := world.savings():
+        before = world.worths_of(savings)
+        gone = world.evict_one()
+        assert gone, "there is a checkpoint, and no block was found"
+        # The ages that it saw on the way may have changed what it expects.
+        after = world.worths_of(savings)
+        assert any(
+            min(worths[key] for key in gone) <= min(worths.values()) * (1 + 1e-9)
+            for worths in (before, after)
+        )
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
+def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> None:
+    world = World(layout, 500)
+    for prompt in prompts:
+        world.serve(prompt)
+    while nodes := world.checkpoints():
+        world.cache.books.make_room(world.num_surplus())
+        assert set(world.checkpoints()) == set(nodes), "there was room"
+        own = {
+            key
+            for key, node in nodes.items()
+            if any(world.cache.books.num_needs(index) == 1 for index in node["tail"])
+        }
+        gone = world.evict_one()
+        assert len(gone) == 1 or len(gone & own) <= 1, "one that yields a block is enough"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_go_in_the_end_however_many_there_are(layout: str) -> None:
+    world = World(layout, 6000)
+    for number in range(60):
+        world.serve(f"{number:04}" + "a" * 40 + "x")
+    num_checkpoints = len(world.checkpoints())
+    assert num_checkpoints >= 60 and not world.cache.stats.checkpoints_evicted
+    while world.checkpoints():
+        assert world.evict_one()
+    assert world.cache.stats.checkpoints_evicted == num_checkpoints
+    assert world.num_surplus() == 6000
+
+
+def test_of_many_the_least_worthy_go_first() -> None:
+    """An eviction does not look at all of them, and still takes one of those worth little."""
+    world = World("full and window", 10000)
+    for number in range(50):
+        world.serve(f"{number:04}" + "a" * 4 + "x")
+        world.serve(f"L{number:03}" + "a" * 300 + "x")
+    worths = world.worths()
+    assert len(worths) > 8 * LOOKED_AT
+    ordered = sorted(worths, key=lambda key: worths[key])
+    gone: set[bytes] = set()
+    while len(gone) < len(worths) // 4:
+        gone |= world.evict_one()
+    lower_half = set(ordered[: len(ordered) // 2])
+    assert len(gone & lower_half) > 0.8 * len(gone)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_request_has_resumed_from_goes_last(layout: str) -> None:
+    world = World(layout, 500)
+    short, long = "b" * 8 + "x", "a" * 120 + "x"
+    world.serve(short)
+    request = world.start(short + "x")
+    resumed = short[: request.before_step_tokens].encode()
+    world.serve(long)
+    worths = world.worths()
+    assert resumed and worths[resumed] < max(worths.values())
+    while len(world.checkpoints()) > 1:
+        assert resumed not in world.evict_one()
+    assert set(world.checkpoints()) == {resumed}
+    world.cache.books.make_room(500)
+    assert not world.checkpoints(), "nothing else is left"
+
+
+def test_what_a_request_had_resumed_from_goes_like_others() -> None:
+    world = World("full and window", 500)
+    short, long = "b" * 8 + "x", "a" * 120 + "x"
+    world.serve(short)
+    request = world.start(short + "x")
+    world.serve(long)
+    world.evict_one()
+    world.cache.finish(request)
+    assert all(not node["num_requests"] for node in world.checkpoints().values())
+    worths = world.worths()
+    assert min(worths, key=lambda key: worths[key]) in world.evict_one()
+
+
+def test_a_use_renews_a_checkpoint() -> None:
+    world = World("full and window", 100)
+    world.serve("a" * 8 + "x")
+    before = world.checkpoints()[b"a" * 8]
+    world.serve("b" * 80 + "x")
+    world.serve("a" * 8 + "y")
+    after = world.checkpoints()[b"a" * 8]
+    assert after["clock_pools"] > before["clock_pools"]
+    assert after["reason"] == (Origin.USE, 0, 1)
+    assert after["origin"] == before["origin"]
+    for uses in (2, 3, 3):
+        world.serve("a" * 8 + "y")
+        assert world.checkpoints()[b"a" * 8]["reason"] == (Origin.USE, 0, uses)
+
+
+def test_the_clock_tells_what_has_been_cached_for_checkpoints() -> None:
+    world = World("full and window", 200)
+    for number in range(5):
+        world.serve(f"{number:04}" + "a" * 40 + "x")
+        needed = sum(
+            world.cache.books.num_needs(block.block_id) > 0 for block in world.cache.pool.blocks
+        )
+        assert world.cache.books.clock_pools == pytest.approx(needed / 200)

@@ -3,14 +3,29 @@
 
 from __future__ import annotations
 
+import bisect
+import math
+import re
+from pathlib import Path
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_kvext.retention.reasons import MOST_USES, STEPS_END_AT, Origin, Reason, UseRates
+from vllm_ascend_kvext._native import UseRates
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin
 
-LADDER = Reason(Origin.LADDER, 1)
-PROMPT = Reason(Origin.PROMPT)
+ReasonTuple = tuple[int, int, int]
+LADDER: ReasonTuple = (Origin.LADDER, 1, 0)
+PROMPT: ReasonTuple = (Origin.PROMPT, 0, 0)
+USED: ReasonTuple = (Origin.USE, 0, 1)
+HEADER = Path(__file__).parents[3] / "csrc" / "retention" / "use_rates.h"
+
+NUM_AGES = 28
+ESTIMATE_EVERY = 16
+AGE_MEMORY = 512
+OLDEST_AGE_POOLS = 0.01 * 1.25 ** (NUM_AGES - 1)
+PRIOR_CHECKPOINTS = 2
 
 
 @pytest.fixture
@@ -18,14 +33,25 @@ def rates() -> UseRates:
     return UseRates()
 
 
+def test_origins_are_those_of_the_compiled_module() -> None:
+    found = re.search(r"enum class Origin : std::int32_t \{(.*?)\};", HEADER.read_text(), re.S)
+    assert found
+    names = [name.strip().removeprefix("k") for name in found[1].split(",")]
+    assert [name.upper() for name in names] == [origin.name for origin in Origin]
+    assert [origin.value for origin in Origin] == list(range(len(Origin)))
+
+
 @pytest.mark.parametrize("origin", Origin)
 def test_every_reason_starts_out_equal(rates: UseRates, origin: Origin) -> None:
-    assert rates.expected_uses(Reason(origin)) == 1
+    assert rates.expected_uses((origin, 0, 0)) == 1
+    for age_pools in (0, 0.1, 7):
+        known = rates.uses_per_pool(PROMPT, age_pools)
+        assert rates.uses_per_pool((origin, 0, 0), age_pools) == known > 0
 
 
 def test_odds_of_a_use(rates: UseRates) -> None:
     for _ in range(3):
-        rates.count_use(LADDER)
+        rates.count_use(LADDER, 0, 0)
     assert rates.expected_uses(LADDER) == 4
     rates.count_eviction(LADDER)
     assert rates.expected_uses(LADDER) == 2
@@ -35,56 +61,50 @@ def test_odds_of_a_use(rates: UseRates) -> None:
 
 
 def test_reasons_are_judged_apart(rates: UseRates) -> None:
-    rates.count_use(LADDER)
+    rates.count_use(LADDER, 0.1, 0)
     rates.count_eviction(PROMPT)
-    assert rates.expected_uses(Reason(Origin.LADDER, 2)) == 1
-    assert rates.expected_uses(Reason(Origin.LADDER, 1, 1)) == 1
+    rates.note_age(PROMPT, 0.1, 0)
+    for other in ((Origin.LADDER, 2, 0), (Origin.LADDER, 1, 1), (Origin.LADDER, 257, 0)):
+        assert rates.expected_uses(other) == 1
+        assert rates.uses_per_pool(other, 0.1) == UseRates().uses_per_pool(other, 0.1)
     assert rates.expected_uses(PROMPT) < 1 < rates.expected_uses(LADDER)
+    assert rates.uses_per_pool(PROMPT, 0) < rates.uses_per_pool(LADDER, 0)
 
 
 def test_an_eviction_taken_back_counts_as_a_use(rates: UseRates) -> None:
     rates.count_eviction(PROMPT)
-    rates.take_eviction_back(PROMPT)
+    rates.count_missed_use(PROMPT, 0, 0)
     assert rates.expected_uses(PROMPT) == 2
-    rates.take_eviction_back(LADDER)
+    rates.count_missed_use(LADDER, 0, 0)
     assert rates.expected_uses(LADDER) == 2, "of what nothing is known there is none to take back"
 
 
 def test_nothing_is_expected_without_end(rates: UseRates) -> None:
     for _ in range(100):
-        rates.count_use(PROMPT)
+        rates.count_use(PROMPT, 0, 0)
     bound = rates.expected_uses(PROMPT)
-    rates.count_use(PROMPT)
+    rates.count_use(PROMPT, 0, 0)
     assert rates.expected_uses(PROMPT) == bound < 100
 
 
 def test_what_happened_long_ago_is_forgotten(rates: UseRates) -> None:
     for _ in range(2000):
-        rates.count_use(PROMPT)
+        rates.count_use(PROMPT, 0, 0)
     for _ in range(300):
         rates.count_eviction(PROMPT)
     assert rates.expected_uses(PROMPT) < 0.5
 
 
-@given(st.lists(st.sampled_from(["count_use", "count_eviction", "take_eviction_back"])))
+@given(st.lists(st.sampled_from(["use", "evict", "miss", "unused"])))
 def test_expectations_stay_finite_and_positive(events: list[str]) -> None:
     rates = UseRates()
     for event in events:
-        getattr(rates, event)(PROMPT)
+        if event == "evict":
+            rates.count_eviction(PROMPT)
+        else:
+            tell(rates, event, 0.2)
         assert 0 < rates.expected_uses(PROMPT) < 100
-
-
-@pytest.mark.parametrize("origin", Origin)
-def test_after_a_use_the_origin_matters_no_more(origin: Origin) -> None:
-    assert Reason(origin, 3).used_again() == Reason(Origin.LATEST).used_again()
-
-
-def test_uses_are_counted_up_to_a_limit() -> None:
-    reason = PROMPT
-    for uses in range(1, MOST_USES + 1):
-        reason = reason.used_again()
-        assert reason.uses == uses
-    assert reason.used_again() == reason
+        assert 0 < rates.uses_per_pool(PROMPT, 0.1) < 1e6
 
 
 def test_steps_end_only_where_a_request_asked_for_it() -> None:
@@ -98,5 +118,132 @@ def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
     assert [rates.is_worth_trying(LADDER) for _ in range(32)].count(True) == 2
     assert rates.is_worth_trying(PROMPT)
     for _ in range(5):
-        rates.count_use(LADDER)
+        rates.count_use(LADDER, 0, 0)
     assert rates.is_worth_trying(LADDER)
+
+
+def test_where_all_are_used_at_one_age_the_older_ones_are_worth_more(rates: UseRates) -> None:
+    for _ in range(160):
+        rates.count_use(USED, 1.0, 0)
+    worth = [rates.uses_per_pool(USED, age_pools) for age_pools in (0.0, 0.3, 0.6, 0.9)]
+    assert worth == sorted(worth) and worth[-1] > 5 * worth[0]
+
+
+def test_past_the_age_of_the_last_use_little_is_expected(rates: UseRates) -> None:
+    for _ in range(80):
+        rates.count_use(USED, 0.1, 0)
+        rates.note_age(USED, OLDEST_AGE_POOLS, 0)
+    assert rates.uses_per_pool(USED, 0.3) < 0.05 * rates.uses_per_pool(USED, 0.09)
+
+
+def test_an_evicted_checkpoint_that_is_asked_for_raises_worth_and_others_lower_it() -> None:
+    asked, forgotten, fresh = UseRates(), UseRates(), UseRates()
+    for _ in range(16):
+        asked.count_missed_use(LADDER, 0.1, 0)
+        forgotten.note_age(LADDER, 0.1, 0)
+    worth = [rates.uses_per_pool(LADDER, 0) for rates in (forgotten, fresh, asked)]
+    assert worth == sorted(worth) and worth[0] < worth[1] < worth[2]
+    assert forgotten.expected_uses(LADDER) == 1, "odds are those of checkpoints that were evicted"
+
+
+def test_ages_make_no_difference_from_the_oldest_on(rates: UseRates) -> None:
+    for age_pools in (0.5, 4.9, OLDEST_AGE_POOLS, 1000):
+        rates.count_use(PROMPT, age_pools, 0)
+    at_oldest = rates.uses_per_pool(PROMPT, OLDEST_AGE_POOLS)
+    assert rates.uses_per_pool(PROMPT, 1e9) == at_oldest
+
+
+def test_ages_of_long_ago_weigh_less(rates: UseRates) -> None:
+    for _ in range(AGE_MEMORY):
+        rates.count_use(PROMPT, 1.0, 0)
+    before = rates.uses_per_pool(PROMPT, 0.9)
+    for _ in range(2 * AGE_MEMORY):
+        rates.note_age(PROMPT, 1.2, 0)
+    ratio = rates.uses_per_pool(PROMPT, 0.9) / before
+    assert ratio < 0.3, "with all of them remembered a third would be left"
+
+
+# What is estimated of ages, from all events at once.
+
+
+def edges() -> list[float]:
+    found, edge = [0.0], 0.01
+    for _ in range(NUM_AGES):
+        found.append(edge)
+        edge *= 1.25
+    return found
+
+
+def age_class(age_pools: float) -> int:
+    return min(bisect.bisect_right(edges(), age_pools) - 1, NUM_AGES - 1)
+
+
+def prior_alive(age_pools: float) -> float:
+    return PRIOR_CHECKPOINTS * (0.5 + 0.5 * 2 ** (-age_pools / 0.3))
+
+
+def estimated(events: list[tuple[str, float]], age_pools: float) -> float:
+    """Uses per pool: the most of all times for which a checkpoint may be kept.
+
+    Each time is summed from the start: who is alive, who is used, and how long it takes.
+    """
+    uses = [age_class(age) for kind, age in events if kind != "unused"]
+    ages = [age_class(age) + (kind != "unused") for kind, age in events]
+    border = edges()
+    likely = []
+    for index in range(NUM_AGES):
+        used_in_prior = prior_alive(border[index]) - prior_alive(border[index + 1])
+        exposed = sum(age > index for age in ages) + prior_alive(border[index])
+        likely.append(min(0.99, (uses.count(index) + used_in_prior) / exposed))
+    first = age_class(age_pools)
+    worths = []
+    for stop in range(first + 1, NUM_AGES + 1):
+        alive = [math.prod(1 - p for p in likely[first:index]) for index in range(first, stop)]
+        num_uses = 1 - alive[-1] * (1 - likely[stop - 1])
+        pools = sum(
+            alive[index - first] * (border[index + 1] - border[index]) * (1 - likely[index] / 2)
+            for index in range(first, stop)
+        )
+        worths.append(num_uses / pools)
+    return max(worths)
+
+
+def tell(rates: UseRates, kind: str, age_pools: float) -> None:
+    if kind == "use":
+        rates.count_use(PROMPT, age_pools, 0)
+    elif kind == "miss":
+        rates.count_missed_use(PROMPT, age_pools, 0)
+    else:
+        assert rates.note_age(PROMPT, age_pools, 0) == age_class(age_pools)
+
+
+def is_fresh(rates: UseRates, events: list[tuple[str, float]], age_pools: float) -> bool:
+    found = rates.uses_per_pool(PROMPT, age_pools)
+    return found == pytest.approx(estimated(events, age_pools), rel=1e-9)
+
+
+ages = st.one_of(st.floats(0, 0.2), st.floats(0, 8), st.sampled_from(edges()))
+events_of_ages = st.lists(
+    st.tuples(st.sampled_from(["use", "use", "miss", "unused"]), ages), max_size=60
+)
+
+
+@settings(deadline=None)
+@given(events=events_of_ages, probes=st.lists(ages, min_size=1, max_size=4))
+def test_uses_per_pool_are_those_of_kaplan_meier_and_gittins(
+    events: list[tuple[str, float]], probes: list[float]
+) -> None:
+    rates = UseRates()
+    for number, (kind, age_pools) in enumerate(events):
+        tell(rates, kind, age_pools)
+        if number % 7 == 0:  # what was estimated before must not stay
+            rates.uses_per_pool(PROMPT, age_pools)
+    # Every use among the first few, and every so many, is heeded at once.
+    for _ in range(ESTIMATE_EVERY):
+        events = [*events, ("use", 0.0)]
+        tell(rates, *events[-1])
+        if is_fresh(rates, events, probes[0]):
+            break
+    for age_pools in probes:
+        expected = estimated(events, age_pools)
+        assert rates.uses_per_pool(PROMPT, age_pools) == pytest.approx(expected, rel=1e-9)

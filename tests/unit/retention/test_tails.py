@@ -84,7 +84,7 @@ def test_a_block_that_was_reallocated_is_another(world: World, tails: GroupTails
     world.manager.remove_skipped_blocks("r", 16)
     world.pool.uncache(block)
     block._block_hash = b"of another request"
-    world.pool.table[block._block_hash][block.block_id] = block
+    world.pool.key_table.insert(block._block_hash, block)
     tails.drop_all_but([])
     assert block._block_hash == b"of another request"
 
