@@ -17,9 +17,8 @@ way, is compiled: ``csrc/retention``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
 from vllm_ascend_kvext.retention.native_tables import GeometryTables, GroupTables
@@ -27,6 +26,10 @@ from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import CheckpointPool, ManagedGroup, Request
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
+from vllm_ascend_kvext.transfer.native import native
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
 
 
 @dataclass(slots=True)
@@ -52,11 +55,13 @@ class AdaptiveRetention:
     books: RetainedCache = field(init=False)
     _stats: RetentionStats = field(init=False, default_factory=RetentionStats)
     _requests: dict[str, RetainedRequest] = field(init=False, default_factory=dict)
+    _new_request: type[RetainedRequest] = field(init=False)
 
     def __post_init__(self) -> None:
         hash_block_tokens = self.pool.hash_block_tokens
         queue = self.pool.free_queue
-        self.books = RetainedCache(
+        self._new_request = native().RetainedRequest
+        self.books = native().RetainedCache(
             blocks=self.pool.blocks,
             head=queue.fake_free_list_head,
             tail=queue.fake_free_list_tail,
@@ -111,7 +116,7 @@ class AdaptiveRetention:
             wanted = [tokens for tokens, origin in books.planned() if origin in STEPS_END_AT]
         else:
             if books is None:
-                books = RetainedRequest(self.books, request)
+                books = self._new_request(self.books, request)
             demand = self._find_demand(books, request, computed_tokens)
             wanted = [
                 tokens
@@ -138,7 +143,7 @@ class AdaptiveRetention:
 
     def _admit(self, request: Request, books: RetainedRequest | None) -> RetainedRequest:
         if books is None:
-            books = self._requests[request.request_id] = RetainedRequest(self.books, request)
+            books = self._requests[request.request_id] = self._new_request(self.books, request)
         hit_tokens = books.admit(self.key_table)
         demand = self._find_demand(books, request, hit_tokens)
         report_unusable_hints(request)

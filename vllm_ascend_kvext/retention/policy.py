@@ -2,8 +2,8 @@
 """Which boundaries are worth keeping: the one place where all ideas about that meet.
 
 Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into blocks,
-`IntervalRetention` and `AdaptiveRetention` cache them, `CheckpointTree` decides which give way when
-blocks run short.
+`IntervalRetention` and `AdaptiveRetention` cache them, and which give way when blocks run short, the
+compiled `RetainedCache` decides.
 """
 
 from __future__ import annotations

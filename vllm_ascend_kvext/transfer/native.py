@@ -29,7 +29,7 @@ def native() -> ModuleType:
 
     Raises:
         BackendError: There is none for this interpreter, it does not load, it is that of another
-            version, or it lacks a function of ``_native.pyi``.
+            version, or it lacks a function or class of ``_native.pyi``.
     """
     try:
         module = importlib.import_module(_NAME)
@@ -43,11 +43,11 @@ def native() -> ModuleType:
             f"{module.__file__}: expected version {vllm_ascend_kvext.__version__}, as the package "
             f"in {_package_folder()}, found {found}. Install that package."
         )
-    missing = [name for name in _promised_functions() if not hasattr(module, name)]
+    missing = [name for name in _promised_names() if not hasattr(module, name)]
     if missing:
         raise BackendError(
-            f"{module.__file__}: expected the functions of {_package_folder() / _STUB}, found none "
-            f"named {', '.join(missing)}: it was built from older sources of the same version. "
+            f"{module.__file__}: expected the functions and classes of "
+            f"{_package_folder() / _STUB}, found none named {', '.join(missing)}: it was built from older sources of the same version. "
             "Install that package again."
         )
     return module
@@ -57,11 +57,16 @@ def _package_folder() -> Path:
     return Path(vllm_ascend_kvext.__file__).parent
 
 
-def _promised_functions() -> list[str]:
+def _promised_names() -> list[str]:
     """A development version keeps its number while functions come and go: their names tell."""
     stub = _package_folder() / _STUB
     source = stub.read_text(encoding="utf-8") if stub.is_file() else ""
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.ClassDef) and not node.bases)  # else it is a type of the stub's
+    ]
 
 
 def _installed_elsewhere() -> Path:

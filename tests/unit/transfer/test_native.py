@@ -100,7 +100,9 @@ def test_a_checkout_takes_none_that_lacks_a_function(checkout: Path) -> None:
     stub.write_text(stub.read_text() + "\ndef added_since() -> None: ...\n")
     finished = run_in(checkout, DESCRIBE)
     last = finished.stderr.splitlines()[-1]
-    assert f"BackendError: {native().__file__}: expected the functions of {stub}" in last
+    assert (
+        f"BackendError: {native().__file__}: expected the functions and classes of {stub}" in last
+    )
     assert "found none named added_since: " in last
     assert "Install that package again." in last
 
