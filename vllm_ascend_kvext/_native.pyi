@@ -148,6 +148,12 @@ class RetainedCache:
     def counts(self) -> tuple[int, int, int, int]:
         """Checkpoints there are, were kept, were evicted; hits at junctions."""
 
+    def reachable_tokens(self, limit_tokens: int) -> int:
+        """See `HitGeometry`, as the next three; the groups are counted among their kind."""
+
+    def opens_at_tokens(self, boundary_tokens: int) -> int: ...
+    def tail(self, sparse_index: int, boundary_tokens: int) -> tuple[int, int]: ...
+    def full_end_tokens(self, full_index: int, boundary_tokens: int) -> int: ...
     @property
     def clock_pools(self) -> float:
         """Pools that have been cached for checkpoints so far."""

@@ -209,6 +209,25 @@ void bind(nb::module_& module) {
              return std::make_tuple(counts.checkpoints, counts.checkpoints_kept,
                                     counts.checkpoints_evicted, self.num_junctions_hit);
            })
+      .def("reachable_tokens",
+           [](const RetainedCache& self, std::int64_t limit_tokens) {
+             return self.geometry.reachable_tokens(limit_tokens);
+           })
+      .def("opens_at_tokens",
+           [](const RetainedCache& self, std::int64_t boundary_tokens) {
+             return self.geometry.opens_at_tokens(boundary_tokens);
+           })
+      .def("tail",
+           [](const RetainedCache& self, std::size_t index, std::int64_t boundary_tokens) {
+             const std::int64_t block_tokens = self.sparse_groups.at(index).block_tokens;
+             const Range tail = self.geometry.tail(index, block_tokens, boundary_tokens);
+             return std::make_pair(tail.start, tail.stop);
+           })
+      .def("full_end_tokens",
+           [](const RetainedCache& self, std::size_t index, std::int64_t boundary_tokens) {
+             self.full_groups.at(index);
+             return self.geometry.full_end_tokens(index, boundary_tokens);
+           })
       .def_prop_ro("clock_pools",
                    [](const RetainedCache& self) { return self.tree.order().clock_pools(); })
       .def("describe", &describe_checkpoints);

@@ -126,7 +126,6 @@ class HitGeometry:
         self._opens_at = lru_cache(maxsize=1024)(self._find_opening)
         self._full = lru_cache(maxsize=1024)(self._find_full)
         self.lag_tokens = self._opens_at(self.steady_tokens) - self.steady_tokens
-        self._steady_tails = self.tails(self.steady_tokens)
 
     def reachable_tokens(self, limit_tokens: int) -> int:
         """The longest hit of a lookup that may look at ``limit_tokens`` tokens."""
@@ -164,37 +163,6 @@ class HitGeometry:
                 if group.kind is GroupKind.WINDOW and end_block > tails[index].stop:
                     tails[index] = range(tails[index].start, end_block)
         return tuple(tails)
-
-    def reachable_runs(self, index: int, run: range) -> list[range]:
-        """Those blocks of a run that some hit reads, in a sparse group. Takes time per boundary."""
-        group, tail = self.groups[index], self._steady_tails[index]
-        blocks_per_unit = self.unit_tokens // group.block_tokens
-        if len(tail) >= blocks_per_unit:
-            return [run] if run else []
-        runs: list[range] = []
-        steady_unit = self.steady_tokens // self.unit_tokens
-        # The tail of a boundary ends before the next boundary, and begins before its own.
-        unit = max(1, run.start // blocks_per_unit)
-        while True:
-            if unit >= steady_unit:
-                shift = (unit - steady_unit) * blocks_per_unit
-                read = range(tail.start + shift, tail.stop + shift)
-            else:
-                read = self.tails(unit * self.unit_tokens)[index]
-            if read.start >= run.stop:
-                return runs
-            part = range(max(read.start, run.start), min(read.stop, run.stop))
-            if part and runs and part.start <= runs[-1].stop:
-                runs[-1] = range(runs[-1].start, max(runs[-1].stop, part.stop))
-            elif part:
-                runs.append(part)
-            unit += 1
-
-    def next_reachable_block(self, index: int, block_index: int) -> int:
-        """The first block at or past ``block_index`` that some hit reads, in a sparse group."""
-        blocks_per_unit = self.unit_tokens // self.groups[index].block_tokens
-        run = range(block_index, block_index + 2 * blocks_per_unit + 1)
-        return self.reachable_runs(index, run)[0].start
 
     def full_tokens(self, boundary_tokens: int) -> tuple[int, ...]:
         """How far each group of kind ``FULL`` has to be cached for a hit at ``boundary_tokens``.

@@ -2,7 +2,7 @@
 """Which boundaries are worth keeping: the one place where all ideas about that meet.
 
 Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into blocks,
-`IntervalRetention` and `AdaptiveRetention` cache them, and which give way when blocks run short, the
+`IntervalRetention` and `AdaptiveRetention` cache them. Which give way when blocks run short, the
 compiled `RetainedCache` decides.
 """
 
@@ -85,11 +85,7 @@ class RetentionPolicy:
         return plan
 
     def lasting_boundaries(
-        self,
-        plan: Plan,
-        after_tokens: int,
-        upto_tokens: int,
-        is_worth_trying: Callable[[Reason], bool] = _always,
+        self, plan: Plan, after_tokens: int, upto_tokens: int
     ) -> list[tuple[int, Reason]]:
         """Boundaries in ``(after_tokens, upto_tokens]`` whose tails outlive the request, sorted."""
         boundaries = {
@@ -100,9 +96,7 @@ class RetentionPolicy:
         if grid_tokens := self.grid_tokens:
             first = (after_tokens // grid_tokens + 1) * grid_tokens
             for tokens in range(first, upto_tokens + 1, grid_tokens):
-                if tokens in boundaries or not self.geometry.is_boundary(tokens):
-                    continue
-                if self.interval_tokens or is_worth_trying(_GRID):
+                if tokens not in boundaries and self.geometry.is_boundary(tokens):
                     boundaries[tokens] = _GRID
         return sorted(boundaries.items())
 

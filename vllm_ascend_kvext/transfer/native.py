@@ -47,8 +47,8 @@ def native() -> ModuleType:
     if missing:
         raise BackendError(
             f"{module.__file__}: expected the functions and classes of "
-            f"{_package_folder() / _STUB}, found none named {', '.join(missing)}: it was built from older sources of the same version. "
-            "Install that package again."
+            f"{_package_folder() / _STUB}, found none named {', '.join(missing)}: "
+            "it was built from older sources of the same version. Install that package again."
         )
     return module
 

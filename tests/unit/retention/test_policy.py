@@ -115,9 +115,8 @@ def test_what_nobody_asked_for_is_left_only_where_it_is_worth_trying() -> None:
     of = adaptive(ladder_budget=math.inf)
     hint = {64: Reason(Origin.HINT)}
     assert of.plan(1000, 0, hint, refuse) == {992: PROMPT, **hint}
-    assert [tokens for tokens, _ in of.lasting_boundaries({}, 0, 2000, refuse)] == []
     assert of.lasting_boundaries({}, 0, 2000), "the automatic grid"
-    asked_for = adaptive(512).lasting_boundaries({}, 0, 1024, refuse)
+    asked_for = adaptive(512).lasting_boundaries({}, 0, 1024)
     assert [tokens for tokens, _ in asked_for] == [512, 1024], "by the user"
 
 
