@@ -9,7 +9,6 @@ from unit.retention.test_geometry import GEOMETRIES
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 
-
 SPARSE = [case for case in GEOMETRIES if any(g.is_sparse for g in case.values[0].groups)]
 """Adaptive retention has nothing to do where nothing is sparse."""
 
