@@ -27,7 +27,7 @@ from transfer.geometry import LAYOUTS, ColdMemory, Job, Layout
 from transfer.lmcache import lmcache_methods
 from transfer.methods import Method, PageTransfer, PlainCopy, TorchPerPlane
 
-from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.oracle import oracle_transfer
 from vllm_ascend_kvext.transfer.schema import Direction
 

@@ -16,3 +16,7 @@ class PatchError(KvextError, RuntimeError):
 
 class FingerprintError(KvextError, LookupError):
     """A function's source cannot be found, so that there is nothing to compare."""
+
+
+class CompiledModuleError(KvextError, RuntimeError):
+    """The compiled module is missing, does not load, or is not that of this package."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from transfer.geometry import Job, Layout
-from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.schema import Direction
 

@@ -21,6 +21,7 @@ from support.transfer.cases import (
     uniform_case,
 )
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_ALIAS, BUNDLE_VARIABLE
 from vllm_ascend_kvext.transfer import choice
 from vllm_ascend_kvext.transfer import page_transfer as op
@@ -33,7 +34,6 @@ from vllm_ascend_kvext.transfer.choice import (
 )
 from vllm_ascend_kvext.transfer.cpu import CpuBackend
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.oracle import oracle_transfer
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.pools import Pools

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.transfer.cases import TransferMemory, assert_same, uniform_case
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import PlacementError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
 from vllm_ascend_kvext.transfer.schema import Direction

@@ -21,8 +21,8 @@ from support.transfer.cases import (
 )
 from support.transfer.model import is_valid
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import DescriptorError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.schema import PlaneColumn, PoolColumn, RunColumn
 
 MOST = 2**63 - 1

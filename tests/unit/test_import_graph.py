@@ -26,11 +26,12 @@ ALLOWED = {
     "features": {"patching"},
     "groups": {"errors"},
     "layout": {"groups", "errors", "transfer"},
+    "native": {"errors"},
     "patching": {"compat", "errors", "settings", "features"},
     "prefix_cache": {"groups"},
-    "retention": {"groups", "prefix_cache"},
+    "retention": {"groups", "prefix_cache", "native"},
     "settings": {"errors", "features"},
-    "transfer": {"errors", "settings"},
+    "transfer": {"errors", "settings", "native"},
 }
 """What each part of the package may import; parts that are not listed may import all of these."""
 

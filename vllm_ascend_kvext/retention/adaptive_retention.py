@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
 from vllm_ascend_kvext.retention.native_tables import GeometryTables, GroupTables
@@ -26,7 +27,6 @@ from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import CheckpointPool, ManagedGroup, Request
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
-from vllm_ascend_kvext.transfer.native import native
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext._native import RetainedCache, RetainedRequest

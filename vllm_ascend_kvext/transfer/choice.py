@@ -8,11 +8,11 @@ import logging
 import os
 from collections.abc import Sequence
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 from vllm_ascend_kvext.transfer.cpu import CpuBackend
 from vllm_ascend_kvext.transfer.errors import BackendError
-from vllm_ascend_kvext.transfer.native import native
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 

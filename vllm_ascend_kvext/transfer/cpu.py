@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.backend import Transfer
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.placement import default_placement
 
 _STREAMING_WHERE_IT_PAYS = -1

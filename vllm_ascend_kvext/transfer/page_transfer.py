@@ -12,11 +12,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.settings import parse_is_bundled
 from vllm_ascend_kvext.transfer.backend import Backend, Transfer
 from vllm_ascend_kvext.transfer.choice import choose_backend
 from vllm_ascend_kvext.transfer.explode import explode
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
 from vllm_ascend_kvext.transfer.pools import Pools, require_bytes
 from vllm_ascend_kvext.transfer.schema import Direction, Table

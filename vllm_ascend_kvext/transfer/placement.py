@@ -27,9 +27,9 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
 from vllm_ascend_kvext.transfer.errors import PlacementError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import DescriptorError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.schema import DTYPE, PoolColumn, Table
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.ascend.device import InFlight, npu, npu_of
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.schema import Direction
 
 _HOST_TO_DEVICE = 0

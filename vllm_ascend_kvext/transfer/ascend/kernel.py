@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.ascend.device import npu, npu_of
 from vllm_ascend_kvext.transfer.ascend.launcher import KernelLauncher, installed_launcher
 from vllm_ascend_kvext.transfer.ascend.work_table import HeaderColumn, build_work_table
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError
-from vllm_ascend_kvext.transfer.native import native
 from vllm_ascend_kvext.transfer.schema import Table
 
 if TYPE_CHECKING:

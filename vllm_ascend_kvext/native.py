@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import vllm_ascend_kvext
-from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.errors import CompiledModuleError
 
 _NAME = "vllm_ascend_kvext._native"
 _STUB = "_native.pyi"
@@ -28,24 +28,26 @@ def native() -> ModuleType:
     """The compiled module; its face is in ``_native.pyi``.
 
     Raises:
-        BackendError: There is none for this interpreter, it does not load, it is that of another
-            version, or it lacks a function or class of ``_native.pyi``.
+        CompiledModuleError: There is none for this interpreter, it does not load, it is that of
+            another version, or it lacks a function or class of ``_native.pyi``.
     """
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError:
         module = _load(_installed_elsewhere())
     except ImportError as error:
-        raise BackendError(f"{_NAME} does not load: {error}. Install the package again.") from error
+        raise CompiledModuleError(
+            f"{_NAME} does not load: {error}. Install the package again."
+        ) from error
     found = module.describe()["version"]
     if found != vllm_ascend_kvext.__version__:
-        raise BackendError(
+        raise CompiledModuleError(
             f"{module.__file__}: expected version {vllm_ascend_kvext.__version__}, as the package "
             f"in {_package_folder()}, found {found}. Install that package."
         )
     missing = [name for name in _promised_names() if not hasattr(module, name)]
     if missing:
-        raise BackendError(
+        raise CompiledModuleError(
             f"{module.__file__}: expected the functions and classes of "
             f"{_package_folder() / _STUB}, found none named {', '.join(missing)}: "
             "it was built from older sources of the same version. Install that package again."
@@ -76,7 +78,7 @@ def _installed_elsewhere() -> Path:
             path = folder / f"_native{suffix}"
             if path.is_file():
                 return path
-    raise BackendError(
+    raise CompiledModuleError(
         f"{_NAME}: expected _native{EXTENSION_SUFFIXES[0]} in vllm_ascend_kvext, found none on "
         f"sys.path. Install the package for this interpreter ({sys.executable}): pip install ."
     )
@@ -89,6 +91,8 @@ def _load(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise BackendError(f"{path} does not load: {error}. Install the package again.") from error
+        raise CompiledModuleError(
+            f"{path} does not load: {error}. Install the package again."
+        ) from error
     sys.modules[_NAME] = module
     return module

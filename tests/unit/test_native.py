@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from support.transfer.cases import TransferCase, TransferMemory, assert_same, cases
 
 import vllm_ascend_kvext
-from vllm_ascend_kvext.transfer.native import native
+from vllm_ascend_kvext.native import native
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[2]
 
 WITHOUT_EDITABLE_INSTALL = """
 import sys
@@ -91,7 +91,7 @@ def test_a_checkout_takes_none_of_another_version(checkout: Path) -> None:
     finished = run_in(checkout, DESCRIBE)
     assert f"expected version 9{vllm_ascend_kvext.__version__}" in finished.stderr
     assert f"found {vllm_ascend_kvext.__version__}" in finished.stderr
-    assert "BackendError" in finished.stderr.splitlines()[-1]
+    assert "CompiledModuleError" in finished.stderr.splitlines()[-1]
 
 
 def test_a_checkout_takes_none_that_lacks_a_function(checkout: Path) -> None:
@@ -101,7 +101,8 @@ def test_a_checkout_takes_none_that_lacks_a_function(checkout: Path) -> None:
     finished = run_in(checkout, DESCRIBE)
     last = finished.stderr.splitlines()[-1]
     assert (
-        f"BackendError: {native().__file__}: expected the functions and classes of {stub}" in last
+        f"CompiledModuleError: {native().__file__}: expected the functions and classes of {stub}"
+        in last
     )
     assert "found none named added_since: " in last
     assert "Install that package again." in last
@@ -117,7 +118,7 @@ def test_where_there_is_none_only_a_transfer_fails(checkout: Path) -> None:
     finished = run_in(checkout, WITHOUT_INSTALLED_PACKAGE + DESCRIBE)
     assert finished.stdout.startswith(str(checkout))
     last = finished.stderr.splitlines()[-1]
-    assert "BackendError: vllm_ascend_kvext._native: expected _native." in last
+    assert "CompiledModuleError: vllm_ascend_kvext._native: expected _native." in last
     assert "found none on sys.path. Install the package for this interpreter" in last
 
 
@@ -126,7 +127,7 @@ def test_one_that_does_not_load_says_why(checkout: Path) -> None:
     (checkout / "vllm_ascend_kvext" / name).write_bytes(b"not a library")
     finished = run_in(checkout, DESCRIBE)
     last = finished.stderr.splitlines()[-1]
-    assert "BackendError: vllm_ascend_kvext._native does not load: " in last
+    assert "CompiledModuleError: vllm_ascend_kvext._native does not load: " in last
     assert "Install the package again." in last
 
 
