@@ -13,6 +13,14 @@ constexpr int kMostAncestors = 16;
 
 }  // namespace
 
+Checkpoint::~Checkpoint() {
+  // One ancestor after the other: a path has as many as a prompt has boundaries, too many to recurse.
+  while (parent && parent.use_count() == 1) {
+    std::shared_ptr<Checkpoint> above = std::move(parent->parent);
+    parent = std::move(above);
+  }
+}
+
 std::size_t Checkpoint::num_run_blocks() const {
   std::size_t num_blocks = 0;
   for (const BlockIds& run : runs) num_blocks += run.size();

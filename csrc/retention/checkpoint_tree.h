@@ -31,6 +31,11 @@ using Runs = std::vector<BlockIds>;
 
 /// A boundary of some prompts.
 struct Checkpoint {
+  Checkpoint() = default;
+  Checkpoint(const Checkpoint&) = delete;
+  Checkpoint& operator=(const Checkpoint&) = delete;
+  ~Checkpoint();
+
   std::string key;  // chained hash of the prefix
   std::int64_t boundary_tokens = 0;
   std::shared_ptr<Checkpoint> parent;  // the boundary before it; none for the empty prefix
