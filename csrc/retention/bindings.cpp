@@ -125,7 +125,7 @@ void note_surplus(RetainedCache& cache, const nb::list& freed, std::size_t count
 }
 
 void note_uncached(RetainedCache& cache, const nb::list& freed) {
-  cache.tree.free_order().note_prepended(ids_of_free(cache, freed, 0));
+  cache.tree.note_uncached(ids_of_free(cache, freed, 0));
 }
 
 /// All checkpoints, for tests and reports; takes time in proportion to their number.

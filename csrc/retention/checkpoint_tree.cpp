@@ -13,6 +13,14 @@ constexpr int kMostAncestors = 16;
 
 }  // namespace
 
+Checkpoint::~Checkpoint() {
+  // One ancestor after the other: a path has as many as a prompt has boundaries, too many to recurse.
+  while (parent && parent.use_count() == 1) {
+    std::shared_ptr<Checkpoint> above = std::move(parent->parent);
+    parent = std::move(above);
+  }
+}
+
 std::size_t Checkpoint::num_run_blocks() const {
   std::size_t num_blocks = 0;
   for (const BlockIds& run : runs) num_blocks += run.size();
@@ -86,6 +94,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   } else if (node->has_tail() && !node->reason.uses) {
     node->reason = reason;
   }
+  mend(*node, prefix, before ? before->boundary_tokens : 0);
   if (node->has_tail() && !is_cached(node->tail)) {
     give_up_tail(*node);  // a connector uncached blocks of it; the request has others
   }
@@ -249,6 +258,35 @@ std::shared_ptr<Checkpoint> CheckpointTree::split(Checkpoint& node, std::string 
   return upper;
 }
 
+void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
+                          std::int64_t after_tokens) {
+  // A connector may have uncached blocks of runs. The request has computed them again.
+  if (block_tokens_.empty()) return;
+  const BlockFields& fields = blocks_.fields();
+  const auto is_same = [&](BlockId known, BlockId own) {
+    if (known == own) return true;
+    PyObject* key = fields.key(blocks_[known]);
+    const int is_equal = PyObject_RichCompareBool(key, fields.key(blocks_[own]), Py_EQ);
+    if (is_equal < 0) nb::raise_python_error();
+    return is_equal == 1;
+  };
+  for (Checkpoint* part = &node; !part->is_root() && part->boundary_tokens > after_tokens;
+       part = part->parent.get()) {
+    std::optional<Runs> runs = prefix.runs(part->parent->boundary_tokens, part->boundary_tokens);
+    if (!runs) continue;
+    for (std::size_t group = 0; group < runs->size(); ++group) {
+      BlockIds& run = part->runs[group];
+      const BlockIds& own_run = (*runs)[group];
+      if (std::equal(run.begin(), run.end(), own_run.begin(), own_run.end(), is_same)) continue;
+      need_all(own_run);
+      disown(run, part);
+      give_up(run);
+      run = own_run;
+      if (group == 0) own(run, part);
+    }
+  }
+}
+
 std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
   // Every boundary without a tail has two children at least: one that has lost all but one of them
   // joins the last one.
@@ -268,7 +306,7 @@ std::size_t CheckpointTree::remove_unneeded(std::shared_ptr<Checkpoint> node) {
       std::reverse(run.begin(), run.end());  // the first tokens are the last to be reallocated
       num_surplus += give_up(run);
     }
-    if (!node->runs.empty()) own(node->runs[0], nullptr);
+    if (!node->runs.empty()) disown(node->runs[0], node.get());
     node->runs.clear();
     node = parent;
   }
@@ -357,6 +395,18 @@ std::size_t CheckpointTree::give_up(const BlockIds& ids) {
 
 void CheckpointTree::own(const BlockIds& ids, Checkpoint* node) {
   for (const BlockId id : ids) owners_[static_cast<std::size_t>(id)] = node;
+}
+
+void CheckpointTree::disown(const BlockIds& ids, const Checkpoint* node) {
+  for (const BlockId id : ids) {
+    Checkpoint*& owner = owners_[static_cast<std::size_t>(id)];
+    if (owner == node) owner = nullptr;
+  }
+}
+
+void CheckpointTree::note_uncached(const BlockIds& ids) {
+  for (const BlockId id : ids) owners_[static_cast<std::size_t>(id)] = nullptr;
+  free_order_.note_prepended(ids);
 }
 
 void CheckpointTree::add_child(Checkpoint& parent, Checkpoint& child) {

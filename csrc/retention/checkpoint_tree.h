@@ -31,6 +31,11 @@ using Runs = std::vector<BlockIds>;
 
 /// A boundary of some prompts.
 struct Checkpoint {
+  Checkpoint() = default;
+  Checkpoint(const Checkpoint&) = delete;
+  Checkpoint& operator=(const Checkpoint&) = delete;
+  ~Checkpoint();
+
   std::string key;  // chained hash of the prefix
   std::int64_t boundary_tokens = 0;
   std::shared_ptr<Checkpoint> parent;  // the boundary before it; none for the empty prefix
@@ -129,6 +134,10 @@ class CheckpointTree {
   /// proportion to `num_blocks` and to the blocks of the evicted checkpoints.
   void make_room(std::int64_t num_blocks);
 
+  /// The first blocks of the queue, in this order, are not cached and have just been freed. Whoever
+  /// still needs one, for a connector uncached it, has it no more: it is reallocated first.
+  void note_uncached(const BlockIds& ids);
+
   FreeOrder& free_order() { return free_order_; }
   const BlockNeeds& needs() const { return needs_; }
   UseRates& rates() { return rates_; }
@@ -166,6 +175,9 @@ class CheckpointTree {
   void need_all(const BlockIds& ids);
   std::size_t give_up(const BlockIds& ids);
   void own(const BlockIds& ids, Checkpoint* node);
+  void disown(const BlockIds& ids, const Checkpoint* node);
+  /// Takes time in proportion to the blocks between two boundaries of a path.
+  void mend(Checkpoint& node, const PrefixBlocks& prefix, std::int64_t after_tokens);
   void add_child(Checkpoint& parent, Checkpoint& child);
   void remove_child(Checkpoint& parent, Checkpoint& child);
   std::shared_ptr<Checkpoint> shared(const Checkpoint& node) const;

@@ -7,7 +7,9 @@ for a prefix that requests share; with a hint, already the first.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -280,3 +282,42 @@ def test_states_of_a_conversation_are_hit(layout: EngineLayout) -> None:
             assert replay > 0
             assert steps.serve(prompt)[0] == replay
             assert steps.serve([*prompt, *range(900, 940)])[0] >= replay
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: bool) -> None:
+    """Once it is computed again, checkpoints keep the blocks that it has now."""
+    layout = Layout((full(4), window(4, 9)))
+    with adaptive_retention():
+        world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
+        books = retention_books(world.manager)
+        prompt = [*range(200)]
+        serve_in_chunks(world, prompt)
+        reader = world.request(prompt)
+        if is_running:
+            assert world.prefill(reader, 64) > 0
+        first = min(books.describe(), key=lambda node: node["boundary_tokens"])
+        world.pool.evict_blocks({first["runs"][0][0]})
+        if is_running:
+            world.finish(reader)
+        assert serve_in_chunks(world, prompt) == 0
+        for _ in range(3):
+            world.pool.evict_blocks(set(books.surplus()))
+            assert serve_in_chunks(world, prompt) == 196
+        uncached = [block for block in world.pool.blocks[1:] if block.block_hash is None]
+        assert not any(books.num_needs(block.block_id) for block in uncached)
+
+
+def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
+    """As long as a million tokens in small blocks make it; its end does not end the process."""
+    num_tokens = 1_000_000
+    with adaptive_retention():
+        world = BlockManager(Layout((window(4, 11),)), 4, num_tokens // 4 + 4000)
+        request = world.request(range(num_tokens))
+        world.prefill(request, 8192)
+        world.finish(request)
+        assert retention_books(world.manager).counts()[0] > 100_000
+        pool = weakref.ref(world.pool)
+        del world, request
+        gc.collect()
+    assert pool() is None
