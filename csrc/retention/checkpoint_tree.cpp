@@ -88,13 +88,15 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
                                                 const std::shared_ptr<Checkpoint>& before) {
   const std::string key = prefix.key(boundary_tokens);
   std::shared_ptr<Checkpoint> node = find(key);
-  if (!node) {
+  const bool is_new = !node;
+  if (is_new) {
     node = insert(prefix, key, boundary_tokens, reason, before ? before : root_);
     if (!node) return nullptr;
   } else if (node->has_tail() && !node->reason.uses) {
     node->reason = reason;
   }
-  mend(*node, prefix, before ? before->boundary_tokens : 0);
+  mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
+       before ? before->boundary_tokens : 0);
   if (node->has_tail() && !is_cached(node->tail)) {
     give_up_tail(*node);  // a connector uncached blocks of it; the request has others
   }
