@@ -99,7 +99,8 @@ def test_the_sources_are_distributed(sdist):
 
 def test_the_compiled_module_needs_no_torch(python, wheel, tmp_path):
     code = (
-        "import sys; from vllm_ascend_kvext.transfer import native, page_transfer; "
+        "import sys; from vllm_ascend_kvext import native; "
+        "from vllm_ascend_kvext.transfer import page_transfer; "
         "print(native.native().describe()['version']); assert 'torch' not in sys.modules"
     )
     described = run(python, "-I", "-c", code, cwd=tmp_path)
