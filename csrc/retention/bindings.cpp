@@ -9,7 +9,6 @@
 
 #include <string>
 #include <tuple>
-#include <unordered_map>
 
 #include "retained_request.h"
 

@@ -144,11 +144,9 @@ class CheckpointTree {
   const EvictedPrefixes& evicted() const { return evicted_; }
   const CheckpointCounts& counts() const { return counts_; }
   const EvictionOrder& order() const { return order_; }
-  const std::shared_ptr<Checkpoint>& root() const { return root_; }
   const std::unordered_map<std::string, std::shared_ptr<Checkpoint>>& nodes() const {
     return nodes_;
   }
-  const std::vector<std::int64_t>& block_tokens() const { return block_tokens_; }
 
  private:
   friend class EvictionOrder;

@@ -38,10 +38,7 @@ void EvictionOrder::remove(Checkpoint& node) {
     drop_candidate(*last);
     all_[static_cast<std::size_t>(node.place.index)] = last;
     last->place.index = node.place.index;
-    if (is_candidate) {
-      last->place.is_candidate = true;
-      candidates_.insert(last);
-    }
+    if (is_candidate) insert_candidate(*last, last->place.worth);
   }
   all_.pop_back();
   node.place.index = -1;
@@ -61,9 +58,7 @@ void EvictionOrder::offer(Checkpoint& node) {
     if (worthiest->place.worth <= worth) return;
     drop_candidate(*worthiest);
   }
-  node.place.worth = worth;
-  node.place.is_candidate = true;
-  candidates_.insert(&node);
+  insert_candidate(node, worth);
 }
 
 Checkpoint* EvictionOrder::choose() {
@@ -83,9 +78,7 @@ Checkpoint* EvictionOrder::choose() {
     if (!candidates_.empty() && worth > (*candidates_.begin())->place.worth &&
         num_put_back < kMostPutBack) {
       ++num_put_back;
-      node->place.worth = worth;
-      node->place.is_candidate = true;
-      candidates_.insert(node);
+      insert_candidate(*node, worth);
       continue;
     }
     return node;
@@ -108,6 +101,12 @@ void EvictionOrder::look_at(std::size_t num_checkpoints) {
     tree_.rates_.note_age(node.reason, clock_pools_ - node.clock_pools, node.seen_ages);
     offer(node);
   }
+}
+
+void EvictionOrder::insert_candidate(Checkpoint& node, double worth) {
+  node.place.worth = worth;
+  node.place.is_candidate = true;
+  candidates_.insert(&node);
 }
 
 void EvictionOrder::drop_candidate(Checkpoint& node) {

@@ -73,6 +73,7 @@ class EvictionOrder {
   };
 
   void look_at(std::size_t num_checkpoints);
+  void insert_candidate(Checkpoint& node, double worth);
   void drop_candidate(Checkpoint& node);
   bool is_in_use(const Checkpoint& node) const;
   double saved_per_block(Checkpoint& node) const;

@@ -25,18 +25,20 @@ nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
   return key;
 }
 
+PyObject* value_of(const nb::handle dict, const nb::handle key) {
+  PyObject* value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (!value && PyErr_Occurred()) nb::raise_python_error();
+  return value;
+}
+
 KeyTable::KeyTable(nb::handle table)
     : table_(table), cache_(table.attr("_cache")), is_dict_(PyDict_CheckExact(cache_.ptr())) {
   if (!PyDict_Check(cache_.ptr())) throw nb::type_error("prefix cache: expected a dict.");
 }
 
 PyObject* KeyTable::find(const nb::object& key) const {
-  PyObject* found = PyDict_GetItemWithError(cache_.ptr(), key.ptr());
-  if (!found) {
-    if (PyErr_Occurred()) nb::raise_python_error();
-    return nullptr;
-  }
-  if (!PyDict_Check(found)) return found;
+  PyObject* found = value_of(cache_, key);
+  if (!found || !PyDict_Check(found)) return found;
   Py_ssize_t place = 0;
   PyObject* block = nullptr;
   PyDict_Next(found, &place, nullptr, &block);
@@ -45,11 +47,8 @@ PyObject* KeyTable::find(const nb::object& key) const {
 
 std::vector<PyObject*> KeyTable::find_all(const nb::object& key, std::size_t limit) const {
   std::vector<PyObject*> blocks;
-  PyObject* found = PyDict_GetItemWithError(cache_.ptr(), key.ptr());
-  if (!found) {
-    if (PyErr_Occurred()) nb::raise_python_error();
-    return blocks;
-  }
+  PyObject* found = value_of(cache_, key);
+  if (!found) return blocks;
   if (!PyDict_Check(found)) return {found};
   Py_ssize_t place = 0;
   PyObject* block = nullptr;
@@ -60,13 +59,11 @@ std::vector<PyObject*> KeyTable::find_all(const nb::object& key, std::size_t lim
 }
 
 void KeyTable::insert(const nb::object& key, PyObject* block) const {
-  if (!is_dict_ || PyDict_GetItemWithError(cache_.ptr(), key.ptr())) {
+  if (!is_dict_ || value_of(cache_, key)) {
     table_.attr("insert")(key, nb::handle(block));
     return;
   }
-  if (PyErr_Occurred() || PyDict_SetItem(cache_.ptr(), key.ptr(), block) < 0) {
-    nb::raise_python_error();
-  }
+  if (PyDict_SetItem(cache_.ptr(), key.ptr(), block) < 0) nb::raise_python_error();
 }
 
 RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object tail,

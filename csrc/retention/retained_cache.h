@@ -41,6 +41,9 @@ struct SparseGroup : Group {
   nb::object new_keys;  // a set of what was cached in this step, for states; or None
 };
 
+/// The value of a key, borrowed; null if there is none.
+PyObject* value_of(const nb::handle dict, const nb::handle key);
+
 /// Caches blocks under their keys, and finds them, in the table of one call.
 class KeyTable {
  public:

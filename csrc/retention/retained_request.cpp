@@ -272,8 +272,7 @@ void RetainedRequest::want(std::int64_t tokens) {
 }
 
 PyObject* RetainedRequest::table(const Group& group) const {
-  PyObject* blocks = PyDict_GetItemWithError(group.tables.ptr(), request_id_.ptr());
-  if (!blocks && PyErr_Occurred()) nb::raise_python_error();
+  PyObject* blocks = value_of(group.tables, request_id_);
   if (blocks && !PyList_Check(blocks)) throw nb::type_error("block table: expected a list.");
   return blocks;
 }
@@ -285,12 +284,15 @@ nb::list RetainedRequest::hashes() const {
 }
 
 std::int64_t RetainedRequest::num_cached_blocks(const Group& group) const {
-  PyObject* number = PyDict_GetItemWithError(group.num_cached.ptr(), request_id_.ptr());
-  if (!number) {
-    if (PyErr_Occurred()) nb::raise_python_error();
-    return 0;
+  PyObject* number = value_of(group.num_cached, request_id_);
+  return number ? nb::cast<std::int64_t>(nb::handle(number)) : 0;
+}
+
+void RetainedRequest::set_num_cached_blocks(const Group& group, std::int64_t num_blocks) {
+  const nb::object number = nb::steal(PyLong_FromLongLong(num_blocks));
+  if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
+    nb::raise_python_error();
   }
-  return nb::cast<std::int64_t>(nb::handle(number));
 }
 
 void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& keys) {
@@ -310,10 +312,7 @@ void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& 
       }
     }
     progress.next_block = stop;
-    const nb::object number = nb::steal(PyLong_FromLongLong(stop));
-    if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
-      nb::raise_python_error();
-    }
+    set_num_cached_blocks(group, stop);
   }
 }
 
@@ -376,10 +375,7 @@ void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& ke
     PyObject* blocks = table(group);
     if (run.is_empty() || !blocks) continue;
     cache_run(group, keys, blocks, run, Range{}, Py_None);
-    const nb::object number = nb::steal(PyLong_FromLongLong(run.stop));
-    if (PyDict_SetItem(group.num_cached.ptr(), request_id_.ptr(), number.ptr()) < 0) {
-      nb::raise_python_error();
-    }
+    set_num_cached_blocks(group, run.stop);
   }
 }
 

@@ -67,8 +67,6 @@ class RetainedRequest {
   /// Blocks that have left the window and that a coming checkpoint needs.
   BlockIds held_blocks() const;
 
-  const RetainedCache& cache_of() const { return cache_; }
-
  private:
   /// What is cached of a block, and what it held then: with another key it holds something else.
   struct Held {
@@ -85,6 +83,7 @@ class RetainedRequest {
   PyObject* table(const Group& group) const;
   nb::list hashes() const;
   std::int64_t num_cached_blocks(const Group& group) const;
+  void set_num_cached_blocks(const Group& group, std::int64_t num_blocks);
   void cache_sparse_groups(nb::handle retention, const KeyTable& keys);
   void cache_run(const Group& group, const KeyTable& keys, PyObject* blocks, Range run,
                  Range behind_hit, PyObject* new_keys);
