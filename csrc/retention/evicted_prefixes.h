@@ -28,7 +28,6 @@ class EvictedPrefixes {
   /// The oldest entry gives way beyond `capacity`.
   explicit EvictedPrefixes(std::size_t capacity) : capacity_(capacity) {}
 
-  std::size_t size() const { return by_key_.size(); }
   void clear();
 
   /// Remembers a prefix, and notes how old a few others have grown.

@@ -64,7 +64,6 @@ class EvictionOrder {
 
   void clear();
 
-  std::size_t size() const { return all_.size(); }
   double worth(Checkpoint& node);
 
  private:

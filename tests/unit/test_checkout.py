@@ -8,19 +8,12 @@ in a checkout, that process imports this package from there, whatever is install
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.checkout import run_in
 
 CHECKOUT = Path(__file__).parents[2]
-
-# An editable install answers imports before the path is looked at.
-WITHOUT_EDITABLE_INSTALL = """
-import sys
-sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
-"""
 
 
 @pytest.fixture
@@ -31,17 +24,6 @@ def checkout(tmp_path: Path) -> Path:
             CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
         )
     return tmp_path
-
-
-def run_in(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``python -m`` would run a module: with the working directory on the path."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_EDITABLE_INSTALL + script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_the_patches_are_found(checkout: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from support.checkout import run_in
 from support.transfer.cases import TransferCase, TransferMemory, assert_same, cases
 
 import vllm_ascend_kvext
@@ -17,26 +18,11 @@ from vllm_ascend_kvext.native import native
 
 CHECKOUT = Path(__file__).parents[2]
 
-WITHOUT_EDITABLE_INSTALL = """
-import sys
-sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
-"""
 DESCRIBE = """
 from vllm_ascend_kvext import native
 print(native.__file__)
 print(native.native().__file__)
 """
-
-
-def run_in(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with the folder first on the path, as ``python -m`` does."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_EDITABLE_INSTALL + script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture

@@ -261,9 +261,9 @@ class TransferPlanner:
             pages: list[tuple[int, int, int]] = []
             spans: list[tuple[int, ...]] = []
             for number, section in enumerate(kept):
-                scheduler_group, rows_per_page = self._pages[section.group]
-                first_page = section.first_row // rows_per_page
-                end_page = -(-section.end_row // rows_per_page)
+                scheduler_group, rows_per_page, first_page, end_page = self._page_range(
+                    section.group, section.first_row, section.end_row
+                )
                 pages.append((scheduler_group, first_page, end_page))
                 # Counted from the section's first page: the same for every chunk that is cut alike.
                 first_row = section.first_row - first_page * rows_per_page
@@ -312,11 +312,22 @@ class TransferPlanner:
             for first, end in self._rows_with_pages(group, first_row, end_row, block_ids)
         )
 
+    def _page_range(self, group: int, first_row: int, end_row: int) -> tuple[int, int, int, int]:
+        """Scheduler group, rows per page, first page and end page of some rows."""
+        scheduler_group, rows_per_page = self._pages[group]
+        return (
+            scheduler_group,
+            rows_per_page,
+            first_row // rows_per_page,
+            -(-end_row // rows_per_page),
+        )
+
     def _rows_with_pages(
         self, group: int, first_row: int, end_row: int, block_ids: BlockIds
     ) -> list[tuple[int, int]]:
-        scheduler_group, rows_per_page = self._pages[group]
-        first_page, end_page = first_row // rows_per_page, -(-end_row // rows_per_page)
+        scheduler_group, rows_per_page, first_page, end_page = self._page_range(
+            group, first_row, end_row
+        )
         pages = block_ids[scheduler_group][first_page:end_page]
         return list(rows_with_pages(first_row, end_row, rows_per_page, pages))
 
@@ -336,8 +347,9 @@ class TransferPlanner:
         Raises:
             TokenRangeError: If the request has fewer pages.
         """
-        scheduler_group, rows_per_page = self._pages[group]
-        first_page, end_page = first_row // rows_per_page, -(-end_row // rows_per_page)
+        scheduler_group, rows_per_page, first_page, end_page = self._page_range(
+            group, first_row, end_row
+        )
         pages += _pages_of(block_ids, scheduler_group, first_page, end_page)
         num_pages = end_page - first_page
         spans.append((section, first_row, end_row, section_first_row, rows_per_page, num_pages))

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that run in a copy of this project, whatever is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+# An editable install answers imports before the path is looked at.
+WITHOUT_EDITABLE_INSTALL = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
+"""
+
+
+def run_in(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``python -m`` would run a module: with the working directory on the path."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EDITABLE_INSTALL + script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
