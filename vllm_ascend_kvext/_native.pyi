@@ -185,11 +185,17 @@ class RetainedRequest:
     def want(self, boundary_tokens: int) -> None:
         """It would have resumed at a boundary that is gone."""
 
-    def set_plan(self, plan: list[tuple[int, int, int]], replay_tokens: int) -> None:
-        """Boundaries to keep: tokens, origin and step of each, sorted by tokens."""
+    def set_plan(
+        self, plan: list[tuple[int, int, int]], stops_tokens: list[int], replay_tokens: int
+    ) -> None:
+        """Boundaries to keep: tokens, origin and step of each, sorted by tokens.
 
-    def planned(self) -> list[tuple[int, int]]:
-        """The boundaries of the plan: tokens and origin of each."""
+        Args:
+            stops_tokens: Those at which a prefill step is to end, ascending.
+        """
+
+    def next_stop_tokens(self, computed_tokens: int) -> int | None:
+        """The first of these past what is computed."""
 
     def cache(self, retention: Any, num_computed_tokens: int) -> None:
         """See `Retention.cache`."""

@@ -153,12 +153,12 @@ nb::list describe_checkpoints(const RetainedCache& cache) {
 
 void set_plan(RetainedRequest& request,
               const std::vector<std::tuple<std::int64_t, std::int32_t, std::int32_t>>& plan,
-              std::int64_t replay_tokens) {
+              std::vector<std::int64_t> stops_tokens, std::int64_t replay_tokens) {
   std::vector<PlannedBoundary> boundaries;
   for (const auto& [tokens, origin, step] : plan) {
     boundaries.push_back({tokens, Reason{static_cast<Origin>(origin), step, 0}});
   }
-  request.set_plan(std::move(boundaries), replay_tokens);
+  request.set_plan(std::move(boundaries), std::move(stops_tokens), replay_tokens);
 }
 
 }  // namespace
@@ -274,14 +274,7 @@ void bind(nb::module_& module) {
       .def("find_evicted", &RetainedRequest::find_evicted)
       .def("want", &RetainedRequest::want)
       .def("set_plan", &set_plan)
-      .def("planned",
-           [](const RetainedRequest& self) {
-             std::vector<std::pair<std::int64_t, int>> planned;
-             for (const PlannedBoundary& one : self.plan()) {
-               planned.emplace_back(one.boundary_tokens, static_cast<int>(one.reason.origin));
-             }
-             return planned;
-           })
+      .def("next_stop_tokens", &RetainedRequest::next_stop_tokens)
       .def("cache", &RetainedRequest::cache)
       .def("before_skip", &RetainedRequest::before_skip)
       .def("release", &RetainedRequest::release)

@@ -200,9 +200,19 @@ std::int64_t RetainedRequest::find_evicted(std::int64_t after_tokens,
   return cache_.tree.evicted().longest(key, after_tokens, upto_tokens);
 }
 
-void RetainedRequest::set_plan(std::vector<PlannedBoundary> plan, std::int64_t replay_tokens) {
+void RetainedRequest::set_plan(std::vector<PlannedBoundary> plan,
+                               std::vector<std::int64_t> stops_tokens,
+                               std::int64_t replay_tokens) {
   plan_ = std::move(plan);
+  stops_tokens_ = std::move(stops_tokens);
   replay_tokens_ = replay_tokens;
+}
+
+std::optional<std::int64_t> RetainedRequest::next_stop_tokens(std::int64_t computed_tokens) const {
+  const auto next =
+      std::upper_bound(stops_tokens_.begin(), stops_tokens_.end(), computed_tokens);
+  if (next == stops_tokens_.end()) return std::nullopt;
+  return *next;
 }
 
 void RetainedRequest::cache(nb::handle retention, std::int64_t num_computed_tokens) {
@@ -578,8 +588,14 @@ void RetainedRequest::forget_uncomputed(nb::handle retention, std::int64_t compu
 std::int64_t RetainedRequest::find_next_event() const {
   // The tokens to cache at which a block is to be cached, or a boundary opens.
   const Geometry& geometry = cache_.geometry;
-  std::int64_t next = geometry.opens_at_tokens(boundary_tokens + geometry.unit_tokens);
-  // It waits for the request's next token, or for a state.
+  std::int64_t boundary = boundary_tokens + geometry.unit_tokens;
+  if (geometry.has_states) {
+    // A state that was not left when its boundary was passed is not left later.
+    boundary = std::max(boundary, floor_to(cached_tokens - geometry.lag_tokens, geometry.unit_tokens));
+    while (geometry.opens_at_tokens(boundary) < cached_tokens) boundary += geometry.unit_tokens;
+  }
+  std::int64_t next = geometry.opens_at_tokens(boundary);
+  // It waits for the request's next token.
   if (next <= cached_tokens) next = cached_tokens + 1;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     const std::int64_t block_tokens = cache_.sparse_groups[index].block_tokens;

@@ -39,7 +39,9 @@ class RetainedRequest {
   void want(std::int64_t boundary_tokens);
 
   /// @param plan  sorted by tokens
-  void set_plan(std::vector<PlannedBoundary> plan, std::int64_t replay_tokens);
+  /// @param stops_tokens  boundaries at which a prefill step is to end, ascending
+  void set_plan(std::vector<PlannedBoundary> plan, std::vector<std::int64_t> stops_tokens,
+                std::int64_t replay_tokens);
 
   /// Caches what is worth it once tokens are scheduled; see `Retention.cache`.
   void cache(nb::handle retention, std::int64_t num_computed_tokens);
@@ -63,7 +65,9 @@ class RetainedRequest {
   std::int64_t next_skip_tokens = 0;    // computed tokens at which a block leaves a window
   std::int64_t cached_tokens = 0;       // what the scheduler has asked to cache
 
-  const std::vector<PlannedBoundary>& plan() const { return plan_; }
+  /// The next boundary at which a prefill step is to end, so that a state is left there.
+  std::optional<std::int64_t> next_stop_tokens(std::int64_t computed_tokens) const;
+
   /// Blocks that have left the window and that a coming checkpoint needs.
   BlockIds held_blocks() const;
 
@@ -112,6 +116,7 @@ class RetainedRequest {
   nb::object request_, request_id_;
   std::vector<Progress> groups_;  // per sparse group
   std::vector<PlannedBoundary> plan_;
+  std::vector<std::int64_t> stops_tokens_;
   std::int64_t replay_tokens_ = 0;
   std::shared_ptr<Checkpoint> last_;  // that it has resumed from or passed
   std::vector<std::shared_ptr<Checkpoint>> supplied_;  // that consist of its blocks

@@ -81,7 +81,10 @@ def allocate_what_changes(
     )
     steps.counts.upstream += 1
     if allocated is not None and steps.groups:
-        setattr(request, _LIMITS, steps.limits_of(request))
+        # A prefill in chunks changes something in every step.
+        scheduled_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+        is_prefilled = scheduled_tokens >= request.num_prompt_tokens
+        setattr(request, _LIMITS, steps.limits_of(request) if is_prefilled else None)
     return allocated
 
 
@@ -116,11 +119,13 @@ def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
         group_managers = ()  # someone else's
     groups = [_group(coordinator, group_manager) for group_manager in group_managers]
     known = tuple(group for group in groups if group is not None)
+    has_states = any(_is_state(group_manager) for group_manager in group_managers)
     return Steps(
         block_manager=manager,
         groups=known if len(known) == len(groups) else (),
         tables=group_managers[0].req_to_blocks if group_managers else {},
-        does_partial_steps=does_partial_steps,
+        # Upstream moves states between the blocks of a table when it allocates.
+        does_partial_steps=does_partial_steps and not has_states,
         rule=getattr(coordinator, _CACHING_RULE, None),
     )
 
@@ -134,17 +139,31 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
     if is_ascend(coordinator):
         # Before 0.23.0 it keys compressed blocks by a part of their tokens, and counts them so.
         is_full |= unit_tokens is not None and _is_compressed(manager)
-    if not (is_window or is_full):
+    if not (is_window or is_full or _is_state(manager)):
         return None
     block_tokens = tokens_per_block(coordinator, manager)
+    window_tokens = manager.sliding_window if is_window else 0
+    draft_blocks = 0
+    if _is_state(manager):
+        draft_blocks = manager.num_speculative_blocks
+        window_tokens = 2 + draft_blocks  # upstream waits for one draft token per block
     limits = GroupLimits(
         block_tokens=block_tokens,
-        window_tokens=manager.sliding_window if is_window else 0,
+        window_tokens=window_tokens,
         unit_tokens=unit_tokens or 1,
         looks_ahead=unit_tokens is not None and manager.use_eagle,
         row_tokens=block_tokens // manager.block_size,
+        draft_blocks=draft_blocks,
     )
     return StepGroup(manager, limits, manager._null_block)
+
+
+def _is_state(manager: SingleTypeKVCacheManager) -> bool:
+    """Whether it is upstream's manager of states: vllm-ascend puts one of its own in its place."""
+    from vllm.v1.core import single_type_kv_cache_manager as managers
+
+    kind = type(manager)
+    return kind is managers.MambaManager and kind.__module__ == managers.__name__
 
 
 def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:

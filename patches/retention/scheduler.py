@@ -45,7 +45,7 @@ def end_step_at_checkpoint(
         request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
     )
     retention = retention_of(scheduler.kv_cache_manager.coordinator)
-    if retention is None:
+    if retention is None or num_new_tokens <= 1:
         return num_new_tokens
     computed_tokens = (
         request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,13 @@ from dataclasses import dataclass, replace
 import pytest
 import vllm
 from support.installed import installed
-from support.scheduler.block_manager import BlockManager, full, retention_interval, window
+from support.scheduler.block_manager import (
+    BlockManager,
+    full,
+    mamba,
+    retention_interval,
+    window,
+)
 from support.scheduler.block_manager import Layout as BlockLayout
 from support.scheduler.random_workloads import random_workloads, without_upstream_defects
 from support.scheduler.run import run
@@ -29,6 +36,7 @@ from support.scheduler.workload import Workload
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
+from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import steps_of
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
 from vllm_ascend_kvext.settings import Mode, Settings
@@ -227,16 +235,69 @@ def test_leaves_the_blocks_that_upstream_leaves(call: Call, enable_caching: bool
                 },
             )
             call(world)
-        return [
-            *(
-                [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
-                for manager in world.manager.coordinator.single_type_managers
-            ),
-            [block.block_id for block in world.pool.free_block_queue.get_all_free_blocks()],
-            [(block.ref_cnt, block.block_hash) for block in world.pool.blocks],
-        ]
+        return blocks_left(world)
 
     assert left_by("fast-prefix-cache") == left_by()
+
+
+def blocks_left(world: BlockManager) -> list[object]:
+    """The block tables, the free queue in its order, and what each block holds."""
+    return [
+        *(
+            [[block.block_id for block in blocks] for blocks in manager.req_to_blocks.values()]
+            for manager in world.manager.coordinator.single_type_managers
+        ),
+        [block.block_id for block in world.pool.free_block_queue.get_all_free_blocks()],
+        [(block.ref_cnt, block.block_hash) for block in world.pool.blocks],
+    ]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("has_window", [False, True], ids=["state", "state-and-window"])
+def test_steps_of_states_leave_the_blocks_that_upstream_leaves(
+    mode: str, num_drafts: int, has_window: bool
+) -> None:
+    """Requests in turns, with drafts of which a random number is rejected."""
+    windows = (window(8, 12),) if has_window else ()
+    layout = BlockLayout((full(8), mamba(8, mode, num_drafts), *windows))
+
+    def serve(rng: random.Random, *features: str) -> list[list[object]]:
+        left = []
+        with installed(*features):
+            world = BlockManager(layout, num_blocks=200)
+            requests = [
+                world.request([rng.randrange(3) for _ in range(rng.randrange(1, 50))])
+                for _ in range(4)
+            ]
+            for request in requests:
+                world.manager.new_step_starts()
+                world.prefill(request, 8 * rng.randrange(1, 4))
+                request.append_output_token_ids(1)
+            for _ in range(60):
+                for request in requests:
+                    world.manager.new_step_starts()
+                    num_new_tokens = 1 + rng.randrange(num_drafts + 1)
+                    assert world.manager.allocate_slots(
+                        request, num_new_tokens, num_lookahead_tokens=num_drafts
+                    )
+                    num_accepted = rng.randrange(num_new_tokens)
+                    request.num_computed_tokens += 1 + num_accepted
+                    for _ in range(1 + num_accepted):
+                        request.append_output_token_ids(rng.randrange(3))
+                    left.append(blocks_left(world))
+            for request in requests:
+                world.finish(request)
+            left.append(blocks_left(world))
+            if features:
+                counts = steps_of(world.manager).counts
+                assert counts.quiet >= 30
+                assert not counts.partial
+        return left
+
+    for seed in range(5):
+        name = f"{mode}/{num_drafts}/{has_window}/{seed}"
+        assert serve(random.Random(name), "fast-prefix-cache") == serve(random.Random(name)), name
 
 
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])

@@ -20,6 +20,13 @@ from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State
 from vllm_ascend_kvext.patching.target import Target, resolve, wrapper_chain
 
 
+@dataclass(slots=True)
+class _Switch:
+    """A plain attribute: wrapt's own switch is a function, which every call would pay for."""
+
+    is_on: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class _Wrapping:
     """A wrapper of ours in an attribute of upstream.
@@ -28,13 +35,13 @@ class _Wrapping:
         patch: Its declaration.
         target: The attribute as it was found.
         wrapper: A plain wrapt wrapper; a subclass would double the price of each call.
-        switch: The wrapper calls straight through while this is not set.
+        switch: While it is off, the wrapper calls straight through.
     """
 
     patch: Patch
     target: Target
     wrapper: wrapt.FunctionWrapper[..., Any]
-    switch: threading.Event
+    switch: _Switch
 
     @property
     def is_reachable(self) -> bool:
@@ -42,11 +49,11 @@ class _Wrapping:
         return any(layer is self.wrapper for layer in wrapper_chain(self.target.current))
 
     def state(self) -> State:
-        return State.APPLIED if self.is_reachable and self.switch.is_set() else State.SHADOWED
+        return State.APPLIED if self.is_reachable and self.switch.is_on else State.SHADOWED
 
     def revert(self) -> State:
         """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
-        self.switch.clear()
+        self.switch.is_on = False
         if self.patch.undo is not None:
             self.patch.undo()
         if self.target.current is not self.wrapper:
@@ -126,7 +133,7 @@ class PatchBook:
             ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
             states = {patch_id: self._revert(patch_id) for patch_id in reversed(ids)}
             for patch_id, entry in reversed(list(self._entries.items())):
-                if isinstance(entry, _Wrapping) and not entry.switch.is_set():
+                if isinstance(entry, _Wrapping) and not entry.switch.is_on:
                     self._revert(patch_id)
             return states
 
@@ -147,8 +154,8 @@ class PatchBook:
         if isinstance(entry, _Hooking):
             return False
         if isinstance(entry, _Wrapping) and entry.is_reachable:
-            was_on = entry.switch.is_set()
-            entry.switch.set()
+            was_on = entry.switch.is_on
+            entry.switch.is_on = True
             return not was_on
         if patch.install is not None:
             self._entries[patch.id] = _Hooking(patch, undo=patch.install())
@@ -166,17 +173,18 @@ class PatchBook:
 def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
     # Looked up again and not taken from the plan: an earlier patch may have the same target.
     target = resolve(patch.target)
-    switch = threading.Event()
-    function = wrapt.FunctionWrapper(target.found, _call_form(wrapper), enabled=switch.is_set)
+    switch = _Switch()
+    function = wrapt.FunctionWrapper(target.found, _call_form(wrapper, switch))
     setattr(target.parent, target.attribute, function)
-    switch.set()
     return _Wrapping(patch, target, function, switch)
 
 
-def _call_form(wrapper: Wrapper) -> Callable[..., Any]:
+def _call_form(wrapper: Wrapper, switch: _Switch) -> Callable[..., Any]:
     """wrapt's form of a wrapper. Python binds the arguments, by position and by name, once."""
 
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not switch.is_on:
+            return wrapped(*args, **kwargs)
         return wrapper(wrapped, instance, *args, **kwargs)
 
     return call

@@ -27,11 +27,13 @@ class GroupLimits:
 
     Attributes:
         block_tokens: Tokens per block.
-        window_tokens: The sliding window; 0 where nothing is ever skipped.
+        window_tokens: The sliding window; 0 where nothing is ever skipped. A state is read where
+            the last computed token left it, which is where a window of 2 tokens reads.
         unit_tokens: Blocks are cached up to multiples of it; 1 for every block that is full.
         looks_ahead: Whether the block past such a multiple is cached with it.
         row_tokens: Tokens that share one row of a block; more than 1 in compressed groups, which
             hold a row only once all its tokens are there.
+        draft_blocks: Blocks held beyond those of the tokens: states behind draft tokens.
     """
 
     block_tokens: int
@@ -39,14 +41,16 @@ class GroupLimits:
     unit_tokens: int
     looks_ahead: bool
     row_tokens: int = 1
+    draft_blocks: int = 0
 
     def num_blocks(self, slot_tokens: int) -> int:
         """How many blocks so many tokens need."""
-        return -(-(slot_tokens // self.row_tokens * self.row_tokens) // self.block_tokens)
+        full_rows_tokens = slot_tokens // self.row_tokens * self.row_tokens
+        return -(-full_rows_tokens // self.block_tokens) + self.draft_blocks
 
     def next_slot_tokens(self, num_blocks: int) -> int:
         """The smallest number of tokens for which ``num_blocks`` blocks are too few."""
-        return num_blocks * self.block_tokens + self.row_tokens
+        return (num_blocks - self.draft_blocks) * self.block_tokens + self.row_tokens
 
     def num_skipped_blocks(self, computed_tokens: int) -> int:
         """How many blocks lie before the window once so many tokens are computed."""

@@ -95,8 +95,8 @@ class Steps:
         block_manager: Upstream's.
         groups: All its groups; none if there is one whose steps are not known here.
         tables: Block tables of the first group.
-        does_partial_steps: Whether upstream's function is all there is to a step: vLLM-Ascend
-            0.23.0 puts one of its own around it.
+        does_partial_steps: Whether `take_partial_step` does all that there is to a step: not where
+            vLLM-Ascend 0.23.0 puts a function around upstream's, and not where states move.
         rule: What decides instead of upstream when something is cached, if anything does.
         counts: What became of the steps.
     """

@@ -17,7 +17,7 @@ way, is compiled: ``csrc/retention``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
@@ -25,11 +25,21 @@ from vllm_ascend_kvext.retention.hints import report_unusable_hints
 from vllm_ascend_kvext.retention.native_tables import GeometryTables, GroupTables
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import CheckpointPool, ManagedGroup, Request
-from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
+
+
+class LookedUp(NamedTuple):
+    """What a request asked for when the scheduler looked at it, just before its admission."""
+
+    request: Request
+    demand: Demand
+
+    def is_of(self, request: Request, hit_tokens: int) -> bool:
+        return self.request is request and self.demand.hit_tokens == hit_tokens
 
 
 @dataclass(slots=True)
@@ -55,6 +65,7 @@ class AdaptiveRetention:
     books: RetainedCache = field(init=False)
     _stats: RetentionStats = field(init=False, default_factory=RetentionStats)
     _requests: dict[str, RetainedRequest] = field(init=False, default_factory=dict)
+    _looked_up: LookedUp | None = field(init=False, default=None)
     _new_request: type[RetainedRequest] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,23 +123,23 @@ class AdaptiveRetention:
         if not self.policy.geometry.has_states:
             return None
         books = self._requests.get(request.request_id)
+        stop_tokens: int | None
         if books is not None and books.holds_blocks:
-            wanted = [tokens for tokens, origin in books.planned() if origin in STEPS_END_AT]
+            stop_tokens = books.next_stop_tokens(computed_tokens)
         else:
             if books is None:
                 books = self._new_request(self.books, request)
             demand = self._find_demand(books, request, computed_tokens)
-            wanted = [
-                tokens
-                for tokens, reason in demand.boundaries.items()
-                if reason.origin in STEPS_END_AT
-            ]
-        stops = [tokens for tokens in wanted if tokens > computed_tokens]
+            self._looked_up = LookedUp(request, demand)
+            stop_tokens = min(demand.stops_tokens, default=None)
         if interval_tokens := self.policy.interval_tokens:
-            stops.append((computed_tokens // interval_tokens + 1) * interval_tokens)
-        return min(stops, default=None)
+            grid_tokens = (computed_tokens // interval_tokens + 1) * interval_tokens
+            stop_tokens = grid_tokens if stop_tokens is None else min(stop_tokens, grid_tokens)
+        return stop_tokens
 
     def release(self, request: Request) -> None:
+        if self._looked_up is not None and self._looked_up.request is request:
+            self._looked_up = None
         books = self._requests.get(request.request_id)
         if books is None:
             return
@@ -145,7 +156,11 @@ class AdaptiveRetention:
         if books is None:
             books = self._requests[request.request_id] = self._new_request(self.books, request)
         hit_tokens = books.admit(self.key_table)
-        demand = self._find_demand(books, request, hit_tokens)
+        looked_up, self._looked_up = self._looked_up, None
+        if looked_up is not None and looked_up.is_of(request, hit_tokens):
+            demand = looked_up.demand
+        else:
+            demand = self._find_demand(books, request, hit_tokens)
         report_unusable_hints(request)
         count_losses(demand, self.policy.geometry, self._stats)
         for tokens, reason in demand.boundaries.items():
@@ -156,6 +171,7 @@ class AdaptiveRetention:
         )
         books.set_plan(
             [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())],
+            demand.stops_tokens,
             self.policy.replay_boundary_tokens(request.num_prompt_tokens),
         )
         return books

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries
 from vllm_ascend_kvext.retention.protocols import Request
-from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 
@@ -40,6 +40,13 @@ class Demand:
     hit_tokens: int
     shared: SharedTokens
     boundaries: dict[int, Reason]
+
+    @property
+    def stops_tokens(self) -> list[int]:
+        """The boundaries at which a prefill step has to end where states are kept, ascending."""
+        return sorted(
+            tokens for tokens, reason in self.boundaries.items() if reason.origin in STEPS_END_AT
+        )
 
 
 def find_demand(

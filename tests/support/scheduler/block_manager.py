@@ -54,12 +54,13 @@ def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> Sliding
     )
 
 
-def mamba(block_tokens: int) -> MambaSpec:
+def mamba(block_tokens: int, mode: str = "align", draft_blocks: int = 0) -> MambaSpec:
     return MambaSpec(
         block_size=block_tokens,
         shapes=((1, 1),),
         dtypes=(torch.float32,),
-        mamba_cache_mode="align",
+        mamba_cache_mode=mode,
+        num_speculative_blocks=draft_blocks,
     )
 
 

@@ -9,21 +9,23 @@ from hypothesis import strategies as st
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 
 LIMITS = st.builds(
-    lambda block_tokens, window_tokens, units, looks_ahead: GroupLimits(
-        block_tokens, window_tokens, units * block_tokens or 1, looks_ahead
+    lambda block_tokens, window_tokens, units, looks_ahead, draft_blocks: GroupLimits(
+        block_tokens, window_tokens, units * block_tokens or 1, looks_ahead, 1, draft_blocks
     ),
     st.integers(1, 6),
     st.integers(0, 20),
     st.integers(0, 3),
     st.booleans(),
+    st.integers(0, 3),
 )
 
 
 @given(LIMITS, st.integers(0, 12))
 def test_slots_run_out_at_the_limit(limits, num_blocks):
     limit = limits.next_slot_tokens(num_blocks)
-    needed = [-(-tokens // limits.block_tokens) for tokens in (limit - 1, limit)]
-    assert needed[0] <= num_blocks < needed[1]
+    assert limits.num_blocks(limit) == num_blocks + 1
+    if limit > 1:
+        assert limits.num_blocks(limit - 1) == num_blocks
 
 
 @given(LIMITS, st.integers(0, 100))
