@@ -50,6 +50,9 @@ LONG_FILES = {
 }
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
+SAMPLE = {"KVEXT_TESTS": "sample"}
+"""Fewer random cases, and no test that says nothing about the version: `support.sample`."""
+
 CHECKED_SAMPLE = (
     "engine/test_block_stored_events.py",
     "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",
@@ -89,7 +92,9 @@ class Result:
 
 
 def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
-    """Every test on every version, short suites first.
+    """Every test on the main version, and on the others those that differ there.
+
+    Short suites first.
 
     Args:
         upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each; the first is the main one.
@@ -98,15 +103,16 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     main_environment = f"vllm-{main_vllm}"
     for python in pythons:
-        yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",))
+        yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",), SAMPLE)
     yield Suite("wheel", main_environment, ("packaging",))
     transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
     yield from split(transfers)
-    for folder in ("unit", "contract", "ascend", "engine"):
+    yield from split(Suite("unit", main_environment, ("unit",)))
+    for folder in ("contract", "ascend", "engine"):
         for upstream in upstreams:
             vllm, _, ascend = upstream.partition(":")
             on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if folder == "ascend" else f"vLLM {vllm}"
-            variables = ascend_sources(ascend)
+            variables = ascend_sources(ascend) | ({} if vllm == main_vllm else SAMPLE)
             yield from split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables))
 
 

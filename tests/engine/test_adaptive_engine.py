@@ -16,7 +16,9 @@ DOCUMENT_BOUNDARY_TOKENS = DOCUMENT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 CORRUPTED = ("window corrupted", "full corrupted")
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(
+    params=["adaptive", pytest.param("adaptive and a grid", marks=pytest.mark.main_version)]
+)
 def setting(request: pytest.FixtureRequest, serve: Serve) -> Served:
     return serve(SETTINGS[request.param])
 

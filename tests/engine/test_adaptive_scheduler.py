@@ -21,6 +21,7 @@ from support.retention.checkpoints import (
     adaptive_retention,
     retention_books,
 )
+from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import (
@@ -45,7 +46,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 
-NUM_SEEDS = 8
+NUM_SEEDS = sampled(8)
 REPAIRED = frozenset(repair.name for repair in REPAIRS)
 SPARSE_LAYOUTS = [
     layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window or layout.has_mamba
@@ -164,7 +165,7 @@ def test_sample_exercises_what_it_should() -> None:
         "cached blocks checked",
         "events checked",
     ):
-        assert counts[what] >= 20, f"{what}: {counts[what]}"
+        assert counts[what] >= sampled(20), f"{what}: {counts[what]}"
 
 
 @pytest.mark.parametrize("layout", EAGLE_LAYOUTS, **by_name)

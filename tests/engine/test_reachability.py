@@ -16,6 +16,7 @@ from support.retention.reachability import (
     serve_conversation,
     serve_prompt_only,
 )
+from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 
 NUM_BLOCKS = 800
@@ -50,7 +51,7 @@ def test_hits_what_dense_caching_hits(layout_name: str) -> None:
             layout = Layout(specs, eagle_group_ids)
             dense = BlockManager(layout, None, NUM_BLOCKS)
             sparse = BlockManager(layout, 0, NUM_BLOCKS)
-            for length in range(1, 3 * unit_tokens + longest_window(specs) + 2):
+            for length in range(1, 3 * unit_tokens + longest_window(specs) + 2, LENGTH_STRIDE):
                 case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
                 for serve in (
                     lambda world, n=length: serve_conversation(world, n, unit_tokens, 5),
@@ -134,7 +135,7 @@ def test_costs_two_tails(layout_name: str) -> None:
             sparse = BlockManager(Layout(specs, eagle_group_ids), 0, NUM_BLOCKS)
             price = Price(sparse)
             first = window_tokens + 3 * unit_tokens
-            for length in range(first, first + 2 * unit_tokens + 2, 3):
+            for length in range(first, first + 2 * unit_tokens + 2, 3 * LENGTH_STRIDE):
                 sparse.reset()
                 serve_conversation(sparse, length, unit_tokens, 7, price.observe)
             in_the_making = 1 if eagle_group_ids else 0

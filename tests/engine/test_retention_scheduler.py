@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.installed import retention_installed
+from support.sample import sampled
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import (
     CacheContents,
@@ -40,7 +41,7 @@ from vllm.v1.request import Request
 
 from vllm_ascend_kvext.features import REPAIRS
 
-NUM_SEEDS = 6
+NUM_SEEDS = sampled(6)
 REPAIRED = frozenset(repair.name for repair in REPAIRS)
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
 
@@ -83,7 +84,7 @@ def test_invariants_hold(
             raise AssertionError(f"{workload.name}, {workload.options}: {error}") from error
         assert not result.wrong_outputs(workload), workload.name
         counts += result.transcript.counts
-    assert counts["hits"] > 10
+    assert counts["hits"] >= sampled(11)
     assert counts["BlockStored"] > 100
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vllm
+from support.sample import sampled
 from support.scheduler.random_workloads import workload_of
 from support.scheduler.worlds import Outcome, World, explain_difference, run_world
 
@@ -32,7 +33,7 @@ REPAIR_IDS = tuple(
     and not patch.is_for_vllm_ascend
     and any(version_in(vllm.__version__, versions) for versions in patch.vllm)
 )
-NUM_SEEDS = 8
+NUM_SEEDS = sampled(8)
 SHOWN = 3
 
 
@@ -77,7 +78,7 @@ def test_workloads_exercise_what_they_should(outcomes: dict[World, Outcome]) -> 
         "BlockRemoved",
         "AllBlocksCleared",
     ):
-        assert counts[what] >= 20, f"{what}: {counts[what]} in {sum(counts.values())}"
+        assert counts[what] >= sampled(20), f"{what}: {counts[what]} in {sum(counts.values())}"
     num_workloads = len(outcomes[World.STOCK].digests)
     print(f"{num_workloads} workloads: {dict(counts)}")
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import served
+
+pytestmark = pytest.mark.main_version
 
 CHECKOUT = Path(__file__).parents[2]
 
