@@ -46,7 +46,7 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine, with and with
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test on every supported version (ONLY=text: some suites)
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
@@ -63,7 +63,7 @@ docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md
 	$(MAIN_PYTHON) -I -m vllm_ascend_kvext settings > docs/settings.md
 
-bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims
+bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims, but for hit rates: bench-retention
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py
 

@@ -229,7 +229,8 @@ def _report_unsupported(activation: Activation) -> None:
 
 
 def _knows(variable: str) -> bool:
-    if compat.package_folder("vllm") is None:
+    # Ours are among vLLM's by now, so that it does not complain about them.
+    if variable in own_variables(os.environ) or compat.package_folder("vllm") is None:
         return False
     from vllm import envs
 

@@ -114,7 +114,7 @@ PATCHES = (
         undo=stop_waiting,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "
         "as if all drafts in flight had been accepted; after a rejection the request reads what "
-        "others have written there (vLLM issue 47728).",
+        "others have written there (vLLM #47728).",
         retire_when="upstream waits for drafts in flight",
         relies_on=(
             f"{_SCHEDULER}._update_after_schedule",

@@ -263,8 +263,8 @@ PATCHES = (
         vllm=_BOTH,
         wrapper=move_windows_on,
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
-        "window. And windows move past draft tokens in flight, which may be rejected (vLLM issue "
-        "47728); a block that is freed too early must not be the next one to be reallocated.",
+        "window. And windows move past draft tokens in flight, which may be rejected (vLLM "
+        "#47728); a block that is freed too early must not be the next one to be reallocated.",
         retire_when="upstream derives what it keeps from its lookup, and waits for drafts",
         relies_on=(
             f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",

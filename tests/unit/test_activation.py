@@ -27,6 +27,7 @@ from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
     MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
+    RETENTION_VARIABLE,
 )
 
 
@@ -224,6 +225,12 @@ class TestUnsupported:
     def test_a_request_that_vllm_does_not_know_raises(self, world: World) -> None:
         world.set(interval="0")
         with pytest.raises(PatchError, match=rf"{RETENTION_INTERVAL_VARIABLE}.*does not know"):
+            world.register()
+        assert world.is_untouched
+
+    def test_what_only_this_package_knows_is_never_left_to_vllm(self, world: World) -> None:
+        world.set(**{RETENTION_VARIABLE: "adaptive"})
+        with pytest.raises(PatchError, match=rf"{RETENTION_VARIABLE}.*does not know"):
             world.register()
         assert world.is_untouched
 

@@ -167,6 +167,14 @@ class TestStatus:
         assert exit_status == 1
         assert "VLLM_PLUGINS" in report["notes"][0]
 
+    def test_filtered_plugin_that_something_is_asked_of_has_failed(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        world.set(VLLM_PLUGINS="ascend", interval="0")
+        exit_status, report = self.status(capsys)
+        assert exit_status == 2
+        assert "VLLM_PLUGINS" in report["notes"][0]
+
     def test_what_upstream_prints_stays_out_of_the_report(
         self, world: World, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -109,9 +109,14 @@ def diagnose() -> StatusReport:
     report.features = describe_features(surveyed, findings)
     if not report.error:
         report.notes = _complaints(surveyed, findings)
-        verdict = Verdict.DEGRADED if report.notes else Verdict.OK
-        report.verdict = verdict.name.lower()
+        report.verdict = _verdict(surveyed, report.notes).name.lower()
     return report
+
+
+def _verdict(surveyed: Activation, notes: Sequence[str]) -> Verdict:
+    if surveyed.settings.requests and surveyed.settings.mode is not Mode.OFF and _obstacles():
+        return Verdict.FAILED
+    return Verdict.DEGRADED if notes else Verdict.OK
 
 
 def _failed(report: StatusReport, error: Exception) -> StatusReport:
@@ -147,12 +152,18 @@ def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
         for finding in findings
         if finding.state is State.SHADOWED
     ]
+    return complaints + _obstacles()
+
+
+def _obstacles() -> list[str]:
+    """Why vLLM would not load the package, although it loads here."""
+    obstacles = []
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY_POINT not in plugins.split(","):
-        complaints.append(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading {_ENTRY_POINT!r}")
+        obstacles.append(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading {_ENTRY_POINT!r}")
     if not metadata.entry_points(group=_ENTRY_POINT_GROUP, name=_ENTRY_POINT):
-        complaints.append("the package is importable and not installed: vLLM does not find it")
-    return complaints
+        obstacles.append("the package is importable and not installed: vLLM does not find it")
+    return obstacles
 
 
 def render(report: StatusReport, *, with_patches: bool) -> list[str]:

@@ -151,7 +151,7 @@ class Retention(Protocol):
         Returns:
             The computed tokens up to which windows may move on; None if no block leaves one, as
             in most steps of a decode. Draft tokens that are still in flight do not count: where
-            they are rejected, the request needs the window before them (vLLM issue 47728).
+            they are rejected, the request needs the window before them (vLLM #47728).
         """
 
     def next_stop_tokens(self, request: Any, computed_tokens: int) -> int | None:
