@@ -107,7 +107,7 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     yield Suite("wheel", main_environment, ("packaging",))
     transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
     yield from split(transfers)
-    yield from split(Suite("unit", main_environment, ("unit",)))
+    yield from split(Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",)))
     for folder in ("contract", "ascend", "engine"):
         for upstream in upstreams:
             vllm, _, ascend = upstream.partition(":")

@@ -48,12 +48,18 @@ def test_every_test_file_runs_once_on_the_main_version(run_tests: ModuleType) ->
 
 def test_the_levels_that_need_vllm_run_on_every_version(run_tests: ModuleType) -> None:
     suites = list(run_tests.suites(UPSTREAMS, pythons=["3.12"]))
-    for level in ("unit", "contract", "engine", "ascend"):
+    for level in ("contract", "engine", "ascend"):
         expected = set((TESTS / level).rglob("test_*.py"))
         for environment in ("vllm-2.0", "vllm-1.0"):
             own = [suite for suite in suites if suite.environment == environment]
             assert expected <= {file for suite in own for file in files_of(suite.paths)}
     assert [suite.paths for suite in suites if suite.environment == "python-3.12"] == [("unit",)]
+
+
+def test_all_but_the_main_version_run_a_sample(run_tests: ModuleType) -> None:
+    for suite in run_tests.suites(UPSTREAMS, pythons=["3.12"]):
+        is_sample = suite.variables.get("KVEXT_TESTS") == "sample"
+        assert is_sample == (suite.environment != "vllm-2.0"), suite.name
 
 
 def test_the_checks_are_a_part_of_all_tests_on_the_main_version(run_tests: ModuleType) -> None:

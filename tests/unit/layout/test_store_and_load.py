@@ -18,6 +18,7 @@ from support.layout.byte_memory import (
     move,
 )
 from support.layout.reach import Reach
+from support.sample import sampled
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
@@ -237,7 +238,7 @@ def assert_loaded(
     assert plan.is_complete is (asked == loaded)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=sampled(250), deadline=None)
 @given(prompt=prompts())
 def test_a_load_brings_the_stored_rows_and_says_which_are_missing(prompt: Prompt) -> None:
     host = HostMemory(prompt)

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.retention.books import check_books, num_checkpoints
+from support.sample import sampled
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
@@ -196,7 +197,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=sampled(60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -331,7 +332,7 @@ def test_a_boundary_that_is_wanted_is_forgotten_until_it_is_evicted_again(
     assert find_evicted(cache, text, 20, 25) == 24
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sampled(60), deadline=None)
 @given(
     prompts=st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=6),
     asked=st.lists(st.sampled_from("ab"), min_size=1, max_size=7),

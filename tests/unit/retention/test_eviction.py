@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sample import sampled
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
@@ -107,7 +108,7 @@ prompts_of_units = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=sampled(150), deadline=None)
 @given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
 def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
     world = World(layout, 500)
@@ -128,7 +129,7 @@ def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
         )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=sampled(50), deadline=None)
 @given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
 def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> None:
     world = World(layout, 500)

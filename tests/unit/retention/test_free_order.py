@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.sample import sampled
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelBlock, ModelRequest
 
@@ -170,7 +171,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
 
 
 TestFreeOrder = FreeOrderMachine.TestCase
-TestFreeOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestFreeOrder.settings = settings(max_examples=sampled(100), stateful_step_count=40, deadline=None)
 
 
 @pytest.fixture
