@@ -95,13 +95,21 @@ class TransferPlanner:
         self._layout = layout
         self._states = states
         self._pages = [(group.scheduler_group, group.rows_per_page) for group in layout.groups]
-        self._chunks: dict[tuple[int, int], _ChunkSections] = {}
+        self._chunks: dict[tuple[int, int, tuple[int, ...] | None], _ChunkSections] = {}
         self._runs: dict[tuple[tuple[int, ...], ...], Table] = {}
         self._num_remembered_runs = 0
 
-    def chunk_bytes(self, tokens: TokenRange) -> int:
-        """Host bytes of a chunk, whichever of its pages are null."""
-        return self._sections_of(tokens).num_bytes
+    def chunk_bytes(self, tokens: TokenRange, groups: tuple[int, ...] | None = None) -> int:
+        """Host bytes of a chunk, whichever of its pages are null.
+
+        Args:
+            tokens: Of the chunk.
+            groups: See `PlacedChunk`.
+
+        Raises:
+            TokenRangeError: If the layout has not all of the groups.
+        """
+        return self._sections_of(tokens, groups).num_bytes
 
     def plan_store(self, chunks: Sequence[PlacedChunk], block_ids: BlockIds) -> StorePlan:
         """Store what chunks of one request keep.
@@ -111,16 +119,17 @@ class TransferPlanner:
             block_ids: Of the request.
 
         Raises:
-            TokenRangeError: If a list is too short, or has an id that no page has.
+            TokenRangeError: If a list is too short, or has an id that no page has; or if the
+                layout has not all of the groups.
         """
         self._check_lists(block_ids)
         sections_of_chunks = []
         offsets: list[int] = []
         pages: list[int] = []
         host_bytes = 0
-        for tokens, offset_bytes in chunks:
+        for tokens, offset_bytes, groups in chunks:
             check_alignment(offset_bytes)
-            sections = self._sections_of(tokens)
+            sections = self._sections_of(tokens, groups)
             sections_of_chunks.append(sections)
             offsets.append(offset_bytes)
             host_bytes = max(host_bytes, offset_bytes + sections.num_bytes)
@@ -141,7 +150,7 @@ class TransferPlanner:
             return StorePlan(planes, runs, host_bytes, row_maps, missing)
         row_maps = tuple(self._row_map_of(sections, block_ids) for sections in sections_of_chunks)
         missing = tuple(
-            self.find_missing([StoredChunk(row_map)], chunk.tokens)
+            self.find_missing([StoredChunk(row_map)], chunk.tokens, chunk.groups)
             for row_map, chunk in zip(row_maps, chunks, strict=True)
         )
         return StorePlan(planes, without_null_pages(runs), host_bytes, row_maps, missing)
@@ -220,12 +229,7 @@ class TransferPlanner:
         return missing_rows(self._layout.groups, needed, present, tokens.end)
 
     def _needed(self, tokens: TokenRange, groups: Collection[int] | None) -> list[range]:
-        num_groups = len(self._layout.groups)
-        if groups is not None and not all(0 <= index < num_groups for index in groups):
-            raise TokenRangeError(
-                f"groups: expected indices in the layout, 0 to {num_groups - 1}, found "
-                f"{sorted(groups)}; these are not the KV cache groups of the config"
-            )
+        self._check_groups(groups)
         return [
             needed_rows(group, tokens, self._states)
             if groups is None or index in groups
@@ -233,15 +237,16 @@ class TransferPlanner:
             for index, group in enumerate(self._layout.groups)
         ]
 
-    def _sections_of(self, tokens: TokenRange) -> _ChunkSections:
-        key = tokens.first, tokens.end
+    def _sections_of(self, tokens: TokenRange, groups: tuple[int, ...] | None) -> _ChunkSections:
+        key = tokens.first, tokens.end, groups
         found = self._chunks.get(key)
         if found is None:
+            self._check_groups(groups)
             kept = []
             offset_bytes = 0
             for index, group in enumerate(self._layout.groups):
                 rows = kept_rows(group, tokens, self._states)
-                if rows:
+                if rows and (groups is None or index in groups):
                     kept.append(_KeptRows(index, rows.start, rows.stop, offset_bytes))
                     offset_bytes += self.arrangement.section(index, len(rows)).num_bytes
             row_map = RowMap.of(
@@ -257,7 +262,7 @@ class TransferPlanner:
             )
             sizes = tuple((rows.group, rows.end_row - rows.first_row) for rows in kept)
             planes = self.arrangement.sections(sizes)
-            missing = self.find_missing([StoredChunk(row_map)], tokens)
+            missing = self.find_missing([StoredChunk(row_map)], tokens, groups)
             pages: list[tuple[int, int, int]] = []
             spans: list[tuple[int, ...]] = []
             for number, section in enumerate(kept):
@@ -374,6 +379,14 @@ class TransferPlanner:
                 "worker's config"
             )
         return bool(least == NULL_PAGE)
+
+    def _check_groups(self, groups: Collection[int] | None) -> None:
+        num_groups = len(self._layout.groups)
+        if groups is not None and not all(0 <= index < num_groups for index in groups):
+            raise TokenRangeError(
+                f"groups: expected indices in the layout, 0 to {num_groups - 1}, found "
+                f"{sorted(groups)}; these are not the KV cache groups of the config"
+            )
 
     def _check_lists(self, block_ids: BlockIds) -> None:
         expected = self._layout.num_scheduler_groups

@@ -16,14 +16,20 @@ BlockIds = Sequence[Sequence[int]]
 
 
 class PlacedChunk(NamedTuple):
-    """Tokens, counted from the request's first, and where their place in the host buffer begins.
+    """What to store, and where.
 
-    ``host_offset_bytes`` is a multiple of 64. A chunk takes ``TransferPlanner.chunk_bytes`` from
-    there.
+    Attributes:
+        tokens: Counted from the request's first.
+        host_offset_bytes: Where its place in the host buffer begins: a multiple of 64. It takes
+            ``TransferPlanner.chunk_bytes`` from there.
+        groups: Indices in the layout of the groups to store; all of them if None. Rows of full
+            attention are of use wherever a later request resumes, tails only at one boundary: a
+            connector keeps them apart.
     """
 
     tokens: TokenRange
     host_offset_bytes: int = 0
+    groups: tuple[int, ...] | None = None
 
 
 class StorePlan(NamedTuple):

@@ -426,14 +426,17 @@ def test_a_section_of_more_bytes_than_63_bits_hold_is_refused(section_rows: int)
         HostArrangement(DEEPSEEK).check(RowMap.parse(RowMap.of([rows]).packed), 1 << 40)
 
 
-@pytest.mark.parametrize("groups", [[1], [-1], [0, 7]])
-def test_groups_to_load_are_those_of_the_layout(groups: list[int]) -> None:
+@pytest.mark.parametrize("groups", [(1,), (-1,), (0, 7)])
+def test_groups_to_move_are_those_of_the_layout(groups: tuple[int, ...]) -> None:
     """Nothing is needed of a group that does not exist: such a plan would say complete."""
     planner = TransferPlanner(PACKED)
     with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
         planner.plan_load([], TokenRange(0, 16), [[1]], groups)
     with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
         planner.find_missing([], TokenRange(0, 16), groups)
+    for _ in range(2):  # a refusal is not remembered as an empty chunk
+        with pytest.raises(TokenRangeError, match="groups: expected indices in the layout, 0 to 0"):
+            planner.plan_store([PlacedChunk(TokenRange(0, 16), groups=groups)], [[1]])
 
 
 def test_a_load_refuses_groups_that_the_layout_has_not() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,10 +100,13 @@ def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -
 
 @dataclass(frozen=True)
 class Prompt:
-    """Stored in chunks: each at another time, with other pages null by then."""
+    """Stored in chunks: each at another time, with other pages null by then.
+
+    Chunks have no places yet.
+    """
 
     layout: KVLayout
-    chunks: tuple[TokenRange, ...]
+    chunks: tuple[PlacedChunk, ...]
     seed: int
     null_share: float
     load: TokenRange
@@ -114,14 +118,18 @@ def prompts(draw: st.DrawFn) -> Prompt:
     layout = draw(layouts())
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     ends = np.cumsum(lengths).tolist()
+    num_groups = len(layout.groups)
+    # Of full attention and of tails, say, chunks of their own.
+    group_sets = st.sets(st.integers(0, num_groups - 1)).map(lambda some: tuple(sorted(some)))
     chunks = [
-        TokenRange(first, end)
+        PlacedChunk(TokenRange(first, end), groups=draw(st.none() | group_sets))
         for first, end in zip([0, *ends], ends, strict=False)
         if draw(st.integers(0, 5))  # now and then a chunk was not stored
     ]
     for _ in range(draw(st.integers(0, 2))):  # and parts were stored again
         first = draw(st.integers(0, ends[-1] - 1))
-        chunks.append(TokenRange(first, draw(st.integers(first + 1, ends[-1]))))
+        tokens = TokenRange(first, draw(st.integers(first + 1, ends[-1])))
+        chunks.append(PlacedChunk(tokens, groups=draw(st.none() | group_sets)))
     first = draw(st.integers(0, ends[-1] - 1))
     return Prompt(
         layout,
@@ -139,16 +147,18 @@ class HostMemory:
     def __init__(self, prompt: Prompt, states: StatePolicy = StatePolicy.EXACT) -> None:
         layout = prompt.layout
         self.planner = TransferPlanner(layout, states)
-        sizes = [self.planner.chunk_bytes(chunk) for chunk in prompt.chunks]
+        sizes = [self.planner.chunk_bytes(chunk.tokens, chunk.groups) for chunk in prompt.chunks]
         self.bytes = np.full(sum(sizes) + 64 * (len(sizes) + 1), UNTOUCHED, np.uint8)
         self.stored: list[StoredChunk] = []
         self.rows: Rows = set()
         place_bytes = 64
         for number, (chunk, size) in enumerate(zip(prompt.chunks, sizes, strict=True)):
-            ids = random_block_ids(layout, chunk.end, prompt.null_share, prompt.seed + number)
+            tokens = chunk.tokens
+            ids = random_block_ids(layout, tokens.end, prompt.null_share, prompt.seed + number)
             memory = PageMemory(layout)
             memory.fill_pages(ids)
-            plan = self.planner.plan_store([PlacedChunk(chunk, place_bytes)], ids)
+            placed = chunk._replace(host_offset_bytes=place_bytes)
+            plan = self.planner.plan_store([placed], ids)
             assert plan.host_bytes <= place_bytes + size
             before = self.bytes.copy()
             move(memory, self.bytes, plan.planes, plan.runs, to_host=True)
@@ -157,15 +167,18 @@ class HostMemory:
             (row_map,) = plan.row_maps
             self.planner.arrangement.check(RowMap.parse(row_map.packed), size)
             self.stored.append(StoredChunk(row_map, place_bytes))
-            kept = kept_with_page(layout, chunk, ids, states)
+            kept = in_groups(kept_with_page(layout, tokens, ids, states), chunk.groups)
             assert mapped_rows(row_map) == kept
             (missing,) = plan.missing
-            assert missing_rows(layout, missing) == needed(layout, chunk, states) - usable(
-                layout, kept, chunk.end
-            )
+            wanted = in_groups(needed(layout, tokens, states), chunk.groups)
+            assert missing_rows(layout, missing) == wanted - usable(layout, kept, tokens.end)
             assert plan.is_complete is not bool(missing)
             self.rows |= kept
             place_bytes += size + 64
+
+
+def in_groups(rows: Rows, groups: Collection[int] | None) -> Rows:
+    return {each for each in rows if groups is None or each[0] in groups}
 
 
 def mapped_rows(row_map: RowMap) -> Rows:
@@ -258,7 +271,7 @@ def test_a_load_of_some_groups_leaves_the_others_alone(prompt: Prompt, data: st.
         prompt.layout, prompt.load.end, prompt.load_null_share, prompt.seed + 1000
     )
     plan = host.planner.plan_load(host.stored, prompt.load, ids, groups)
-    asked = {each for each in needed(prompt.layout, prompt.load) if each[0] in groups}
+    asked = in_groups(needed(prompt.layout, prompt.load), groups)
     assert_loaded(prompt, host, plan, ids, asked)
 
 
