@@ -3,7 +3,7 @@
 
 Rows are found at each unit of theirs, so that a prompt that parts ways in the middle of a chunk
 still finds what it shares. Where several entries have the rows before a boundary, the key leads to
-the one that begins first; an entry to which no key leads any more is of no use::
+the one that begins first. An entry to which no key leads is of no use::
 
     a prompt ended at B       [kC ....... B)            B leads to it
     the next turn adds        [kC ....... B)[B .. D)    D leads to the second, which begins at B
@@ -14,9 +14,10 @@ Knows nothing of places and of what gives way. Calls take time in proportion to 
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+
+_Table = dict[bytes, list[Entry]]
+"""Mostly one entry per key; where there are more, the one that begins first is the first."""
 
 
 class Index:
@@ -25,20 +26,18 @@ class Index:
     __slots__ = ("_stored", "_storing")
 
     def __init__(self) -> None:
-        self._stored: dict[Kind, dict[bytes, Entry]] = {kind: {} for kind in Kind}
-        # Mostly one; two where a chunk is stored as a whole while a piece of it still is.
-        self._storing: dict[Kind, defaultdict[bytes, list[Entry]]] = {
-            kind: defaultdict(list) for kind in Kind
-        }
+        self._stored: dict[Kind, _Table] = {kind: {} for kind in Kind}
+        self._storing: dict[Kind, _Table] = {kind: {} for kind in Kind}
 
     def stored(self, kind: Kind, key: bytes) -> Entry | None:
         """The STORED entry with what lies before a boundary."""
-        return self._stored[kind].get(key)
+        entries = self._stored[kind].get(key)
+        return entries[0] if entries else None
 
     def storing(self, kind: Kind, key: bytes) -> Entry | None:
         """The same for entries that are being stored."""
         entries = self._storing[kind].get(key)
-        return min(entries, key=_first_tokens) if entries else None
+        return entries[0] if entries else None
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
         """Stored or being stored, whichever begins first."""
@@ -51,29 +50,28 @@ class Index:
         """An entry is going to be stored."""
         table = self._storing[entry.piece.kind]
         for key in entry.keys:
-            table[key].append(entry)
+            _insert(table, key, entry)
 
     def settle(self, entry: Entry) -> list[Entry]:
-        """An entry is stored, and takes over the keys of shorter ones.
+        """An entry is stored, and takes over the keys of entries that begin later.
 
         Returns:
             The entries to which no key leads any more; the entry itself is among them if others
             have been stored that begin no later.
         """
-        self._end_storing(entry)
+        kind = entry.piece.kind
+        for key in entry.keys:
+            _remove(self._storing[kind], key, entry)
         entry.state = EntryState.STORED
-        table = self._stored[entry.piece.kind]
         useless = []
         for key in entry.keys:
-            known = table.get(key)
-            if known is not None:
-                if _first_tokens(known) <= _first_tokens(entry):
-                    continue
-                known.num_leading_keys -= 1
-                if not known.num_leading_keys:
-                    useless.append(known)
-            table[key] = entry
-            entry.num_leading_keys += 1
+            known = self.stored(kind, key)
+            if _insert(self._stored[kind], key, entry):
+                entry.num_leading_keys += 1
+                if known is not None:
+                    known.num_leading_keys -= 1
+                    if not known.num_leading_keys:
+                        useless.append(known)
         if not entry.num_leading_keys:
             useless.append(entry)
         return useless
@@ -82,26 +80,39 @@ class Index:
         """An entry leaves, stored or not.
 
         Returns:
-            The keys that led to it, or would have.
+            Those of its keys that lead to no stored entry.
         """
-        if entry.state is EntryState.STORING:
-            self._end_storing(entry)
-            return list(entry.keys)
-        table = self._stored[entry.piece.kind]
-        dropped = [key for key in entry.keys if table.get(key) is entry]
-        for key in dropped:
-            del table[key]
-        entry.num_leading_keys = 0
-        return dropped
-
-    def _end_storing(self, entry: Entry) -> None:
-        table = self._storing[entry.piece.kind]
+        kind = entry.piece.kind
+        is_stored = entry.state is EntryState.STORED
+        table = (self._stored if is_stored else self._storing)[kind]
         for key in entry.keys:
-            entries = table[key]
-            entries.remove(entry)
-            if not entries:
-                del table[key]
+            was_leading = _remove(table, key, entry)
+            heir = self.stored(kind, key)
+            if is_stored and was_leading and heir is not None:
+                heir.num_leading_keys += 1
+        entry.num_leading_keys = 0
+        return [key for key in entry.keys if self.stored(kind, key) is None]
 
 
 def _first_tokens(entry: Entry) -> int:
     return entry.piece.first_tokens
+
+
+def _insert(table: _Table, key: bytes, entry: Entry) -> bool:
+    """Whether the key leads to the entry from now on."""
+    entries = table.setdefault(key, [])
+    place = 0
+    while place < len(entries) and _first_tokens(entries[place]) <= _first_tokens(entry):
+        place += 1
+    entries.insert(place, entry)
+    return not place
+
+
+def _remove(table: _Table, key: bytes, entry: Entry) -> bool:
+    """Whether the key led to the entry."""
+    entries = table[key]
+    was_leading = entries[0] is entry
+    entries.remove(entry)
+    if not entries:
+        del table[key]
+    return was_leading

@@ -32,7 +32,6 @@ from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
 from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 
-
 OnRemoved = Callable[[Entry, Removal], None]
 
 _SHORTFALLS = {
