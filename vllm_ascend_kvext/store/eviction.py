@@ -68,37 +68,35 @@ class EvictionOrder:
 
     Args:
         protected_bytes: What entries that were loaded may take together and keep their rank.
-        is_orphan: Whether the rows of some tails are gone.
+        has_no_rows: Whether the rows before a boundary, known by its key, are gone, and needed.
     """
 
     __slots__ = (
         "_common",
         "_hit",
-        "_is_orphan",
+        "_has_no_rows",
         "_num_pushed",
         "_num_queued",
         "_protected_bytes",
         "hit_bytes",
     )
 
-    def __init__(self, protected_bytes: int, is_orphan: Callable[[Entry], bool]) -> None:
+    def __init__(self, protected_bytes: int, has_no_rows: Callable[[bytes], bool]) -> None:
         self._protected_bytes = protected_bytes
-        self._is_orphan = is_orphan
+        self._has_no_rows = has_no_rows
         self._common: _Queue = []
         self._hit: _Queue = []
         self._num_queued = self._num_pushed = 0
         self.hit_bytes = 0
 
-    def worth(self, entry: Entry) -> Worth:
-        """What gives way first is least."""
-        rank = _HIT if entry.is_hit else _NEVER_HIT
-        if entry.piece.kind is Kind.TAILS and self._is_orphan(entry):
+    def worth(
+        self, piece: Piece, key: bytes, use: int, number: int, is_hit: bool = False
+    ) -> Worth:
+        """Of an entry that is stored, or going to be; what gives way first is least."""
+        rank = _HIT if is_hit else _NEVER_HIT
+        if piece.kind is Kind.TAILS and self._has_no_rows(key):
             rank = _ORPHAN
-        return _worth(rank, entry.use, entry.piece, entry.number)
-
-    def worth_of_new(self, piece: Piece, use: int, number: int) -> Worth:
-        """What an entry will be worth when it is stored."""
-        return _worth(_NEVER_HIT, use, piece, number)
+        return rank, use, -piece.end_tokens, piece.kind, number
 
     def add(self, entry: Entry) -> None:
         """An entry may have to go, or may be worth less than before."""
@@ -160,7 +158,7 @@ class EvictionOrder:
 
         def is_less_worthy(offset_bytes: int) -> bool:
             entry = entries[offset_bytes]
-            return entry.is_evictable and self.worth(entry) < below
+            return entry.is_evictable and self._worth_of(entry) < below
 
         candidates = self._candidates(below)
         while True:
@@ -204,7 +202,7 @@ class EvictionOrder:
         while queue:
             worth, _, entry = queue[0]
             if entry.queued is worth:
-                if entry.is_evictable and self.worth(entry) == worth:
+                if entry.is_evictable and self._worth_of(entry) == worth:
                     return entry
                 self._unqueue(entry)
                 heapq.heappop(queue)
@@ -214,7 +212,7 @@ class EvictionOrder:
         return None
 
     def _queue(self, entry: Entry) -> None:
-        worth = self.worth(entry)
+        worth = self._worth_of(entry)
         if entry.queued == worth:
             return
         if entry.queued is None:
@@ -235,11 +233,10 @@ class EvictionOrder:
             entry.queued = None
             self._num_queued -= 1
 
+    def _worth_of(self, entry: Entry) -> Worth:
+        return self.worth(entry.piece, entry.key, entry.use, entry.number, entry.is_hit)
+
     def _forget_hit(self, entry: Entry) -> None:
         if entry.is_hit:
             entry.is_hit = False
             self.hit_bytes -= entry.num_bytes
-
-
-def _worth(rank: int, use: int, piece: Piece, number: int) -> Worth:
-    return rank, use, -piece.end_tokens, piece.kind, number

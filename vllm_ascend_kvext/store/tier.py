@@ -79,7 +79,7 @@ class HostTier:
         self._arena = Arena(capacity_bytes)
         self._index = Index()
         self._order = EvictionOrder(
-            int(self._arena.capacity_bytes * protected_share), self._is_orphan
+            int(self._arena.capacity_bytes * protected_share), self._has_no_rows
         )
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
         self._entries: dict[int, Entry] = {}
@@ -185,10 +185,11 @@ class HostTier:
             return []
         return missing_pieces(self._index, self.geometry, prefix, first_tokens, end_tokens)
 
-    def is_worth_storing(self, piece: Piece, num_bytes: int, use: int) -> bool:
+    def is_worth_storing(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> bool:
         """Whether there is room, or could be without evicting what is worth more."""
         return num_bytes <= self.capacity_bytes and (
-            self._has_room(num_bytes) or self._choose(piece, num_bytes, use).victims is not None
+            self._has_room(num_bytes)
+            or self._choose(prefix, piece, num_bytes, use).victims is not None
         )
 
     def begin_store(
@@ -287,8 +288,9 @@ class HostTier:
     def _has_room(self, num_bytes: int) -> bool:
         return self._arena.place_bytes(num_bytes) <= self._arena.largest_hole_bytes
 
-    def _choose(self, piece: Piece, num_bytes: int, use: int) -> Choice:
-        below = self._order.worth_of_new(piece, use, self._num_entries)
+    def _choose(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Choice:
+        key = prefix.key_at(piece.end_tokens)
+        below = self._order.worth(piece, key, use, self._num_entries)
         return self._order.choose(self._arena, self._entries, num_bytes, below)
 
     def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
@@ -298,7 +300,7 @@ class HostTier:
         self.renew(prefix, piece.end_tokens, use)
         if has_room:
             return None
-        choice = self._choose(piece, num_bytes, use)
+        choice = self._choose(prefix, piece, num_bytes, use)
         if choice.victims is None:
             return Refusal.WORTH_LESS if choice.is_outbid else Refusal.NO_ROOM
         for victim in choice.victims:
@@ -350,8 +352,8 @@ class HostTier:
         self._arena.free(entry.offset_bytes)
         self._count_held()
 
-    def _is_orphan(self, entry: Entry) -> bool:
-        return self.geometry.needs_rows and (self._index.present(Kind.ROWS, entry.key) is None)
+    def _has_no_rows(self, key: bytes) -> bool:
+        return self.geometry.needs_rows and self._index.present(Kind.ROWS, key) is None
 
     def _count_held(self) -> None:
         self.counters.entries_held = len(self._entries)

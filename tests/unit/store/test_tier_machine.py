@@ -26,13 +26,18 @@ from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
 
 UNIT_TOKENS = 2
-CHUNK_TOKENS = 8
+CHUNK_TOKENS = 12
 CAPACITY_BYTES = 24 * ALIGNMENT_BYTES
 REASONS = {Removal.EVICTED: Shortfall.EVICTED, Removal.LOAD_FAILED: Shortfall.FAILED}
 
-texts = st.lists(st.sampled_from("aaab"), min_size=1, max_size=12).map(
-    lambda letters: "".join(letter * UNIT_TOKENS for letter in letters)
-)
+
+def text_of(num_units: int, other_unit: int) -> str:
+    """One of a family of prompts that part ways at some unit."""
+    letters = ["b" if unit == other_unit else "a" for unit in range(num_units)]
+    return "".join(letter * UNIT_TOKENS for letter in letters)
+
+
+texts = st.builds(text_of, st.integers(1, 14), st.sampled_from([99, 99, 2, 4, 7]))
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -71,7 +76,7 @@ class TierMachine(RuleBasedStateMachine):
         assert len(set(hit.entries)) == len(hit.entries)
         assert self.model.can_load(hit)
 
-    @rule(text=texts, after=st.integers(0, 8))
+    @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
     def load(self, text: str, after: int) -> None:
         hit = self.tier.look_up(TextPrefix(text), len(text), after)
         load = self.tier.begin_load(hit, self.use)
@@ -86,7 +91,9 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), outcome=st.sampled_from([*LoadOutcome, LoadOutcome.LOADED]))
     def end_load(self, data: st.DataObject, outcome: LoadOutcome) -> None:
-        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self._end_load(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))), outcome)
+
+    def _end_load(self, load: Load, outcome: LoadOutcome) -> None:
         known = [self.model.of(entry) for entry in load.entries]
         self.tier.end_load(load, outcome)
         for each in known:
@@ -106,20 +113,52 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.renew(TextPrefix(text), upto, self.use)
         self.model.renew(text[:upto], self.use)
 
-    @rule(text=texts, first=st.integers(0, 10), sizes=st.tuples(*[st.integers(1, 3)] * 2))
-    def store_what_is_missing(self, text: str, first: int, sizes: tuple[int, int]) -> None:
+    @rule(
+        text=texts,
+        first=st.sampled_from([0, 0, 0, 5, 12]),
+        sizes=st.tuples(*[st.integers(1, 3)] * 2),
+        ends_at_once=st.booleans(),
+    )
+    def store_what_is_missing(
+        self, text: str, first: int, sizes: tuple[int, int], ends_at_once: bool
+    ) -> None:
         prefix = TextPrefix(text)
         for piece in self.tier.missing_pieces(prefix, first, len(text)):
             self._begin_store(prefix, piece, sizes[0])
         self._begin_store(prefix, Piece.tails(len(text)), sizes[1])
+        if ends_at_once:
+            self.end_all_stores()
 
-    @rule(text=texts, first_units=st.integers(0, 11), size=st.integers(1, 24))
+    @rule(
+        text=texts,
+        grown_units=st.integers(1, 3),
+        outcome=st.sampled_from([LoadOutcome.LOADED] * 3 + [LoadOutcome.FAILED]),
+    )
+    def take_a_turn(self, text: str, grown_units: int, outcome: LoadOutcome) -> None:
+        """A request loads what there is, and stores what it adds."""
+        self.next_request()
+        self.load(text, 0)
+        self._end_load(self.loads.pop(), outcome)
+        self.store_what_is_missing(text + "a" * grown_units * UNIT_TOKENS, 0, (1, 2), True)
+
+    @rule(text=texts, first_units=st.integers(0, 11), size=st.sampled_from([1, 2, 5, 24]))
     def store_any_rows(self, text: str, first_units: int, size: int) -> None:
         first = first_units * UNIT_TOKENS
         if (len(text) - 1) // CHUNK_TOKENS * CHUNK_TOKENS <= first < len(text):
             self._begin_store(TextPrefix(text), Piece.rows(first, len(text)), size)
 
-    @rule(data=st.data(), ends_well=st.sampled_from([True, True, True, False]))
+    @rule(data=st.data(), size=st.integers(1, 5), ends_at_once=st.booleans())
+    def store_pieces_as_one(self, data: st.DataObject, size: int, ends_at_once: bool) -> None:
+        pieces = [each for each in self.model.entries if each.piece.first_tokens % CHUNK_TOKENS]
+        rows = [each for each in pieces if each.piece.kind is Kind.ROWS]
+        if rows:
+            text = rows[data.draw(st.integers(0, len(rows) - 1))].text
+            chunk_first = (len(text) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+            self._begin_store(TextPrefix(text), Piece.rows(chunk_first, len(text)), size)
+            if ends_at_once:
+                self.end_all_stores()
+
+    @rule(data=st.data(), ends_well=st.sampled_from([True, True, False]))
     def end_store(self, data: st.DataObject, ends_well: bool) -> None:
         writing = [each for each in self.model.entries if each.is_being_written]
         if not writing:
@@ -134,13 +173,13 @@ class TierMachine(RuleBasedStateMachine):
         for known in [each for each in self.model.entries if each.is_being_written]:
             self._end_store(known, True)
 
-    @rule(is_reset=st.sampled_from([False, False, False, True]))
+    @rule(is_reset=st.sampled_from([False] * 9 + [True]))
     def clear(self, is_reset: bool) -> None:
         if not is_reset:
             return
         self.tier.clear()
         for each in list(self.model.entries):
-            each.state = EntryState.LEAVING
+            each.state, each.is_hit = EntryState.LEAVING, False
             self.model.release(each)
         self.model.lost.clear()
         assert {removal for _, removal in self.removed} <= {Removal.CLEARED}
@@ -165,8 +204,9 @@ class TierMachine(RuleBasedStateMachine):
             for each in self.model.holding(piece.kind, text, [state]):
                 assert each.piece.first_tokens > piece.first_tokens, "it is there already"
         self.model.renew(text, self.use)
-        worth = 1, self.use, -piece.end_tokens, piece.kind, self.tier._num_entries
         model = self.model
+        rank = 0 if model.is_orphan(piece, text) else 1
+        worth = rank, self.use, -piece.end_tokens, piece.kind, self.tier._num_entries
         lesser = [each for each in model.entries if each.is_evictable and model.worth(each) < worth]
         if isinstance(entry, Refusal):
             assert not self.removed

@@ -170,7 +170,7 @@ class ModelTier:
 
     def lose(self, each: ModelEntry, reason: Shortfall | None) -> None:
         """An entry is found no more."""
-        each.state = EntryState.LEAVING
+        each.state, each.is_hit = EntryState.LEAVING, False
         for text in self.texts_of(each):
             if reason is not None and not self.holding(each.piece.kind, text):
                 self.lost[each.piece.kind, text] = reason
@@ -184,11 +184,18 @@ class ModelTier:
     def worth(self, each: ModelEntry) -> tuple[int, ...]:
         """What gives way first is least."""
         rank = 2 if each.is_hit else 1
-        if each.piece.kind is Kind.TAILS and self.geometry.needs_rows:
-            states = (EntryState.STORED, EntryState.STORING)
-            if not self.holding(Kind.ROWS, each.text, states):
-                rank = 0
+        if self.is_orphan(each.piece, each.text):
+            rank = 0
         return rank, each.use, -each.piece.end_tokens, each.piece.kind, each.entry.number
+
+    def is_orphan(self, piece: Piece, text: str) -> bool:
+        """Whether these are tails whose rows are gone."""
+        states = (EntryState.STORED, EntryState.STORING)
+        return (
+            piece.kind is Kind.TAILS
+            and self.geometry.needs_rows
+            and not self.holding(Kind.ROWS, text, states)
+        )
 
     def largest_run_bytes(self, may_free: list[ModelEntry]) -> int:
         """The largest hole that freeing some entries can make."""
