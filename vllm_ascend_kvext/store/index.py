@@ -3,7 +3,7 @@
 
 Rows are found at each unit of theirs, so that a prompt that parts ways in the middle of a chunk
 still finds what it shares. Where several entries have the rows before a boundary, the key leads to
-the one that begins first. An entry to which no key leads is of no use::
+the one that begins first, the longest of several. An entry to which no key leads is of no use::
 
     a prompt ended at B       [kC ....... B)            B leads to it
     the next turn adds        [kC ....... B)[B .. D)    D leads to the second, which begins at B
@@ -17,7 +17,7 @@ from __future__ import annotations
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 
 _Table = dict[bytes, list[Entry]]
-"""Mostly one entry per key; where there are more, the one that begins first is the first."""
+"""Mostly one entry per key; where there are more, the one to which the key leads is the first."""
 
 
 class Index:
@@ -40,11 +40,11 @@ class Index:
         return entries[0] if entries else None
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
-        """Stored or being stored, whichever begins first."""
+        """Stored or being stored, whichever has more of the rows."""
         stored, storing = self.stored(kind, key), self.storing(kind, key)
         if stored is None or storing is None:
             return stored or storing
-        return min(stored, storing, key=_first_tokens)
+        return min(stored, storing, key=_reach)
 
     def begin(self, entry: Entry) -> None:
         """An entry is going to be stored."""
@@ -53,11 +53,11 @@ class Index:
             _insert(table, key, entry)
 
     def settle(self, entry: Entry) -> list[Entry]:
-        """An entry is stored, and takes over the keys of entries that begin later.
+        """An entry is stored, and takes over the keys of entries that have fewer of the rows.
 
         Returns:
             The entries to which no key leads any more; the entry itself is among them if others
-            have been stored that begin no later.
+            have been stored that have all its rows.
         """
         kind = entry.piece.kind
         for key in entry.keys:
@@ -94,15 +94,16 @@ class Index:
         return [key for key in entry.keys if self.stored(kind, key) is None]
 
 
-def _first_tokens(entry: Entry) -> int:
-    return entry.piece.first_tokens
+def _reach(entry: Entry) -> tuple[int, int]:
+    """Of two entries with the same row, the lesser is the better one to read it from."""
+    return entry.piece.first_tokens, -entry.piece.end_tokens
 
 
 def _insert(table: _Table, key: bytes, entry: Entry) -> bool:
     """Whether the key leads to the entry from now on."""
     entries = table.setdefault(key, [])
     place = 0
-    while place < len(entries) and _first_tokens(entries[place]) <= _first_tokens(entry):
+    while place < len(entries) and _reach(entries[place]) <= _reach(entry):
         place += 1
     entries.insert(place, entry)
     return not place

@@ -128,7 +128,10 @@ class ModelTier:
             if not holding:
                 boundary -= self.geometry.unit_tokens
                 continue
-            leading = min(holding, key=lambda each: (each.piece.first_tokens, each.settled))
+            leading = min(
+                holding,
+                key=lambda each: (each.piece.first_tokens, -each.piece.end_tokens, each.settled),
+            )
             if leading.use >= use:
                 return
             leading.use = use
