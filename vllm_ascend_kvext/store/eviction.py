@@ -73,8 +73,8 @@ class EvictionOrder:
 
     __slots__ = (
         "_common",
-        "_hit",
         "_has_no_rows",
+        "_hit",
         "_num_pushed",
         "_num_queued",
         "_protected_bytes",
@@ -89,9 +89,7 @@ class EvictionOrder:
         self._num_queued = self._num_pushed = 0
         self.hit_bytes = 0
 
-    def worth(
-        self, piece: Piece, key: bytes, use: int, number: int, is_hit: bool = False
-    ) -> Worth:
+    def worth(self, piece: Piece, key: bytes, use: int, number: int, is_hit: bool = False) -> Worth:
         """Of an entry that is stored, or going to be; what gives way first is least."""
         rank = _HIT if is_hit else _NEVER_HIT
         if piece.kind is Kind.TAILS and self._has_no_rows(key):

@@ -41,9 +41,7 @@ class SmallTier(HostTier):
         use = self.next_use() if use is None else use
         return self.begin_store(TextPrefix(text), piece, num_places * PLACE_BYTES, use)
 
-    def store(
-        self, text: str, piece: Piece, num_places: int = 1, use: int | None = None
-    ) -> Entry:
+    def store(self, text: str, piece: Piece, num_places: int = 1, use: int | None = None) -> Entry:
         """Of a request of its own unless a use is given."""
         entry = self.begin(text, piece, num_places, use)
         assert isinstance(entry, Entry), entry

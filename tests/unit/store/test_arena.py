@@ -78,9 +78,9 @@ class ArenaMachine(RuleBasedStateMachine):
         for first, end in itertools.combinations(range(len(parts) + 1), 2):
             window = parts[first:end]
             freed = [offset for offset, _ in window if offset in self.places]
-            if center in freed and not fixed & set(freed):
-                if sum(size for _, size in window) >= num_bytes:
-                    windows.append((sum(self.places[offset] for offset in freed), freed))
+            is_large_enough = sum(size for _, size in window) >= num_bytes
+            if is_large_enough and center in freed and not fixed & set(freed):
+                windows.append((sum(self.places[offset] for offset in freed), freed))
         found = self.arena.window_around(center, num_bytes, lambda offset: offset not in fixed)
         if not windows:
             assert found is None
@@ -161,7 +161,9 @@ def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
 @pytest.mark.parametrize("num_bytes", [0, -64, 961])
 def test_a_size_that_cannot_be_is_refused(num_bytes: int) -> None:
     arena = Arena(1000)
-    with pytest.raises(ArenaError, match=rf"from 1 to its capacity of 960 bytes, found {num_bytes}"):
+    with pytest.raises(
+        ArenaError, match=rf"from 1 to its capacity of 960 bytes, found {num_bytes}"
+    ):
         arena.allocate(num_bytes)
     assert arena.used_bytes == 0
 

@@ -247,7 +247,9 @@ def test_the_hashes_of_a_request_are_a_prefix() -> None:
 
 @pytest.mark.parametrize("boundary", [0, 15, 48, -16])
 def test_a_prefix_has_no_key_elsewhere(boundary: int) -> None:
-    with pytest.raises(TierError, match=rf"a multiple of 16 from 16 to 32 tokens, found {boundary}"):
+    with pytest.raises(
+        TierError, match=rf"a multiple of 16 from 16 to 32 tokens, found {boundary}"
+    ):
         HashedPrefix([b"one", b"two"], 16).key_at(boundary)
 
 

@@ -270,7 +270,9 @@ class TierMachine(RuleBasedStateMachine):
         stored = [each for each in self.model.entries if each.state is EntryState.STORED]
         hit = [each for each in stored if each.is_hit]
         while sum(each.size_bytes for each in hit) > CAPACITY_BYTES // 2:
-            evictable = [each for each in hit if each.is_evictable and self.model.worth(each)[0] > 1]
+            evictable = [
+                each for each in hit if each.is_evictable and self.model.worth(each)[0] > 1
+            ]
             if not evictable:
                 break
             least = min(evictable, key=self.model.worth)
@@ -308,9 +310,9 @@ class TierMachine(RuleBasedStateMachine):
         assert len(stored) == sum(counters.stored_entries.values()) - sum(
             counters.removed_entries.values()
         )
-        assert sum(each.size_bytes for each in stored) == sum(
-            counters.stored_bytes.values()
-        ) - sum(counters.removed_bytes.values())
+        assert sum(each.size_bytes for each in stored) == sum(counters.stored_bytes.values()) - sum(
+            counters.removed_bytes.values()
+        )
 
     def teardown(self) -> None:
         """When all transfers have ended, nothing is pinned and only what is stored takes room."""
@@ -337,9 +339,7 @@ GEOMETRIES = {
 @pytest.mark.parametrize("has_one_size", [False, True], ids=["sizes differ", "one size"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_the_tier_does_what_the_model_does(geometry: TierGeometry, has_one_size: bool) -> None:
-    machine = type(
-        "Machine", (TierMachine,), {"geometry": geometry, "has_one_size": has_one_size}
-    )
+    machine = type("Machine", (TierMachine,), {"geometry": geometry, "has_one_size": has_one_size})
     run_state_machine_as_test(
         machine,
         settings=settings(
