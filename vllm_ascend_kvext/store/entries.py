@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Worth = tuple[int, int, int, int, int]
-"""What gives way first compares as least: see ``eviction``."""
+"""What gives way first compares as least: see ``eviction``. Begins with a rank."""
+
+ORPHAN, NEVER_HIT, HIT = range(3)
+"""Ranks: tails whose rows are gone, what was never loaded, what was."""
 
 
 class Kind(enum.IntEnum):
@@ -81,6 +84,7 @@ class Entry:
         is_hit: Whether it has been loaded, and not lost that rank since.
         row_map: What the store reported: opaque here.
         num_leading_keys: How many of the keys lead to it, and not to a longer entry.
+        num_spared: How often it was the turn of this entry to give way, and others did.
         queued: Under which worth the eviction order has it; None if it has not.
     """
 
@@ -96,6 +100,7 @@ class Entry:
     is_hit: bool = False
     row_map: Any = None
     num_leading_keys: int = 0
+    num_spared: int = 0
     queued: Worth | None = field(default=None, repr=False)
 
     @property

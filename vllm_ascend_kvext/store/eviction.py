@@ -18,34 +18,47 @@ be filled.
 A new entry may push out what is worth less than itself, as it will be worth when it is stored. So
 it never takes the place of an entry of rank 3, or of its own prefix.
 
-Entries differ in size, so the first in the order need not make a hole that is large enough. The
-order is followed until some entry, with holes and earlier entries beside it, does; only what lies
-in that hole goes. After `MOST_TRIED` entries without one, any lesser neighbour may go with one of
-these: where thousands of small entries lie among large ones, the order alone would take as many
-steps.
+Entries differ in size, so the first in the order need not make a hole that is large enough:
+
+- The order is followed until some entry, with holes and earlier entries beside it, does.
+- After `MOST_TRIED` entries without one, the first that is large enough by itself goes.
+- If there is none, one of the tried goes together with any lesser neighbours.
+
+Only what lies in that hole goes, and what has been spared `MOST_SPARED` times so: small entries
+that lie alone among large ones would stay for good, and be tried again every time.
 
 Nothing is changed before a hole is found: all or nothing. Costs O(log n) for each entry that is
-tried, amortised, and the neighbours looked at. More than `MOST_TRIED` are tried only where entries
-stand in the way that must stay.
+tried, amortised, and the neighbours looked at. At most `MOST_TRIED_IN_ALL` are tried: where none of
+them can make a hole, because what lies beside them has to stay, the store is refused.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.store.arena import Arena
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece, Worth
+from vllm_ascend_kvext.store.entries import (
+    HIT,
+    NEVER_HIT,
+    ORPHAN,
+    Entry,
+    EntryState,
+    Kind,
+    Piece,
+    Worth,
+)
+from vllm_ascend_kvext.store.worth_queue import WorthQueue
 
-MOST_TRIED = 64
-"""Entries that are tried in order before neighbours may go out of order."""
+MOST_TRIED = 8
+"""Entries that are tried in order before one goes out of order."""
 
-_ORPHAN, _NEVER_HIT, _HIT = range(3)
+MOST_TRIED_IN_ALL = 128
+"""Entries that are tried for one store."""
 
-_Queue = list[tuple[Worth, int, Entry]]
-"""Heaps; the number tells apart what was queued twice with one worth."""
+MOST_SPARED = 8
+"""How often an entry is tried, and stays, while others go."""
 
 
 class Choice(NamedTuple):
@@ -61,175 +74,92 @@ class Choice(NamedTuple):
 
 
 class EvictionOrder:
-    """The entries that may have to go, by worth.
-
-    An entry is queued once. Its worth mostly rises while it is queued; that is seen when its turn
-    comes. Whoever lowers it calls `add` again.
+    """The entries that may have to go.
 
     Args:
         protected_bytes: What entries that were loaded may take together and keep their rank.
         has_no_rows: Whether the rows before a boundary, known by its key, are gone, and needed.
     """
 
-    __slots__ = (
-        "_common",
-        "_has_no_rows",
-        "_hit",
-        "_num_pushed",
-        "_num_queued",
-        "_protected_bytes",
-        "hit_bytes",
-    )
+    __slots__ = ("_has_no_rows", "_protected_bytes", "hit_bytes", "queue")
 
     def __init__(self, protected_bytes: int, has_no_rows: Callable[[bytes], bool]) -> None:
         self._protected_bytes = protected_bytes
         self._has_no_rows = has_no_rows
-        self._common: _Queue = []
-        self._hit: _Queue = []
-        self._num_queued = self._num_pushed = 0
+        self.queue = WorthQueue(self._worth_of)
         self.hit_bytes = 0
 
     def worth(self, piece: Piece, key: bytes, use: int, number: int, is_hit: bool = False) -> Worth:
         """Of an entry that is stored, or going to be; what gives way first is least."""
-        rank = _HIT if is_hit else _NEVER_HIT
+        rank = HIT if is_hit else NEVER_HIT
         if piece.kind is Kind.TAILS and self._has_no_rows(key):
-            rank = _ORPHAN
+            rank = ORPHAN
         return rank, use, -piece.end_tokens, piece.kind, number
 
     def add(self, entry: Entry) -> None:
         """An entry may have to go, or may be worth less than before."""
         if entry.is_evictable:
-            self._queue(entry)
+            self.queue.add(entry)
 
     def note_hit(self, entry: Entry) -> None:
         """An entry has been loaded."""
         if entry.state is EntryState.STORED and not entry.is_hit:
             entry.is_hit = True
+            entry.num_spared = 0
             self.hit_bytes += entry.num_bytes
 
     def shrink_hits(self) -> None:
         """See to it that entries of the highest rank take no more than their share."""
         while self.hit_bytes > self._protected_bytes:
-            entry = self._first(self._hit)
+            entry = self.queue.first(is_hit=True)
             if entry is None:
                 break  # the others are being loaded, and come here when that ends
             self._forget_hit(entry)
-            self._queue(entry)
+            self.queue.add(entry)
 
     def forget(self, entry: Entry) -> None:
         """An entry is not STORED any more."""
         self._forget_hit(entry)
-        self._unqueue(entry)
+        self.queue.discard(entry)
 
     def choose(
         self, arena: Arena, entries: Mapping[int, Entry], num_bytes: int, below: Worth
     ) -> Choice:
-        """What has to go for a place of so many bytes; changes nothing but the queues' order.
+        """What has to go for a place of so many bytes; nothing has gone yet.
 
         Args:
             entries: By the offset of their place.
             below: What is worth this or more stays.
         """
-        tried: list[Entry] = []
-        try:
-            victims = self._victims(arena, entries, num_bytes, below, tried)
-            is_outbid = victims is None and bool(
-                self._first(self._common) or self._first(self._hit)
-            )
-            return Choice(victims, is_outbid)
-        finally:
-            for entry in tried:
-                self.add(entry)
+        search = _Search(arena, entries, num_bytes, below, self)
+        window = search.find_window()
+        is_outbid = window is None and any(self.queue.first(is_hit) for is_hit in (False, True))
+        for entry in search.tried:
+            self.add(entry)
+        if window is None:
+            return Choice(None, is_outbid)
+        victims = dict.fromkeys(entries[offset] for offset in window)
+        for entry in search.spared:
+            entry.num_spared += 1
+            if entry.num_spared > MOST_SPARED:
+                victims[entry] = None
+        return Choice(list(victims), False)
 
-    def _victims(
-        self,
-        arena: Arena,
-        entries: Mapping[int, Entry],
-        num_bytes: int,
-        below: Worth,
-        tried: list[Entry],
-    ) -> list[Entry] | None:
-        tried_offsets: set[int] = set()
-
-        def is_tried(offset_bytes: int) -> bool:
-            return offset_bytes in tried_offsets
-
-        def is_less_worthy(offset_bytes: int) -> bool:
-            entry = entries[offset_bytes]
-            return entry.is_evictable and self._worth_of(entry) < below
-
-        candidates = self._candidates(below)
-        while True:
-            batch: list[Entry] = []
-            for entry in itertools.islice(candidates, MOST_TRIED):
-                batch.append(entry)
-                tried.append(entry)
-                tried_offsets.add(entry.offset_bytes)
-                window = arena.window_around(entry.offset_bytes, num_bytes, is_tried)
-                if window is not None:
-                    return [entries[offset] for offset in window]
-            if not batch:
-                return None
-            windows = [
-                window
-                for entry in batch
-                if (window := arena.window_around(entry.offset_bytes, num_bytes, is_less_worthy))
-            ]
-            if windows:
-                window = min(
-                    windows,
-                    key=lambda offsets: sum(
-                        entries[offset].num_bytes
-                        for offset in offsets
-                        if offset not in tried_offsets
-                    ),
-                )
-                return [entries[offset] for offset in window]
-
-    def _candidates(self, below: Worth) -> Iterator[Entry]:
-        """Entries in order; they are not queued any more."""
-        while (entry := self._first(self._common)) is not None:
+    def take(self, below: Worth, at_least_bytes: int = 0) -> Iterator[Entry]:
+        """Entries in order that were never loaded; they are not queued any more."""
+        while (entry := self.queue.first(False, at_least_bytes)) is not None:
             assert entry.queued is not None
             if entry.queued >= below:
                 return
-            self._unqueue(entry)
+            self.queue.discard(entry)
             yield entry
 
-    def _first(self, queue: _Queue) -> Entry | None:
-        """The first entry of a queue; drops and moves what does not belong there."""
-        while queue:
-            worth, _, entry = queue[0]
-            if entry.queued is worth:
-                if entry.is_evictable and self._worth_of(entry) == worth:
-                    return entry
-                self._unqueue(entry)
-                heapq.heappop(queue)
-                self.add(entry)
-            else:
-                heapq.heappop(queue)
-        return None
+    def is_lesser(self, entry: Entry, below: Worth) -> bool:
+        """Whether an entry may go for something that is worth so much."""
+        return entry.is_evictable and self._worth_of(entry) < below
 
-    def _queue(self, entry: Entry) -> None:
-        worth = self._worth_of(entry)
-        if entry.queued == worth:
-            return
-        if entry.queued is None:
-            self._num_queued += 1
-        entry.queued = worth
-        self._num_pushed += 1
-        heapq.heappush(
-            self._hit if worth[0] == _HIT else self._common, (worth, self._num_pushed, entry)
-        )
-        if len(self._common) + len(self._hit) > 2 * self._num_queued + MOST_TRIED:
-            for queue in (self._common, self._hit):
-                queue[:] = [each for each in queue if each[2].queued is each[0]]
-                heapq.heapify(queue)
-
-    def _unqueue(self, entry: Entry) -> None:
-        """Its place in a queue is not valid any more, and is dropped when its turn comes."""
-        if entry.queued is not None:
-            entry.queued = None
-            self._num_queued -= 1
+    def greatest_worth(self, entries: Iterable[Entry]) -> Worth:
+        return max(self._worth_of(entry) for entry in entries)
 
     def _worth_of(self, entry: Entry) -> Worth:
         return self.worth(entry.piece, entry.key, entry.use, entry.number, entry.is_hit)
@@ -238,3 +168,69 @@ class EvictionOrder:
         if entry.is_hit:
             entry.is_hit = False
             self.hit_bytes -= entry.num_bytes
+
+
+class _Search:
+    """For entries that make a hole; see the module's words on sizes."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        entries: Mapping[int, Entry],
+        num_bytes: int,
+        below: Worth,
+        order: EvictionOrder,
+    ) -> None:
+        self._arena = arena
+        self._entries = entries
+        self._num_bytes = num_bytes
+        self._below = below
+        self._order = order
+        self._offsets: set[int] = set()
+        self.tried: list[Entry] = []
+        self.spared: list[Entry] = []
+
+    def find_window(self) -> list[int] | None:
+        """Offsets of places. What was tried is not queued any more."""
+        while len(self.tried) < MOST_TRIED_IN_ALL:
+            num_tried = len(self.tried)
+            window = self._try(self._order.take(self._below))
+            self.spared += self.tried[num_tried:]
+            if window is None and len(self.tried) == num_tried + MOST_TRIED:
+                window = self._try(self._order.take(self._below, self._num_bytes))
+            if window is None:
+                window = self._widen(self.tried[num_tried:])
+            if window is not None or len(self.tried) == num_tried:
+                return window
+        return None
+
+    def _try(self, candidates: Iterator[Entry]) -> list[int] | None:
+        """A window of nothing but what was tried."""
+        for entry in itertools.islice(candidates, MOST_TRIED):
+            self.tried.append(entry)
+            self._offsets.add(entry.offset_bytes)
+            window = self._arena.window_around(
+                entry.offset_bytes, self._num_bytes, self._offsets.__contains__
+            )
+            if window is not None:
+                return window
+        return None
+
+    def _widen(self, tried: list[Entry]) -> list[int] | None:
+        """The window of lesser entries around a tried one in which none is worth much."""
+        windows = [
+            window
+            for entry in tried
+            if (
+                window := self._arena.window_around(
+                    entry.offset_bytes, self._num_bytes, self._is_lesser
+                )
+            )
+        ]
+        return min(windows, key=self._greatest_worth, default=None)
+
+    def _is_lesser(self, offset_bytes: int) -> bool:
+        return self._order.is_lesser(self._entries[offset_bytes], self._below)
+
+    def _greatest_worth(self, window: list[int]) -> Worth:
+        return self._order.greatest_worth(self._entries[offset] for offset in window)

@@ -163,7 +163,7 @@ class HostTier:
             return
         boundary = self.geometry.floor(min(upto_tokens, prefix.num_tokens))
         while boundary > 0:
-            entry = self._index.stored(Kind.ROWS, prefix.key_at(boundary))
+            entry = self._index.present(Kind.ROWS, prefix.key_at(boundary))
             if entry is None:
                 boundary -= self.geometry.unit_tokens
                 continue

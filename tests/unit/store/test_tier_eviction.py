@@ -236,9 +236,9 @@ def test_the_order_does_not_grow_with_what_comes_and_goes() -> None:
             tier.load(text_of(number), LoadOutcome.LOADED if number % 3 else LoadOutcome.FAILED)
         else:
             store_chunk(tier, number)
-    order = tier._order
-    assert len(order._common) + len(order._hit) <= 2 * 10 + MOST_TRIED
-    assert order._num_queued == tier.counters.entries_held
+    queue = tier._order.queue
+    assert queue.num_items <= 2 * 10 + 64
+    assert queue.num_queued == tier.counters.entries_held
 
 
 # Transfers.

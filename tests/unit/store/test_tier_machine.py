@@ -20,6 +20,7 @@ from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPr
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.errors import TierError
+from vllm_ascend_kvext.store.eviction import MOST_SPARED
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
@@ -223,6 +224,8 @@ class TierMachine(RuleBasedStateMachine):
             window = [each.span for each in victims]
             for outer in (min(window), max(window)):
                 others = [each for each in victims if each.span != outer]
+                if next(e for e in victims if e.span == outer).entry.num_spared > MOST_SPARED:
+                    continue
                 assert model.largest_run_bytes(others) < size_bytes, "one goes without need"
         self._follow_removals({Removal.EVICTED})
         model.entries.append(ModelEntry(entry, piece, text, size_bytes, self.use))

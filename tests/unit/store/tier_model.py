@@ -121,16 +121,23 @@ class ModelTier:
             self.lost.pop((each.piece.kind, text), None)
 
     def renew(self, text: str, use: int) -> None:
-        """All stored rows of a prefix, up to the first that has been renewed."""
+        """All rows of a prefix, on their way as well, up to the first that has been renewed."""
         boundary = len(text) - len(text) % self.geometry.unit_tokens
         while boundary > 0 and self.geometry.needs_rows:
-            holding = self.holding(Kind.ROWS, text[:boundary])
+            states = (EntryState.STORED, EntryState.STORING)
+            holding = self.holding(Kind.ROWS, text[:boundary], states)
             if not holding:
                 boundary -= self.geometry.unit_tokens
                 continue
             leading = min(
                 holding,
-                key=lambda each: (each.piece.first_tokens, -each.piece.end_tokens, each.settled),
+                key=lambda each: (
+                    each.piece.first_tokens,
+                    -each.piece.end_tokens,
+                    each.state is EntryState.STORING,
+                    each.settled,
+                    each.entry.number,
+                ),
             )
             if leading.use >= use:
                 return
