@@ -12,7 +12,7 @@ from unit.store.tier_model import TextPrefix
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.errors import TierError
-from vllm_ascend_kvext.store.eviction import MOST_TRIED
+from vllm_ascend_kvext.store.eviction import MOST_SPARED, MOST_TRIED, MOST_TRIED_IN_ALL
 from vllm_ascend_kvext.store.loads import LoadOutcome
 
 CHUNK = Piece.rows(0, 12)
@@ -215,18 +215,55 @@ def test_only_what_lies_in_the_new_place_goes() -> None:
     assert tier.evicted()[2:] == [entries[1]], "what was tried is still the first in order"
 
 
-def test_after_many_tries_a_lesser_neighbour_goes_out_of_order() -> None:
-    num_small = MOST_TRIED + 10
-    tier = SmallTier(3 * num_small)
-    # Small entries, each between two places of large ones that were used later.
+def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry], list[Entry]]:
+    """Small entries, each alone between two that are larger and were used later."""
     uses = [tier.next_use() for _ in range(2 * num_small)]
+    small, large = [], []
     for number in range(num_small):
-        tier.store(text_of(number), CHUNK, 1, uses[number])
-        tier.store(text_of(1000 + number), CHUNK, 2, uses[num_small + number])
+        small.append(tier.store(text_of(number), CHUNK, 1, uses[number]))
+        large.append(tier.store(text_of(1000 + number), CHUNK, 2, uses[num_small + number]))
+    return small, large
+
+
+def test_after_many_tries_what_is_large_enough_by_itself_goes() -> None:
+    num_small = 3 * MOST_TRIED
+    tier = SmallTier(3 * num_small)
+    _, large = store_small_among_large(tier, num_small)
+    for number in range(3):
+        tier.store(text_of(5000 + number), CHUNK, 2)
+    assert tier.evicted() == large[:3]
+
+
+def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
+    num_small = 3 * MOST_TRIED
+    tier = SmallTier(3 * num_small)
+    small, large = store_small_among_large(tier, num_small)
     tier.store(text_of(5000), CHUNK, 3)
-    small, large = tier.evicted()
-    assert (small.num_bytes, large.num_bytes) == (64, 128)
-    assert small.use <= uses[MOST_TRIED]
+    assert tier.evicted() == [small[0], large[0]]
+
+
+def test_small_entries_are_not_spared_for_ever() -> None:
+    num_small = 3 * MOST_TRIED
+    tier = SmallTier(3 * num_small)
+    small, large = store_small_among_large(tier, num_small)
+    for number in range(MOST_SPARED):
+        tier.store(text_of(5000 + number), CHUNK, 2)
+    assert tier.evicted() == large[:MOST_SPARED]
+    tier.store(text_of(6000), CHUNK, 2)
+    assert set(tier.evicted()[MOST_SPARED:]) == {*small[:MOST_TRIED], large[MOST_SPARED]}
+
+
+def test_the_search_for_a_place_ends_where_everything_around_has_to_stay() -> None:
+    num_small = MOST_TRIED_IN_ALL + 2
+    tier = SmallTier(3 * num_small, protected_share=1)
+    store_small_among_large(tier, num_small)
+    for number in range(num_small - 1):
+        tier.load(text_of(1000 + number))
+    # The last small and large entry would do, and lie behind too many others.
+    assert tier.begin(text_of(5000), CHUNK, 3) is Refusal.WORTH_LESS
+    for number in range(MOST_TRIED_IN_ALL // 2):
+        tier.load(text_of(number))
+    assert isinstance(tier.begin(text_of(5000), CHUNK, 3), Entry)
 
 
 def test_the_order_does_not_grow_with_what_comes_and_goes() -> None:
