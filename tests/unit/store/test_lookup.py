@@ -7,6 +7,7 @@ import pytest
 from unit.store.small_tier import SmallTier
 from unit.store.tier_model import TextPrefix
 
+from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.loads import LoadOutcome
@@ -142,6 +143,17 @@ def test_a_chunk_in_too_many_pieces_is_stored_as_one_and_they_go() -> None:
     assert [entry.piece.end_tokens for entry, _ in tier.removed] == [2, 4, 6, 8]
     assert tier.counters.entries_held == 1
     assert tier.find(PROMPT[:6] + "another").entries == (whole,)
+
+
+def test_a_piece_that_overlaps_another_stays_while_it_has_rows_of_its_own() -> None:
+    tier = SmallTier()
+    tier.store(PROMPT, Piece.rows(4, 10))
+    for _ in range(2):
+        first = tier.store(PROMPT, Piece.rows(0, 8))
+        assert tier.find(PROMPT[:10]).boundary_tokens == 10
+        assert tier.find(PROMPT[:8]).entries == (first,)
+        tier._remove(first, Removal.LOAD_FAILED)
+        assert tier.find(PROMPT[:8], after_tokens=4).boundary_tokens == 8
 
 
 def test_what_is_being_stored_is_not_missing() -> None:

@@ -260,6 +260,9 @@ class TierMachine(RuleBasedStateMachine):
         for entry, removal in self.removed:
             assert removal is Removal.REPLACED
             assert entry is not known.entry
+            replaced = self.model.of(entry)
+            for text in self.model.texts_of(replaced):
+                assert len(self.model.holding(replaced.piece.kind, text)) > 1, "it was of use"
         self._follow_removals({Removal.REPLACED})
 
     def _follow_removals(self, allowed: set[Removal]) -> None:
