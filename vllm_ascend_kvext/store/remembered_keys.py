@@ -42,8 +42,5 @@ class RememberedKeys(Generic[Value]):
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
-    def forget(self, key: bytes) -> None:
-        self._values.pop(key, None)
-
     def clear(self) -> None:
         self._values.clear()

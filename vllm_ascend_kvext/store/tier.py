@@ -248,8 +248,6 @@ class HostTier:
         entry.row_map = row_map
         self.counters.stored_entries[kind] += 1
         self.counters.stored_bytes[kind] += entry.num_bytes
-        for key in entry.keys:
-            self._lost[kind].forget(key)
         for useless in self._index.settle(entry):
             self._remove(useless, Removal.REPLACED, is_known=useless is not entry)
         self._order.add(entry)

@@ -164,6 +164,13 @@ def test_what_is_loaded_or_stored_never_gives_way() -> None:
     assert storing not in tier.evicted()
 
 
+def test_a_load_by_the_request_that_stored_it_keeps_an_entry() -> None:
+    tier = SmallTier(1)
+    entry = store_chunk(tier, 0)
+    assert tier.begin_load(tier.find(text_of(0)), entry.use) is not None
+    assert tier.begin(text_of(1), CHUNK) is Refusal.NO_ROOM
+
+
 def test_nothing_is_evicted_for_a_place_that_cannot_be_had() -> None:
     tier = SmallTier(3)
     for number in range(3):
@@ -235,11 +242,22 @@ def test_after_many_tries_what_is_large_enough_by_itself_goes() -> None:
 
 
 def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
-    num_small = 3 * MOST_TRIED
+    num_small = MOST_TRIED_IN_ALL
     tier = SmallTier(3 * num_small)
     small, large = store_small_among_large(tier, num_small)
     tier.store(text_of(5000), CHUNK, 3)
     assert tier.evicted() == [small[0], large[0]]
+
+
+def test_a_neighbour_that_is_being_loaded_does_not_go_along() -> None:
+    num_small = MOST_TRIED_IN_ALL
+    tier = SmallTier(3 * num_small)
+    _, large = store_small_among_large(tier, num_small)
+    loads = [tier.begin_load(tier.find(text_of(1000)), large[0].use) for _ in range(2)]
+    tier.store(text_of(5000), CHUNK, 3)
+    assert large[0] not in tier.evicted()
+    assert len(tier.evicted()) == 2
+    assert all(loads)
 
 
 def test_small_entries_are_not_spared_for_ever() -> None:

@@ -117,8 +117,6 @@ class ModelTier:
         """An entry is stored."""
         self.num_settled += 1
         each.state, each.settled = EntryState.STORED, self.num_settled
-        for text in self.texts_of(each):
-            self.lost.pop((each.piece.kind, text), None)
 
     def renew(self, text: str, use: int) -> None:
         """All rows of a prefix, on their way as well, up to the first that has been renewed."""
