@@ -213,6 +213,9 @@ def test_what_gave_way_was_evicted_until_it_is_stored_again() -> None:
     assert tier.find(PROMPT[:8] + "an end").shortfall is Shortfall.EVICTED
     tier.store(PROMPT, Piece.rows(0, 12))
     assert tier.find(PROMPT, 12).shortfall is None
+    assert tier.find("another text").shortfall is Shortfall.EVICTED
+    tier.clear()
+    assert tier.find("another text").shortfall is Shortfall.NEVER_STORED
 
 
 def test_a_store_that_failed_is_told() -> None:

@@ -311,6 +311,16 @@ def test_an_entry_is_a_hit_once_it_is_stored_and_not_stored_twice() -> None:
     assert entry.row_map == "rows"
 
 
+def test_a_store_that_a_longer_one_overtook_is_dropped_and_not_reported() -> None:
+    tier = SmallTier()
+    short, whole = tier.begin(text_of(0), Piece.rows(0, 4)), tier.begin(text_of(0), CHUNK)
+    assert isinstance(short, Entry) and isinstance(whole, Entry)
+    assert tier.finish_store(whole)
+    assert not tier.finish_store(short)
+    assert (tier.removed, tier.counters.bytes_held) == ([], 64)
+    assert tier.counters.removed_entries[Removal.REPLACED] == 1
+
+
 def test_a_failed_store_gives_its_place_back_at_once() -> None:
     tier = SmallTier(1)
     entry = tier.begin(text_of(0), CHUNK)
