@@ -65,11 +65,13 @@ class Choice(NamedTuple):
     """What has to go; None if that is not possible.
 
     Attributes:
-        victims: In the order of their places.
+        victims: What lies in the hole, and what has been spared too often.
+        spared: Whose turn it was.
         is_outbid: Where nothing can go: whether entries that are worth more are the reason.
     """
 
     victims: list[Entry] | None
+    spared: list[Entry]
     is_outbid: bool
 
 
@@ -125,7 +127,7 @@ class EvictionOrder:
     def choose(
         self, arena: Arena, entries: Mapping[int, Entry], num_bytes: int, below: Worth
     ) -> Choice:
-        """What has to go for a place of so many bytes; nothing has gone yet.
+        """What has to go for a place of so many bytes; changes nothing.
 
         Args:
             entries: By the offset of their place.
@@ -137,13 +139,11 @@ class EvictionOrder:
         for entry in search.tried:
             self.add(entry)
         if window is None:
-            return Choice(None, is_outbid)
-        victims = dict.fromkeys(entries[offset] for offset in window)
-        for entry in search.spared:
-            entry.num_spared += 1
-            if entry.num_spared > MOST_SPARED:
-                victims[entry] = None
-        return Choice(list(victims), False)
+            return Choice(None, [], is_outbid)
+        victims = [entries[offset] for offset in window]
+        spared = [entry for entry in search.spared if entry not in victims]
+        victims += [entry for entry in spared if entry.num_spared >= MOST_SPARED]
+        return Choice(victims, spared, False)
 
     def take(self, below: Worth, at_least_bytes: int = 0) -> Iterator[Entry]:
         """Entries in order that were never loaded; they are not queued any more."""

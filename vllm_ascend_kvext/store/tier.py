@@ -186,11 +186,11 @@ class HostTier:
         return missing_pieces(self._index, self.geometry, prefix, first_tokens, end_tokens)
 
     def is_worth_storing(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> bool:
-        """Whether there is room, or could be without evicting what is worth more."""
-        return num_bytes <= self.capacity_bytes and (
-            self._has_room(num_bytes)
-            or self._choose(prefix, piece, num_bytes, use).victims is not None
-        )
+        """Whether there is room, or could be without evicting what is worth more.
+
+        Renews the rows before the piece, as `begin_store` does; changes nothing else.
+        """
+        return not isinstance(self._find_room(prefix, piece, num_bytes, use), Refusal)
 
     def begin_store(
         self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
@@ -283,25 +283,29 @@ class HostTier:
             return Refusal.BEING_STORED
         return None
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return self._arena.place_bytes(num_bytes) <= self._arena.largest_hole_bytes
-
-    def _choose(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Choice:
-        key = prefix.key_at(piece.end_tokens)
-        below = self._order.worth(piece, key, use, self._num_entries)
-        return self._order.choose(self._arena, self._entries, num_bytes, below)
-
-    def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
+    def _find_room(
+        self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
+    ) -> Choice | Refusal:
+        """What has to go; nothing if there is a hole."""
         if num_bytes > self.capacity_bytes:
             return Refusal.NO_ROOM
-        has_room = self._has_room(num_bytes)
+        place_bytes = self._arena.place_bytes(num_bytes)
         self.renew(prefix, piece.end_tokens, use)
-        if has_room:
-            return None
-        choice = self._choose(prefix, piece, num_bytes, use)
+        if place_bytes <= self._arena.largest_hole_bytes:
+            return Choice([], [], False)
+        worth = self._order.worth(piece, prefix.key_at(piece.end_tokens), use, self._num_entries)
+        choice = self._order.choose(self._arena, self._entries, place_bytes, worth)
         if choice.victims is None:
             return Refusal.WORTH_LESS if choice.is_outbid else Refusal.NO_ROOM
-        for victim in choice.victims:
+        return choice
+
+    def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
+        choice = self._find_room(prefix, piece, num_bytes, use)
+        if isinstance(choice, Refusal):
+            return choice
+        for entry in choice.spared:
+            entry.num_spared += 1
+        for victim in choice.victims or ():
             self._remove(victim, Removal.EVICTED)
         return None
 
