@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
-from unit.store.small_tier import SmallTier
+from unit.store.small_tier import PLACE_BYTES, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal, Removal
@@ -410,6 +411,36 @@ def test_a_piece_that_is_cut_wrong_is_refused(piece: Piece) -> None:
 def test_a_share_is_a_share(share: float) -> None:
     with pytest.raises(TierError, match="from 0 to 1"):
         SmallTier(protected_share=share)
+
+
+def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None:
+    """Conversations grow: chunks, pieces of any size, and tails larger than a chunk."""
+    tier = SmallTier(3000, needs_tails=True)
+    chance = random.Random(0)
+    lengths: dict[int, int] = {}
+    least_held_bytes = tier.capacity_bytes
+    for number in range(600):
+        grown = list(lengths)[-40:]
+        name = chance.choice(grown) if grown and chance.random() < 0.6 else number
+        lengths[name] = lengths.get(name, 0) + UNIT_TOKENS * chance.randrange(3, 30)
+        prefix = TextPrefix(chr(256 + name) * lengths[name])
+        use = tier.next_use()
+        load = tier.begin_load(tier.look_up(prefix, prefix.num_tokens), use)
+        assert load is not None
+        tier.end_load(load)
+        entries = []
+        for piece in tier.missing_pieces(prefix, 0, prefix.num_tokens):
+            num_units = (piece.end_tokens - piece.first_tokens) // UNIT_TOKENS
+            entries.append(tier.begin_store(prefix, piece, num_units * PLACE_BYTES, use))
+        tails = Piece.tails(prefix.num_tokens)
+        entries.append(tier.begin_store(prefix, tails, 11 * PLACE_BYTES, use))
+        for entry in entries:
+            assert isinstance(entry, Entry)
+            tier.finish_store(entry)
+        if number > 300:
+            least_held_bytes = min(least_held_bytes, tier.counters.bytes_held)
+    assert tier.counters.removed_entries[Removal.EVICTED] > 1000
+    assert least_held_bytes > 0.9 * tier.capacity_bytes
 
 
 def test_the_same_calls_lead_to_the_same_offsets() -> None:
