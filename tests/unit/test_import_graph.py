@@ -31,11 +31,21 @@ ALLOWED = {
     "prefix_cache": {"groups"},
     "retention": {"groups", "prefix_cache", "native"},
     "settings": {"errors", "features"},
+    "store": {"layout", "transfer", "groups", "errors"},
     "transfer": {"errors", "settings", "native"},
 }
 """What each part of the package may import; parts that are not listed may import all of these."""
 
-NO_VLLM = ("groups", "layout", "prefix_cache", "retention", "transfer", "settings", "features")
+NO_VLLM = (
+    "groups",
+    "layout",
+    "prefix_cache",
+    "retention",
+    "store",
+    "transfer",
+    "settings",
+    "features",
+)
 PATCHES = {
     "upstream": set(),
     "fast_prefix_cache": {"upstream"},

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier of a few places, and what requests do with it in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unit.store.tier_model import TextPrefix
+
+from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.loads import LoadOutcome
+from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.tier import HostTier
+
+UNIT_TOKENS = 2
+CHUNK_TOKENS = 12
+PLACE_BYTES = 64
+
+
+class SmallTier(HostTier):
+    """Chunks of 12 tokens, units of 2. An entry takes one place unless said otherwise.
+
+    Attributes:
+        removed: What the tier has reported.
+    """
+
+    def __init__(self, num_places: int = 100, needs_tails: bool = False, **options: Any) -> None:
+        self.removed: list[tuple[Entry, Removal]] = []
+        super().__init__(
+            num_places * PLACE_BYTES,
+            TierGeometry(CHUNK_TOKENS, UNIT_TOKENS, needs_tails=needs_tails),
+            on_removed=lambda entry, removal: self.removed.append((entry, removal)),
+            **options,
+        )
+
+    def begin(
+        self, text: str, piece: Piece, num_places: int = 1, use: int | None = None
+    ) -> Entry | Refusal:
+        use = self.next_use() if use is None else use
+        return self.begin_store(TextPrefix(text), piece, num_places * PLACE_BYTES, use)
+
+    def store(self, text: str, piece: Piece, num_places: int = 1, use: int | None = None) -> Entry:
+        """Of a request of its own unless a use is given."""
+        entry = self.begin(text, piece, num_places, use)
+        assert isinstance(entry, Entry), entry
+        self.finish_store(entry)
+        return entry
+
+    def store_prefix(self, text: str) -> list[Entry]:
+        """All rows of a text, and tails at its end if the model has any."""
+        use = self.next_use()
+        pieces = self.missing_pieces(TextPrefix(text), 0, len(text))
+        if self.geometry.needs_tails:
+            pieces.append(Piece.tails(len(text)))
+        return [self.store(text, piece, use=use) for piece in pieces]
+
+    def find(self, text: str, limit_tokens: int | None = None, after_tokens: int = 0) -> Hit:
+        limit_tokens = len(text) if limit_tokens is None else limit_tokens
+        return self.look_up(TextPrefix(text), limit_tokens, after_tokens)
+
+    def load(self, text: str, outcome: LoadOutcome = LoadOutcome.LOADED) -> Hit:
+        """Of a request of its own."""
+        hit = self.find(text)
+        load = self.begin_load(hit, self.next_use())
+        assert load is not None
+        self.end_load(load, outcome)
+        return hit
+
+    def evicted(self) -> list[Entry]:
+        return [entry for entry, removal in self.removed if removal is Removal.EVICTED]

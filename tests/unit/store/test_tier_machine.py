@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier under random calls, against one that looks at everything there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
+
+from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
+from vllm_ascend_kvext.store.errors import TierError
+from vllm_ascend_kvext.store.eviction import MOST_SPARED
+from vllm_ascend_kvext.store.loads import Load, LoadOutcome
+from vllm_ascend_kvext.store.lookup import Shortfall
+from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.tier import HostTier
+
+UNIT_TOKENS = 2
+CHUNK_TOKENS = 12
+CAPACITY_BYTES = 24 * ALIGNMENT_BYTES
+REASONS = {Removal.EVICTED: Shortfall.EVICTED, Removal.LOAD_FAILED: Shortfall.FAILED}
+
+
+def text_of(num_units: int, other_unit: int) -> str:
+    """One of a family of prompts that part ways at some unit."""
+    letters = ["b" if unit == other_unit else "a" for unit in range(num_units)]
+    return "".join(letter * UNIT_TOKENS for letter in letters)
+
+
+texts = st.builds(text_of, st.integers(1, 14), st.sampled_from([99, 99, 2, 4, 7]))
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Prompts that share prefixes are stored, looked up and loaded; transfers fail; resets come."""
+
+    geometry: TierGeometry
+    has_one_size = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removed: list[tuple[Entry, Removal]] = []
+        self.tier = HostTier(
+            CAPACITY_BYTES,
+            self.geometry,
+            protected_share=0.5,
+            on_removed=lambda entry, removal: self.removed.append((entry, removal)),
+        )
+        self.model = ModelTier(self.geometry, CAPACITY_BYTES)
+        self.loads: list[Load] = []
+        self.use = 0
+
+    # What a request does.
+
+    @rule()
+    def next_request(self) -> None:
+        use = self.tier.next_use()
+        assert use > self.use
+        self.use = use
+
+    @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
+    def look_up(self, text: str, limit: int, after: int) -> None:
+        prefix = TextPrefix(text)
+        hit = self.tier.look_up(prefix, limit, after)
+        assert (hit.boundary_tokens, hit.shortfall) == self.model.find(prefix, limit, after)
+        assert bool(hit.entries) == (hit.num_tokens > 0)
+        assert len(set(hit.entries)) == len(hit.entries)
+        assert self.model.can_load(hit)
+
+    @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
+    def load(self, text: str, after: int) -> None:
+        hit = self.tier.look_up(TextPrefix(text), len(text), after)
+        load = self.tier.begin_load(hit, self.use)
+        assert load is not None
+        self.model.renew(text[: hit.boundary_tokens], self.use)
+        for entry in load.entries:
+            known = self.model.of(entry)
+            known.num_pins += 1
+            known.use = max(known.use, self.use)
+        self.loads.append(load)
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), outcome=st.sampled_from([*LoadOutcome, LoadOutcome.LOADED]))
+    def end_load(self, data: st.DataObject, outcome: LoadOutcome) -> None:
+        self._end_load(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))), outcome)
+
+    def _end_load(self, load: Load, outcome: LoadOutcome) -> None:
+        known = [self.model.of(entry) for entry in load.entries]
+        self.tier.end_load(load, outcome)
+        for each in known:
+            each.num_pins -= 1
+            if outcome is LoadOutcome.LOADED and each.state is EntryState.STORED:
+                each.is_hit = True
+            self.model.release(each)
+        self._follow_removals({Removal.LOAD_FAILED} if outcome is LoadOutcome.FAILED else set())
+        if outcome is LoadOutcome.FAILED:
+            assert not any(each.state is EntryState.STORED for each in known)
+        self._follow_ranks()
+        with pytest.raises(TierError, match="has ended before"):
+            self.tier.end_load(load, outcome)
+
+    @rule(text=texts, upto=st.integers(0, 30))
+    def renew(self, text: str, upto: int) -> None:
+        self.tier.renew(TextPrefix(text), upto, self.use)
+        self.model.renew(text[:upto], self.use)
+
+    @rule(
+        text=texts,
+        first=st.sampled_from([0, 0, 0, 5, 12]),
+        sizes=st.tuples(*[st.integers(1, 3)] * 2),
+        ends_at_once=st.booleans(),
+    )
+    def store_what_is_missing(
+        self, text: str, first: int, sizes: tuple[int, int], ends_at_once: bool
+    ) -> None:
+        prefix = TextPrefix(text)
+        for piece in self.tier.missing_pieces(prefix, first, len(text)):
+            self._begin_store(prefix, piece, sizes[0])
+        self._begin_store(prefix, Piece.tails(len(text)), sizes[1])
+        if ends_at_once:
+            self.end_all_stores()
+
+    @rule(
+        text=texts,
+        grown_units=st.integers(1, 3),
+        outcome=st.sampled_from([LoadOutcome.LOADED] * 3 + [LoadOutcome.FAILED]),
+    )
+    def take_a_turn(self, text: str, grown_units: int, outcome: LoadOutcome) -> None:
+        """A request loads what there is, and stores what it adds."""
+        self.next_request()
+        self.load(text, 0)
+        self._end_load(self.loads.pop(), outcome)
+        self.store_what_is_missing(text + "a" * grown_units * UNIT_TOKENS, 0, (1, 2), True)
+
+    @rule(text=texts, first_units=st.integers(0, 11), size=st.sampled_from([1, 2, 5, 24]))
+    def store_any_rows(self, text: str, first_units: int, size: int) -> None:
+        first = first_units * UNIT_TOKENS
+        if (len(text) - 1) // CHUNK_TOKENS * CHUNK_TOKENS <= first < len(text):
+            self._begin_store(TextPrefix(text), Piece.rows(first, len(text)), size)
+
+    @rule(data=st.data(), size=st.integers(1, 5), ends_at_once=st.booleans())
+    def store_pieces_as_one(self, data: st.DataObject, size: int, ends_at_once: bool) -> None:
+        pieces = [each for each in self.model.entries if each.piece.first_tokens % CHUNK_TOKENS]
+        rows = [each for each in pieces if each.piece.kind is Kind.ROWS]
+        if rows:
+            text = rows[data.draw(st.integers(0, len(rows) - 1))].text
+            chunk_first = (len(text) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+            self._begin_store(TextPrefix(text), Piece.rows(chunk_first, len(text)), size)
+            if ends_at_once:
+                self.end_all_stores()
+
+    @rule(data=st.data(), ends_well=st.sampled_from([True, True, False]))
+    def end_store(self, data: st.DataObject, ends_well: bool) -> None:
+        writing = [each for each in self.model.entries if each.is_being_written]
+        if not writing:
+            return
+        known = writing[data.draw(st.integers(0, len(writing) - 1))]
+        self._end_store(known, ends_well)
+        with pytest.raises(TierError, match="end each store once"):
+            self.tier.finish_store(known.entry)
+
+    @rule()
+    def end_all_stores(self) -> None:
+        for known in [each for each in self.model.entries if each.is_being_written]:
+            self._end_store(known, True)
+
+    @rule(is_reset=st.sampled_from([False] * 9 + [True]))
+    def clear(self, is_reset: bool) -> None:
+        if not is_reset:
+            return
+        self.tier.clear()
+        for each in list(self.model.entries):
+            each.state, each.is_hit = EntryState.LEAVING, False
+            self.model.release(each)
+        self.model.lost.clear()
+        assert {removal for _, removal in self.removed} <= {Removal.CLEARED}
+        self.removed.clear()
+
+    # The same in the model.
+
+    def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
+        size_bytes = (4 if self.has_one_size else size) * ALIGNMENT_BYTES
+        text = prefix.text[: piece.end_tokens]
+        entry = self.tier.begin_store(prefix, piece, size_bytes - 1, self.use)
+        if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
+            wanted = {
+                Refusal.ALREADY_STORED: EntryState.STORED,
+                Refusal.BEING_STORED: EntryState.STORING,
+            }[entry]  # type: ignore[index]
+            holding = self.model.holding(piece.kind, text, [wanted])
+            assert any(each.piece.first_tokens <= piece.first_tokens for each in holding)
+            assert not self.removed
+            return
+        for state in (EntryState.STORED, EntryState.STORING):
+            for each in self.model.holding(piece.kind, text, [state]):
+                assert each.piece.first_tokens > piece.first_tokens, "it is there already"
+        self.model.renew(text, self.use)
+        model = self.model
+        rank = 0 if model.is_orphan(piece, text) else 1
+        worth = rank, self.use, -piece.end_tokens, piece.kind, self.tier._num_entries
+        lesser = [each for each in model.entries if each.is_evictable and model.worth(each) < worth]
+        if isinstance(entry, Refusal):
+            assert not self.removed
+            assert model.largest_run_bytes(lesser) < size_bytes
+            has_worthier = any(each.is_evictable and each not in lesser for each in model.entries)
+            assert entry is (Refusal.WORTH_LESS if has_worthier else Refusal.NO_ROOM)
+            return
+        victims = [model.of(victim) for victim, _ in self.removed]
+        assert all(victim in lesser for victim in victims)
+        if victims:
+            assert model.largest_run_bytes([]) < size_bytes, "there was room"
+            if self.has_one_size:
+                assert victims == [min(lesser, key=model.worth)]
+            window = [each.span for each in victims]
+            for outer in (min(window), max(window)):
+                others = [each for each in victims if each.span != outer]
+                if next(e for e in victims if e.span == outer).entry.num_spared > MOST_SPARED:
+                    continue
+                assert model.largest_run_bytes(others) < size_bytes, "one goes without need"
+        self._follow_removals({Removal.EVICTED})
+        model.entries.append(ModelEntry(entry, piece, text, size_bytes, self.use))
+        assert (entry.num_bytes, entry.state) == (size_bytes, EntryState.STORING)
+
+    def _end_store(self, known: ModelEntry, ends_well: bool) -> None:
+        is_wanted = known.state is EntryState.STORING
+        row_map = object()
+        if not ends_well:
+            self.tier.fail_store(known.entry)
+            known.is_being_written = False
+            if is_wanted:
+                known.state = EntryState.LEAVING
+                for text in self.model.texts_of(known):
+                    if not self.model.holding(known.piece.kind, text):
+                        self.model.lost[known.piece.kind, text] = Shortfall.FAILED
+            self.model.release(known)
+            assert known.state is EntryState.GONE
+            return
+        is_found = self.tier.finish_store(known.entry, row_map)
+        known.is_being_written = False
+        if not is_wanted:
+            assert not is_found
+            self.model.release(known)
+            return
+        self.model.settle(known)
+        if is_found:
+            assert known.entry.row_map is row_map
+        else:
+            known.state = EntryState.LEAVING
+            self.model.release(known)
+        for entry, removal in self.removed:
+            assert removal is Removal.REPLACED
+            assert entry is not known.entry
+            replaced = self.model.of(entry)
+            for text in self.model.texts_of(replaced):
+                assert len(self.model.holding(replaced.piece.kind, text)) > 1, "it was of use"
+        self._follow_removals({Removal.REPLACED})
+
+    def _follow_removals(self, allowed: set[Removal]) -> None:
+        for entry, removal in self.removed:
+            assert removal in allowed
+            self.model.lose(self.model.of(entry), REASONS.get(removal))
+        self.removed.clear()
+
+    def _follow_ranks(self) -> None:
+        """Who has lost the highest rank: the least recently used, and as few as have to."""
+        stored = [each for each in self.model.entries if each.state is EntryState.STORED]
+        hit = [each for each in stored if each.is_hit]
+        while sum(each.size_bytes for each in hit) > CAPACITY_BYTES // 2:
+            evictable = [
+                each for each in hit if each.is_evictable and self.model.worth(each)[0] > 1
+            ]
+            if not evictable:
+                break
+            least = min(evictable, key=self.model.worth)
+            least.is_hit = False
+            hit.remove(least)
+
+    # What has to hold after every call.
+
+    @invariant()
+    def the_tier_has_what_the_model_has(self) -> None:
+        found: dict[int, Any] = {}
+        for offset, entry in self.tier._entries.items():
+            found[offset] = (entry.state, entry.num_pins, entry.is_being_written, entry.use)
+            assert entry.is_hit == self.model.of(entry).is_hit
+        assert found == {
+            each.entry.offset_bytes: (each.state, each.num_pins, each.is_being_written, each.use)
+            for each in self.model.entries
+        }
+
+    @invariant()
+    def places_lie_apart(self) -> None:
+        position = 0
+        for first, end in sorted(each.span for each in self.model.entries):
+            assert first >= position
+            position = end
+        assert position <= CAPACITY_BYTES
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        counters = self.tier.counters
+        entries = self.model.entries
+        assert counters.entries_held == len(entries)
+        assert counters.bytes_held == sum(each.size_bytes for each in entries)
+        stored = [each for each in entries if each.state is EntryState.STORED]
+        assert len(stored) == sum(counters.stored_entries.values()) - sum(
+            counters.removed_entries.values()
+        )
+        assert sum(each.size_bytes for each in stored) == sum(counters.stored_bytes.values()) - sum(
+            counters.removed_bytes.values()
+        )
+
+    def teardown(self) -> None:
+        """When all transfers have ended, nothing is pinned and only what is stored takes room."""
+        for load in self.loads:
+            self.tier.end_load(load, LoadOutcome.CANCELLED)
+        for entry in list(self.tier._entries.values()):
+            if entry.is_being_written:
+                self.tier.finish_store(entry)
+        entries = list(self.tier._entries.values())
+        assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)
+        assert self.tier.counters.bytes_held == sum(entry.num_bytes for entry in entries)
+        self.tier.clear()
+        assert self.tier.counters.bytes_held == self.tier.counters.entries_held == 0
+        assert self.tier._arena.largest_hole_bytes == CAPACITY_BYTES
+
+
+GEOMETRIES = {
+    "rows and tails": TierGeometry(CHUNK_TOKENS, UNIT_TOKENS),
+    "rows only": TierGeometry(CHUNK_TOKENS, UNIT_TOKENS, needs_tails=False),
+    "tails only": TierGeometry(CHUNK_TOKENS, UNIT_TOKENS, needs_rows=False),
+}
+
+
+@pytest.mark.parametrize("has_one_size", [False, True], ids=["sizes differ", "one size"])
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_the_tier_does_what_the_model_does(geometry: TierGeometry, has_one_size: bool) -> None:
+    machine = type("Machine", (TierMachine,), {"geometry": geometry, "has_one_size": has_one_size})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

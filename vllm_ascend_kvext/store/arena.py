@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in the host buffer: best fit, free neighbours joined.
+
+The smallest hole that is large enough is taken, the lowest of several; what is freed is joined with
+the holes beside it. Sizes are exact: nothing is lost inside a place but the rounding to 64 bytes.
+
+What it costs: a call takes O(log n) comparisons with n holes, and moves up to n pointers of a
+sorted list. `window_around` takes time in proportion to the square of the parts of a window, of
+which there are few unless sizes differ by orders of magnitude.
+
+What it can waste: an adversary can make best fit need the live bytes times the ratio of the largest
+to the smallest size (J. M. Robson, "Worst case fragmentation of first fit and best fit storage
+allocation strategies", The Computer Journal 20, 1977). Programs waste little (M. S. Johnstone and
+P. R. Wilson, "The memory fragmentation problem: solved?", 1998). In a cache no arrangement is
+final: `window_around` names neighbours whose release makes one hole, so that a large place can be
+had however small the holes are. Knows no entries and no order among them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm_ascend_kvext.store.errors import ArenaError
+from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
+
+
+class _Part(NamedTuple):
+    """A place or a hole."""
+
+    offset_bytes: int
+    num_bytes: int
+    is_used: bool
+
+
+class Arena:
+    """Gives out places at multiples of 64 bytes.
+
+    Args:
+        capacity_bytes: Size of the buffer; what is over a multiple of 64 is not used.
+
+    Raises:
+        ArenaError: If it is less than 64.
+    """
+
+    __slots__ = ("_begins", "_by_size", "_holes", "_places", "capacity_bytes", "used_bytes")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < HOST_ALIGNMENT_BYTES:
+            raise ArenaError(
+                f"host arena: expected a capacity of at least {HOST_ALIGNMENT_BYTES} bytes, found "
+                f"{capacity_bytes}; give it more host memory or leave the tier out"
+            )
+        self.capacity_bytes = capacity_bytes - capacity_bytes % HOST_ALIGNMENT_BYTES
+        self.used_bytes = 0
+        self._places: dict[int, int] = {}
+        self._holes: dict[int, int] = {}
+        # Where the place or hole begins that ends here: neighbours are found by it.
+        self._begins: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self._add_hole(0, self.capacity_bytes)
+
+    @property
+    def num_holes(self) -> int:
+        return len(self._holes)
+
+    @property
+    def largest_hole_bytes(self) -> int:
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def place_bytes(self, num_bytes: int) -> int:
+        """What a place for so many bytes takes.
+
+        Raises:
+            ArenaError: If there can be no such place.
+        """
+        if not 0 < num_bytes <= self.capacity_bytes:
+            raise ArenaError(
+                f"host arena: expected a size from 1 to its capacity of {self.capacity_bytes} "
+                f"bytes, found {num_bytes}; leave out what is empty, and do not store what is "
+                "larger than the tier"
+            )
+        return num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Take a place; None, and nothing has changed, if no hole is large enough.
+
+        Returns:
+            Its offset in bytes, a multiple of 64.
+
+        Raises:
+            ArenaError: If the size is not positive or above the capacity.
+        """
+        size_bytes = self.place_bytes(num_bytes)
+        index = bisect_left(self._by_size, (size_bytes, 0))
+        if index == len(self._by_size):
+            return None
+        hole_bytes, offset_bytes = self._by_size[index]
+        self._remove_hole(offset_bytes)
+        if hole_bytes > size_bytes:
+            self._add_hole(offset_bytes + size_bytes, hole_bytes - size_bytes)
+        self._places[offset_bytes] = size_bytes
+        self._begins[offset_bytes + size_bytes] = offset_bytes
+        self.used_bytes += size_bytes
+        return offset_bytes
+
+    def free(self, offset_bytes: int) -> None:
+        """Give a place back.
+
+        Raises:
+            ArenaError: If no place begins there.
+        """
+        size_bytes = self._size_of_place(offset_bytes)
+        del self._places[offset_bytes]
+        self.used_bytes -= size_bytes
+        begin, end = offset_bytes, offset_bytes + size_bytes
+        del self._begins[end]
+        before = self._begins.get(begin, -1)
+        if before in self._holes:
+            self._remove_hole(before)
+            begin = before
+        if end in self._holes:
+            end += self._remove_hole(end)
+        self._add_hole(begin, end - begin)
+
+    def window_around(
+        self, offset_bytes: int, num_bytes: int, may_free: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Which places to free, this one among them, for a hole of so many bytes.
+
+        Of all ways to do it the one that frees the fewest bytes, the lowest of several.
+
+        Args:
+            offset_bytes: Of a place.
+            num_bytes: What the hole is to hold.
+            may_free: Whether another place, known by its offset, may be freed, too.
+
+        Returns:
+            Offsets in ascending order; None if places stand in the way that may not be freed.
+
+        Raises:
+            ArenaError: If no place begins there, or the size is not possible.
+        """
+        size_bytes = self.place_bytes(num_bytes)
+        center = _Part(offset_bytes, self._size_of_place(offset_bytes), True)
+        if center.num_bytes >= size_bytes:
+            return [offset_bytes]
+        lacking_bytes = size_bytes - center.num_bytes
+        before = self._parts_beside(center, lacking_bytes, may_free, self._part_before)
+        behind = self._parts_beside(center, lacking_bytes, may_free, self._part_behind)
+        return _cheapest_window([*reversed(before), center, *behind], len(before), size_bytes)
+
+    def _parts_beside(
+        self,
+        center: _Part,
+        lacking_bytes: int,
+        may_free: Callable[[int], bool],
+        next_of: Callable[[_Part], _Part | None],
+    ) -> list[_Part]:
+        """Parts on one side, nearest first, until they are enough or one may not be freed."""
+        parts: list[_Part] = []
+        part = center
+        while lacking_bytes > 0:
+            next_part = next_of(part)
+            if next_part is None or (next_part.is_used and not may_free(next_part.offset_bytes)):
+                break
+            part = next_part
+            parts.append(part)
+            lacking_bytes -= part.num_bytes
+        return parts
+
+    def _part_before(self, part: _Part) -> _Part | None:
+        offset_bytes = self._begins.get(part.offset_bytes)
+        return None if offset_bytes is None else self._part_at(offset_bytes)
+
+    def _part_behind(self, part: _Part) -> _Part | None:
+        end_bytes = part.offset_bytes + part.num_bytes
+        return None if end_bytes == self.capacity_bytes else self._part_at(end_bytes)
+
+    def _part_at(self, offset_bytes: int) -> _Part:
+        size_bytes = self._places.get(offset_bytes)
+        if size_bytes is None:
+            return _Part(offset_bytes, self._holes[offset_bytes], False)
+        return _Part(offset_bytes, size_bytes, True)
+
+    def _size_of_place(self, offset_bytes: int) -> int:
+        size_bytes = self._places.get(offset_bytes)
+        if size_bytes is None:
+            found = "a hole" if offset_bytes in self._holes else "neither a place nor a hole"
+            raise ArenaError(
+                f"host arena: expected the offset of one of its {len(self._places)} places, found "
+                f"{offset_bytes}, where {found} begins; free each place once, by the offset that "
+                "allocate returned"
+            )
+        return size_bytes
+
+    def _add_hole(self, offset_bytes: int, num_bytes: int) -> None:
+        self._holes[offset_bytes] = num_bytes
+        self._begins[offset_bytes + num_bytes] = offset_bytes
+        insort(self._by_size, (num_bytes, offset_bytes))
+
+    def _remove_hole(self, offset_bytes: int) -> int:
+        num_bytes = self._holes.pop(offset_bytes)
+        del self._begins[offset_bytes + num_bytes]
+        del self._by_size[bisect_left(self._by_size, (num_bytes, offset_bytes))]
+        return num_bytes
+
+
+def _cheapest_window(parts: list[_Part], center: int, size_bytes: int) -> list[int] | None:
+    """Consecutive parts with the one at ``center`` that are large enough and free least."""
+    best: tuple[int, int, int] | None = None
+    for first in range(center + 1):
+        total_bytes = freed_bytes = 0
+        for end, part in enumerate(parts[first:], first + 1):
+            total_bytes += part.num_bytes
+            freed_bytes += part.num_bytes * part.is_used
+            if total_bytes >= size_bytes and end > center:
+                best = min(best or (freed_bytes, first, end), (freed_bytes, first, end))
+                break
+    if best is None:
+        return None
+    _, first, end = best
+    return [part.offset_bytes for part in parts[first:end] if part.is_used]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entry a key leads to.
+
+Rows are found at each unit of theirs, so that a prompt that parts ways in the middle of a chunk
+still finds what it shares. Where several entries have the rows before a boundary, the key leads to
+the one that begins first, the longest of several. An entry to which no key leads is of no use::
+
+    a prompt ended at B       [kC ....... B)            B leads to it
+    the next turn adds        [kC ....... B)[B .. D)    D leads to the second, which begins at B
+    the chunk as a whole      [kC ............... E)    B, D and E lead to it: the others may go
+
+Knows nothing of places and of what gives way. Calls take time in proportion to an entry's keys.
+"""
+
+from __future__ import annotations
+
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+
+_Table = dict[bytes, list[Entry]]
+"""Mostly one entry per key; where there are more, the one to which the key leads is the first."""
+
+
+class Index:
+    """Entries by kind and key."""
+
+    __slots__ = ("_stored", "_storing")
+
+    def __init__(self) -> None:
+        self._stored: dict[Kind, _Table] = {kind: {} for kind in Kind}
+        self._storing: dict[Kind, _Table] = {kind: {} for kind in Kind}
+
+    def stored(self, kind: Kind, key: bytes) -> Entry | None:
+        """The STORED entry with what lies before a boundary."""
+        entries = self._stored[kind].get(key)
+        return entries[0] if entries else None
+
+    def storing(self, kind: Kind, key: bytes) -> Entry | None:
+        """The same for entries that are being stored."""
+        entries = self._storing[kind].get(key)
+        return entries[0] if entries else None
+
+    def present(self, kind: Kind, key: bytes) -> Entry | None:
+        """Stored or being stored, whichever has more of the rows."""
+        stored, storing = self.stored(kind, key), self.storing(kind, key)
+        if stored is None or storing is None:
+            return stored or storing
+        return min(stored, storing, key=_reach)
+
+    def begin(self, entry: Entry) -> None:
+        """An entry is going to be stored."""
+        table = self._storing[entry.piece.kind]
+        for key in entry.keys:
+            _insert(table, key, entry)
+
+    def settle(self, entry: Entry) -> list[Entry]:
+        """An entry is stored, and takes over the keys of entries that have fewer of the rows.
+
+        Returns:
+            The entries to which no key leads any more; the entry itself is among them if others
+            have been stored that have all its rows.
+        """
+        kind = entry.piece.kind
+        for key in entry.keys:
+            _remove(self._storing[kind], key, entry)
+        entry.state = EntryState.STORED
+        useless = []
+        for key in entry.keys:
+            known = self.stored(kind, key)
+            if _insert(self._stored[kind], key, entry):
+                entry.num_leading_keys += 1
+                if known is not None:
+                    known.num_leading_keys -= 1
+                    if not known.num_leading_keys:
+                        useless.append(known)
+        if not entry.num_leading_keys:
+            useless.append(entry)
+        return useless
+
+    def drop(self, entry: Entry) -> list[bytes]:
+        """An entry leaves, stored or not.
+
+        Returns:
+            Those of its keys that lead to no stored entry.
+        """
+        kind = entry.piece.kind
+        is_stored = entry.state is EntryState.STORED
+        table = (self._stored if is_stored else self._storing)[kind]
+        for key in entry.keys:
+            was_leading = _remove(table, key, entry)
+            heir = self.stored(kind, key)
+            if is_stored and was_leading and heir is not None:
+                heir.num_leading_keys += 1
+        entry.num_leading_keys = 0
+        return [key for key in entry.keys if self.stored(kind, key) is None]
+
+
+def _reach(entry: Entry) -> tuple[int, int]:
+    """Of two entries with the same row, the lesser is the better one to read it from."""
+    return entry.piece.first_tokens, -entry.piece.end_tokens
+
+
+def _insert(table: _Table, key: bytes, entry: Entry) -> bool:
+    """Whether the key leads to the entry from now on."""
+    entries = table.setdefault(key, [])
+    place = 0
+    while place < len(entries) and _reach(entries[place]) <= _reach(entry):
+        place += 1
+    entries.insert(place, entry)
+    return not place
+
+
+def _remove(table: _Table, key: bytes, entry: Entry) -> bool:
+    """Whether the key led to the entry."""
+    entries = table[key]
+    was_leading = entries[0] is entry
+    entries.remove(entry)
+    if not entries:
+        del table[key]
+    return was_leading

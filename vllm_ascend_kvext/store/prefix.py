@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How prefixes are cut, and by which keys they are known.
+
+A key is the chained hash of all tokens before a boundary, as vLLM has it: equal keys mean equal
+prefixes, adapters, multi-modal input and salt included. Knows nothing of what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_ascend_kvext.store.errors import TierError
+
+
+class Prefix(Protocol):
+    """The tokens of a request, as far as they are hashed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Up to where there are keys."""
+
+    def key_at(self, boundary_tokens: int) -> bytes:
+        """The chained hash of the tokens before a boundary: a multiple of the tier's unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashedPrefix:
+    """A request's block hashes. The list may grow, and the prefix grows with it.
+
+    Attributes:
+        hashes: One per ``tokens_per_hash`` tokens, each of all tokens up to its end.
+        tokens_per_hash: Tokens between two hashes; the tier's unit is a multiple of it.
+    """
+
+    hashes: Sequence[bytes]
+    tokens_per_hash: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hashes) * self.tokens_per_hash
+
+    def key_at(self, boundary_tokens: int) -> bytes:
+        index, rest = divmod(boundary_tokens, self.tokens_per_hash)
+        if rest or not 0 < index <= len(self.hashes):
+            raise TierError(
+                f"prefix: expected a multiple of {self.tokens_per_hash} from "
+                f"{self.tokens_per_hash} to {self.num_tokens} tokens, found {boundary_tokens}; "
+                "ask at boundaries that are hashed"
+            )
+        return self.hashes[index - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class TierGeometry:
+    """Where prefixes are cut, and what a resume needs.
+
+    Attributes:
+        chunk_tokens: Rows are stored by chunks of so many tokens, or by pieces of one.
+        unit_tokens: Pieces begin and end, and requests resume, at multiples of it: the layout's
+            row unit. Divides ``chunk_tokens``.
+        needs_rows: Whether the model has full-attention groups.
+        needs_tails: Whether it has windows or states.
+
+    Raises:
+        TierError: If the numbers do not fit each other.
+    """
+
+    chunk_tokens: int
+    unit_tokens: int
+    needs_rows: bool = True
+    needs_tails: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.unit_tokens <= self.chunk_tokens or self.chunk_tokens % self.unit_tokens:
+            raise TierError(
+                f"host tier: expected a chunk of a multiple of the unit of {self.unit_tokens} "
+                f"tokens, found {self.chunk_tokens}; choose another chunk size"
+            )
+        if not (self.needs_rows or self.needs_tails):
+            raise TierError(
+                "host tier: expected a model with rows or tails, found neither; leave the tier out"
+            )
+
+    def floor(self, tokens: int) -> int:
+        """The last boundary at or below some token."""
+        return tokens - tokens % self.unit_tokens
+
+    def chunk_start(self, boundary_tokens: int) -> int:
+        """Where the chunk begins that has the token before a boundary."""
+        last = boundary_tokens - 1
+        return last - last % self.chunk_tokens
