@@ -204,16 +204,10 @@ def test_with_the_policy_fail_requests_fail(
     assert reasons["length"] >= NUM_SEEDS
 
 
-def interval_0() -> AbstractContextManager[None]:
-    return retention_installed()
-
-
 @every_scheduler
 @every_load
 @pytest.mark.parametrize("layout", [GEMMA, DEEPSEEK_V4], ids=lambda layout: layout.name)
-@pytest.mark.parametrize(
-    "retention", [interval_0, adaptive_retention], ids=["interval", "adaptive"]
-)
+@pytest.mark.parametrize("retention", [retention_installed, adaptive_retention])
 def test_retention_keeps_nothing_of_a_failed_load(
     retention: Callable[[], AbstractContextManager[None]],
     layout: Layout,
@@ -321,9 +315,9 @@ def fail_next_load(
     num_steps: int = 0,
     report_when_left: int = 0,
 ) -> None:
-    """The next load fails, in the blocks that are chosen from its block tables; later ones do not."""
+    """The next load fails, in the blocks chosen from its block tables; those after it do not."""
     fates = [lambda load: (which(load.block_ids), num_steps, report_when_left)]
-    runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)  # type: ignore[method-assign]
+    runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)
 
 
 class Story:

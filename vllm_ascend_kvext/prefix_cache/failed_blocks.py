@@ -59,7 +59,8 @@ def reach_of(
     request_ids: set[str] = set()
     unreached = list(holders)
     while True:
-        reached, others = [], []
+        reached: list[Holder] = []
+        others: list[Holder] = []
         for holder in unreached:
             is_reached = holder.request_id in failed_request_ids or not (
                 block_ids.isdisjoint(holder.hit) and block_ids.isdisjoint(holder.own)
