@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, Reach, reach_of
@@ -198,7 +200,7 @@ class LoadRecovery:
         num_blocks = len(scheduler.kv_cache_manager.block_pool.blocks)
         failed = {id for id in invalid_block_ids if 0 <= id < num_blocks} - {self._null_id}
         reach = reach_of(failed, self._holders(), self._failed_request_ids)
-        scheduler.kv_cache_manager.evict_blocks(set(reach.block_ids))
+        self._evict(reach.block_ids)
         requests = [
             request
             for request in map(scheduler.requests.get, reach.request_ids)
@@ -213,6 +215,15 @@ class LoadRecovery:
             self._start_again(requests)
         stale = self._steps[0].stale if self._steps else set()
         return stale | {request.request_id for request in requests}
+
+    def _evict(self, block_ids: Iterable[int]) -> None:
+        block_pool = self._scheduler.kv_cache_manager.block_pool
+        blocks = [block_pool.blocks[block_id] for block_id in block_ids]
+        cached = [block for block in blocks if block.block_hash is not None]
+        if cached and retention_of(self._coordinator) is not None:
+            RetainedPool(block_pool).discard(cached)  # its books are told
+        elif cached:
+            block_pool.evict_blocks({block.block_id for block in cached})
 
     def _start_again(self, requests: list[Request]) -> None:
         from vllm.v1.request import RequestStatus
