@@ -38,6 +38,7 @@ LONG_FILES = {
         "test_fast_prefix_cache.py",
         "test_adaptive_scheduler.py",
         "test_repairs.py",
+        "test_failed_loads.py",
         "test_retention_scheduler.py",
         "test_bench_retention.py",
         "test_metrics.py",

@@ -16,6 +16,7 @@ REPAIRS = (
     Feature("two-phase-allocation", default_on=True),
     Feature("context-parallel-windows", default_on=True),
     Feature("drafts-in-flight", default_on=True),
+    Feature("failed-loads", default_on=True),
     Feature("compressed-block-keys", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""

@@ -9,6 +9,7 @@ from vllm_ascend_kvext.patches.repairs import (
     async_scheduler,
     kv_cache_coordinator,
     kv_cache_manager,
+    scheduler,
     single_type_kv_cache_manager,
 )
 from vllm_ascend_kvext.patching.declaration import Patch
@@ -19,4 +20,5 @@ PATCHES: tuple[Patch, ...] = (
     *kv_cache_coordinator.PATCHES,
     *single_type_kv_cache_manager.PATCHES,
     *async_scheduler.PATCHES,
+    *scheduler.PATCHES,
 )

@@ -107,7 +107,9 @@ class SchedulerEngine:
         self._events = _EventRecorder()
         self.scheduler.kv_event_publisher = self._events
         num_draft_tokens = options.num_draft_tokens if options.drafter else 0
-        self.runner = ModelRunner(layout.groups, num_draft_tokens, read_check)
+        self.runner = ModelRunner(
+            layout.groups, num_draft_tokens, read_check, options.failing_loads
+        )
         self.requests: dict[str, Request] = {}
         self.last_events: list[Any] = []
         self._in_flight: deque[tuple[Any, Any]] = deque()
@@ -122,7 +124,7 @@ class SchedulerEngine:
         return self.scheduler.kv_cache_manager.coordinator.single_type_managers
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._in_flight) or self.scheduler.has_requests() or self.runner.is_transferring
 
     def add_request(self, plan: RequestPlan) -> Request:
         """Queue a request, as the engine core does with one from the front end."""
@@ -174,7 +176,7 @@ class SchedulerEngine:
     def step(self) -> Step:
         """One step of the engine core: schedule, execute, and process the oldest output due."""
         scheduler_output = None
-        if self.scheduler.has_requests():
+        if self.scheduler.has_requests() or self.runner.is_transferring:
             scheduler_output = self.scheduler.schedule()
             self._in_flight.append((scheduler_output, self.runner.execute(scheduler_output)))
         # Asynchronous scheduling keeps one step in flight while it schedules the next.
@@ -182,6 +184,7 @@ class SchedulerEngine:
         results = {}
         if len(self._in_flight) > keep:
             results = self.scheduler.update_from_output(*self._in_flight.popleft())
+            self.runner.note_processed_step()
         if self.options.drafter is not None and not self.options.is_async:
             self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
         return self._record(scheduler_output, results)

@@ -168,6 +168,8 @@ class CacheContents:
                 expected = expected[-1:]
             found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))
             self.num_cached_checked += 1
+            if any(map(engine.runner.is_unreported, found)):
+                continue  # The scheduler takes this load for a success so far.
             assert found == expected, (
                 f"block {block.block_id} of group {group_id} is cached, but does not hold what its "
                 f"key says: expected {expected}, found {found}"

@@ -4,28 +4,57 @@
 From ``SchedulerOutput`` alone it keeps block tables and tokens, writes the digest of every computed
 position into the shadow of the KV cache, and checks that every position that attention would read
 holds the digest of the request's own tokens. Sampled tokens follow from the last digest.
+
+A load that fails leaves *garbage*: a negative number, which names the step whose output reports it.
+Until that output is processed, the scheduler cannot know better than to have it read. A request
+that has read garbage computes and samples garbage.
 """
 
 from __future__ import annotations
 
 import enum
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from .connector import Load
 from .kv_memory import KVMemory
 from .layouts import Attention, Group
-from .token_stream import TokenStream, draft_tokens, mix, next_token
+from .options import FailingLoads
+from .token_stream import VOCAB_SIZE, TokenStream, draft_tokens, mix, next_token
 
 NULL_BLOCK_ID = 0
+_NEVER_READ = -1
+"""Garbage of a load between steps, before whose report nobody may read it."""
 
 
 class WrongKVError(AssertionError):
     """A request would attend to KV that is not that of its own tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoads(KVConnectorWorkerMetadata):
+    """Names the requests whose loads failed, as a connector of this project may."""
+
+    failed_recving: frozenset[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        raise NotImplementedError("there is one worker")
+
+
+@dataclass(slots=True)
+class _Receiving:
+    """A load between steps that is under way; it is reported failed before or with its end."""
+
+    load: Load
+    steps_left: int
+    failed_block_ids: set[int]
+    report_when_left: int
 
 
 class ReadCheck(enum.Enum):
@@ -53,6 +82,7 @@ class _Row:
     end: int
     drafts: list[int]
     digests: list[int]
+    garbage: int | None = None
 
     @property
     def is_chunk(self) -> bool:
@@ -67,6 +97,7 @@ class ModelRunner:
         groups: The KV cache groups.
         num_draft_tokens: Draft tokens to propose after a step; 0 for none.
         read_check: How closely to look at what attention would read.
+        failing_loads: How the connector's loads fail.
     """
 
     def __init__(
@@ -74,6 +105,7 @@ class ModelRunner:
         groups: Sequence[Group],
         num_draft_tokens: int = 0,
         read_check: ReadCheck = ReadCheck.ALL,
+        failing_loads: FailingLoads | None = None,
     ) -> None:
         self.memory = KVMemory()
         self.counts: Counter[str] = Counter()
@@ -83,6 +115,24 @@ class ModelRunner:
         self._streams: dict[str, TokenStream] = {}
         self._states: dict[str, _RequestState] = {}
         self._finished_sending: list[set[str]] = [set(), set()]
+        self._failing_loads = failing_loads
+        self._receiving: list[_Receiving] = []
+        self._num_loads: Counter[str] = Counter()
+        self._num_executed_steps = 0
+        self._num_processed_steps = 0
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether the connector has to be given further steps to end what it does."""
+        return bool(self._receiving) or any(self._finished_sending)
+
+    def note_processed_step(self) -> None:
+        """The scheduler has processed the output of the oldest step that it had not."""
+        self._num_processed_steps += 1
+
+    def is_unreported(self, digest: int | None) -> bool:
+        """Whether this is garbage that the scheduler has not been told of."""
+        return digest is not None and digest < 0 and -digest - 2 >= self._num_processed_steps
 
     def expect(self, request_id: str, stream: TokenStream) -> None:
         """Announce a request: its content depends on things no scheduler output mentions."""
@@ -99,9 +149,9 @@ class ModelRunner:
             self._check_states(row)
         for row in rows:
             self._write_row(row)
-        for row in rows:
-            self._check_row(row)
+        self._check_rows(rows)
         sampled = [self._sample(row) for row in rows]
+        self._num_executed_steps += 1
         return ModelRunnerOutput(
             req_ids=[row.request_id for row in rows],
             req_id_to_index={row.request_id: i for i, row in enumerate(rows)},
@@ -163,6 +213,8 @@ class ModelRunner:
         sampled: list[int] = []
         for draft in (*row.drafts, None):
             token = next_token(state.stream.last_digest)
+            if row.garbage is not None:
+                token = (token + 1) % VOCAB_SIZE
             sampled.append(token)
             state.stream.extend((token,))
             if token != draft:
@@ -175,9 +227,12 @@ class ModelRunner:
         return sampled
 
     def _write_row(self, row: _Row) -> None:
+        digests = row.digests
+        if row.garbage is not None:
+            digests = [row.garbage] * len(digests)
         for group_id, _ in self._groups:
             table = row.state.block_tables[group_id]
-            self._write(table, group_id, row.digests, row.start, row.end)
+            self._write(table, group_id, digests, row.start, row.end)
 
     def _write(
         self, table: list[int], group_id: int, digests: list[int], start: int, end: int
@@ -194,8 +249,19 @@ class ModelRunner:
                     table[block], group_id, group.block_tokens, first_row, digests[low:high]
                 )
 
-    def _check_row(self, row: _Row) -> None:
+    def _check_rows(self, rows: Sequence[_Row]) -> None:
         """Every layer has written before any layer reads, across all requests of the step."""
+        pending = [row for row in rows if row.garbage is None]
+        while pending:
+            for row in pending:
+                self._check_row(row)
+            # What one has read amiss, it writes amiss; another of this step may read that.
+            spoiled = [row for row in pending if row.garbage is not None]
+            for row in spoiled:
+                self._write_row(row)
+            pending = [row for row in pending if row.garbage is None] if spoiled else []
+
+    def _check_row(self, row: _Row) -> None:
         for group_id, group in self._groups:
             if not self._check_reads or group.attention is Attention.MAMBA:
                 continue
@@ -204,12 +270,12 @@ class ModelRunner:
             for block, low, high in _by_block(group.block_tokens, first, row.end):
                 first_row = low - block * group.block_tokens
                 found = self.memory.read(table[block], group_id, first_row, high - low)
-                if table[block] == NULL_BLOCK_ID or found != row.digests[low:high]:
+                expected = row.digests[low:high]
+                if table[block] == NULL_BLOCK_ID or self._is_wrong(row, found, expected):
                     raise WrongKVError(
                         f"{row.request_id}, group {group_id} ({group.attention.value}): positions "
                         f"[{low}, {high}) in block {table[block]} are not the request's own; step "
-                        f"computes [{row.start}, {row.end}); expected {row.digests[low:high]}, "
-                        f"found {found}"
+                        f"computes [{row.start}, {row.end}); expected {expected}, found {found}"
                     )
 
     def _check_states(self, row: _Row) -> None:
@@ -219,33 +285,112 @@ class ModelRunner:
                 continue
             block_id = row.state.block_tables[group_id][(row.start - 1) // group.block_tokens]
             found = self.memory.read(block_id, group_id, 0, 1)
-            if self._check_reads and found != row.digests[row.start - 1 : row.start]:
+            expected = row.digests[row.start - 1 : row.start]
+            if self._check_reads and self._is_wrong(row, found, expected):
                 raise WrongKVError(
                     f"{row.request_id}, group {group_id}: block {block_id} does not hold the "
                     f"state after {row.start} tokens"
                 )
 
+    def _is_wrong(self, row: _Row, found: list[int | None], expected: list[int]) -> bool:
+        """Whether a row reads what it should not; garbage that it cannot know of it takes over."""
+        if found == expected:
+            return False
+        garbage = [digest for digest in found if self.is_unreported(digest)]
+        if row.garbage is not None:
+            garbage.append(row.garbage)
+        row.garbage = max(garbage, default=None)  # the one that is reported first
+        return not all(
+            digest == own or self.is_unreported(digest)
+            for digest, own in zip(found, expected, strict=True)
+        )
+
     def _run_connector(self, metadata: Any) -> KVConnectorOutput | None:
         if metadata is None:
             return None
-        received = set()
+        failed: set[int] = set()
+        failed_requests: set[str] = set()
         for load in metadata.loads:
-            self._load(load)
+            self.counts["external loads"] += 1
+            failed_block_ids, num_steps, report_when_left = self._fate(load)
             if load.between_steps:
-                received.add(load.request_id)
+                self._receiving.append(
+                    _Receiving(load, num_steps, failed_block_ids, report_when_left)
+                )
+            else:
+                self._load(load, failed_block_ids, -self._num_executed_steps - 2)
+                failed |= failed_block_ids
+                if failed_block_ids:
+                    failed_requests.add(load.request_id)
+        received = set()
+        for receiving in self._receiving:
+            request_id = receiving.load.request_id
+            if receiving.failed_block_ids and receiving.steps_left == receiving.report_when_left:
+                failed |= receiving.failed_block_ids
+                failed_requests.add(request_id)
+            if receiving.steps_left == 0:
+                self._load(receiving.load, receiving.failed_block_ids, _NEVER_READ)
+                received.add(request_id)
+            receiving.steps_left -= 1
+        self._receiving = [each for each in self._receiving if each.steps_left >= 0]
         self._finished_sending.append(set(metadata.sends))
+        names_requests = self._failing_loads is not None and self._failing_loads.names_requests
         return KVConnectorOutput(
             finished_sending=self._finished_sending.pop(0) or None,
             finished_recving=received or None,
+            invalid_block_ids=set() if names_requests else failed,
+            kv_connector_worker_meta=(
+                FailedLoads(frozenset(failed_requests)) if names_requests else None
+            ),
         )
 
-    def _load(self, load: Load) -> None:
-        self.counts["external loads"] += 1
-        digests = self._streams[load.request_id].digests
-        for group_id, group in self._groups:
+    def _fate(self, load: Load) -> tuple[set[int], int, int]:
+        """Which blocks of a load fail, how many steps it takes, and when that is reported."""
+        failing = self._failing_loads
+        if failing is None:
+            return set(), 0, 0
+        self._num_loads[load.request_id] += 1
+        rng = random.Random(f"{failing.seed}/{load.request_id}/{self._num_loads[load.request_id]}")
+        num_steps = rng.randint(0, failing.max_steps)
+        report_when_left = rng.randint(0, num_steps)
+        if rng.random() >= failing.share:
+            return set(), num_steps, 0
+        self.counts["failed loads"] += 1
+        loaded = [
+            [load.block_ids[group_id][block] for block, _, _ in self._loaded(load, group_id)]
+            for group_id, _ in self._groups
+        ]
+        groups = rng.choice((loaded, [rng.choice(loaded)]))
+        block_ids = [id for table in groups for id in table if id != NULL_BLOCK_ID]
+        if not block_ids:
+            block_ids = [id for table in loaded for id in table if id != NULL_BLOCK_ID]
+        chosen = set(rng.sample(block_ids, k=rng.randint(1, len(block_ids))))
+        # Some connectors name the whole table, with its null blocks.
+        return (
+            chosen | ({NULL_BLOCK_ID} if rng.random() < 0.5 else set()),
+            num_steps,
+            (report_when_left),
+        )
+
+    def _loaded(self, load: Load, group_id: int) -> Iterator[tuple[int, int, int]]:
+        """What a load writes to in a group: ``(block index, first position, last + 1)``."""
+        group = self._groups[group_id][1]
+        if group.attention is Attention.MAMBA:
+            first = load.end_tokens - 1
+        else:
             first = max(load.start_tokens, group.first_read_position(load.end_tokens))
-            first = first // group.block_tokens * group.block_tokens
-            self._write(load.block_ids[group_id], group_id, digests, first, load.end_tokens)
+        first = first // group.block_tokens * group.block_tokens
+        return _by_block(group.block_tokens, first, load.end_tokens)
+
+    def _load(self, load: Load, failed_block_ids: set[int], garbage: int) -> None:
+        digests = self._streams[load.request_id].digests
+        for group_id, _ in self._groups:
+            table = load.block_ids[group_id]
+            for block, low, high in self._loaded(load, group_id):
+                content = digests
+                if table[block] in failed_block_ids:
+                    content = [garbage] * high
+                self._write(table, group_id, content, low, high)
 
 
 def _by_block(block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -46,6 +46,25 @@ class ExternalLoad(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailingLoads:
+    """How the loads of the KV connector fail.
+
+    Attributes:
+        seed: Decides which loads fail, and which of their blocks.
+        share: So many of all loads fail.
+        max_steps: A load between steps takes up to so many more steps than the one it begins in.
+        names_requests: The worker names requests in its metadata, and no blocks.
+        recomputes: ``kv_load_failure_policy`` is ``recompute``; otherwise ``fail``.
+    """
+
+    seed: int
+    share: float = 0.5
+    max_steps: int = 0
+    names_requests: bool = False
+    recomputes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """One engine configuration.
 
@@ -62,6 +81,7 @@ class EngineOptions:
         num_draft_tokens: Draft tokens per step.
         external_load: Behaviour of the KV connector; no connector if None.
         extends_local_hits: Whether the connector adds tokens to a local hit.
+        failing_loads: How its loads fail; None if they never do.
         caching: Automatic prefix caching.
         events: KV cache events.
     """
@@ -78,6 +98,7 @@ class EngineOptions:
     num_draft_tokens: int = 2
     external_load: ExternalLoad | None = None
     extends_local_hits: bool = True
+    failing_loads: FailingLoads | None = None
     caching: bool = True
     events: bool = True
 
@@ -157,8 +178,10 @@ def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
 def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferConfig | None:
     if options.external_load is None:
         return None
+    recomputes = options.failing_loads is None or options.failing_loads.recomputes
     return KVTransferConfig(
         kv_connector="ScriptedConnector",
+        kv_load_failure_policy="recompute" if recomputes else "fail",
         kv_connector_module_path=f"{__package__}.connector",
         kv_role="kv_both",
         kv_connector_extra_config={

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
+
+A KV connector names the blocks that it failed to load. Upstream looks them up in the one block
+table of each request, and fails where a request has several. Here such a request is preempted:
+what it has loaded and computed since it was admitted leaves the prefix cache, its outputs on their
+way are dropped, and when it is admitted again the connector's hits are not used. The same goes for
+requests that have hit any of it.
+
+Only a scheduler of several KV cache groups that has a connector is changed, in its own methods and
+those of its connector. All others run upstream's.
+
+A worker may name requests instead of blocks: if the ``KVConnectorWorkerMetadata`` that it sends
+has an attribute ``failed_recving``, a set of request ids, their loads have failed. Everything else
+is as with blocks: a request that loads between steps is reported as received nevertheless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
+from vllm_ascend_kvext.patches.upstream import tokens_per_block
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, Reach, reach_of
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    BlockTables = Iterable[list[int]]
+    """The block ids of a request, one list per group."""
+
+FAILED_RECVING = "failed_recving"
+"""Attribute of a connector's worker metadata: ids of requests whose loads failed."""
+
+_HIT_TOKENS = "_kvext_hit_tokens"
+_LOAD_FAILED = "_kvext_load_failed"
+
+
+def recover_from_failed_loads(
+    wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> None:
+    """Have a new scheduler recover from failed loads, if upstream's cannot."""
+    wrapped(*args, **kwargs)
+    if scheduler.connector is not None and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+        _recovering.add(LoadRecovery(scheduler))
+
+
+def stop_recovering() -> None:
+    """Leave all schedulers and connectors as upstream made them."""
+    for recovery in _recovering:
+        recovery.take_back()
+    _recovering.clear()
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is planned, and whose output has not been processed.
+
+    Attributes:
+        output: What was planned.
+        hit_tokens: For each request that it admits, the tokens of its prefix-cache hit.
+        stale: Requests that it computes and that have been preempted for a failed load since.
+    """
+
+    output: SchedulerOutput
+    hit_tokens: dict[str, int]
+    stale: set[str] = field(default_factory=set)
+
+
+class LoadRecovery:
+    """Recovers one scheduler from failed loads.
+
+    Args:
+        scheduler: Gets methods of this object in place of some of its own, and so does its
+            connector.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._coordinator = scheduler.kv_cache_manager.coordinator
+        self._null_id: int = scheduler.kv_cache_manager.block_pool.null_block.block_id
+        self._steps: deque[_Step] = deque()
+        self._failed_request_ids: frozenset[str] = frozenset()
+        self._preempted_ids: set[str] = set()
+        connector = scheduler.connector
+        self._schedule = scheduler.schedule
+        self._update_from_output = scheduler.update_from_output
+        self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
+        self._build_connector_meta = connector.build_connector_meta
+        self._replaced = [
+            (owner, method.__name__)
+            for owner, method in (
+                (scheduler, self.schedule),
+                (scheduler, self.update_from_output),
+                (scheduler, self._handle_invalid_blocks),
+                (connector, self.get_num_new_matched_tokens),
+                (connector, self.build_connector_meta),
+            )
+        ]
+        for owner, name in self._replaced:
+            setattr(owner, name, getattr(self, name))
+
+    def take_back(self) -> None:
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Plan a step, and remember it until its output is processed."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self._scheduler
+        pause_state = scheduler._pause_state
+        if self._preempted_ids and pause_state == PauseState.UNPAUSED:
+            # Upstream never admits a request in a step that reports its preemption, and connectors
+            # cannot tell the one from the other.
+            scheduler._pause_state = PauseState.PAUSED_NEW
+        try:
+            output = self._schedule(*args, **kwargs)
+        finally:
+            scheduler._pause_state = pause_state
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        admitted += output.scheduled_cached_reqs.resumed_req_ids
+        hit_tokens = {id: _hit_tokens(scheduler.requests[id]) for id in admitted}
+        self._steps.append(_Step(output, hit_tokens))
+        return output
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Report what was preempted for failed loads, to the connector and to the workers."""
+        if self._preempted_ids:
+            waiting = self._preempted_ids & self._scheduler.requests.keys()
+            scheduler_output.preempted_req_ids = waiting | (
+                scheduler_output.preempted_req_ids or set()
+            )
+            self._preempted_ids.clear()
+        return self._build_connector_meta(scheduler_output)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Ask the connector, and use its answer unless a load of this request has failed.
+
+        It is asked in any case: connectors forget there what they knew of an earlier admission.
+        """
+        setattr(request, _HIT_TOKENS, num_computed_tokens)
+        num_external_tokens, is_async = self._get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        if num_external_tokens and getattr(request, _LOAD_FAILED, False):
+            return 0, False
+        return num_external_tokens, is_async
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process the output of a step without what it has computed for preempted requests."""
+        while self._steps and self._steps[0].output is not scheduler_output:
+            self._steps.popleft()  # planned, but never executed
+        stale = self._steps[0].stale if self._steps else ()
+        connector_output = model_runner_output.kv_connector_output
+        self._failed_request_ids = _failed_request_ids(connector_output)
+        if self._failed_request_ids or stale:
+            if connector_output is None:
+                from vllm.v1.outputs import KVConnectorOutput
+
+                connector_output = model_runner_output.kv_connector_output = KVConnectorOutput()
+            # Upstream asks which requests to leave out if any block is invalid. The null block is
+            # no request's.
+            connector_output.invalid_block_ids = connector_output.invalid_block_ids | {
+                self._null_id
+            }
+        try:
+            return self._update_from_output(scheduler_output, model_runner_output)
+        finally:
+            if self._steps:
+                self._steps.popleft()
+
+    def _handle_invalid_blocks(
+        self,
+        invalid_block_ids: set[int],
+        num_scheduled_tokens: dict[str, int] | None = None,
+    ) -> set[str]:
+        """Preempt what has read a failed load, or have it fail, as the policy says.
+
+        Returns:
+            The requests to leave out of the step's output; with the policy ``fail``, those to end.
+        """
+        scheduler = self._scheduler
+        num_blocks = len(scheduler.kv_cache_manager.block_pool.blocks)
+        failed = {id for id in invalid_block_ids if 0 <= id < num_blocks} - {self._null_id}
+        reach = reach_of(failed, self._holders(), self._failed_request_ids)
+        self._evict(reach.block_ids)
+        requests = [
+            request
+            for request in map(scheduler.requests.get, reach.request_ids)
+            if request is not None and _can_start_again(request)
+        ]
+        if requests:
+            self._log(requests, failed)
+        for request in requests:
+            # What is freed below may be kept for others up to here.
+            request.num_computed_tokens = self._valid_tokens(request, reach)
+        if scheduler.recompute_kv_load_failures:
+            self._start_again(requests)
+        stale = self._steps[0].stale if self._steps else set()
+        return stale | {request.request_id for request in requests}
+
+    def _evict(self, block_ids: Iterable[int]) -> None:
+        block_pool = self._scheduler.kv_cache_manager.block_pool
+        blocks = [block_pool.blocks[block_id] for block_id in block_ids]
+        cached = [block for block in blocks if block.block_hash is not None]
+        if cached and retention_of(self._coordinator) is not None:
+            RetainedPool(block_pool).discard(cached)  # its books are told
+        elif cached:
+            block_pool.evict_blocks({block.block_id for block in cached})
+
+    def _start_again(self, requests: list[Request]) -> None:
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._scheduler
+        ids = {request.request_id for request in requests}
+        for step in list(self._steps)[1:]:
+            step.stale |= ids & step.output.num_scheduled_tokens.keys()
+        running = [r for r in scheduler.running if r.request_id in ids]
+        scheduler.running = [r for r in scheduler.running if r.request_id not in ids]
+        timestamp = time.monotonic()
+        for request in reversed(running):  # each goes to the head of the queue
+            scheduler._preempt_request(request, timestamp)
+            self._preempted_ids.add(request.request_id)
+        for request in requests:
+            setattr(request, _LOAD_FAILED, True)
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                # Its blocks are being written to. Upstream frees them once it is received.
+                scheduler.failed_recving_kv_req_ids.add(request.request_id)
+            elif request not in running:
+                scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            _forget_steps_in_flight(request)
+
+    def _holders(self) -> Iterator[Holder]:
+        """Who holds which blocks, or has held them since the oldest step in flight was planned."""
+        for request_id in self._ids_of_holders():
+            request = self._scheduler.requests.get(request_id)
+            hit_tokens = _hit_tokens(request) if request is not None else 0
+            yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
+        since_planned: dict[str, Holder] = {}
+        for step in self._steps:
+            output, cached = step.output, step.output.scheduled_cached_reqs
+            tables: list[tuple[str, BlockTables | None]] = [
+                *((new.req_id, new.block_ids) for new in output.scheduled_new_reqs),
+                *zip(cached.req_ids, cached.new_block_ids, strict=True),
+            ]
+            for request_id, block_ids in tables:
+                if request_id in step.hit_tokens:
+                    hit_tokens = step.hit_tokens[request_id]
+                    holder = self._holder(request_id, block_ids or (), hit_tokens)
+                elif request_id in since_planned and block_ids:
+                    added = self._holder(request_id, block_ids, 0)
+                    before = since_planned[request_id]
+                    holder = Holder(request_id, before.hit, {*before.own, *added.own})
+                else:
+                    continue
+                since_planned[request_id] = holder
+                yield holder
+
+    def _ids_of_holders(self) -> set[str]:
+        return set().union(*(m.req_to_blocks for m in self._coordinator.single_type_managers))
+
+    def _block_tables(self, request_id: str) -> list[list[int]]:
+        return [
+            [block.block_id for block in manager.req_to_blocks.get(request_id, ())]
+            for manager in self._coordinator.single_type_managers
+        ]
+
+    def _holder(self, request_id: str, block_tables: BlockTables, hit_tokens: int) -> Holder:
+        hit: set[int] = set()
+        own: set[int] = set()
+        for manager, table in zip(
+            self._coordinator.single_type_managers, block_tables, strict=False
+        ):
+            num_hit = hit_tokens // tokens_per_block(self._coordinator, manager)
+            hit.update(table[:num_hit])
+            own.update(table[num_hit:])
+        return Holder(request_id, hit - {self._null_id}, own - {self._null_id})
+
+    def _valid_tokens(self, request: Request, reach: Reach) -> int:
+        """So many tokens of a request lie before the first block that was reached."""
+        valid_tokens = _hit_tokens(request)
+        for manager, table in zip(
+            self._coordinator.single_type_managers,
+            self._block_tables(request.request_id),
+            strict=True,
+        ):
+            for index, block_id in enumerate(table):
+                if block_id in reach.block_ids:
+                    first_token = index * tokens_per_block(self._coordinator, manager)
+                    valid_tokens = min(valid_tokens, first_token)
+                    break
+        return valid_tokens
+
+    def _log(self, requests: list[Request], failed: set[int]) -> None:
+        from vllm.logger import init_logger
+
+        logger = init_logger("vllm.ascend_kvext.repairs")
+        ids = ", ".join(sorted(request.request_id for request in requests))
+        if self._scheduler.recompute_kv_load_failures:
+            logger.warning(
+                "The KV connector failed to load %d block(s). %d request(s) are computed again, "
+                "without its hits: %s",
+                len(failed),
+                len(requests),
+                ids,
+            )
+        else:
+            logger.error(
+                "The KV connector failed to load %d block(s). %d request(s) fail "
+                "(kv_load_failure_policy=fail): %s",
+                len(failed),
+                len(requests),
+                ids,
+            )
+
+
+_recovering: WeakSet[LoadRecovery] = WeakSet()
+
+
+def _failed_request_ids(connector_output: Any) -> frozenset[str]:
+    metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+    return frozenset(getattr(metadata, FAILED_RECVING, None) or ())
+
+
+def _hit_tokens(request: Request) -> int:
+    """Tokens that it found in the prefix cache when it was admitted last."""
+    return getattr(request, _HIT_TOKENS, 0)
+
+
+def _can_start_again(request: Request) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    # A session that waits for its next input has no output to compute.
+    return not request.is_finished() and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+
+
+def _forget_steps_in_flight(request: Request) -> None:
+    """None of them counts any more: their outputs are left out as a whole."""
+    request.num_output_placeholders = 0
+    # The draft tokens that a synchronous engine brings after the step are of no use either.
+    request.is_prefill_chunk = True
+    request.spec_token_ids = []
+    # A reset of the prefix cache counts outputs to discard (a flag in vLLM 0.20.2).
+    for name, nothing in (("async_tokens_to_discard", 0), ("discard_latest_async_tokens", False)):
+        if hasattr(request, name):
+            setattr(request, name, nothing)
+
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+_ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+_ASCEND_RECOMPUTE = "vllm_ascend.core.recompute_scheduler:RecomputeScheduler"
+_ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
+
+PATCHES = (
+    Patch(
+        id="KVX-305",
+        target=f"{_SCHEDULER}.__init__",
+        kind=Kind.WRAP,
+        feature="failed-loads",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=recover_from_failed_loads,
+        undo=stop_recovering,
+        why="Where a model has several KV cache groups, a load that a KV connector reports as "
+        "failed ends the engine with every request in it (vLLM issue 45474).",
+        retire_when="vLLM >= 0.32, where a failed load is reported by request",
+        relies_on=(
+            f"{_SCHEDULER}.schedule",
+            f"{_SCHEDULER}.update_from_output",
+            f"{_SCHEDULER}._handle_invalid_blocks",
+            f"{_SCHEDULER}._preempt_request",
+            f"{_SCHEDULER}._update_waiting_for_remote_kv",
+            f"{_SCHEDULER}._try_promote_blocked_waiting_request",
+            f"{_SCHEDULER}._update_from_kv_xfer_finished",
+            f"{_SCHEDULER}.finish_requests",
+            f"{_SCHEDULER}.update_draft_token_ids",
+            f"{_ASYNC_SCHEDULER}._update_after_schedule",
+            f"{_ASYNC_SCHEDULER}._update_request_with_output",
+            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_BALANCE}.__init__",
+            f"{_ASCEND_BALANCE}.schedule",
+            f"{_ASCEND_RECOMPUTE}.schedule",
+            f"{_ASCEND_RECOMPUTE}.update_from_output",
+            f"{_ASCEND_RECOMPUTE}._update_waiting_for_remote_kv",
+            f"{_ASCEND_LIFETIME}:_patched_update_from_output",
+        ),
+    ),
+)
