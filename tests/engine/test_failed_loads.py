@@ -18,6 +18,7 @@ import pytest
 import vllm
 from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
+from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import CacheContents, blocks_are_conserved
@@ -43,7 +44,7 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
 
 FEATURE = "failed-loads"
-NUM_SEEDS = 4
+NUM_SEEDS = sampled(4)
 LAYOUTS = [FULL_WINDOW, GEMMA, MIXED_BLOCKS, TWO_FULL, DEEPSEEK_V4, DEEPSEEK_V4.with_eagle(1)]
 if not vllm.__version__.startswith("0.20."):
     LAYOUTS += [MAMBA, MAMBA_WINDOW]  # vLLM 0.20.2 loads no states
