@@ -40,7 +40,6 @@ LONG_FILES = {
         "test_repairs.py",
         "test_failed_loads.py",
         "test_retention_scheduler.py",
-        "test_bench_retention.py",
         "test_metrics.py",
     ),
     "ascend": (
@@ -106,6 +105,7 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     for python in pythons:
         yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",), SAMPLE)
     yield Suite("wheel", main_environment, ("packaging",))
+    yield Suite("benchmarks", main_environment, ("benchmarks",))
     transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
     yield from split(transfers)
     yield from split(Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",)))

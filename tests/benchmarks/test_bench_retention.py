@@ -23,8 +23,6 @@ from retention.suite import Cell  # noqa: E402
 from retention.texts import Library  # noqa: E402
 from retention.traces import Trace, TracedRequest  # noqa: E402
 
-pytestmark = pytest.mark.main_version
-
 LAYOUTS = ("gptoss", "gemma", "dsv4", "mamba")
 
 
