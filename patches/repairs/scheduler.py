@@ -199,6 +199,8 @@ class LoadRecovery:
         scheduler = self._scheduler
         num_blocks = len(scheduler.kv_cache_manager.block_pool.blocks)
         failed = {id for id in invalid_block_ids if 0 <= id < num_blocks} - {self._null_id}
+        if not failed and not self._failed_request_ids:
+            return set(self._steps[0].stale if self._steps else ())
         reach = reach_of(failed, self._holders(), self._failed_request_ids)
         self._evict(reach.block_ids)
         requests = [
@@ -337,7 +339,9 @@ _recovering: WeakSet[LoadRecovery] = WeakSet()
 
 def _failed_request_ids(connector_output: Any) -> frozenset[str]:
     metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-    return frozenset(getattr(metadata, FAILED_RECVING, None) or ())
+    # Several connectors behind one: theirs, in a tuple.
+    parts = (metadata, *(getattr(metadata, "metadata", None) or ()))
+    return frozenset().union(*(getattr(part, FAILED_RECVING, None) or () for part in parts))
 
 
 def _hit_tokens(request: Request) -> int:
