@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
+
+from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
 NUM_SEEDS = sampled(4)
@@ -530,3 +533,12 @@ class TestOneCaseAtATime:
         story.add(plan(2, range(self.PROMPT_TOKENS)))
         story.finish()
         assert asked == ["request-2"] * 2
+
+
+def test_requests_that_one_of_several_connectors_names_have_failed() -> None:
+    named = SimpleNamespace(failed_recving={"a", "b"})
+    several = SimpleNamespace(metadata=(None, named, SimpleNamespace(failed_recving={"c"})))
+    output = SimpleNamespace(kv_connector_worker_meta=several)
+    assert _failed_request_ids(output) == {"a", "b", "c"}
+    assert _failed_request_ids(SimpleNamespace(kv_connector_worker_meta=named)) == {"a", "b"}
+    assert not _failed_request_ids(None)
