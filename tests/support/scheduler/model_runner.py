@@ -366,11 +366,9 @@ class ModelRunner:
             block_ids = [id for table in loaded for id in table if id != NULL_BLOCK_ID]
         chosen = set(rng.sample(block_ids, k=rng.randint(1, len(block_ids))))
         # Some connectors name the whole table, with its null blocks.
-        return (
-            chosen | ({NULL_BLOCK_ID} if rng.random() < 0.5 else set()),
-            num_steps,
-            (report_when_left),
-        )
+        if rng.random() < 0.5:
+            chosen.add(NULL_BLOCK_ID)
+        return chosen, num_steps, report_when_left
 
     def _loaded(self, load: Load, group_id: int) -> Iterator[tuple[int, int, int]]:
         """What a load writes to in a group: ``(block index, first position, last + 1)``."""
