@@ -4,7 +4,7 @@
 One folder per feature, in it one module per upstream module, named after it.
 """
 
-from vllm_ascend_kvext.patches import fast_prefix_cache, metrics, repairs, retention
+from vllm_ascend_kvext.patches import connector, fast_prefix_cache, metrics, repairs, retention
 from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
@@ -12,4 +12,5 @@ PATCHES: tuple[Patch, ...] = (
     *retention.PATCHES,
     *repairs.PATCHES,
     *metrics.PATCHES,
+    *connector.PATCHES,
 )

@@ -24,10 +24,14 @@ REPAIRS = (
 FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
 """Changes no decision. Innermost: what others do differently wraps what it does faster."""
 
+CONNECTOR = Feature("connector", default_on=True)
+"""Changes nothing in an engine that is started without KvextConnector."""
+
 FEATURES = (
     FAST_PREFIX_CACHE,
     Feature("retention", requires=("trim-full-groups", "compressed-block-keys")),
     *REPAIRS,
+    CONNECTOR,
 )
 """All of them, in the order of installation: the wrappers of a later one lie outside."""
 

@@ -57,6 +57,11 @@ def recover_from_failed_loads(
         _recovering.add(LoadRecovery(scheduler))
 
 
+def is_recovering(scheduler: Scheduler) -> bool:
+    """Whether a failed load costs this scheduler a recomputation only."""
+    return any(recovery.scheduler is scheduler for recovery in _recovering)
+
+
 def stop_recovering() -> None:
     """Leave all schedulers and connectors as upstream made them."""
     for recovery in _recovering:
@@ -85,10 +90,13 @@ class LoadRecovery:
     Args:
         scheduler: Gets methods of this object in place of some of its own, and so does its
             connector.
+
+    Attributes:
+        scheduler: As given.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._coordinator = scheduler.kv_cache_manager.coordinator
         self._null_id: int = scheduler.kv_cache_manager.block_pool.null_block.block_id
         self._steps: deque[_Step] = deque()
@@ -120,7 +128,7 @@ class LoadRecovery:
         """Plan a step, and remember it until its output is processed."""
         from vllm.v1.core.sched.interface import PauseState
 
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         pause_state = scheduler._pause_state
         if self._preempted_ids and pause_state == PauseState.UNPAUSED:
             # Upstream never admits a request in a step that reports its preemption, and connectors
@@ -139,7 +147,7 @@ class LoadRecovery:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Report what was preempted for failed loads, to the connector and to the workers."""
         if self._preempted_ids:
-            waiting = self._preempted_ids & self._scheduler.requests.keys()
+            waiting = self._preempted_ids & self.scheduler.requests.keys()
             scheduler_output.preempted_req_ids = waiting | (
                 scheduler_output.preempted_req_ids or set()
             )
@@ -196,7 +204,7 @@ class LoadRecovery:
         Returns:
             The requests to leave out of the step's output; with the policy ``fail``, those to end.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         num_blocks = len(scheduler.kv_cache_manager.block_pool.blocks)
         failed = {id for id in invalid_block_ids if 0 <= id < num_blocks} - {self._null_id}
         if not failed and not self._failed_request_ids:
@@ -219,7 +227,7 @@ class LoadRecovery:
         return stale | {request.request_id for request in requests}
 
     def _evict(self, block_ids: Iterable[int]) -> None:
-        block_pool = self._scheduler.kv_cache_manager.block_pool
+        block_pool = self.scheduler.kv_cache_manager.block_pool
         blocks = [block_pool.blocks[block_id] for block_id in block_ids]
         cached = [block for block in blocks if block.block_hash is not None]
         if cached and retention_of(self._coordinator) is not None:
@@ -230,7 +238,7 @@ class LoadRecovery:
     def _start_again(self, requests: list[Request]) -> None:
         from vllm.v1.request import RequestStatus
 
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         ids = {request.request_id for request in requests}
         for step in list(self._steps)[1:]:
             step.stale |= ids & step.output.num_scheduled_tokens.keys()
@@ -253,7 +261,7 @@ class LoadRecovery:
     def _holders(self) -> Iterator[Holder]:
         """Who holds which blocks, or has held them since the oldest step in flight was planned."""
         for request_id in self._ids_of_holders():
-            request = self._scheduler.requests.get(request_id)
+            request = self.scheduler.requests.get(request_id)
             hit_tokens = _hit_tokens(request) if request is not None else 0
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
         since_planned: dict[str, Holder] = {}
@@ -316,7 +324,7 @@ class LoadRecovery:
 
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
-        if self._scheduler.recompute_kv_load_failures:
+        if self.scheduler.recompute_kv_load_failures:
             logger.warning(
                 "The KV connector failed to load %d block(s). %d request(s) are computed again, "
                 "without its hits: %s",

@@ -41,6 +41,12 @@ def retention_of(coordinator: KVCacheCoordinator) -> Retention | None:
     return getattr(coordinator, _RETENTION, None)
 
 
+def interval_tokens_of(coordinator: KVCacheCoordinator) -> int:
+    """The retention interval in effect; 0 if there is none."""
+    retention = retention_of(coordinator)
+    return 0 if retention is None else retention.policy.interval_tokens
+
+
 def retain(
     coordinator: KVCacheCoordinator, interval: str | None, is_adaptive: bool = False
 ) -> None:

@@ -4,15 +4,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.stored_rows import MissingRows
 from vllm_ascend_kvext.transfer.schema import Table
 
-BlockIds = Sequence[Sequence[int]]
-"""Of a request from its first token on, one list per KV cache group, null blocks included."""
+
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """Part of a block table: what a transfer needs of it, without the pages before.
+
+    Attributes:
+        first_page: Pages of the request before this part.
+        ids: Block ids from there on, null blocks included.
+    """
+
+    first_page: int
+    ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Pages of the request up to the end of this part."""
+        return self.first_page + len(self.ids)
+
+    def __getitem__(self, pages: slice) -> tuple[int, ...]:
+        """Block ids of some pages, counted from the request's first.
+
+        Raises:
+            TokenRangeError: If some lie before this part.
+        """
+        if pages.start < self.first_page and pages.start < pages.stop:
+            raise TokenRangeError(
+                f"block ids: expected pages from {self.first_page} on, found {pages.start}; pass "
+                "the part of the table that the transfer needs"
+            )
+        return self.ids[pages.start - self.first_page : pages.stop - self.first_page]
+
+
+BlockIds = Sequence[Sequence[int] | TablePart]
+"""Of a request from its first token on, one table per KV cache group, null blocks included."""
 
 
 class PlacedChunk(NamedTuple):

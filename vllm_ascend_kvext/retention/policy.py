@@ -110,9 +110,10 @@ class RetentionPolicy:
             return self.interval_tokens
         geometry = self.geometry
         full_blocks = geometry.num_blocks_per_unit
-        if not full_blocks or geometry.has_states:
+        tail_blocks = geometry.num_tail_blocks
+        if not full_blocks or not tail_blocks or geometry.has_states:
             return 0  # a state exists only where a prefill step happens to end
-        grid_units = GRID_SHARE * geometry.num_tail_blocks / full_blocks
+        grid_units = GRID_SHARE * tail_blocks / full_blocks
         return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_ascend_kvext.retention.stats import RetentionStats
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.retention.policy import RetentionPolicy
 
 
 class Block(Protocol):
@@ -120,11 +123,13 @@ class Retention(Protocol):
     """Decides for one coordinator which blocks are cached; one for each running engine.
 
     Attributes:
+        policy: Which boundaries to keep.
         sparse_groups: Groups of which a hit reads a tail only: sliding windows and states.
         full_groups: Cached from the first token up to what the latest boundary needs.
         stats: What to report of it.
     """
 
+    policy: RetentionPolicy
     sparse_groups: tuple[ManagedGroup, ...]
     full_groups: tuple[ManagedGroup, ...]
 

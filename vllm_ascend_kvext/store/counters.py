@@ -29,6 +29,12 @@ class Refusal(enum.Enum):
     NO_ROOM = "no_room"
     """Everything that is worth less is in use, or the tier is too small."""
 
+    BUSY = "busy"
+    """Stores that have not ended hold so many pages that others lack them."""
+
+    PAGES_GONE = "pages_gone"
+    """Some of its pages were not kept on the device up to now."""
+
 
 class Removal(enum.Enum):
     """Why something that was stored is not there any more."""

@@ -65,6 +65,32 @@ def chain_to(
     return entries
 
 
+def present_tokens(
+    index: Index, geometry: TierGeometry, prefix: Prefix, limit_tokens: int
+) -> int:
+    """Up to which boundary the rows of a prefix are stored, or being stored, without a gap.
+
+    Takes time in proportion to the chunks that are there, and to the units of the first that is
+    not.
+    """
+    limit_tokens = geometry.floor(min(limit_tokens, prefix.num_tokens))
+    position = 0
+    while position < limit_tokens:
+        chunk_end = min(position + geometry.chunk_tokens, limit_tokens)
+        for boundary in range(chunk_end, position, -geometry.unit_tokens):
+            if index.present(Kind.ROWS, prefix.key_at(boundary)) is None:
+                continue
+            gaps, _ = _gaps_of_chunk(index, geometry, prefix, position, boundary)
+            if not gaps:
+                break
+        else:
+            return position
+        if boundary < chunk_end:
+            return boundary
+        position = boundary
+    return position
+
+
 def missing_pieces(
     index: Index, geometry: TierGeometry, prefix: Prefix, first_tokens: int, end_tokens: int
 ) -> list[Piece]:

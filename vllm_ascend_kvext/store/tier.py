@@ -29,7 +29,7 @@ from vllm_ascend_kvext.store.eviction import Choice, EvictionOrder
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
-from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces
+from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces, present_tokens
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 
 OnRemoved = Callable[[Entry, Removal], None]
@@ -179,11 +179,21 @@ class HostTier:
 
     # Stores.
 
+    def count_refusal(self, refusal: Refusal) -> None:
+        """Count a store that the tier was not asked for."""
+        self.counters.refused_stores[refusal] += 1
+
     def missing_pieces(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> list[Piece]:
         """What to store so that rows can be read up to a boundary; see ``pieces``."""
         if not self.geometry.needs_rows:
             return []
         return missing_pieces(self._index, self.geometry, prefix, first_tokens, end_tokens)
+
+    def present_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
+        """Up to which boundary the rows of a prefix are there, those being stored included."""
+        if not self.geometry.needs_rows:
+            return 0
+        return present_tokens(self._index, self.geometry, prefix, limit_tokens)
 
     def is_worth_storing(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> bool:
         """Whether there is room, or could be without evicting what is worth more.

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/engine/core.py``: stores end before the prefix cache is reset.
+
+A reset is refused while blocks are in use. Those that a store reads are; its end is noticed by the
+next step, and an engine without requests may never make one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patches.connector.scheduler import side_of
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+MOST_DRAINING_S = 30.0
+
+
+def drain_before_reset(
+    wrapped: Callable[..., bool], core: EngineCore, *args: Any, **kwargs: Any
+) -> bool:
+    """Make steps until no transfer is under way, if there is nothing else to do."""
+    side = side_of(core.scheduler)
+    if side is not None:
+        side.release_pages()
+        deadline_s = time.monotonic() + MOST_DRAINING_S
+        while (
+            side.has_work
+            and not core.scheduler.has_unfinished_requests()
+            and time.monotonic() < deadline_s
+        ):
+            _step(core)
+    return wrapped(*args, **kwargs)
+
+
+def _step(core: EngineCore) -> None:
+    # In a process of its own, an engine sends what a step says of requests that have ended.
+    step = getattr(core, "_process_engine_step", None)
+    if step is not None:
+        step()
+    else:
+        _, is_executed = core.step_fn()
+        core.post_step(is_executed)
+
+
+PATCHES = (
+    Patch(
+        id="KVX-403",
+        target="vllm.v1.engine.core:EngineCore.reset_prefix_cache",
+        kind=Kind.WRAP,
+        feature="connector",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=drain_before_reset,
+        why="The prefix cache cannot be reset while a store reads a block, and without requests "
+        "nobody notices that it has ended.",
+        retire_when="upstream waits for its connector before a reset",
+    ),
+)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/distributed/kv_transfer/kv_connector/factory.py``: the connector has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+NAME = "KvextConnector"
+_MODULE = "vllm_ascend_kvext.connector.kvext_connector"
+
+
+def register_connector() -> Callable[[], None]:
+    """Make the connector known; it is imported when it is used."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    registry = KVConnectorFactory._registry
+    if NAME not in registry:
+        KVConnectorFactory.register_connector(NAME, _MODULE, NAME)
+    loader = registry[NAME]
+
+    def forget() -> None:
+        if registry.get(NAME) is loader:
+            del registry[NAME]
+
+    return forget
+
+
+PATCHES = (
+    Patch(
+        id="KVX-401",
+        target="vllm.distributed.kv_transfer.kv_connector.factory:"
+        "KVConnectorFactory.register_connector",
+        kind=Kind.HOOK,
+        feature="connector",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        install=register_connector,
+        why="`kv_connector` names a connector that vLLM has to know.",
+        retire_when="never: this is the official way",
+    ),
+)

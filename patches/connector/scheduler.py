@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: a scheduler and its KvextConnector get to know each other.
+
+The connector reads block tables and holds references to blocks. vLLM 0.23.0 hands it the block
+pool, 0.20.2 does not, and neither hands it the tables. And an engine without requests has to go on
+with its steps while pages are being stored: only steps notice that a store has ended.
+
+Only a scheduler that has the connector is changed, in its own methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from vllm_ascend_kvext.connector.engine import Engine
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
+    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+
+
+def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """Tell the connector of a new scheduler what it works for."""
+    wrapped(*args, **kwargs)
+    connector = connector_of(scheduler)
+    if connector is not None:
+        _connected.add(ConnectedScheduler(scheduler, connector))
+
+
+def disconnect() -> None:
+    """Leave all schedulers as upstream made them. Their connectors store nothing any more."""
+    for connected in _connected:
+        connected.take_back()
+    _connected.clear()
+
+
+def connector_of(scheduler: Scheduler) -> KvextConnector | None:
+    """The KvextConnector of a scheduler, which may be one of several."""
+    connector = getattr(scheduler, "connector", None)
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        if type(each).__name__ == "KvextConnector" and hasattr(each, "bind_engine"):
+            return each
+    return None
+
+
+def side_of(scheduler: Scheduler) -> SchedulerSide | None:
+    """The scheduler side of its KvextConnector."""
+    connector = connector_of(scheduler)
+    return None if connector is None else connector.scheduler_side
+
+
+class ConnectedScheduler:
+    """A scheduler whose connector is a KvextConnector.
+
+    Args:
+        scheduler: Gets methods of this object in place of some of its own.
+        connector: Its connector.
+
+    Raises:
+        ConnectorError: If a failed load of this model would end the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, connector: KvextConnector) -> None:
+        manager = scheduler.kv_cache_manager
+        managers = manager.coordinator.single_type_managers
+        if len(managers) > 1 and not is_recovering(scheduler):
+            raise ConnectorError(
+                f"KvextConnector: this model has {len(managers)} KV cache groups, where a load "
+                "that fails ends the engine unless the repair failed-loads is in effect; take it off "
+                "VLLM_ASCEND_KVEXT_DISABLE, and see `python -m vllm_ascend_kvext status`"
+            )
+        assert connector.scheduler_side is not None
+        self._side = connector.scheduler_side
+        connector.bind_engine(
+            Engine(
+                requests=scheduler.requests,
+                managers=managers,
+                block_pool=manager.block_pool,
+                num_blocks=manager.block_pool.num_gpu_blocks,
+                hash_tokens=manager.block_pool.hash_block_size,
+                caches_prefixes=manager.enable_caching,
+                interval_tokens=interval_tokens_of(manager.coordinator),
+            )
+        )
+        self._has_finished_requests = scheduler.has_finished_requests
+        self._preempt = scheduler._preempt_request
+        self._reset_prefix_cache = scheduler.reset_prefix_cache
+        methods: list[Callable[..., Any]] = [self.has_finished_requests, self.reset_prefix_cache]
+        if connector.options.swap_on_preemption:
+            methods.append(self._preempt_request)
+        self._replaced = [(scheduler, method.__name__) for method in methods]
+        for method in methods:
+            setattr(scheduler, method.__name__, method)
+
+    def take_back(self) -> None:
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+
+    def has_finished_requests(self) -> bool:
+        """Whether steps are needed although no request waits for any."""
+        return self._has_finished_requests() or self._side.has_work
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the prefix cache, which no block may be held for."""
+        self._side.release_pages()
+        return self._reset_prefix_cache(*args, **kwargs)
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        """Store what a request has computed, before its blocks are freed."""
+        self._side.preempt(request)
+        self._preempt(request, timestamp)
+
+
+_connected: WeakSet[ConnectedScheduler] = WeakSet()
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+PATCHES = (
+    Patch(
+        id="KVX-402",
+        target=f"{_SCHEDULER}.__init__",
+        kind=Kind.WRAP,
+        feature="connector",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=connect,
+        undo=disconnect,
+        why="A connector is not told the block tables, nor, in vLLM 0.20.2, the block pool; and an "
+        "engine without requests stops, whatever its connector still does.",
+        retire_when="upstream hands connectors the KV cache manager, and asks them whether they "
+        "have work",
+        relies_on=(
+            f"{_SCHEDULER}.has_finished_requests",
+            f"{_SCHEDULER}.reset_prefix_cache",
+            f"{_SCHEDULER}._preempt_request",
+            f"{_SCHEDULER}.schedule",
+            f"{_SCHEDULER}._update_after_schedule",
+            f"{_SCHEDULER}._connector_finished",
+            "vllm.v1.core.block_pool:BlockPool.touch",
+            "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        ),
+    ),
+)

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side: what is stored, found, loaded, and given back."""
+
+from __future__ import annotations
+
+from string import ascii_lowercase
+
+import pytest
+from support.connector.small_engine import (
+    PAGE_TOKENS,
+    SmallEngine,
+    Status,
+    full_only,
+)
+
+from vllm_ascend_kvext.connector.messages import Direction, JobResults, Traffic
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import Kind
+from vllm_ascend_kvext.store.lookup import Shortfall
+from vllm_ascend_kvext.store.store_policy import StorePolicy
+
+LETTERS = ascii_lowercase + ascii_lowercase.upper()
+"""52 tokens, 13 pages."""
+
+
+@pytest.fixture
+def engine() -> SmallEngine:
+    return SmallEngine()
+
+
+def test_same_prompt_resumes_at_the_last_unit_below_its_length(engine: SmallEngine) -> None:
+    for length, hit_tokens in ((50, 48), (52, 48), (49, 48), (48, 44), (4, 0), (5, 4)):
+        engine = SmallEngine()
+        engine.serve("a", LETTERS[:length])
+        assert engine.side.match(engine.add("b", LETTERS[:length]), 0) == hit_tokens
+
+
+def test_next_turn_resumes_at_the_last_unit_of_the_answer(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS[:20], answer=LETTERS[20:31])
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 28
+
+
+def test_other_prompt_is_found_up_to_where_it_parts(engine: SmallEngine) -> None:
+    engine = SmallEngine(full_only)
+    engine.serve("a", LETTERS)
+    assert engine.side.match(engine.add("b", LETTERS[:26] + "?" * 20), 0) == 24
+
+
+def test_only_what_the_device_lacks_is_loaded(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    assert engine.admit(request, local_tokens=20) == 28
+    (load,) = engine.step().loads
+    assert (load.tokens.first, load.tokens.end) == (20, 48)
+    engine.output()
+
+
+def test_load_reads_the_rows_and_tails_that_were_stored(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    engine.admit(engine.add("b", LETTERS))
+    (load,) = engine.step().loads
+    groups_and_rows = sorted(
+        (rows.group, rows.first_row, rows.end_row) for part in load.stored for rows in part.rows
+    )
+    # Twelve pages of full attention in three chunks; of the window 9 tokens: three pages.
+    assert groups_and_rows == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (1, 9, 12)]
+    assert {part.host_offset_bytes % 64 for part in load.stored} == {0}
+
+
+def test_pins_last_until_the_load_has_ended(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    engine.admit(request)
+    assert engine.side.num_pinned == 1
+    engine.step()
+    assert engine.side.num_pinned == 1
+    engine.output()
+    assert engine.side.num_pinned == 0
+
+
+def test_request_that_is_not_admitted_gives_its_pins_back(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    assert engine.side.match(request, 0) == 48
+    assert engine.side.match(request, 0) == 48
+    assert engine.side.num_pinned == 1
+    engine.side.finish(request, is_end_of_turn=False)
+    assert engine.side.num_pinned == 0
+
+
+def test_match_follows_what_the_device_has(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    assert engine.side.match(request, 0) == 48
+    assert engine.side.match(request, 40) == 8
+    assert engine.side.match(request, 48) == 0
+    assert engine.side.num_pinned == 0
+
+
+def test_request_that_skips_the_cache_is_not_matched(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    request.skip_reading_prefix_cache = True
+    assert engine.side.match(request, 0) == 0
+
+
+def test_every_page_is_given_back(engine: SmallEngine) -> None:
+    for number in range(5):
+        engine.serve(str(number), LETTERS[number:], answer="answer")
+    engine.assert_idle()
+
+
+def test_stores_keep_their_pages_from_being_reallocated(engine: SmallEngine) -> None:
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    jobs = engine.step(request)
+    engine.output(jobs=type(jobs)(has_forward=True))  # the stores have not ended
+    engine.finish(request)
+    last = engine.step()
+    read = {
+        block_id
+        for job in (*jobs.stores, *last.stores)
+        for part in job.block_ids
+        for block_id in part.ids
+        if block_id
+    }
+    assert read
+    assert not read & {block.block_id for block in engine.pool.free}
+    engine.output(jobs)
+    engine.output(last)
+    engine.assert_idle()
+
+
+def test_tails_are_stored_where_a_step_passes_a_boundary(engine: SmallEngine) -> None:
+    """Windows have moved on when the next step is planned."""
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    num_tails = 0
+    while request.num_computed_tokens < request.num_tokens:
+        engine.step(request, num_tokens=7)
+        engine.output()
+        num_tails = engine.side.counters.tier.stored_entries[Kind.TAILS]
+    assert num_tails >= 1
+    assert not engine.side.counters.tier.refused_stores[Refusal.PAGES_GONE]
+    engine.finish(request)
+    engine.step()
+    engine.output()
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 48
+
+
+def test_end_of_an_answer_keeps_the_tails_of_its_last_unit(engine: SmallEngine) -> None:
+    """At 11 + 4 k tokens the window of the last unit has partly left the block table."""
+    for answer_tokens in range(1, 12):
+        engine = SmallEngine()
+        text = LETTERS[: 30 + answer_tokens]
+        engine.serve("a", LETTERS[:30], answer=text[30:])
+        expected = len(text) // PAGE_TOKENS * PAGE_TOKENS
+        assert engine.side.match(engine.add("b", text + "????"), 0) == expected
+
+
+def test_aborted_request_stores_nothing_of_its_end() -> None:
+    engine = SmallEngine()
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    engine.step(request, num_tokens=9)
+    engine.output()
+    engine.finish(request, Status.FINISHED_ABORTED)
+    engine.step()
+    engine.output()
+    assert engine.side.counters.tier.stored_entries[Kind.ROWS] <= 1
+    engine.assert_idle()
+
+
+def test_request_aborted_while_it_loads_stores_nothing() -> None:
+    """Its pages do not hold yet what its count of computed tokens says."""
+    engine = SmallEngine()
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS + "????????")
+    engine.admit(request)
+    jobs = engine.step()
+    stored = sum(engine.side.counters.tier.stored_entries.values())
+    request.status = Status.FINISHED_STOPPED
+    engine.side.finish(request, is_end_of_turn=True)
+    assert not engine.step().stores
+    engine.output(jobs)
+    engine.output()
+    assert sum(engine.side.counters.tier.stored_entries.values()) == stored
+    assert not engine.side.num_pinned
+
+
+def test_nothing_is_stored_with_policy_never() -> None:
+    engine = SmallEngine(store_policy=StorePolicy.NEVER)
+    engine.serve("a", LETTERS, answer="answer")
+    assert not sum(engine.side.counters.tier.stored_entries.values())
+    engine.assert_idle()
+
+
+def test_policy_all_stores_chunks_of_a_request_that_is_aborted() -> None:
+    engine = SmallEngine(full_only, store_policy=StorePolicy.ALL)
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    engine.step(request, num_tokens=35)
+    engine.output()
+    engine.finish(request, Status.FINISHED_ABORTED)
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 32
+
+
+def test_second_touch_stores_chunks_before_the_prompt_is_complete() -> None:
+    engine = SmallEngine(full_only)
+    found = []
+    for number in range(3):
+        request = engine.add(str(number), LETTERS)
+        found.append(engine.admit(request))
+        engine.step()
+        engine.output()
+        engine.step(request, num_tokens=35)
+        engine.output()
+        engine.finish(request, Status.FINISHED_ABORTED)
+        engine.step()
+        engine.output()
+    assert found == [0, 0, 32]
+
+
+def test_store_that_fails_on_one_worker_counts_for_none(engine: SmallEngine) -> None:
+    engine = SmallEngine(num_workers=2)
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    jobs = engine.step(request)
+    held = engine.side.counters.tier.entries_held
+    assert held
+    engine.output(jobs, failed_stores=[job.number for job in jobs.stores], num_workers=1)
+    # The other worker still writes to these places.
+    assert engine.side.counters.tier.entries_held == held
+    engine.output(jobs, num_workers=1)
+    assert engine.side.counters.tier.entries_held == 0
+    assert engine.side.counters.tier.failed_stores == held
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 0
+
+
+def test_store_is_found_when_all_workers_have_made_it() -> None:
+    engine = SmallEngine(num_workers=2)
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    jobs = engine.step(request)
+    engine.output(jobs, num_workers=1)
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 0
+    engine.output(jobs, num_workers=1)
+    assert engine.side.match(engine.add("c", LETTERS), 0) == 48
+
+
+def test_failed_load_is_not_tried_again(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", LETTERS)
+    engine.admit(request)
+    engine.step()
+    engine.output(failed_loads=["b"])
+    assert engine.side.match(request, 0) == 0
+    assert engine.side.match(engine.add("c", LETTERS), 0) == 0
+    assert engine.side.counters.tier.failed_loads == 1
+    assert not engine.side.num_pinned
+
+
+def test_failure_on_an_earlier_step_than_the_end_counts(engine: SmallEngine) -> None:
+    """One worker has failed, another is still loading."""
+    engine.serve("a", LETTERS)
+    engine.admit(engine.add("b", LETTERS))
+    jobs = engine.step()
+    engine.output(type(jobs)(), failed_loads=["b"])
+    assert engine.side.num_pinned == 1
+    engine.output(jobs)
+    assert not engine.side.num_pinned
+    assert engine.side.match(engine.add("c", LETTERS), 0) == 0
+
+
+def test_requests_with_the_same_prefix_load_it_once() -> None:
+    engine = SmallEngine(caches_prefixes=True)
+    engine.serve("a", LETTERS)
+    first, second = engine.add("b", LETTERS), engine.add("c", LETTERS)
+    assert engine.admit(first) == 48
+    assert engine.admit(second) is None
+    engine.step()
+    assert engine.admit(second) is None
+    engine.output()
+    # The load is there; its request has not been seen since.
+    assert engine.admit(second) is None
+    engine.side.allocated(first, ((), ()), 0)
+    assert engine.side.match(second, 48) == 0
+    assert engine.side.counters.joined_loads == 1
+
+
+def test_request_does_not_wait_forever_for_the_load_of_another() -> None:
+    engine = SmallEngine(caches_prefixes=True)
+    engine.serve("a", LETTERS)
+    engine.admit(engine.add("b", LETTERS))
+    second = engine.add("c", LETTERS)
+    assert engine.side.match(second, 0) is None
+    engine.clock.now_s += 11
+    assert engine.side.match(second, 0) == 48
+
+
+def test_requests_load_for_themselves_without_a_local_prefix_cache(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    assert engine.admit(engine.add("b", LETTERS)) == 48
+    assert engine.admit(engine.add("c", LETTERS)) == 48
+
+
+def test_load_that_costs_more_than_computing_is_not_made() -> None:
+    engine = SmallEngine(load_if_slower=False)
+    engine.serve("a", LETTERS * 3)
+    assert engine.side.match(engine.add("b", LETTERS * 3), 0) == 152  # nothing is measured yet
+    other = engine.add("other", "?" * 100)
+    engine.admit(other)
+    engine.step(other)
+    engine.clock.now_s += 0.001
+    engine.output()
+    traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic(1, 1.0, 1)}
+    engine.side.note_output(JobResults(traffic=traffic), [])
+    request = engine.add("c", LETTERS * 3)
+    assert engine.side.match(request, 0) == 0
+    assert engine.side.match(request, 0) == 0
+    assert engine.side.counters.too_dear_loads == 1
+
+
+def test_reason_for_a_shorter_hit_is_counted_once_per_request(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    request = engine.add("b", "?" * 30)
+    engine.side.match(request, 0)
+    engine.side.match(request, 0)
+    engine.admit(request)
+    shortfalls = engine.side.counters.tier.shortfalls
+    assert shortfalls[Shortfall.NEVER_STORED] == 2  # "a" itself, and "b"
+
+
+def test_swapped_request_resumes_where_it_was() -> None:
+    engine = SmallEngine(swap_on_preemption=True)
+    request = engine.add("a", LETTERS[:50])
+    engine.admit(request)
+    engine.step(request, num_tokens=30)  # where no tails are stored otherwise
+    engine.output()
+    engine.preempt(request)
+    jobs = engine.step()
+    assert jobs.stores_before
+    engine.output()
+    assert engine.admit(request) == 28
+    assert engine.side.counters.swapped_requests == 1
+
+
+def test_swap_holds_no_pages() -> None:
+    engine = SmallEngine(swap_on_preemption=True)
+    request = engine.add("a", LETTERS[:50])
+    engine.admit(request)
+    engine.step(request, num_tokens=30)
+    engine.output()
+    engine.preempt(request)
+    assert engine.num_free_blocks == len(engine.pool.blocks) - 1
+
+
+def test_preempted_request_stores_nothing_without_swap(engine: SmallEngine) -> None:
+    request = engine.add("a", LETTERS[:40])
+    engine.admit(request)
+    engine.step(request, num_tokens=22)
+    engine.output()
+    engine.preempt(request)
+    assert not engine.step().stores_before
+    engine.output()
+    engine.assert_idle()
+
+
+def test_stores_leave_blocks_for_others(engine: SmallEngine) -> None:
+    """Jobs that do not end hold half of the pool at most."""
+    for number in range(30):
+        request = engine.add(str(number), chr(100 + number) * 40)
+        engine.admit(request)
+        engine.step(request)
+        engine.finish(request)
+    assert engine.side.num_references <= len(engine.pool.blocks) // 2
+    assert engine.side.counters.tier.refused_stores[Refusal.BUSY]
+
+
+def test_cleared_tier_is_empty_and_ends_what_is_under_way(engine: SmallEngine) -> None:
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    jobs = engine.step(request)
+    engine.side.clear()
+    engine.output(jobs)
+    assert engine.side.counters.tier.entries_held == 0
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 0
+
+
+def test_evicted_and_cleared_entries_are_reported(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    stored = {entry.number for what, entry in engine.events.log if what == "stored"}
+    engine.side.clear()
+    removed = {entry.number for what, entry in engine.events.log if what == "removed"}
+    assert stored
+    assert stored <= removed
+
+
+def test_pages_held_for_the_end_of_an_answer_can_be_released(engine: SmallEngine) -> None:
+    request = engine.add("a", LETTERS[:30])
+    engine.admit(request)
+    engine.step(request)
+    engine.output()
+    engine.grow(request, LETTERS[30:36])
+    assert engine.side.num_references
+    engine.side.release_pages()
+    assert not engine.side.num_references
+
+
+def test_small_arena_refuses_and_loses_nothing() -> None:
+    engine = SmallEngine(host_bytes=6 * 1024)
+    for number in range(20):
+        engine.serve(str(number), chr(100 + number) * 40)
+        engine.assert_idle()
+    tier = engine.side.counters.tier
+    assert tier.bytes_held <= 6 * 1024
+    assert sum(tier.refused_stores.values()) + sum(tier.removed_entries.values())
+

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps pages from being given to others while a transfer reads them, or a later one will.
+
+A referenced block is to the pool as one that another request holds: it is not reallocated when its
+request is preempted, moves its window on, or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+
+class BlockPool(Protocol):
+    """``vllm.v1.core.block_pool.BlockPool``."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+class BlockReferences:
+    """References that the connector holds, and their number.
+
+    Attributes:
+        num_references: A block that is referenced twice counts twice.
+    """
+
+    __slots__ = ("_pool", "num_references")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.num_references = 0
+
+    def take(self, blocks: Sequence[Any]) -> None:
+        """Hold blocks, none of them null."""
+        self._pool.touch(blocks)
+        self.num_references += len(blocks)
+
+    def release(self, blocks: Sequence[Any]) -> None:
+        """Let go of blocks that `take` was called for."""
+        # The end of a request goes first, as where upstream frees one.
+        self._pool.free_blocks(reversed(blocks))
+        self.num_references -= len(blocks)

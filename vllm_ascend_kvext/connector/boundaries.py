@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At which boundaries of a request tails are stored.
+
+The same policy as that of the local prefix cache (`RetentionPolicy`), on another grid: a host hit
+is a multiple of the layout's row unit, where a local one is a multiple of every group's page. What
+suggested a boundary is remembered: suggestions that nobody uses are made less often.
+
+Knows lengths; knows no blocks and no places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.hints import hinted_boundaries
+from vllm_ascend_kvext.retention.policy import RetentionPolicy
+from vllm_ascend_kvext.retention.protocols import Request
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
+
+_UNASKED = frozenset({Origin.LADDER, Origin.GRID})
+"""What nobody asked for."""
+
+_TRIALS = 256
+"""Tails of one reason that are stored before their hits are looked at."""
+
+_LEAST_HITS_PER_TAIL = 1 / 64
+_TRY_EVERY = 32
+"""Of those that are not worth it, one in so many is stored, to notice when that changes."""
+
+
+class BoundaryPlanner:
+    """Plans boundaries, and learns which reasons pay.
+
+    Args:
+        groups: That are kept.
+        unit_tokens: Hits are multiples of it.
+        interval_tokens: Of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+    """
+
+    def __init__(
+        self, groups: Sequence[LayoutGroup], unit_tokens: int, interval_tokens: int = 0
+    ) -> None:
+        geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
+        # On the coarser grid of the host, the interval means the next multiple.
+        interval_tokens = -(-interval_tokens // unit_tokens) * unit_tokens
+        self._policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
+        self._stored: dict[Reason, int] = {}
+        self._hits: dict[Reason, int] = {}
+
+    def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
+        """Boundaries past the hit that are known at admission.
+
+        Args:
+            request: Its prompt and its hints.
+            hit_tokens: What it need not compute.
+            shared_tokens: How much of its prompt somebody has computed before.
+        """
+        geometry = self._policy.geometry
+        demand = {}
+        junction_tokens = geometry.reachable_tokens(shared_tokens)
+        if junction_tokens > hit_tokens:
+            demand[junction_tokens] = Reason(Origin.JUNCTION)
+        for tokens in hinted_boundaries(request, geometry):
+            demand[tokens] = Reason(Origin.HINT)
+        plan = self._policy.plan(request.num_prompt_tokens, hit_tokens, demand)
+        return {tokens: reason for tokens, reason in plan.items() if tokens > hit_tokens}
+
+    def crossed(
+        self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
+    ) -> list[tuple[int, Reason]]:
+        """Boundaries in a range at which tails are to be stored, ascending."""
+        boundaries = self._policy.lasting_boundaries(plan, after_tokens, upto_tokens)
+        return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_trying(reason)]
+
+    def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary that `crossed` may name; a very large number if there is none."""
+        following = min((each for each in plan if each > tokens), default=1 << 60)
+        grid_tokens = self._policy.grid_tokens
+        return (
+            min(following, (tokens // grid_tokens + 1) * grid_tokens) if grid_tokens else following
+        )
+
+    def note_stored(self, reason: Reason) -> None:
+        """Tails of a boundary that this suggested are going to be stored."""
+        self._stored[reason] = self._stored.get(reason, 0) + 1
+
+    def note_hit(self, reason: Reason) -> None:
+        """A request resumed there."""
+        self._hits[reason] = self._hits.get(reason, 0) + 1
+
+    def _is_worth_trying(self, reason: Reason) -> bool:
+        stored = self._stored.get(reason, 0)
+        if reason.origin not in _UNASKED or stored < _TRIALS:
+            return True
+        if self._hits.get(reason, 0) >= stored * _LEAST_HITS_PER_TAIL:
+            return True
+        self._stored[reason] = stored + 1  # as if it had been stored
+        return stored % _TRY_EVERY == 0
+
+
+def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
+    # Equal groups are one to the lookup; the order is full attention first.
+    counts: dict[tuple[GroupKind, int, int], int] = {}
+    for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):
+        is_window = group.kind is GroupKind.WINDOW
+        block_tokens = math.gcd(group.tokens_per_page, unit_tokens)
+        key = group.kind, block_tokens, group.window_tokens if is_window else 0
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(
+        GroupGeometry(kind, block_tokens, window_tokens, num_groups=count)
+        for (kind, block_tokens, window_tokens), count in counts.items()
+    )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side knows of the workers' pages: sizes, units, which pages a piece has.
+
+Rows of full-attention groups are stored by stretches of tokens; window tails and states, together,
+by boundaries. Moves nothing, and knows no block ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.messages import WorkerLayout
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import RowMap
+from vllm_ascend_kvext.layout.rows import TokenRange, needed_rows
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
+from vllm_ascend_kvext.store.entries import Kind, Piece
+from vllm_ascend_kvext.store.prefix import TierGeometry
+
+
+class HostLayout:
+    """How pieces of a prefix lie in pages and in host memory.
+
+    Args:
+        layout: Of any worker: see `common_layout`.
+        hash_tokens: Tokens per hash of a request: keys exist at multiples of it.
+        chunk_tokens: Rows are stored by chunks of so many tokens, given the unit.
+        states: What becomes of state groups.
+
+    Attributes:
+        unit_tokens: Requests can resume at multiples of it.
+        geometry: For the tier.
+        tokens_per_page: By KV cache group.
+
+    Raises:
+        ConnectorError: If the model has nothing to store.
+        TierError: If the chunk is not a multiple of the unit.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        hash_tokens: int,
+        chunk_tokens: Callable[[int], int],
+        states: StatePolicy,
+    ) -> None:
+        self._planner = TransferPlanner(layout, states)
+        self._states = states
+        self._groups = layout.groups
+        kept = [
+            (index, group)
+            for index, group in enumerate(layout.groups)
+            if not (group.holds_states and states is StatePolicy.SKIP)
+        ]
+        self._row_groups = tuple(i for i, group in kept if group.kind is GroupKind.FULL)
+        self._tail_groups = tuple(i for i, group in kept if group.kind is not GroupKind.FULL)
+        if not kept:
+            raise ConnectorError(
+                "KvextConnector: expected KV cache groups to offload, found none but states that "
+                "state_policy=skip leaves out; start without the connector"
+            )
+        rows = [group.tokens_per_row for _, group in kept]
+        self.unit_tokens = math.lcm(hash_tokens, *rows)
+        self.geometry = TierGeometry(
+            chunk_tokens=chunk_tokens(self.unit_tokens),
+            unit_tokens=self.unit_tokens,
+            needs_rows=bool(self._row_groups),
+            needs_tails=bool(self._tail_groups),
+        )
+        self.tokens_per_page = {
+            group.scheduler_group: group.tokens_per_page for group in self._groups
+        }
+
+    @property
+    def groups(self) -> tuple[LayoutGroup, ...]:
+        """The groups that are kept."""
+        return tuple(self._groups[i] for i in sorted((*self._row_groups, *self._tail_groups)))
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Host bytes of a piece."""
+        return self._planner.chunk_bytes(*self._tokens_and_groups(piece))
+
+    def chunk(self, piece: Piece, host_offset_bytes: int) -> PlacedChunk:
+        """A piece for a `StoreJob`."""
+        tokens, groups = self._tokens_and_groups(piece)
+        return PlacedChunk(tokens, host_offset_bytes, groups)
+
+    def row_map(self, piece: Piece) -> RowMap:
+        """What is there once a piece is stored."""
+        return self._planner.chunk_rows(*self._tokens_and_groups(piece))
+
+    def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
+        """KV cache group, first and end page of what a piece reads; none of them may be null."""
+        return self._planner.chunk_pages(*self._tokens_and_groups(piece))
+
+    def pages_that_leave(
+        self, boundary_tokens: int, upto_tokens: int
+    ) -> tuple[tuple[int, int, int], ...]:
+        """Pages of the tails at one boundary that may be freed before another is computed.
+
+        Returns:
+            As of `pages`.
+        """
+        leaving = []
+        for index in self._tail_groups:
+            group = self._groups[index]
+            first, end = self._tail_pages(group, boundary_tokens)
+            if not group.is_snapshot:
+                # What the window before a later token begins with stays.
+                end = min(end, self._tail_pages(group, upto_tokens)[0])
+            if first < end:
+                leaving.append((group.scheduler_group, first, end))
+        return tuple(leaving)
+
+    def _tail_pages(self, group: LayoutGroup, boundary_tokens: int) -> tuple[int, int]:
+        rows = needed_rows(group, TokenRange(0, boundary_tokens), self._states)
+        if not rows:
+            page = boundary_tokens // group.tokens_per_page
+            return page, page
+        return rows.start // group.rows_per_page, -(-rows.stop // group.rows_per_page)
+
+    def _tokens_and_groups(self, piece: Piece) -> tuple[TokenRange, tuple[int, ...]]:
+        if piece.kind is Kind.ROWS:
+            return TokenRange(piece.first_tokens, piece.end_tokens), self._row_groups
+        return TokenRange(0, piece.end_tokens), self._tail_groups
+
+
+def common_layout(workers: Sequence[WorkerLayout]) -> WorkerLayout:
+    """One worker for all: pieces have the same size and the same place on each.
+
+    Raises:
+        ConnectorError: If they differ in more than addresses.
+    """
+    first, *others = workers
+    for rank, other in enumerate(others, 1):
+        if other.host_bytes != first.host_bytes or _shape(other.layout) != _shape(first.layout):
+            raise ConnectorError(
+                f"KvextConnector: worker {rank} has other pages than worker 0: expected "
+                f"{first.host_bytes} host bytes and groups {_shape(first.layout)}, found "
+                f"{other.host_bytes} and {_shape(other.layout)}; host places are chosen for all "
+                "workers at once, so start with a parallel size at which they are equal"
+            )
+    return first
+
+
+def _shape(layout: KVLayout) -> list[tuple[object, ...]]:
+    return [
+        (
+            group.scheduler_group,
+            group.kind.value,
+            group.tokens_per_page,
+            group.tokens_per_row,
+            group.window_tokens,
+            group.restart_tokens,
+            tuple(plane.row_bytes for plane in group.planes),
+        )
+        for group in layout.groups
+    ]

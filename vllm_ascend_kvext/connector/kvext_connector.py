@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's face of the connector. Translates, and decides nothing.
+
+    --kv-transfer-config '{"kv_connector": "KvextConnector", "kv_role": "kv_both"}'
+
+vLLM makes one in the process of the scheduler and one in each worker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from vllm_ascend_kvext.connector.engine import Engine
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.events import TierEvents
+from vllm_ascend_kvext.connector.messages import JobResults, StepJobs, WorkerLayout
+from vllm_ascend_kvext.connector.options import parse_options
+from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.connector.stats import KvextPromMetrics, KvextStats
+from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_ENDS_OF_TURNS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+"""Names of ``RequestStatus``. After an error or an abort, nobody knows what pages hold."""
+
+_IDLE_WAIT_S = 0.001
+"""A step that computes nothing waits so long for a transfer, rather than spin."""
+
+
+@dataclass(slots=True)
+class KvextMetadata(KVConnectorMetadata):  # type: ignore[misc]  # mypy does not follow vLLM's imports
+    """To the workers, in every step."""
+
+    jobs: StepJobs
+
+
+@dataclass(slots=True)
+class KvextWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers."""
+
+    results: JobResults
+
+    @property
+    def failed_recving(self) -> frozenset[str]:
+        """Requests whose load failed: what the repair ``failed-loads`` looks for."""
+        return frozenset(self.results.failed_loads)
+
+    def aggregate(self, other: KvextWorkerMetadata) -> KvextWorkerMetadata:
+        self.results.add(other.results)
+        return self
+
+
+@dataclass(slots=True)
+class KvextHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From each worker to the scheduler side, once."""
+
+    worker: WorkerLayout
+
+
+class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps KV of every cache group in host memory, and brings it back.
+
+    Args:
+        vllm_config: vLLM's.
+        role: Which of the two sides this is.
+        kv_cache_config: vLLM's, as the scheduler or the worker has it.
+
+    Raises:
+        ConnectorError: If it cannot work with this configuration.
+        SettingsError: If ``kv_connector_extra_config`` is wrong.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer_config = vllm_config.kv_transfer_config
+        if transfer_config.kv_role != "kv_both":
+            raise ConnectorError(
+                f"KvextConnector: expected kv_role kv_both, found {transfer_config.kv_role}: it "
+                "stores and loads for its own engine only; set kv_role to kv_both"
+            )
+        extra_config = transfer_config.kv_connector_extra_config or {}
+        options = parse_options(extra_config, vllm_config.parallel_config.world_size, os.environ)
+        self.options = options
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
+        self._ended: EndedJobs | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            events_config = vllm_config.kv_events_config
+            has_events = events_config is not None and events_config.enable_kv_cache_events
+            self.scheduler_side = SchedulerSide(
+                options, extra_config.get("chunk_tokens") is not None, TierEvents(has_events)
+            )
+        else:
+            self.worker_side = WorkerSide(vllm_config, kv_cache_config, options)
+
+    # Scheduler side.
+
+    def bind_engine(self, engine: Engine) -> None:
+        """The scheduler is there; called by ``patches.connector``."""
+        self._scheduler.bind(engine)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        of_workers = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(each, KvextHandshake) for each in of_workers):
+            raise ConnectorError(
+                "KvextConnector: expected its workers' layouts, found what another connector of "
+                "the same MultiConnector has to say; list KvextConnector first"
+            )
+        self._scheduler.set_workers([each.worker for each in of_workers])
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._scheduler.match(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return KvextMetadata(
+            self._scheduler.plan_step(
+                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+            )
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        results = metadata.results if isinstance(metadata, KvextWorkerMetadata) else None
+        self._scheduler.note_output(results, connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids  # Block tables are read where they are: with the blocks, not their ids only.
+        self._scheduler.finish(request, request.status.name in _ENDS_OF_TURNS)
+        # What is stored is referenced: the rest need not wait for it.
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
+    def reset_cache(self) -> bool | None:
+        self._scheduler.clear()
+        return True
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return KvextHandshake(self._worker.describe())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._worker.run_before_step(_jobs_of(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.begin_step(_jobs_of(self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request that loads is not computed before it has loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to save: pages are stored when all layers are done."""
+
+    def wait_for_save(self) -> None:
+        self._worker.end_of_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        has_forward = self._has_forward
+        if not has_forward:
+            self._worker.wait_for_end(_IDLE_WAIT_S)
+        self._ended = self._worker.end_step()
+        self._ended.results.has_forward = has_forward
+        return None, set(self._ended.loads) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        # Of several groups, vLLM cannot tell whose blocks these are: the request is named instead.
+        if self._ended is None or self._num_groups > 1:
+            return set()
+        return set(self._ended.failed_pages)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        ended, self._ended = self._ended, None
+        return KvextWorkerMetadata(ended.results) if ended and ended.results else None
+
+    def shutdown(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.shutdown()
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> KvextStats | None:
+        if self.scheduler_side is not None:
+            report = self.scheduler_side.take_report()
+            return KvextStats(report) if report else None
+        # What is counted is counted by the scheduler side. vLLM asks it if a worker has sent any.
+        return KvextStats() if _jobs_of(self._get_connector_metadata()).wants_stats else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvextStats:
+        return KvextStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvextPromMetrics:
+        return KvextPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler_side is not None, "vLLM calls this on the scheduler side only"
+        return self.scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker_side is not None, "vLLM calls this on workers only"
+        return self.worker_side
+
+    @property
+    def _has_forward(self) -> bool:
+        return (
+            self.has_connector_metadata() and _jobs_of(self._get_connector_metadata()).has_forward
+        )
+
+
+def _jobs_of(metadata: KVConnectorMetadata) -> StepJobs:
+    assert isinstance(metadata, KvextMetadata), f"expected KvextMetadata, found {metadata!r}"
+    return metadata.jobs

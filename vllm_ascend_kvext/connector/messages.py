@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side and the workers of a connector tell each other.
+
+Plain data that can be pickled: with tensor parallelism it crosses processes. Everything is decided
+by the scheduler side, so that all workers do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.row_map import StoredChunk
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
+
+Direction = Literal["store", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLayout:
+    """What a worker tells the scheduler side once, when its caches are registered.
+
+    Attributes:
+        layout: Of its pages; addresses in it are of no meaning to others.
+        fingerprint: See `layout_fingerprint`; ranks of one model differ.
+        host_bytes: Size of its arena.
+    """
+
+    layout: KVLayout
+    fingerprint: str
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Pages of one request to host memory, in one call.
+
+    Attributes:
+        number: Unique in the engine.
+        chunks: What to store, and where.
+        block_ids: Of the request, one part of a table per KV cache group, as far as ``chunks``
+            need them.
+    """
+
+    number: int
+    chunks: tuple[PlacedChunk, ...]
+    block_ids: tuple[TablePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Host memory to pages of one request, in one call.
+
+    Attributes:
+        request_id: At most one load of a request is under way.
+        tokens: From the first that is not in the pages to where the request resumes.
+        stored: What is read.
+        block_ids: As of `StoreJob`.
+    """
+
+    request_id: str
+    tokens: TokenRange
+    stored: tuple[StoredChunk, ...]
+    block_ids: tuple[TablePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepJobs:
+    """What the workers do in one step.
+
+    Attributes:
+        stores_before: Run to their end before the step overwrites the pages: of preempted requests.
+        loads: Begin with the step.
+        stores: Begin when the step has computed: what they read is written by it, or was before.
+        has_forward: Whether the step computes anything.
+        wants_stats: Whether workers are to send statistics, even empty ones.
+    """
+
+    stores_before: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    has_forward: bool = False
+    wants_stats: bool = False
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was moved in one direction.
+
+    Attributes:
+        num_bytes: On one worker: of several, what all of them moved.
+        seconds: That the copies took, waiting not included; of several workers, their sum.
+        transfers: Calls.
+    """
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    transfers: int = 0
+
+    def add(self, other: Traffic) -> None:
+        self.num_bytes += other.num_bytes
+        self.seconds += other.seconds
+        self.transfers += other.transfers
+
+
+@dataclass(slots=True)
+class JobResults:
+    """What workers report after a step.
+
+    Attributes:
+        stores_ended: By number: on how many workers a store has ended, well or not.
+        failed_stores: Numbers of those of them that failed on some worker.
+        failed_loads: Requests whose load failed on some worker. All loads that have ended are
+            reported to vLLM.
+        traffic: By direction.
+        has_forward: Whether the step computed anything.
+    """
+
+    stores_ended: dict[int, int] = field(default_factory=dict)
+    failed_stores: set[int] = field(default_factory=set)
+    failed_loads: set[str] = field(default_factory=set)
+    traffic: Mapping[Direction, Traffic] = field(
+        default_factory=lambda: {"store": Traffic(), "load": Traffic()}
+    )
+    has_forward: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(
+            self.has_forward
+            or self.stores_ended
+            or self.failed_loads
+            or self.traffic["load"].transfers
+        )
+
+    def add(self, other: JobResults) -> None:
+        """Join the report of another worker."""
+        for number, count in other.stores_ended.items():
+            self.stores_ended[number] = self.stores_ended.get(number, 0) + count
+        self.failed_stores |= other.failed_stores
+        self.failed_loads |= other.failed_loads
+        for direction, traffic in other.traffic.items():
+            self.traffic[direction].add(traffic)

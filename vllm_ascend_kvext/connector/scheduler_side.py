@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of the connector: puts loads, stores, costs and counters together.
+
+Life of it::
+
+    SchedulerSide()  the options are right
+    bind             the scheduler is there: its block tables, its pool
+    set_workers      the workers have registered their pages: from here on it works
+
+In a step, vLLM calls: ``match`` and ``allocated`` for requests that are admitted, ``plan_step``,
+then ``note_output`` with what the workers report, and ``finish`` for requests that have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_kvext.connector.block_references import BlockReferences
+from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
+from vllm_ascend_kvext.connector.counters import ConnectorCounters, Report
+from vllm_ascend_kvext.connector.engine import Engine, Request
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.host_layout import HostLayout, common_layout
+from vllm_ascend_kvext.connector.load_cost import LoadCost
+from vllm_ascend_kvext.connector.loads import Loads
+from vllm_ascend_kvext.connector.messages import (
+    JobResults,
+    LoadJob,
+    StepJobs,
+    StoreJob,
+    WorkerLayout,
+)
+from vllm_ascend_kvext.connector.options import ConnectorOptions
+from vllm_ascend_kvext.connector.stores import Events, Stores
+from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.store_policy import StoreChooser
+from vllm_ascend_kvext.store.tier import HostTier
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+_STATS_EVERY_S = 1.0
+"""How often workers are asked for statistics only so that the scheduler side's travel with them."""
+
+MOST_STEPS_IN_FLIGHT = 64
+"""Beyond it, some have ended without a word: their time is not measured."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What exists once the workers are known."""
+
+    tier: HostTier
+    layout: HostLayout
+    chooser: StoreChooser
+    loads: Loads
+    stores: Stores
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that computes something and whose output has not come."""
+
+    planned_s: float
+    num_tokens: int
+
+
+class SchedulerSide:
+    """The scheduler side of one engine.
+
+    Args:
+        options: Of the connector.
+        has_chosen_chunk: Whether the chunk is the user's choice: the default gives way to the
+            layout, a choice is refused.
+        events: Of the tier.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        has_chosen_chunk: bool,
+        events: Events,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._has_chosen_chunk = has_chosen_chunk
+        self._events = events
+        self._clock = clock
+        self._engine: Engine | None = None
+        self._references: BlockReferences | None = None
+        self._parts: _Parts | None = None
+        self.counters = ConnectorCounters()
+        self._cost = LoadCost()
+        self._step_loads: list[LoadJob] = []
+        self._swaps: list[StoreJob] = []
+        self._failed_loads: set[str] = set()
+        self._steps: deque[_Step] = deque(maxlen=MOST_STEPS_IN_FLIGHT)
+        self._last_output_s = 0.0
+        self._next_stats_s = 0.0
+
+    def bind(self, engine: Engine) -> None:
+        """The scheduler is there."""
+        self._engine = engine
+        self._references = BlockReferences(engine.block_pool)
+
+    def set_workers(self, workers: Sequence[WorkerLayout]) -> None:
+        """The workers have registered their pages.
+
+        Raises:
+            ConnectorError: If `bind` was not called, or workers differ.
+            SettingsError: If the chunk does not suit the layout.
+            TierError: If the tier cannot be made.
+            ArenaError: If the host memory is too small.
+        """
+        if self._engine is None or self._references is None:
+            raise ConnectorError(
+                "KvextConnector: expected a scheduler that vllm-ascend-kvext has prepared, found "
+                "one that it has not; install the package where the engine runs, do not leave its "
+                "plugin out of VLLM_PLUGINS, and see `python -m vllm_ascend_kvext status`"
+            )
+        worker = common_layout(workers)
+        states = self._options.state_policy
+        engine = self._engine
+        layout = HostLayout(
+            worker.layout,
+            engine.hash_tokens,
+            self._chunk_tokens,
+            states,
+        )
+        tier = HostTier(worker.host_bytes, layout.geometry, on_removed=self._note_removed)
+        chooser = StoreChooser(self._options.store_policy)
+        planner = BoundaryPlanner(layout.groups, layout.unit_tokens, engine.interval_tokens)
+        loads = Loads(
+            engine,
+            tier,
+            layout,
+            None if self._options.load_if_slower else self._cost,
+            self.counters,
+            self._clock,
+        )
+        stores = Stores(
+            engine,
+            tier,
+            layout,
+            planner,
+            chooser,
+            self._references,
+            self._events,
+            num_workers=len(workers),
+            can_swap=self._options.swap_on_preemption,
+        )
+        self.counters.tier = tier.counters
+        self.counters.capacity_bytes = tier.capacity_bytes
+        self._parts = _Parts(tier, layout, chooser, loads, stores)
+        logger.info(
+            "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
+            "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
+            worker.host_bytes / (1 << 30),
+            len(workers),
+            layout.unit_tokens,
+            layout.geometry.chunk_tokens,
+            self._options.store_policy.value,
+            states.value,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether transfers are planned or under way, so that steps are needed to end them."""
+        parts = self._parts
+        return parts is not None and bool(
+            parts.stores.num_under_way
+            or parts.loads.num_under_way
+            or self._step_loads
+            or self._swaps
+        )
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that are kept from being reallocated."""
+        return self._references.num_references if self._references else 0
+
+    @property
+    def num_pinned(self) -> int:
+        """Requests that pin entries of the tier."""
+        return self._parts.loads.num_pinned if self._parts else 0
+
+    # Admission.
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens past those on the device that can be loaded; None to be asked again later."""
+        if self._parts is None:
+            return 0
+        return self._parts.loads.match(request, local_tokens)
+
+    def allocated(
+        self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int
+    ) -> None:
+        """A request has got blocks, those for ``num_tokens`` that are to be loaded among them."""
+        if self._parts is None:
+            return
+        job = self._parts.loads.begin(request.request_id, num_tokens, block_ids)
+        if job is None:
+            return
+        self._step_loads.append(job)
+        tails = self._parts.loads.tails_of(request.request_id)
+        if tails is not None:
+            self._parts.stores.note_hit(tails)
+
+    # Steps.
+
+    def plan_step(
+        self, num_scheduled_tokens: Mapping[str, int], preempted_ids: Iterable[str]
+    ) -> StepJobs:
+        """What the workers do in the step that has just been scheduled.
+
+        Called before the requests' computed tokens are advanced.
+        """
+        now_s = self._clock()
+        num_tokens = sum(num_scheduled_tokens.values())
+        if num_tokens:
+            self._steps.append(_Step(now_s, num_tokens))
+        if self._parts is None or self._engine is None:
+            return StepJobs(has_forward=bool(num_tokens))
+        stores = self._parts.stores
+        for request_id in preempted_ids:
+            stores.preempted(request_id)
+        requests = self._engine.requests
+        for request_id, num_new_tokens in num_scheduled_tokens.items():
+            stores.note_step(requests[request_id], num_new_tokens)
+        swaps, self._swaps = tuple(self._swaps), []
+        loads, self._step_loads = tuple(self._step_loads), []
+        wants_stats = now_s >= self._next_stats_s
+        if wants_stats:
+            self._next_stats_s = now_s + _STATS_EVERY_S
+        return StepJobs(swaps, loads, stores.take_jobs(), bool(num_tokens), wants_stats)
+
+    def note_output(self, results: JobResults | None, finished_load_ids: Iterable[str]) -> None:
+        """A step has ended.
+
+        Args:
+            results: What workers report; None if there is nothing.
+            finished_load_ids: Requests whose load has ended on all workers.
+        """
+        if results is not None and results.has_forward:
+            self._measure_step()
+        parts = self._parts
+        if parts is None:
+            return
+        if results is not None:
+            self.counters.add_traffic(results.traffic)
+            self._failed_loads |= results.failed_loads
+            moved = results.traffic["load"]
+            self._cost.note_copies(moved.num_bytes, moved.seconds)
+            for number, num_workers in results.stores_ended.items():
+                parts.stores.end(number, num_workers, number in results.failed_stores)
+        for request_id in finished_load_ids:
+            parts.loads.end(request_id, request_id in self._failed_loads)
+            self._failed_loads.discard(request_id)
+
+    def finish(self, request: Request, is_end_of_turn: bool) -> None:
+        """A request has ended; its blocks are about to be freed."""
+        parts = self._parts
+        if parts is None:
+            return
+        request_id = request.request_id
+        # While a load is under way, its pages do not hold what the request's count says.
+        is_loading = parts.loads.is_under_way(request_id)
+        parts.loads.forget(request_id)
+        parts.stores.finish(request, is_end_of_turn and not is_loading)
+
+    def preempt(self, request: Request) -> None:
+        """A running request is about to be preempted; its blocks are still there."""
+        parts = self._parts
+        if parts is None or not self._options.swap_on_preemption:
+            return
+        num_bytes = parts.stores.swap_bytes(request)
+        compute_s = self._cost.compute_s(request.num_computed_tokens)
+        # Out and back.
+        if compute_s is not None and 2 * self._cost.load_s(num_bytes) > compute_s:
+            self.counters.too_dear_loads += 1
+            return
+        job = parts.stores.swap_out(request)
+        if job is not None:
+            self._swaps.append(job)
+            self.counters.swapped_requests += 1
+        parts.stores.preempted(request.request_id)
+
+    def release_pages(self) -> None:
+        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+        if self._parts is not None:
+            self._parts.stores.release_all_held()
+
+    def clear(self) -> None:
+        """Forget what is stored; transfers under way end by themselves."""
+        if self._parts is not None:
+            self._parts.tier.clear()
+            self._parts.chooser.clear()
+
+    def take_events(self) -> list[Any]:
+        """KV events of the tier since the last call."""
+        return self._events.take()
+
+    def take_report(self) -> Report:
+        """What has been counted since the last call."""
+        return self.counters.take()
+
+    def _chunk_tokens(self, unit_tokens: int) -> int:
+        options = self._options
+        if self._has_chosen_chunk:
+            options.refuse_unsuited_chunk(unit_tokens)
+            return options.chunk_tokens
+        return -(-options.chunk_tokens // unit_tokens) * unit_tokens
+
+    def _note_removed(self, entry: Entry, removal: Removal) -> None:
+        if self._parts is not None:
+            self._parts.stores.note_removed(entry, removal)
+
+    def _measure_step(self) -> None:
+        """Steps end in the order in which they were planned."""
+        if not self._steps:
+            return
+        step = self._steps.popleft()
+        now_s = self._clock()
+        began_s = max(step.planned_s, self._last_output_s)
+        self._last_output_s = now_s
+        self._cost.note_step(step.num_tokens, now_s - began_s)

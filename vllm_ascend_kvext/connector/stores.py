@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of requests: what is worth storing, when its pages are complete, how it ends.
+
+Where a request's computed tokens pass a boundary, the rows before it and the tails at it are stored
+after that step, before windows move on::
+
+      tokens     0 ─────────── B1 ───────────── prompt ── B2 ── end of the answer
+      in a step  [───────────────────][───────────────────][][][]...
+      stored     rows to B1, tails at B1  rows, tails at the last units of prompt and answer
+
+A store holds references to its pages until all workers have ended it. The end of an answer is known
+only when it is reached: until then the pages of the latest tails that would leave their windows are
+held as well. Knows nothing of loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from vllm_ascend_kvext.connector.block_references import BlockReferences
+from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
+from vllm_ascend_kvext.connector.engine import Block, Engine, Request
+from vllm_ascend_kvext.connector.host_layout import HostLayout
+from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.prefix import HashedPrefix
+from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
+from vllm_ascend_kvext.store.tier import HostTier
+
+_NEVER = 1 << 60
+_NULL_ID = 0
+_LATEST = Reason(Origin.LATEST)
+
+MOST_REFERENCED_SHARE = 2
+"""Of this many blocks of the pool, stores hold one at most."""
+
+_Pages = dict[tuple[int, int], Block]
+"""By KV cache group and page of the request."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that has computed something.
+
+    Attributes:
+        use: The moment of its admission, see ``HostTier.next_use``.
+        plan: Boundaries that are known.
+        done_tokens: Boundaries up to here have been looked at.
+        next_event_tokens: Below it, a step changes nothing.
+        rows_tokens: Up to here, rows are in the tier, or on their way there.
+        held: Pages of the latest tails that leave their windows.
+        held_tokens: The boundary of these tails.
+    """
+
+    use: int
+    plan: dict[int, Reason]
+    done_tokens: int
+    next_event_tokens: int = 0
+    rows_tokens: int = 0
+    held: _Pages = field(default_factory=dict)
+    held_tokens: int = 0
+
+
+class Events(Protocol):
+    """Told of what can be found; see ``events.TierEvents``."""
+
+    def stored(self, entry: Entry, prefix: HashedPrefix, request: Request) -> None: ...
+
+    def removed(self, entry: Entry, removal: Removal) -> None: ...
+
+    def take(self) -> list[Any]: ...
+
+
+class _Stored(NamedTuple):
+    """An entry whose store is under way, and whose it is."""
+
+    entry: Entry
+    prefix: HashedPrefix
+    request: Request
+
+
+@dataclass(slots=True)
+class _Job:
+    """Stores of one request in one step."""
+
+    chunks: list[PlacedChunk] = field(default_factory=list)
+    pages: _Pages = field(default_factory=dict)
+    stored: list[_Stored] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _JobUnderWay:
+    stored: list[_Stored]
+    blocks: list[Block]
+    workers_left: int
+    has_failed: bool = False
+
+
+class Stores:
+    """The stores of one engine.
+
+    Args:
+        engine: The scheduler's parts.
+        tier: The host tier's books.
+        layout: Of the pages.
+        planner: Where tails are stored.
+        chooser: What is stored at all.
+        references: To pages.
+        events: Of the tier.
+        num_workers: That make every store.
+        can_swap: Whether `swap_out` is called: the tails of prompts that are being computed are
+            then held as well.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tier: HostTier,
+        layout: HostLayout,
+        planner: BoundaryPlanner,
+        chooser: StoreChooser,
+        references: BlockReferences,
+        events: Events,
+        num_workers: int,
+        can_swap: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._tier = tier
+        self._layout = layout
+        self._planner = planner
+        self._chooser = chooser
+        self._references = references
+        self._events = events
+        self._num_workers = num_workers
+        self._can_swap = can_swap
+        self._tracked: dict[str, _Tracked] = {}
+        self._jobs: dict[str, _Job] = {}  # of this step
+        self._under_way: dict[int, _JobUnderWay] = {}
+        self._num_jobs = 0
+        self._reasons: dict[int, Reason] = {}  # of tails, by the number of the entry
+
+    @property
+    def num_under_way(self) -> int:
+        """Jobs that are planned or made."""
+        return len(self._under_way) + len(self._jobs)
+
+    @property
+    def is_off(self) -> bool:
+        return self._chooser.policy is StorePolicy.NEVER
+
+    # What happens to a request.
+
+    def note_step(self, request: Request, num_scheduled_tokens: int) -> None:
+        """A request computes in the step that is being planned."""
+        # Beyond the tokens that are known lie drafts, which may be rejected.
+        computed_tokens = request.num_computed_tokens + num_scheduled_tokens
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            if self.is_off:
+                return
+            tracked = self._admit(request)
+        if computed_tokens >= tracked.next_event_tokens:
+            self._advance(request, tracked, min(computed_tokens, request.num_tokens))
+
+    def finish(self, request: Request, is_end_of_turn: bool) -> None:
+        """A request has ended; its block table is still there.
+
+        Args:
+            is_end_of_turn: Whether its next turn may resume where it ended, and its pages hold
+                what it has computed.
+        """
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        if is_end_of_turn and not self.is_off:
+            tracked.use = self._tier.next_use()
+            boundary = self._last_boundary(request)
+            if boundary > 0:
+                self._store_end(request, tracked, boundary)
+        self._release_held(tracked)
+
+    def preempted(self, request_id: str) -> None:
+        """The block table of a request is gone."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            self._release_held(tracked)
+
+    def swap_out(self, request: Request) -> StoreJob | None:
+        """A request is about to be preempted: store what it would have to compute again.
+
+        Its pages are wanted at once, so the job holds none: workers make it before the step
+        overwrites them.
+
+        Returns:
+            The job; None if nothing can be stored, or all of it is.
+        """
+        tracked = self._tracked.get(request.request_id)
+        boundary = self._last_boundary(request)
+        if tracked is None or boundary <= 0 or self.is_off:
+            return None
+        self._store_end(request, tracked, boundary)
+        job = self._jobs.pop(request.request_id, None)
+        if job is None:
+            return None
+        self._references.release(list(job.pages.values()))
+        return self._begin(job, [])
+
+    def swap_bytes(self, request: Request) -> int:
+        """Host bytes of what `swap_out` would store."""
+        prefix = self._engine.prefix(request)
+        boundary = self._last_boundary(request)
+        pieces = self._tier.missing_pieces(prefix, 0, boundary) if boundary else []
+        if boundary and self._layout.geometry.needs_tails:
+            pieces.append(Piece.tails(boundary))
+        return sum(self._layout.num_bytes(piece) for piece in pieces)
+
+    def release_all_held(self) -> None:
+        """Let go of the pages that no store reads yet."""
+        for tracked in self._tracked.values():
+            self._release_held(tracked)
+
+    # Jobs.
+
+    def take_jobs(self) -> tuple[StoreJob, ...]:
+        """What has been planned since the last call, for the workers."""
+        jobs = [self._begin(job, list(job.pages.values())) for job in self._jobs.values()]
+        self._jobs.clear()
+        return tuple(jobs)
+
+    def end(self, number: int, num_workers: int, has_failed: bool) -> None:
+        """So many workers have ended a job; with a failure, it counts for all of them."""
+        job = self._under_way.get(number)
+        if job is None:
+            return
+        job.workers_left -= num_workers
+        job.has_failed |= has_failed
+        if job.workers_left > 0:
+            return  # others still read the pages, and write to host memory
+        del self._under_way[number]
+        self._references.release(job.blocks)
+        for stored in job.stored:
+            if job.has_failed:
+                self._fail(stored)
+            else:
+                self._finish(stored)
+
+    def note_hit(self, entry: Entry) -> None:
+        """A request resumes from tails."""
+        reason = self._reasons.get(entry.number)
+        if reason is not None:
+            self._planner.note_hit(reason)
+
+    def note_removed(self, entry: Entry, removal: Removal) -> None:
+        """An entry is not there any more."""
+        self._reasons.pop(entry.number, None)
+        self._events.removed(entry, removal)
+
+    # What is behind it.
+
+    def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
+        self._num_jobs += 1
+        self._under_way[self._num_jobs] = _JobUnderWay(job.stored, blocks, self._num_workers)
+        return StoreJob(self._num_jobs, tuple(job.chunks), self._parts(job.pages))
+
+    def _admit(self, request: Request) -> _Tracked:
+        prefix = self._engine.prefix(request)
+        shared_tokens = self._tier.present_tokens(prefix, request.num_prompt_tokens)
+        plan = self._planner.plan(request, request.num_computed_tokens, shared_tokens)
+        tracked = _Tracked(
+            self._tier.next_use(),
+            plan,
+            done_tokens=request.num_computed_tokens,
+            rows_tokens=shared_tokens,
+        )
+        self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _advance(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
+        """A step takes a request past an event."""
+        geometry = self._layout.geometry
+        self._store_chunks(request, tracked, computed_tokens)
+        next_tokens = _NEVER
+        if geometry.needs_rows:
+            chunk_tokens = geometry.chunk_tokens
+            next_tokens = computed_tokens - computed_tokens % chunk_tokens + chunk_tokens
+        # Without tails, a request can resume at every unit of what is stored.
+        if geometry.needs_tails:
+            self._store_boundaries(request, tracked, computed_tokens)
+            next_tokens = min(next_tokens, self._planner.next_after(tracked.plan, computed_tokens))
+            if self._can_swap or computed_tokens >= request.num_prompt_tokens:
+                boundary = self._layout.geometry.floor(computed_tokens)
+                self._hold_tails(request, tracked, boundary)
+                next_tokens = min(next_tokens, boundary + self._layout.unit_tokens)
+            else:
+                next_tokens = min(next_tokens, request.num_prompt_tokens)
+        tracked.done_tokens = computed_tokens
+        tracked.next_event_tokens = next_tokens
+
+    def _store_boundaries(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
+        """Store the boundaries that a step passes."""
+        crossed = self._planner.crossed(tracked.plan, tracked.done_tokens, computed_tokens)
+        known_tokens = self._engine.prefix(request).num_tokens
+        crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
+        # Rows of all of them at once: in fewer pieces.
+        if crossed and self._store_rows(request, tracked, crossed[-1][0]):
+            for tokens, reason in crossed:
+                self._store(request, tracked, Piece.tails(tokens), reason)
+
+    def _store_chunks(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
+        """Store whole chunks that somebody else has computed before, or all of them."""
+        geometry = self._layout.geometry
+        if not geometry.needs_rows:
+            return
+        prefix = self._engine.prefix(request)
+        chunk_tokens = geometry.chunk_tokens
+        first_end = tracked.done_tokens - tracked.done_tokens % chunk_tokens + chunk_tokens
+        last_end = min(computed_tokens, prefix.num_tokens)
+        wanted_tokens = 0
+        for chunk_end in range(first_end, last_end + 1, chunk_tokens):
+            if self._chooser.is_wanted(prefix.key_at(chunk_end), request.request_id):
+                wanted_tokens = chunk_end
+        if wanted_tokens > tracked.rows_tokens:
+            self._store_rows(request, tracked, wanted_tokens)
+
+    def _store_end(self, request: Request, tracked: _Tracked, boundary_tokens: int) -> None:
+        """Store what a resume where a request stands needs."""
+        is_whole = self._store_rows(request, tracked, boundary_tokens)
+        # Tails without the rows before them are of no use.
+        if is_whole and self._layout.geometry.needs_tails:
+            self._store(request, tracked, Piece.tails(boundary_tokens), _LATEST)
+
+    def _store_rows(self, request: Request, tracked: _Tracked, upto_tokens: int) -> bool:
+        """Whether all rows before a boundary are stored, or going to be."""
+        if not self._layout.geometry.needs_rows:
+            return True
+        prefix = self._engine.prefix(request)
+        for piece in self._tier.missing_pieces(prefix, tracked.rows_tokens, upto_tokens):
+            refusal = self._store(request, tracked, piece)
+            if refusal not in (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED):
+                return False
+            tracked.rows_tokens = max(tracked.rows_tokens, piece.end_tokens)
+        tracked.rows_tokens = max(tracked.rows_tokens, self._layout.geometry.floor(upto_tokens))
+        return True
+
+    def _store(
+        self, request: Request, tracked: _Tracked, piece: Piece, reason: Reason | None = None
+    ) -> Refusal | None:
+        """Plan the store of one piece; None if it is going to be made."""
+        pages = self._pages_of(request.request_id, tracked, piece)
+        if pages is None:
+            self._tier.count_refusal(Refusal.PAGES_GONE)
+            return Refusal.PAGES_GONE
+        if (
+            self._references.num_references + len(pages)
+            > self._engine.num_blocks // MOST_REFERENCED_SHARE
+        ):
+            self._tier.count_refusal(Refusal.BUSY)
+            return Refusal.BUSY
+        prefix = self._engine.prefix(request)
+        num_bytes = self._layout.num_bytes(piece)
+        entry = self._tier.begin_store(prefix, piece, num_bytes, tracked.use)
+        if isinstance(entry, Refusal):
+            return entry
+        if reason is not None:
+            self._reasons[entry.number] = reason
+            self._planner.note_stored(reason)
+        job = self._jobs.setdefault(request.request_id, _Job())
+        new = [block for key, block in pages.items() if key not in job.pages]
+        self._references.take(new)
+        job.pages.update(pages)
+        job.chunks.append(self._layout.chunk(piece, entry.offset_bytes))
+        job.stored.append(_Stored(entry, prefix, request))
+        return None
+
+    def _pages_of(self, request_id: str, tracked: _Tracked, piece: Piece) -> _Pages | None:
+        """The blocks that a piece is read from; None if some are not there any more."""
+        pages: _Pages = {}
+        for page_range in self._layout.pages(piece):
+            for key, block in self._blocks(request_id, tracked, *page_range):
+                if block is None:
+                    return None
+                pages[key] = block
+        return pages
+
+    def _blocks(
+        self, request_id: str, tracked: _Tracked, group: int, first_page: int, end_page: int
+    ) -> Iterator[tuple[tuple[int, int], Block | None]]:
+        """Blocks of a range of pages; None where they are neither in the table nor held."""
+        found = self._engine.blocks(request_id, group, first_page, end_page)
+        for page, block in enumerate(found, first_page):
+            key = group, page
+            yield key, tracked.held.get(key) if block.is_null else block
+        for page in range(first_page + len(found), end_page):
+            yield (group, page), tracked.held.get((group, page))
+
+    def _parts(self, pages: _Pages) -> tuple[TablePart, ...]:
+        parts = []
+        for group in range(len(self._engine.managers)):
+            of_group = {page: block for (of, page), block in pages.items() if of == group}
+            if not of_group:
+                parts.append(TablePart(0, ()))
+                continue
+            first, end = min(of_group), max(of_group) + 1
+            ids = [
+                of_group[page].block_id if page in of_group else _NULL_ID
+                for page in range(first, end)
+            ]
+            parts.append(TablePart(first, tuple(ids)))
+        return tuple(parts)
+
+    def _last_boundary(self, request: Request) -> int:
+        """The last boundary whose tokens are known and computed, by steps in flight at least."""
+        known_tokens = min(request.num_computed_tokens, request.num_tokens)
+        known_tokens = min(known_tokens, self._engine.prefix(request).num_tokens)
+        return self._layout.geometry.floor(known_tokens)
+
+    def _hold_tails(self, request: Request, tracked: _Tracked, boundary_tokens: int) -> None:
+        """Hold what leaves the windows of the latest boundary before another can be reached."""
+        if boundary_tokens <= tracked.held_tokens or boundary_tokens <= 0:
+            return
+        upto_tokens = boundary_tokens + self._layout.unit_tokens
+        held: _Pages = {}
+        for page_range in self._layout.pages_that_leave(boundary_tokens, upto_tokens):
+            for key, block in self._blocks(request.request_id, tracked, *page_range):
+                if block is not None:
+                    held[key] = block
+        self._references.take(list(held.values()))
+        self._release_held(tracked)
+        tracked.held, tracked.held_tokens = held, boundary_tokens
+
+    def _release_held(self, tracked: _Tracked) -> None:
+        self._references.release(list(tracked.held.values()))
+        tracked.held, tracked.held_tokens = {}, 0
+
+    def _finish(self, stored: _Stored) -> None:
+        entry = stored.entry
+        is_there = self._tier.finish_store(entry, self._layout.row_map(entry.piece))
+        if is_there:
+            self._events.stored(entry, stored.prefix, stored.request)
+
+    def _fail(self, stored: _Stored) -> None:
+        self._reasons.pop(stored.entry.number, None)
+        self._tier.fail_store(stored.entry)
