@@ -79,6 +79,7 @@ class ConnectedScheduler:
                 "VLLM_ASCEND_KVEXT_DISABLE, and see `python -m vllm_ascend_kvext status`"
             )
         assert connector.scheduler_side is not None
+        self._scheduler = scheduler
         self._side = connector.scheduler_side
         connector.bind_engine(
             Engine(
@@ -96,6 +97,7 @@ class ConnectedScheduler:
         self._reset_prefix_cache = scheduler.reset_prefix_cache
         methods: list[Callable[..., Any]] = [self.has_finished_requests, self.reset_prefix_cache]
         if connector.options.swap_on_preemption:
+            _require_intact_pages(scheduler)
             methods.append(self._preempt_request)
         self._replaced = [(scheduler, method.__name__) for method in methods]
         for method in methods:
@@ -109,15 +111,32 @@ class ConnectedScheduler:
         """Whether steps are needed although no request waits for any."""
         return self._has_finished_requests() or self._side.has_work
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache, which no block may be held for."""
-        self._side.release_pages()
-        return self._reset_prefix_cache(*args, **kwargs)
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Reset the prefix cache, which upstream refuses while a block is in use."""
+        if reset_running_requests or not self._scheduler.running:
+            self._side.abandon_stores()
+        return self._reset_prefix_cache(reset_running_requests, reset_connector)
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Store what a request has computed, before its blocks are freed."""
         self._side.preempt(request)
         self._preempt(request, timestamp)
+
+
+def _require_intact_pages(scheduler: Scheduler) -> None:
+    """Refuse a runner that zeroes new pages before workers can store what was in them.
+
+    Raises:
+        ConnectorError: With vLLM's second model runner, and a model whose pages are zeroed.
+    """
+    if getattr(scheduler, "use_v2_model_runner", False) and scheduler.needs_kv_cache_zeroing:
+        raise ConnectorError(
+            "swap_on_preemption: expected a model runner that leaves the pages of preempted "
+            "requests alone until they are stored, found vLLM's V2 model runner with a model whose "
+            "pages it zeroes; set VLLM_USE_V2_MODEL_RUNNER=0, or swap_on_preemption to false"
+        )
 
 
 _connected: WeakSet[ConnectedScheduler] = WeakSet()

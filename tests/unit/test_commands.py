@@ -18,6 +18,7 @@ import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.commands import fingerprint, ledger
+from vllm_ascend_kvext.connector.options import OPTIONS
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.features import FEATURES
 from vllm_ascend_kvext.patching.declaration import Feature
@@ -384,10 +385,11 @@ def test_the_ledger_shows_every_patch(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"| {patch.id} |" in printed for patch in ledger.PATCHES)
 
 
-def test_the_settings_show_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_show_every_variable_and_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings"]) == 0
     printed = capsys.readouterr().out
     assert all(f"## `{variable.name}`" in printed for variable in VARIABLES)
+    assert all(f"## `{option.key}`" in printed for option in OPTIONS)
 
 
 @pytest.mark.parametrize("command", ["status", "collect-env", "fingerprint", "ledger", "settings"])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_kvext.commands import ledger, settings
+from vllm_ascend_kvext.connector.counters import METRICS
+from vllm_ascend_kvext.connector.options import OPTIONS
 from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.store import FingerprintStore
@@ -28,7 +30,7 @@ def test_the_page_of_patches_is_what_the_ledger_prints() -> None:
 
 def test_the_page_of_settings_is_what_the_command_prints() -> None:
     page = (CHECKOUT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings.render(VARIABLES) + "\n", "`make docs`"
+    assert page == settings.render(VARIABLES, OPTIONS) + "\n", "`make docs`"
 
 
 def test_the_readme_has_at_most_150_lines() -> None:
@@ -56,3 +58,12 @@ def test_every_variable_that_a_page_names_exists(page: Path) -> None:
 
 def test_there_is_a_way_to_ask_for_every_feature_that_is_off() -> None:
     assert set(HOW_TO_ASK) == {feature.name for feature in FEATURES if not feature.default_on}
+
+
+def test_the_page_of_metrics_names_every_metric_and_label_of_the_connector() -> None:
+    page = (CHECKOUT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for metric in METRICS:
+        suffix = "" if metric.is_gauge else "_total"
+        label = f"{{{metric.label}=…}}" if metric.label else ""
+        assert f"`vllm:kvext_{metric.name}{suffix}{label}`" in page
+        assert all(f"`{value}`" in page for value in metric.label_values), metric.name

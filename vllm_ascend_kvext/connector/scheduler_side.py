@@ -103,6 +103,7 @@ class SchedulerSide:
         self._steps: deque[_Step] = deque(maxlen=MOST_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
+        self._has_warned = False
 
     def bind(self, engine: Engine) -> None:
         """The scheduler is there."""
@@ -195,6 +196,12 @@ class SchedulerSide:
     def match(self, request: Request, local_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
         if self._parts is None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "KvextConnector stores and loads nothing: its workers have not told what their "
+                    "pages look like. Is another connector of the same MultiConnector before it?"
+                )
             return 0
         return self._parts.loads.match(request, local_tokens)
 
@@ -295,6 +302,12 @@ class SchedulerSide:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         if self._parts is not None:
             self._parts.stores.release_all_held()
+
+    def abandon_stores(self) -> None:
+        """Let go of all pages at once: what is being stored is lost."""
+        if self._parts is not None:
+            self._parts.stores.release_all_held()
+            self._parts.stores.abandon()
 
     def clear(self) -> None:
         """Forget what is stored; transfers under way end by themselves."""

@@ -179,6 +179,7 @@ class Stores:
             return
         if is_end_of_turn and not self.is_off:
             tracked.use = self._tier.next_use()
+            tracked.rows_tokens = 0  # Some may have been evicted since.
             boundary = self._last_boundary(request)
             if boundary > 0:
                 self._store_end(request, tracked, boundary)
@@ -223,6 +224,17 @@ class Stores:
         """Let go of the pages that no store reads yet."""
         for tracked in self._tracked.values():
             self._release_held(tracked)
+
+    def abandon(self) -> None:
+        """Let go of the pages of all stores, whose bytes are then worth nothing."""
+        for planned in self._jobs.values():
+            self._references.release(list(planned.pages.values()))
+            for stored in planned.stored:
+                self._fail(stored)
+        self._jobs.clear()
+        for job in self._under_way.values():
+            self._references.release(job.blocks)
+            job.blocks, job.has_failed = [], True
 
     # Jobs.
 
@@ -442,6 +454,8 @@ class Stores:
         is_there = self._tier.finish_store(entry, self._layout.row_map(entry.piece))
         if is_there:
             self._events.stored(entry, stored.prefix, stored.request)
+        else:
+            self._reasons.pop(entry.number, None)
 
     def _fail(self, stored: _Stored) -> None:
         self._reasons.pop(stored.entry.number, None)

@@ -295,9 +295,7 @@ class SmallEngine:
             blocks = manager.req_to_blocks.setdefault(request.request_id, [])
             first_live = self._first_live_page(index, request.num_computed_tokens)
             while len(blocks) * PAGE_TOKENS < num_tokens:
-                blocks.append(
-                    self.pool.null if len(blocks) < first_live else self.pool.allocate()
-                )
+                blocks.append(self.pool.null if len(blocks) < first_live else self.pool.allocate())
 
     def _skip(self, request: Request) -> None:
         for index, manager in enumerate(self.managers):

@@ -416,3 +416,16 @@ def test_small_arena_refuses_and_loses_nothing() -> None:
     assert tier.bytes_held <= 6 * 1024
     assert sum(tier.refused_stores.values()) + sum(tier.removed_entries.values())
 
+
+def test_abandoned_stores_release_their_pages_and_are_worth_nothing(engine: SmallEngine) -> None:
+    request = engine.add("a", LETTERS)
+    engine.admit(request)
+    jobs = engine.step(request)
+    engine.finish(request)
+    engine.side.abandon_stores()
+    assert not engine.side.num_references
+    assert engine.side.has_work
+    engine.output(jobs)
+    engine.assert_idle()
+    assert not engine.side.counters.tier.entries_held
+    assert engine.side.match(engine.add("b", LETTERS), 0) == 0

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that waits until a test lets it go on, and notes in which order it is done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+DEADLINE_S = 20.0
+ResultT = TypeVar("ResultT")
+
+
+class Gate:
+    """Open at first. A thread that comes to it while it is closed waits."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._arrivals = threading.Semaphore(0)
+
+    def close(self) -> None:
+        self._is_open.clear()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def wait_for_arrival(self) -> None:
+        """Return once a thread has come to the gate, as often as this is called."""
+        assert self._arrivals.acquire(timeout=DEADLINE_S), "nothing came to the gate"
+
+    def pass_through(self) -> None:
+        self._arrivals.release()
+        assert self._is_open.wait(DEADLINE_S), "the gate stayed closed"
+
+
+def until(found: Callable[[], ResultT], what: str = "it") -> ResultT:
+    """What ``found`` returns once it is true.
+
+    Raises:
+        AssertionError: If it is not in time.
+    """
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if result := found():
+            return result
+        time.sleep(0.001)
+    raise AssertionError(f"{what} did not happen in time")

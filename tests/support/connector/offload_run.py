@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an `OffloadWorkload` to its end, and looks at everything that could be left over."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from vllm.v1.request import RequestStatus
+
+from support.connector.offload_workloads import OffloadWorkload
+from support.connector.simulated_engine import SimulatedEngine
+from support.installed import installed
+from support.retention.checkpoints import adaptive_retention
+from support.scheduler.transcript import Step
+from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.store.entries import EntryState
+
+MAX_STEPS = 4000
+
+
+@contextmanager
+def connector_installed(is_adaptive: bool = False) -> Iterator[None]:
+    """As in a process in which nothing is configured but, perhaps, adaptive retention."""
+    if is_adaptive:
+        with adaptive_retention(), installed("connector"):
+            yield
+    else:
+        with installed(*(repair.name for repair in REPAIRS), "connector"):
+            yield
+
+
+@dataclass(slots=True)
+class Offloaded:
+    """The result of a workload.
+
+    Attributes:
+        counts: What has happened, and how often.
+        outputs: Generated tokens by request.
+        finish_reasons: Of requests that were not aborted.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[str, str] = field(default_factory=dict)
+
+
+def run_offloading(workload: OffloadWorkload) -> Offloaded:
+    """Run a workload with all checks.
+
+    Raises:
+        AssertionError: If anything is wrong.
+    """
+    with connector_installed(workload.is_adaptive):
+        engine = SimulatedEngine(workload.layout, workload.options, workload.script)
+        try:
+            return _run(workload, engine)
+        finally:
+            engine.shutdown()
+
+
+def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
+    rng = random.Random(f"events/{workload.name}")
+    result = Offloaded()
+    arrivals = list(reversed(workload.requests))
+    for step_number in range(MAX_STEPS):
+        while arrivals and arrivals[-1].arrival_step <= step_number:
+            engine.add_request(arrivals.pop())
+        if rng.random() < workload.abort_share:
+            _abort_one(engine, rng, result.counts)
+        if rng.random() < workload.reset_share:
+            _reset(engine, rng, workload, result.counts)
+        if not engine.has_work():
+            check_nothing_is_left(engine)
+            if not arrivals:
+                break
+            continue
+        step = engine.step()
+        _record(step, result)
+        check_blocks(engine)
+    else:
+        raise AssertionError(
+            f"{workload.name}: not finished after {MAX_STEPS} steps; left are "
+            f"{ {r.request_id: r.status.name for r in engine.scheduler.requests.values()} }"
+        )
+    _check_outputs(workload, result)
+    _count(engine, result.counts)
+    return result
+
+
+def check_blocks(engine: SimulatedEngine) -> None:
+    """Every block is free or referenced, as often as requests and the connector hold it."""
+    pool = engine.block_pool
+    held: Counter[int] = Counter()
+    for manager in engine.managers:
+        for blocks in manager.req_to_blocks.values():
+            held.update(block.block_id for block in blocks if not block.is_null)
+    free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
+    num_extra = 0
+    for block in pool.blocks:
+        if block.is_null:
+            continue
+        extra = block.ref_cnt - held[block.block_id]
+        assert extra >= 0, f"{block} is held {held[block.block_id]} times by requests"
+        assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or free in use"
+        num_extra += extra
+    assert num_extra == engine.side.num_references
+    assert pool.null_block.ref_cnt == 0 and pool.null_block.block_id not in free
+
+
+def check_nothing_is_left(engine: SimulatedEngine) -> None:
+    """No request, no transfer: nothing is held, pinned or being stored."""
+    side, tier, pool = engine.side, engine.tier, engine.block_pool
+    assert not engine.scheduler.requests
+    assert not side.has_work
+    assert side.num_references == 0
+    assert side.num_pinned == 0
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    entries = tier._entries.values()
+    assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)
+    assert sum(entry.num_bytes for entry in entries) == tier._arena.used_bytes
+    assert tier.counters.bytes_held == tier._arena.used_bytes
+    parts = side._parts
+    assert not parts.stores._tracked and not parts.stores._under_way
+    for books in (
+        parts.loads._expected,
+        parts.loads._expected_tokens,
+        parts.loads._patient_since,
+        parts.loads._shortfalls,
+        parts.loads._too_dear,
+        parts.loads._failed,
+        side._failed_loads,
+    ):
+        assert not books, books
+    assert parts.stores._reasons.keys() <= {entry.number for entry in entries}
+    assert not engine.scheduler.failed_recving_kv_req_ids
+    assert not engine.scheduler.finished_recving_kv_req_ids
+
+
+def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:
+    requests = list(engine.scheduler.requests.values())
+    live = [request for request in requests if not request.is_finished()]
+    loading = [r for r in live if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+    if live:
+        request = rng.choice(loading if loading and rng.random() < 0.5 else live)
+        counts["aborts while loading"] += request in loading
+        counts["aborts"] += engine.abort(request.request_id)
+
+
+def _reset(
+    engine: SimulatedEngine, rng: random.Random, workload: OffloadWorkload, counts: Counter[str]
+) -> None:
+    counts["resets"] += engine.reset(reset_connector=rng.random() < 0.5)
+
+
+def _record(step: Step, result: Offloaded) -> None:
+    result.counts["steps"] += 1
+    result.counts["preemptions"] += len(step.preempted)
+    for request_id, tokens, finish_reason in step.outputs:
+        result.outputs.setdefault(request_id, []).extend(tokens)
+        if finish_reason != "None":
+            result.finish_reasons[request_id] = finish_reason
+
+
+def _check_outputs(workload: OffloadWorkload, result: Offloaded) -> None:
+    for plan in workload.requests:
+        output, expected = result.outputs.get(plan.request_id, []), plan.expected_output()
+        is_finished = result.finish_reasons.get(plan.request_id) in ("stop", "length")
+        right = expected if is_finished else expected[: len(output)]
+        assert output == right, f"{plan.request_id}: expected {right}, found {output}"
+        result.counts["finished"] += is_finished
+
+
+def _count(engine: SimulatedEngine, counts: Counter[str]) -> None:
+    counters, tier = engine.side.counters, engine.tier.counters
+    counts["requests"] += len(engine.requests)
+    counts["hit requests"] += counters.hit_requests
+    counts["hit tokens"] += counters.hit_tokens
+    counts["swaps"] += counters.swapped_requests
+    counts["joined loads"] += counters.joined_loads
+    counts["too dear"] += counters.too_dear_loads
+    for name, of_kind in (("refused", tier.refused_stores), ("removed", tier.removed_entries)):
+        for kind, count in of_kind.items():
+            counts[f"{name}: {kind.value}"] += count
+    for worker in engine.workers:
+        counts.update(worker.transfers.counts)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model would write to the pages of one worker, and what attention would read.
+
+The bytes of a row are a function of the digest of all tokens up to it, the tensor, the rank and the
+place in the row. Knows tensors and digests; knows nothing of connectors and of schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.layout.truth import LayoutFixture, PagedTensor
+from vllm_ascend_kvext.groups.model import GroupKind
+
+NULL_PAGE = 0
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+Digests = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class WrongBytesError(AssertionError):
+    """A request would attend to bytes that are not those of its own tokens."""
+
+
+class PageContents:
+    """The pages of one worker.
+
+    Args:
+        pages: Its tensors.
+        rank: Workers write different bytes.
+    """
+
+    def __init__(self, pages: LayoutFixture, rank: int = 0) -> None:
+        self._tensors = [
+            _TensorContents(tensor, salt=1000 * rank + number)
+            for number, tensor in enumerate(pages.tensors)
+        ]
+
+    def write(self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int) -> None:
+        """A step computes the tokens from ``start`` to before ``end``."""
+        of_group = [np.asarray(table, np.int64) for table in tables]
+        for tensor in self._tensors:
+            tensor.write(of_group[tensor.group], digests, start, end)
+
+    def check_states(self, tables: Sequence[Sequence[int]], digests: Digests, start: int) -> None:
+        """Recurrent layers read the state after ``start`` tokens before they write.
+
+        Raises:
+            WrongBytesError: If it is not there.
+        """
+        for tensor in self._tensors:
+            if tensor.is_state and start:
+                tensor.check(np.asarray(tables[tensor.group]), digests, start - 1, start)
+
+    def check_rows(
+        self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
+    ) -> None:
+        """Attention reads what the tokens from ``start`` to before ``end`` need, their own included.
+
+        Raises:
+            WrongBytesError: If any of it is not there.
+        """
+        of_group = [np.asarray(table, np.int64) for table in tables]
+        for tensor in self._tensors:
+            if not tensor.is_state:
+                first = tensor.first_read(start)
+                tensor.check(of_group[tensor.group], digests, first, end)
+
+
+class _TensorContents:
+    """One registered tensor, by slots: each has the entry of so many tokens."""
+
+    def __init__(self, paged: PagedTensor, salt: int) -> None:
+        self.group = paged.group
+        self._reach = paged.reach
+        self.is_state = paged.reach.kind is GroupKind.STATE
+        tensor = paged.tensor.movedim(paged.page_axis, 0)
+        if self.is_state:
+            tensor = tensor.unsqueeze(1)
+        else:
+            token_axis = 1 if paged.token_axis is None else paged.token_axis
+            tensor = tensor.movedim(token_axis, 1)
+        # shape: [num_pages, slots_per_page, ...], dtype: uint8
+        self._bytes = tensor.view(torch.uint8).numpy()
+        self._slots = self._bytes.shape[1]
+        self._tokens = paged.reach.tokens_per_page // self._slots
+        self._salt = np.uint64((salt + 1) * int(_ODD) % (1 << 64))
+        num_bytes = int(np.prod(self._bytes.shape[2:]))
+        place = np.arange(num_bytes)
+        self._byte_of_digest = place % 8
+        self._place = (place // 8 * 37).astype(np.uint8)
+
+    def first_read(self, start: int) -> int:
+        reach = self._reach
+        if reach.kind is GroupKind.FULL:
+            return 0
+        first = max(0, start - reach.window_tokens + 1)
+        if reach.restart_tokens:
+            first = max(first, start - start % reach.restart_tokens)
+        return first
+
+    def write(self, table: Any, digests: Digests, start: int, end: int) -> None:
+        entries = self._entries(start, end)
+        pages = table[entries // self._slots]
+        has_page = pages != NULL_PAGE
+        entries, pages = entries[has_page], pages[has_page]
+        if len(entries):
+            self._bytes[pages, entries % self._slots] = self._expected(entries, digests, end)
+
+    def check(self, table: Any, digests: Digests, first: int, end: int) -> None:
+        entries = self._entries(first, end)
+        if not len(entries):
+            return
+        pages = table[entries // self._slots]
+        found = self._bytes[pages, entries % self._slots]
+        expected = self._expected(entries, digests, end)
+        if np.array_equal(found, expected) and (pages != NULL_PAGE).all():
+            return
+        differs = (found != expected).reshape(len(entries), -1).any(axis=1) | (pages == NULL_PAGE)
+        wrong = entries[differs] * self._tokens
+        raise WrongBytesError(
+            f"group {self.group} ({self._reach.kind.value}): {len(wrong)} of {len(entries)} entries "
+            f"before token {end} are not the request's own, those of tokens {wrong[0]} to "
+            f"{wrong[-1]}, in blocks {sorted(set(pages[differs].tolist()))}"
+        )
+
+    def _entries(self, first: int, end: int) -> Any:
+        """Entries that are complete; of a state, the one at the end."""
+        if self.is_state:
+            return np.array([(end - 1) // self._tokens])
+        return np.arange(first // self._tokens, end // self._tokens)
+
+    def _expected(self, entries: Any, digests: Digests, end: int) -> Any:
+        """shape: [num_entries, ...]"""
+        last = np.array([end - 1]) if self.is_state else (entries + 1) * self._tokens - 1
+        mixed = (digests[last] ^ self._salt) * _ODD
+        of_entry = mixed.view(np.uint8).reshape(len(entries), 8)
+        content = of_entry[:, self._byte_of_digest] + self._place
+        return content.reshape(len(entries), *self._bytes.shape[2:])

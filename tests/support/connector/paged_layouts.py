@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts whose pages are real tensors, for vLLM's scheduler and the connector's workers alike.
+
+Small ones, made of the groups of `support.scheduler.layouts`. The groups share their storages, as
+vLLM has them share: a block that goes to another group is overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from support.layout import fixtures
+from support.layout.reach import Reach
+from support.layout.truth import LayoutFixture, PagedTensor
+from support.scheduler import layouts
+from support.scheduler.layouts import Attention, Group, Layout
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import RowAddressing
+
+_HEAD_SIZE = 4
+_NUM_LAYERS = 2
+_STATES = ((3, 4), (6,))
+_STATE_DTYPES = (torch.bfloat16, torch.float32)
+
+Make = Callable[[int], LayoutFixture]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout(Layout):
+    """A layout that has pages.
+
+    Attributes:
+        make: Of a number of blocks: the config and tensors of one worker.
+    """
+
+    make: Make
+
+    def to_config(self, num_blocks: int) -> KVCacheConfig:
+        return self.make(num_blocks).scheduler_config
+
+
+def paged(layout: Layout, addressing: RowAddressing | None = None) -> PagedLayout:
+    """A layout of the scheduler's harness with small pages.
+
+    Args:
+        addressing: `TOKENS` for devices that address rows of a page. By default the CPU's: a page
+            is one row.
+    """
+
+    def make(num_blocks: int) -> LayoutFixture:
+        return _small_pages(layout, num_blocks, addressing)
+
+    suffix = "" if addressing is None else "-rows"
+    return PagedLayout(layout.name + suffix, layout.groups, make)
+
+
+def _small_pages(
+    layout: Layout, num_blocks: int, addressing: RowAddressing | None
+) -> LayoutFixture:
+    specs = [_spec(group) for group in layout.groups]
+    page_bytes = max(spec.page_size_bytes for spec in specs)
+    page_bytes = math.ceil(page_bytes / 8) * 8
+    specs = [replace(spec, page_size_padded=page_bytes) for spec in specs]
+    storages = [torch.zeros(num_blocks * page_bytes, dtype=torch.uint8) for _ in range(_NUM_LAYERS)]
+    kv_caches: dict[str, object] = {}
+    tensors: list[PagedTensor] = []
+    described = []
+    for index, (group, spec) in enumerate(zip(layout.groups, specs, strict=True)):
+        names = [f"{index}.{layer}.attn" for layer in range(_NUM_LAYERS)]
+        described.append(KVCacheGroupSpec(names, spec, is_eagle_group=group.is_eagle))
+        reach = _reach(group, addressing)
+        for name, storage in zip(names, storages, strict=True):
+            made = _tensors(group, spec, storage, num_blocks, page_bytes)
+            kv_caches[name] = made[0][0] if len(made) == 1 else [tensor for tensor, _ in made]
+            tensors += [PagedTensor(index, tensor, reach, 0, axis) for tensor, axis in made]
+    config = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described
+    )
+    return LayoutFixture(config, config, kv_caches, tuple(tensors), addressing)
+
+
+def _spec(group: Group) -> KVCacheSpec:
+    block_size = group.block_tokens
+    if group.attention is Attention.MAMBA:
+        return MambaSpec(
+            block_size=block_size,
+            shapes=_STATES,
+            dtypes=_STATE_DTYPES,
+            mamba_cache_mode="align",
+        )
+    sizes = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": _HEAD_SIZE,
+        "dtype": torch.bfloat16,
+    }
+    if group.attention is Attention.FULL:
+        return FullAttentionSpec(**sizes)
+    if group.attention is Attention.MLA:
+        return MLAAttentionSpec(**sizes)
+    if group.attention is Attention.WINDOW:
+        return SlidingWindowSpec(sliding_window=group.span_tokens, **sizes)
+    assert group.attention is Attention.WINDOW_MLA, group
+    return SlidingWindowMLASpec(sliding_window=group.span_tokens, **sizes)
+
+
+def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
+    tokens = group.block_tokens
+    if group.attention is Attention.MAMBA:
+        return Reach(GroupKind.STATE, tokens, tokens, holds_states=True)
+    per_row = 1 if addressing is RowAddressing.TOKENS else tokens
+    if group.has_window:
+        return Reach(GroupKind.WINDOW, tokens, per_row, group.span_tokens)
+    return Reach(GroupKind.FULL, tokens, per_row)
+
+
+def _tensors(
+    group: Group, spec: KVCacheSpec, storage: torch.Tensor, num_blocks: int, page_bytes: int
+) -> list[tuple[torch.Tensor, int | None]]:
+    """The tensors of one layer, and which of their axes counts tokens."""
+
+    def strided(shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return torch.as_strided(
+            storage.view(dtype),
+            (num_blocks, *shape),
+            (page_bytes // dtype.itemsize, *strides),
+            offset_bytes // dtype.itemsize,
+        )
+
+    if group.attention is Attention.MAMBA:
+        found = []
+        offset_bytes = 0
+        for shape, dtype in zip(_STATES, _STATE_DTYPES, strict=True):
+            found.append((strided(shape, dtype, offset_bytes), None))
+            offset_bytes += math.prod(shape) * dtype.itemsize
+        return found
+    block = group.block_tokens
+    if group.attention in (Attention.MLA, Attention.WINDOW_MLA):
+        return [(strided((block, _HEAD_SIZE), spec.dtype), 1)]
+    return [(strided((2, block, 1, _HEAD_SIZE), spec.dtype), 2)]
+
+
+def _deepseek_v4(num_blocks: int) -> LayoutFixture:
+    return fixtures.deepseek_v4("auto", num_layers=4, num_blocks=num_blocks)
+
+
+def _deepseek_v4_layout() -> PagedLayout:
+    """As upstream vLLM plans it; what the scheduler's harness reads of it is made from the plan."""
+    made = _deepseek_v4(16)
+    groups = []
+    for index, described in enumerate(made.scheduler_config.kv_cache_groups):
+        reach = next(iter(made.reaches(index)))
+        attention = Attention.WINDOW_MLA if reach.window_tokens else Attention.MLA
+        groups.append(
+            Group(attention, described.kv_cache_spec.block_size, reach.window_tokens)
+        )
+    return PagedLayout("deepseek-v4-upstream", tuple(groups), _deepseek_v4)
+
+
+ROWS = RowAddressing.TOKENS
+
+FULL = paged(layouts.FULL)
+WINDOW = paged(layouts.WINDOW)
+GEMMA = paged(layouts.GEMMA)
+GPT_OSS = paged(Layout("gpt-oss", (layouts._full(16), layouts._window(16, 24))))
+MIXED_BLOCKS = paged(layouts.MIXED_BLOCKS, ROWS)
+TWO_WINDOWS = paged(layouts.TWO_WINDOWS, ROWS)
+TWO_FULL = paged(layouts.TWO_FULL)
+DEEPSEEK_V4_LIKE = paged(layouts.DEEPSEEK_V4, ROWS)
+MAMBA = paged(layouts.MAMBA)
+MAMBA_WINDOW = paged(layouts.MAMBA_WINDOW, ROWS)
+
+LAYOUTS = (
+    FULL,
+    WINDOW,
+    GEMMA,
+    GPT_OSS,
+    MIXED_BLOCKS,
+    TWO_WINDOWS,
+    TWO_FULL,
+    DEEPSEEK_V4_LIKE,
+    MAMBA,
+    MAMBA_WINDOW,
+)
+if fixtures.HAS_DEEPSEEK_V4:
+    DEEPSEEK_V4 = _deepseek_v4_layout()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers that wait until they are let go, and fail where a test says so.
+
+With a script, what ends in which step does not depend on how fast threads are: between two steps the
+transfer thread stands still.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_kvext.connector.worker_side import WorkerSide
+from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.schema import Direction
+
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferScript:
+    """How the transfers of a worker go.
+
+    Attributes:
+        seed: Decides which fail, and how many end in a step.
+        failing_stores: So many of all stores fail.
+        failing_loads: The same of loads.
+        most_per_step: Of what has begun, up to so many transfers end in a step; None ends all.
+    """
+
+    seed: int = 0
+    failing_stores: float = 0.0
+    failing_loads: float = 0.0
+    most_per_step: int | None = None
+
+
+class ScriptedTransfers:
+    """The ``move`` of one `WorkerSide`.
+
+    Args:
+        script: What happens.
+        rank: Of the worker: each goes at its own pace.
+
+    Attributes:
+        counts: What has happened.
+    """
+
+    def __init__(self, script: TransferScript, rank: int = 0) -> None:
+        self._script = script
+        self._rng = random.Random(f"{script.seed}/{rank}")
+        self.counts: Counter[str] = Counter()
+        self._model_thread = threading.get_ident()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._num_passes = 0
+
+    def move(
+        self, pools: Any, host: Any, planes: Any, runs: Any, direction: Direction, **how: Any
+    ) -> None:
+        if threading.get_ident() != self._model_thread:
+            self._wait()
+        is_store = direction is Direction.PAGES_TO_HOST
+        name = "stores" if is_store else "loads"
+        share = self._script.failing_stores if is_store else self._script.failing_loads
+        self.counts[name] += 1
+        if share and self._rng.random() < share:
+            self.counts[f"failed {name}"] += 1
+            some = np.ascontiguousarray(runs[: len(runs) // 2])
+            page_transfer(pools, host, planes, some, direction, **how)
+            raise BackendError("the script lets this transfer fail")
+        page_transfer(pools, host, planes, runs, direction, **how)
+
+    def end_some(self, side: WorkerSide) -> None:
+        """Let some of what has begun end, and return when the thread stands still again."""
+        most = self._script.most_per_step
+        if most is None:
+            while self._stands(side):
+                self._let_one_pass()
+            return
+        for _ in range(self._rng.randint(0, most)):
+            if not self._stands(side):
+                break
+            self._let_one_pass()
+        self._stands(side)
+
+    def open(self) -> None:
+        """Nothing waits any more."""
+        with self._changed:
+            self._num_passes = 1 << 60
+            self._num_waiting = 0
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._num_waiting += 1
+            is_let_go = self._changed.wait_for(lambda: self._num_passes > 0, DEADLINE_S)
+            assert is_let_go, "a transfer was never let go"
+            self._num_passes -= 1
+
+    def _let_one_pass(self) -> None:
+        with self._changed:
+            self._num_passes += 1
+            self._num_waiting -= 1
+            self._changed.notify_all()
+
+    def _stands(self, side: WorkerSide) -> bool:
+        """Whether a transfer waits; returns once that, or that nothing is under way, is certain."""
+        thread = side._thread
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
+            with self._changed:
+                if self._num_waiting > 0:
+                    return True
+            with thread._changed:
+                if not (thread._loads or thread._stores or thread._running):
+                    return False
+            time.sleep(0)
+        raise AssertionError("the transfer thread neither waits nor ends")

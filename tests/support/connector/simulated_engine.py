@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of KvextConnector on vLLM's real scheduler, with real pages and without a model.
+
+The scheduler, its patches, the connector's sides, threads and copies are those of an engine. What
+stands in for the model writes bytes that depend on all tokens before them, and looks at every byte
+that attention would read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import ModelRunnerOutput
+
+from support.connector.page_contents import Digests, WrongBytesError
+from support.connector.paged_layouts import PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_worker import SimulatedWorker
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
+from support.scheduler.options import EngineOptions
+from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.patches.connector.core import drain_before_reset
+
+_PLAIN = TransferScript()
+
+
+class PagedModelRunner(ModelRunner):
+    """A `ModelRunner` whose KV lies in the pages of workers.
+
+    Args:
+        layout: Of the pages.
+        workers: Each computes every step.
+        num_draft_tokens: As of `ModelRunner`.
+    """
+
+    def __init__(
+        self, layout: PagedLayout, workers: Sequence[SimulatedWorker], num_draft_tokens: int
+    ) -> None:
+        super().__init__(layout.groups, num_draft_tokens, ReadCheck.ALL)
+        self._workers = workers
+        self._aggregator = KVOutputAggregator(len(workers))
+
+    def execute(self, scheduler_output: Any) -> ModelRunnerOutput:
+        for worker in self._workers:
+            worker.begin(scheduler_output)
+        for request_id in scheduler_output.finished_req_ids:
+            self._states.pop(request_id, None)
+        self._update_states(scheduler_output)
+        rows = list(self._make_rows(scheduler_output))
+        digests = [np.array(row.digests, np.uint64) for row in rows]
+        for worker in self._workers:
+            _compute(worker, rows, digests)
+        sampled = [self._sample(row) for row in rows]
+        outputs = [
+            ModelRunnerOutput(
+                req_ids=[row.request_id for row in rows],
+                req_id_to_index={row.request_id: i for i, row in enumerate(rows)},
+                sampled_token_ids=sampled,
+                kv_connector_output=worker.end(scheduler_output),
+            )
+            for worker in self._workers
+        ]
+        output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
+        assert output is not None
+        return output
+
+
+def _compute(worker: SimulatedWorker, rows: Sequence[_Row], digests: Sequence[Digests]) -> None:
+    """Every layer has written before any layer reads, across all requests of the step."""
+    contents = worker.contents
+    row = None
+    try:
+        for row, of_row in zip(rows, digests, strict=True):
+            contents.check_states(row.state.block_tables, of_row, row.start)
+        for row, of_row in zip(rows, digests, strict=True):
+            contents.write(row.state.block_tables, of_row, row.start, row.end)
+        for row, of_row in zip(rows, digests, strict=True):
+            contents.check_rows(row.state.block_tables, of_row, row.start, row.end)
+    except WrongBytesError as error:
+        assert row is not None
+        raise WrongBytesError(
+            f"{row.request_id} computes tokens {row.start} to {row.end - 1}: {error}"
+        ) from error
+
+
+class SimulatedEngine(SchedulerEngine):
+    """One scheduler and its workers.
+
+    Args:
+        layout: Of the pages.
+        options: With ``offloading``.
+        script: How transfers go.
+    """
+
+    def __init__(
+        self, layout: PagedLayout, options: EngineOptions, script: TransferScript = _PLAIN
+    ) -> None:
+        self._script = script
+        self.workers: list[SimulatedWorker] = []
+        super().__init__(layout, options)
+        connector = self.scheduler.connector
+        connector.set_xfer_handshake_metadata(
+            {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
+        )
+
+    def _new_runner(self, num_draft_tokens: int, read_check: ReadCheck) -> ModelRunner:
+        for rank in range(self.options.num_workers):
+            vllm_config = copy.copy(self.scheduler.vllm_config)
+            vllm_config.parallel_config = copy.copy(vllm_config.parallel_config)
+            vllm_config.parallel_config.rank = rank
+            self.workers.append(
+                SimulatedWorker(self.layout, self.options.num_blocks, vllm_config, self._script)
+            )
+        return PagedModelRunner(self.layout, self.workers, num_draft_tokens)
+
+    @property
+    def side(self) -> SchedulerSide:
+        side = self.scheduler.connector.scheduler_side
+        assert side is not None
+        return side
+
+    @property
+    def tier(self) -> Any:
+        return self.side._parts.tier
+
+    def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `EngineCore.reset_prefix_cache` does."""
+        return drain_before_reset(
+            self.scheduler.reset_prefix_cache,
+            _Core(self),
+            reset_running_requests,
+            reset_connector,
+        )
+
+    def shutdown(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        super().shutdown()
+
+
+class _Core:
+    """As much of an ``EngineCore`` as a reset needs."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.scheduler = engine.scheduler
+        self._engine = engine
+
+    def step_fn(self) -> tuple[None, bool]:
+        self._engine.step()
+        return None, True
+
+    def post_step(self, is_executed: bool) -> None:
+        pass

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of a worker: how much, of which kind, mapped or not.
+
+torch is imported when a test runs: the tests are collected where there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from support.connector.recording_npu import Device
+
+from vllm_ascend_kvext.connector import host_buffer
+from vllm_ascend_kvext.connector.host_buffer import HostBuffer, HostMemoryError
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE
+from vllm_ascend_kvext.transfer.errors import BackendError
+
+CPU, NPU = Device("cpu", 0), Device("npu", 3)
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv(ASCEND_KERNEL_VARIABLE, raising=False)
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def pinned(torch: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each buffer so far was asked for in pinned memory, which a CPU cannot give."""
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def plain_memory(*size: int, dtype: Any, pin_memory: bool) -> Any:
+        asked.append(pin_memory)
+        return empty(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", plain_memory)
+    return asked
+
+
+class Kernel:
+    """As much of the kernel backend as maps memory."""
+
+    def __init__(self, calls: list[tuple[str, Any]], refuses: bool = False) -> None:
+        self._calls = calls
+        self._refuses = refuses
+
+    def map_host(self, host: Any) -> None:
+        if self._refuses:
+            raise BackendError("507001 of CANN's runtime")
+        self._calls.append(("map", host.data_ptr()))
+
+    def unmap_host(self, host: Any) -> None:
+        self._calls.append(("unmap", host.data_ptr()))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """A kernel backend that can be had; what it was asked for."""
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setattr(host_buffer, "AscendKernelBackend", lambda: Kernel(calls))
+    return calls
+
+
+def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
+    buffer = HostBuffer.allocate(1000, CPU)
+    assert pinned == [False]
+    assert (buffer.num_bytes, buffer.tensor.dtype, buffer.tensor.dim()) == (960, torch.uint8, 1)
+    assert buffer.tensor.data_ptr() % 64 == 0
+    assert not buffer.is_mapped
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 0, 63])
+def test_too_little_memory_is_refused(torch: Any, num_bytes: int) -> None:
+    with pytest.raises(HostMemoryError, match="expected at least 64 bytes"):
+        HostBuffer.allocate(num_bytes, CPU)
+
+
+def test_memory_that_nobody_has_is_refused(torch: Any) -> None:
+    with pytest.raises(HostMemoryError, match=rf"expected {1 << 60} bytes for this worker"):
+        HostBuffer.allocate(1 << 60, CPU)
+
+
+def test_memory_that_cannot_be_pinned_is_refused(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*size: int, **_: object) -> None:
+        raise RuntimeError("no accelerator")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(HostMemoryError, match=r"bytes that can be pinned.*no accelerator"):
+        HostBuffer.allocate(4096, NPU)
+
+
+def test_memory_beside_an_npu_is_pinned(pinned: list[bool], kernel: list[tuple[str, Any]]) -> None:
+    buffer = HostBuffer.allocate(4096, NPU)
+    assert pinned == [True] and not kernel and not buffer.is_mapped
+    buffer.unmap()
+
+
+@pytest.mark.parametrize("num_bytes, is_told", [(4096, False), (4032, False), (4096 + 64, True)])
+def test_memory_that_rounding_loses_is_told(
+    num_bytes: int, is_told: bool, pinned: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.ascend_kvext.connector"):
+        HostBuffer.allocate(num_bytes, CPU)
+        assert not caplog.records
+        HostBuffer.allocate(num_bytes, NPU)
+    assert ("torch may pin 8192 bytes for the 4160" in caplog.text) == is_told
+
+
+def test_memory_is_mapped_once_for_the_kernel(
+    pinned: list[bool], kernel: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    buffer = HostBuffer.allocate(4096, NPU)
+    address = buffer.tensor.data_ptr()
+    assert buffer.is_mapped and kernel == [("map", address)]
+    buffer.unmap()
+    buffer.unmap()
+    assert not buffer.is_mapped and kernel == [("map", address), ("unmap", address)]
+    HostBuffer.allocate(4096, CPU)
+    assert len(kernel) == 2
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_without_a_mapping_the_dma_engines_serve(
+    has_kernel: bool,
+    pinned: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    if has_kernel:
+        monkeypatch.setattr(host_buffer, "AscendKernelBackend", lambda: Kernel([], refuses=True))
+    with caplog.at_level(logging.WARNING, logger="vllm.ascend_kvext.connector"):
+        buffer = HostBuffer.allocate(4096, NPU)
+    assert not buffer.is_mapped
+    (record,) = caplog.records
+    assert "the DMA engines serve it" in record.message
+    assert ("507001" if has_kernel else "-DKVEXT_ASCEND=ON") in record.message
+
+
+def test_a_wrong_setting_is_refused(pinned: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "perhaps")
+    with pytest.raises(SettingsError):
+        HostBuffer.allocate(4096, NPU)

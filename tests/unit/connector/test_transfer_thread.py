@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue of a worker's jobs and its thread; jobs here move nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.connector.gates import Gate, until
+
+from vllm_ascend_kvext.connector import transfer_thread
+from vllm_ascend_kvext.connector.job_runner import Job, Moved
+from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.transfer_thread import EndedJob, TransferThread
+from vllm_ascend_kvext.layout.rows import TokenRange
+
+TOKENS = TokenRange(0, 16)
+
+
+def store(number: int) -> StoreJob:
+    return StoreJob(number, (), ())
+
+
+def load(request_id: str) -> LoadJob:
+    return LoadJob(request_id, TOKENS, (), ())
+
+
+def name(job: Job) -> int | str:
+    return job.number if isinstance(job, StoreJob) else job.request_id
+
+
+class Jobs:
+    """Runs jobs by writing them down; those that a test has named fail or wait at the gate."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.begun: list[tuple[int | str, object]] = []
+        self.failing: dict[int | str, BaseException] = {}
+        self.waiting: set[int | str] = set()
+        self.threads: set[threading.Thread] = set()
+        self.thread = TransferThread(self.run)
+        self.ended: list[EndedJob] = []
+
+    def run(self, job: Job, recorded: object) -> Moved:
+        self.begun.append((name(job), recorded))
+        self.threads.add(threading.current_thread())
+        if name(job) in self.waiting:
+            self.gate.pass_through()
+        if error := self.failing.get(name(job)):
+            raise error
+        return Moved(10, 0.5)
+
+    def hold(self, number: int) -> None:
+        """Keep the thread busy with a store until the gate is opened."""
+        self.waiting.add(number)
+        self.gate.close()
+        self.thread.submit([store(number)], None)
+        self.gate.wait_for_arrival()
+
+    @property
+    def order(self) -> list[int | str]:
+        return [job for job, _ in self.begun]
+
+    def take(self, count: int) -> list[tuple[int | str, bool]]:
+        """Names of the next jobs that end, and whether they went well."""
+
+        def enough() -> bool:
+            self.ended += self.thread.take_ended()
+            return len(self.ended) >= count
+
+        until(enough, f"{count} jobs")
+        taken, self.ended = self.ended, []
+        return [(name(job), moved is not None) for job, moved in taken]
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.gate.open()
+    jobs.thread.shutdown()
+
+
+def num_transfer_threads() -> int:
+    return sum(thread.name == "kvext-transfer" for thread in threading.enumerate())
+
+
+def test_the_thread_starts_with_the_first_job(jobs: Jobs) -> None:
+    before = num_transfer_threads()
+    jobs.thread.submit([], None)
+    assert num_transfer_threads() == before
+    jobs.thread.submit([store(1)], None)
+    assert jobs.take(1) == [(1, True)]
+    (thread,) = jobs.threads
+    assert thread.daemon and thread is not threading.main_thread()
+    assert num_transfer_threads() == before + 1
+
+
+def test_jobs_of_one_kind_are_in_order_and_get_what_was_recorded(jobs: Jobs) -> None:
+    jobs.thread.submit([store(2), store(1)], "first step")
+    jobs.thread.submit([store(3)], "second step")
+    assert jobs.take(3) == [(2, True), (1, True), (3, True)]
+    assert jobs.begun == [(2, "first step"), (1, "first step"), (3, "second step")]
+
+
+def test_loads_overtake_queued_stores(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2), store(3)], None)
+    jobs.thread.submit([load("a"), load("b")], None)
+    jobs.gate.open()
+    jobs.take(5)
+    assert jobs.order == [1, "a", "b", 2, 3]
+
+
+def test_what_has_moved_is_reported_once(jobs: Jobs) -> None:
+    jobs.thread.submit([store(1)], None)
+    (ended,) = until(jobs.thread.take_ended)
+    assert ended == EndedJob(store(1), Moved(10, 0.5))
+    assert jobs.thread.take_ended() == []
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)])
+def test_a_job_that_raises_fails_alone(jobs: Jobs, error: BaseException) -> None:
+    jobs.failing[1] = error
+    jobs.thread.submit([store(1), store(2)], None)
+    assert jobs.take(2) == [(1, False), (2, True)]
+    assert len(jobs.threads) == 1
+
+
+def test_failures_are_logged_once_per_burst(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.failing = {1: ValueError("broken pipe"), 2: ValueError("b"), "a": ValueError("c")}
+    with caplog.at_level(logging.ERROR, logger="vllm.ascend_kvext.connector"):
+        jobs.thread.submit([store(1), store(2)], None)
+        jobs.take(2)
+        (record,) = caplog.records
+        assert "Store 1 failed: broken pipe" in record.message and record.exc_info
+        monkeypatch.setattr(transfer_thread, "_QUIET_S", 0.0)
+        jobs.thread.submit([load("a")], None)
+        jobs.take(1)
+    assert len(caplog.records) == 2
+    assert (
+        "request a failed (1 other transfers since the last message)" in caplog.records[1].message
+    )
+
+
+def test_waiting_for_an_end(jobs: Jobs) -> None:
+    jobs.thread.wait_for_end(20)  # nothing is under way
+    jobs.hold(1)
+    jobs.thread.submit([store(2)], None)
+    begun_s = time.monotonic()
+    jobs.thread.wait_for_end(0.05)
+    assert time.monotonic() - begun_s >= 0.05 and not jobs.thread.take_ended()
+    jobs.waiting.clear()
+    threading.Timer(0.05, jobs.gate.open).start()
+    jobs.thread.wait_for_end(20)
+    jobs.ended += jobs.thread.take_ended()
+    assert jobs.ended
+    assert jobs.take(2) == [(1, True), (2, True)]
+    jobs.thread.wait_for_end(20)
+
+
+def test_stores_that_must_end_now_do_not_wait_for_others(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2)], None)
+    jobs.thread.run_now([store(3), store(4)], "now")
+    assert jobs.begun == [(1, None), (3, "now"), (4, "now")]
+    assert jobs.take(2) == [(3, True), (4, True)]
+    assert threading.main_thread() in jobs.threads
+
+
+def test_a_queued_store_that_must_end_now_is_taken_out_of_the_queue(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2), store(3)], None)
+    jobs.thread.run_now([store(3)], "now")
+    assert jobs.take(1) == [(3, True)]
+    jobs.gate.open()
+    assert jobs.take(2) == [(1, True), (2, True)]
+    assert jobs.order == [1, 3, 2]
+
+
+def test_a_running_store_that_must_end_now_is_waited_for(jobs: Jobs) -> None:
+    jobs.hold(1)
+    opener = threading.Timer(0.1, jobs.gate.open)
+    opener.start()
+    jobs.thread.run_now([store(1), store(2)], None)
+    assert [name(job) for job, _ in jobs.thread.take_ended()] == [2, 1]
+    assert jobs.order == [1, 2]
+
+
+def test_a_store_that_has_ended_is_not_carried_out_again(jobs: Jobs) -> None:
+    """The scheduler side may not have read the report yet."""
+    jobs.thread.submit([store(1)], None)
+    assert jobs.take(1) == [(1, True)]
+    jobs.thread.run_now([store(1)], None)
+    assert jobs.thread.take_ended() == [] and jobs.order == [1]
+
+
+def test_a_store_that_must_end_now_and_fails_is_reported(jobs: Jobs) -> None:
+    jobs.failing[1] = ValueError("broken")
+    jobs.thread.run_now([store(1), store(2)], None)
+    assert jobs.take(2) == [(1, False), (2, True)]
+
+
+def test_an_interrupt_reaches_the_caller_and_the_job_has_failed(jobs: Jobs) -> None:
+    jobs.failing[1] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        jobs.thread.run_now([store(1)], None)
+    assert jobs.take(1) == [(1, False)]
+
+
+def test_numbers_of_stores_are_not_remembered_for_ever(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_thread, "_MAX_REMEMBERED_STORES", 2)
+    jobs.thread.run_now([store(number) for number in range(5)], None)
+    jobs.thread.run_now([store(3), store(0)], None)
+    assert jobs.order == [0, 1, 2, 3, 4, 0]
+
+
+def test_shutdown_waits_for_what_runs_and_drops_what_is_queued(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2), load("a")], None)
+    (thread,) = jobs.threads
+    closing = threading.Thread(target=jobs.thread.shutdown)
+    closing.start()
+    assert jobs.take(2) == [("a", False), (2, False)] and closing.is_alive()
+    jobs.gate.open()
+    closing.join(20)
+    assert not closing.is_alive() and not thread.is_alive()
+    assert jobs.take(1) == [(1, True)]
+    assert jobs.order == [1]
+
+
+def test_after_shutdown_jobs_fail(jobs: Jobs) -> None:
+    jobs.thread.shutdown()
+    jobs.thread.shutdown()
+    jobs.thread.submit([store(1), load("a")], None)
+    jobs.thread.run_now([store(2)], None)
+    assert jobs.take(3) == [(1, False), ("a", False), (2, False)]
+    assert not jobs.order
+
+
+def test_after_a_drop_the_thread_goes_on(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2)], None)
+    threading.Timer(0.05, jobs.gate.open).start()
+    jobs.thread.drop()
+    assert jobs.take(2) == [(2, False), (1, True)]
+    jobs.thread.submit([store(3)], None)
+    assert jobs.take(1) == [(3, True)]
+
+
+def test_what_was_dropped_is_not_carried_out_later(jobs: Jobs) -> None:
+    jobs.hold(1)
+    jobs.thread.submit([store(2)], None)
+    threading.Timer(0.05, jobs.gate.open).start()
+    jobs.thread.drop()
+    jobs.thread.run_now([store(2)], None)
+    assert jobs.take(2) == [(2, False), (1, True)] and jobs.thread.take_ended() == []
+
+
+def test_the_thread_is_set_up_once_and_a_failure_of_that_is_no_jobs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[str] = []
+
+    def on_start() -> None:
+        calls.append(threading.current_thread().name)
+        raise OSError("no such CPU")
+
+    thread = TransferThread(lambda job, recorded: Moved(0, 0.0), on_start)
+    with caplog.at_level(logging.ERROR, logger="vllm.ascend_kvext.connector"):
+        thread.submit([store(1), store(2)], None)
+        ended: list[EndedJob] = []
+        until(lambda: ended.extend(thread.take_ended()) or len(ended) == 2)
+    thread.shutdown()
+    assert calls == ["kvext-transfer"]
+    assert all(moved is not None for _, moved in ended)
+    assert "no such CPU" in caplog.text

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key of ``kv_connector_extra_config``: typed, documented, validated once.
+
+Knows neither vLLM nor the model: the layout's unit, of which a chunk is a multiple, is known once
+the caches are registered, see `ConnectorOptions.refuse_unsuited_chunk`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.store.store_policy import StorePolicy
+
+CONFIG = "kv_connector_extra_config"
+STATE_POLICY_ALIAS = "LMCACHE_ASCEND_SKIP_STATE_GROUPS"
+
+_GIB = 1 << 30
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+_MOST_GIB = 1 << 30
+# Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
+_CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+ChoiceT = TypeVar("ChoiceT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """The options of one connector. See `OPTIONS` for what they do.
+
+    Attributes:
+        world_size: Workers of the engine, who share the host memory.
+        host_memory_gib: Of all workers together.
+        chunk_tokens: Tokens of a chunk of rows.
+        store_policy: What is stored.
+        state_policy: What becomes of state groups.
+        swap_on_preemption: Whether a preempted request's KV goes to host memory and comes back.
+        load_if_slower: Whether loads are made that cost more than recomputing.
+        copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
+        copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
+    """
+
+    world_size: int = 1
+    host_memory_gib: float = 8
+    chunk_tokens: int = 1024
+    store_policy: StorePolicy = StorePolicy.SECOND_TOUCH
+    state_policy: StatePolicy = StatePolicy.EXACT
+    swap_on_preemption: bool = False
+    load_if_slower: bool = False
+    copy_cpus: tuple[int, ...] | None = None
+    copy_threads: int | None = None
+
+    @property
+    def host_memory_bytes_per_worker(self) -> int:
+        """Size of each worker's arena."""
+        return int(self.host_memory_gib * _GIB) // self.world_size
+
+    def refuse_unsuited_chunk(self, unit_tokens: int) -> None:
+        """Refuse a chunk that ends inside a row.
+
+        Args:
+            unit_tokens: The layout's, see ``KVLayout.unit_tokens``.
+
+        Raises:
+            SettingsError: If a chunk is no multiple of the unit; the message names the nearest
+                sizes that are.
+        """
+        rest = self.chunk_tokens % unit_tokens
+        if not rest:
+            return
+        below = self.chunk_tokens - rest
+        nearest = [str(size) for size in (below, below + unit_tokens) if size]
+        raise _wrong(
+            "chunk_tokens",
+            self.chunk_tokens,
+            f"a multiple of {unit_tokens}, the tokens of this model's row unit",
+            f"The nearest: {' or '.join(nearest)}.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table of options.
+
+    Attributes:
+        key: Of the configuration; the attribute of `ConnectorOptions` has the same name.
+        parse: From the key and what the configuration has for it.
+        doc: Its values and their effect, one paragraph of Markdown.
+    """
+
+    key: str
+    parse: Callable[[str, Any], Any]
+    doc: str
+
+    @property
+    def default(self) -> str:
+        """What holds while the key is absent, as the configuration would have it."""
+        value = getattr(ConnectorOptions(), self.key)
+        if value is None:
+            return "unset"
+        if isinstance(value, enum.Enum):
+            return str(value.value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_options(
+    extra_config: Mapping[str, Any], world_size: int, environ: Mapping[str, str]
+) -> ConnectorOptions:
+    """Read and validate the configuration of a connector.
+
+    A key whose value is null is absent.
+
+    Args:
+        extra_config: ``kv_connector_extra_config``.
+        world_size: Workers of the engine.
+        environ: Environment variables, of which an alias is read.
+
+    Raises:
+        SettingsError: If a key is not in `OPTIONS`, or a value is wrong.
+    """
+    _refuse_unknown_keys(extra_config)
+    values = {
+        option.key: option.parse(option.key, extra_config[option.key])
+        for option in OPTIONS
+        if extra_config.get(option.key) is not None
+    }
+    if "state_policy" not in values:
+        values["state_policy"] = _aliased_state_policy(environ)
+    options = ConnectorOptions(world_size=world_size, **values)
+    if not options.host_memory_bytes_per_worker:
+        raise _wrong(
+            "host_memory_gib",
+            options.host_memory_gib,
+            f"memory for {world_size} workers",
+            "Give them more, or leave the connector out.",
+        )
+    return options
+
+
+def _wrong(key: str, value: object, expected: str, remedy: str = "") -> SettingsError:
+    remedy = remedy or "Correct it, or leave the key out for the default."
+    return SettingsError(f"{CONFIG}: {key}: expected {expected}, found {value!r}. {remedy}")
+
+
+def _refuse_unknown_keys(extra_config: Mapping[str, Any]) -> None:
+    known = [option.key for option in OPTIONS]
+    for key in extra_config:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            raise SettingsError(
+                f"{CONFIG}: unknown key {key!r}: expected some of {', '.join(known)}."
+                + (f" Did you mean {nearest[0]}?" if nearest else "")
+                + " Correct or remove it."
+            )
+
+
+def _parse_gib(key: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _MOST_GIB:
+        raise _wrong(key, value, f"a number above 0, up to {_MOST_GIB}, without quotes")
+    return float(value)
+
+
+def _parse_positive_integer(key: str, value: Any) -> int:
+    if not _is_integer(value) or value < 1:
+        raise _wrong(key, value, "an integer of at least 1, without quotes")
+    return int(value)
+
+
+def _parse_flag(key: str, value: Any) -> bool:
+    # Strings come from command lines, where a value is quoted in JSON or it is not.
+    flags = {"true": True, "false": False}
+    found = flags.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise _wrong(key, value, "true or false")
+    return found
+
+
+def _parse_choice(choices: type[ChoiceT]) -> Callable[[str, Any], ChoiceT]:
+    def parse(key: str, value: Any) -> ChoiceT:
+        values = [choice.value for choice in choices]
+        if value in values:
+            return choices(value)
+        nearest = difflib.get_close_matches(str(value), values, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else ""
+        raise _wrong(key, value, f"one of {', '.join(values)}", hint)
+
+    return parse
+
+
+def _parse_cpus(key: str, value: Any) -> tuple[int, ...]:
+    cpus = _cpus_in_text(value) if isinstance(value, str) else _cpus_in_list(value)
+    if not cpus:
+        raise _wrong(
+            key, value, 'numbers of CPUs, as a list such as [2, 3] or as a text such as "0-3,8"'
+        )
+    return tuple(sorted(cpus))
+
+
+def _cpus_in_list(value: Any) -> set[int]:
+    """Empty if something else is there."""
+    is_list = isinstance(value, (list, tuple))
+    return set(value) if is_list and all(_is_integer(cpu) and cpu >= 0 for cpu in value) else set()
+
+
+def _cpus_in_text(text: str) -> set[int]:
+    """Empty if something else is there."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        found = _CPU_RANGE.fullmatch(part.strip())
+        if found is None:
+            return set()
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            return set()
+        cpus.update(range(first, last + 1))
+    return cpus
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _aliased_state_policy(environ: Mapping[str, str]) -> StatePolicy:
+    text = environ.get(STATE_POLICY_ALIAS, "")
+    value = text.strip().lower()
+    if value and value not in _TRUTHS:
+        raise SettingsError(
+            f"{STATE_POLICY_ALIAS}={text!r} is not one of its values: expected "
+            f"{', '.join(_TRUTHS)}. Correct or unset it, or set state_policy in {CONFIG}, which "
+            "comes first."
+        )
+    return StatePolicy.SKIP if _TRUTHS.get(value, False) else StatePolicy.EXACT
+
+
+OPTIONS = (
+    Option(
+        "host_memory_gib",
+        _parse_gib,
+        "Host memory of all workers of an engine together, in GiB. Each worker pins an equal part "
+        "of it when the engine starts.",
+    ),
+    Option(
+        "chunk_tokens",
+        _parse_positive_integer,
+        "Rows of full-attention groups are stored in chunks of so many tokens. A multiple of the "
+        "model's row unit (128 for DeepSeek-V4): the engine refuses others when it starts, and "
+        "names the nearest sizes. The default is rounded up to one. Whatever the chunk, prompts "
+        "and answers are stored, and hit, up to the last row unit.",
+    ),
+    Option(
+        "store_policy",
+        _parse_choice(StorePolicy),
+        "`second_touch`: what a second request computes or hits is stored, and where turns end. "
+        "`all`: everything that is computed. `never`: nothing.",
+    ),
+    Option(
+        "state_policy",
+        _parse_choice(StatePolicy),
+        "`exact`: states (Mamba, compressors) are stored and loaded with the rest. `skip`: they "
+        "are left out. That is lossy: what follows a loaded boundary is computed from other "
+        f"states, and answers change. While the key is absent, `{STATE_POLICY_ALIAS}` is read: "
+        "`true` or `1` is `skip`, `false` or `0` is `exact`.",
+    ),
+    Option(
+        "swap_on_preemption",
+        _parse_flag,
+        "`true`: the KV of a request that is preempted goes to host memory and comes back, where "
+        "that is cheaper than computing it again. `false`: it is computed again.",
+    ),
+    Option(
+        "load_if_slower",
+        _parse_flag,
+        "`true`: loads are made even where they are estimated to take longer than computing the "
+        "same tokens. `false`: such loads are left out, logged and counted.",
+    ),
+    Option(
+        "copy_cpus",
+        _parse_cpus,
+        'The CPUs that copies run on: a list such as `[2, 3]`, or a text such as `"0-3,8"`. '
+        "Unset: CPUs of the process that the model does not run on.",
+    ),
+    Option(
+        "copy_threads",
+        _parse_positive_integer,
+        "Threads of one copy. Unset: as many as it has CPUs, four at most.",
+    ),
+)
+"""Every key, in the order of the page of settings."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of the connector in vLLM's log and in Prometheus.
+
+The scheduler side makes a report, see ``counters``. vLLM sends its data to the process that serves
+``/metrics``, and rebuilds the statistics there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from vllm_ascend_kvext.connector.counters import METRICS, Metric, Number, is_gauge, merge
+from vllm_ascend_kvext.store.lookup import Shortfall
+
+_PREFIX = "vllm:kvext_"
+
+
+class KvextStats(KVConnectorStats):  # type: ignore[misc]  # mypy does not follow vLLM's imports
+    """What has been counted since the last report.
+
+    Always true, even if empty: vLLM asks the scheduler side only if what the workers sent is true.
+
+    Attributes:
+        data: A ``Report``, see ``counters``; a copy, because vLLM hands one dict to several
+            loggers, and each adds to it.
+    """
+
+    def __init__(self, data: Mapping[str, Number] | None = None) -> None:
+        super().__init__(dict(data or {}))
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KvextStats) -> KvextStats:
+        """Add a later report, in place. Of several engines, gauges are those of the latest."""
+        merge(self.data, other.data)
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted. What gauges say is no reason for a log line."""
+        return all(map(is_gauge, self.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """For one line of the log; vLLM joins the pairs."""
+        line: dict[str, int | float] = {}
+        for direction, done in (("store", "stored"), ("load", "loaded")):
+            num_bytes = self._count(f"transfer_bytes.{direction}")
+            seconds = self._count(f"transfer_seconds.{direction}")
+            line[f"{done} GB"] = _in_gb(num_bytes)
+            if seconds:
+                line[f"{direction} GB/s per worker"] = _in_gb(num_bytes / seconds)
+            if failures := self._count(f"transfer_failures.{direction}"):
+                line[f"failed {direction}s"] = failures
+        line["hit tokens"] = self._count("host_hit_tokens")
+        line["held GB per worker"] = _in_gb(self._count("host_bytes"))
+        if too_dear := self._count("host_too_dear_loads"):
+            line["too dear loads"] = too_dear
+        for reason in Shortfall:
+            if requests := self._count(f"host_shortfalls.{reason.value}"):
+                line[f"requests short: {reason.value.replace('_', ' ')}"] = requests
+        return line
+
+    def _count(self, key: str) -> int | float:
+        value: int | float = self.data.get(key, 0)
+        return value
+
+
+class KvextPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The Prometheus metrics of all engines that one stat logger serves.
+
+    Built from the classes of that logger, which may be Ray's, with its labels.
+
+    Args:
+        vllm_config: Of the engines.
+        metric_types: The logger's classes, by those of Prometheus.
+        labelnames: The logger's.
+        per_engine_labelvalues: By engine.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._by_engine: dict[int, dict[str, Callable[[Number], None]]] = {
+            engine_idx: {} for engine_idx in per_engine_labelvalues
+        }
+        for metric in METRICS:
+            self._add(metric)
+
+    def observe(self, transfer_stats_data: Mapping[str, Number], engine_idx: int = 0) -> None:
+        """Add one engine's report."""
+        updates = self._by_engine[engine_idx]
+        for key, value in transfer_stats_data.items():
+            # A key of another release, in an engine on another machine, is not for us.
+            if key in updates:
+                updates[key](value)
+
+    def _add(self, metric: Metric) -> None:
+        named: dict[str, Any] = {
+            "name": _PREFIX + metric.name,
+            "documentation": metric.documentation,
+            "labelnames": [*self._labelnames, *([metric.label] if metric.label else [])],
+        }
+        if metric.is_gauge:
+            parent = self._gauge_cls(**named, multiprocess_mode="mostrecent")
+        else:
+            parent = self._counter_cls(**named)
+        for engine_idx, labels in self.per_engine_labelvalues.items():
+            for key, value in zip(metric.keys, metric.label_values or (None,), strict=True):
+                all_labels = [*labels, *([value] if value else [])]
+                self._by_engine[engine_idx][key] = _updater(parent, all_labels, metric.is_gauge)
+
+
+def _updater(parent: Any, labels: list[object], replaces: bool) -> Callable[[Number], None]:
+    """What adds a value to a metric of these labels, or replaces its value."""
+    parent.labels(*labels)  # Prometheus shows it from the start.
+
+    def update(value: Number) -> None:
+        # Asked for anew each time: Ray's metrics of vLLM 0.20.2 only know the labels asked for
+        # last (`RayPrometheusMetric.labels`).
+        child = parent.labels(*labels)
+        if replaces:
+            child.set(value)
+        else:
+            child.inc(value)
+
+    return update
+
+
+def _in_gb(num_bytes: float) -> float:
+    return round(num_bytes / 1e9, 3)

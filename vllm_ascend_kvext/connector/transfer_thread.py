@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread that carries out the jobs of a worker beside the model.
+
+Loads come before stores, each kind in its order: a request waits for a load, and nobody waits for
+a store. Every job that is handed in ends exactly once, well or not. Knows nothing of pages; what a
+job does is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from vllm_ascend_kvext.connector.job_runner import Job, Moved
+from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+_QUIET_S = 10.0
+"""After a failure was logged, others are only counted for so long."""
+
+_MAX_REMEMBERED_STORES = 1 << 16
+"""Stores that the scheduler side may still name, because it has not read yet that they ended."""
+
+
+class EndedJob(NamedTuple):
+    """A job that is over.
+
+    Attributes:
+        job: As handed in.
+        moved: None if it failed.
+    """
+
+    job: Job
+    moved: Moved | None
+
+
+class _QueuedJob(NamedTuple):
+    job: Job
+    recorded: object
+
+
+class TransferThread:
+    """Carries out jobs in a daemon thread, which starts with the first of them.
+
+    Args:
+        run: Carries out one job after what was recorded (``ComputeFence``). May be called by the
+            thread and by a caller of `run_now` at the same time.
+        on_start: Called in the thread before its first job.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Job, object], Moved],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run = run
+        self._on_start = on_start
+        self._failures = _FailureLog()
+        self._changed = threading.Condition()  # Guards all that follows.
+        self._loads: deque[_QueuedJob] = deque()
+        self._stores: dict[int, _QueuedJob] = {}  # By number, in order.
+        self._running: dict[int, Job] = {}  # By identity.
+        self._known_stores: dict[int, None] = {}  # Begun or ended; numbers, the oldest first.
+        self._ended: list[EndedJob] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, jobs: Iterable[Job], recorded: object) -> None:
+        """Carry out jobs some time later; after `shutdown` they fail at once.
+
+        Args:
+            jobs: In order.
+            recorded: Handed to ``run``.
+        """
+        with self._changed:
+            for job in jobs:
+                if self._is_closed:
+                    self._end_unbegun(job)
+                elif isinstance(job, LoadJob):
+                    self._loads.append(_QueuedJob(job, recorded))
+                else:
+                    self._stores[job.number] = _QueuedJob(job, recorded)
+            if self._loads or self._stores:
+                self._start()
+                self._changed.notify_all()
+
+    def run_now(self, stores: Iterable[StoreJob], recorded: object) -> None:
+        """Carry out stores before this returns, without waiting for others.
+
+        One that was handed in before ends once all the same: it is taken out of the queue, or
+        waited for if it has begun.
+
+        Args:
+            stores: Run on the calling thread, in order.
+            recorded: Handed to ``run``.
+        """
+        begun: list[int] = []
+        for store in stores:
+            with self._changed:
+                if store.number in self._known_stores:
+                    begun.append(store.number)
+                    continue
+                self._stores.pop(store.number, None)
+                if self._is_closed:
+                    self._end_unbegun(store)
+                    continue
+                self._begin(store)
+            self._carry_out(store, recorded)
+        if begun:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_running(begun))
+
+    def fail(self, jobs: Iterable[Job], reason: str) -> None:
+        """Report jobs as failed that were not submitted, and now cannot be carried out."""
+        with self._changed:
+            before = len(self._ended)
+            for job in jobs:
+                self._end_unbegun(job)
+            num_failed = len(self._ended) - before
+        if num_failed:
+            logger.warning("%d transfers are not carried out: %s", num_failed, reason)
+
+    def take_ended(self) -> list[EndedJob]:
+        """The jobs that have ended since the last call, in the order of their ends."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when a job has ended that was not taken, when none is under way, or in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or not (self._loads or self._stores or self._running),
+                timeout_s,
+            )
+
+    def drop(self) -> None:
+        """Fail what is queued and wait for what is running; the thread goes on."""
+        with self._changed:
+            for queued in (*self._loads, *self._stores.values()):
+                self._end_unbegun(queued.job)
+            self._loads.clear()
+            self._stores.clear()
+            self._changed.wait_for(lambda: not self._running)
+
+    def shutdown(self) -> None:
+        """`drop`, and end the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.drop()
+        with self._changed:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _start(self) -> None:
+        """With the first job, not earlier: a process that forks has no thread to lose."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="kvext-transfer", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._on_start()
+        except Exception:
+            logger.exception("The transfer thread starts without its settings")
+        while self._serve_next():
+            pass
+
+    def _serve_next(self) -> bool:
+        """Carry out one job; False if the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._loads or self._stores)
+            if self._is_closed:
+                return False
+            if self._loads:
+                queued = self._loads.popleft()
+            else:
+                queued = self._stores.pop(next(iter(self._stores)))
+            self._begin(queued.job)
+        try:
+            self._carry_out(*queued)
+        except BaseException:
+            # Such as SystemExit. The job has ended as failed; the thread is for all jobs.
+            logger.exception("A transfer tried to end its thread")
+        return True
+
+    def _begin(self, job: Job) -> None:
+        self._running[id(job)] = job
+        self._remember(job)
+
+    def _end_unbegun(self, job: Job) -> None:
+        self._remember(job)
+        self._ended.append(EndedJob(job, None))
+
+    def _remember(self, job: Job) -> None:
+        if isinstance(job, StoreJob):
+            self._known_stores[job.number] = None
+            if len(self._known_stores) > _MAX_REMEMBERED_STORES:
+                del self._known_stores[next(iter(self._known_stores))]
+
+    def _is_running(self, stores: Iterable[int]) -> bool:
+        running = {job.number for job in self._running.values() if isinstance(job, StoreJob)}
+        return not running.isdisjoint(stores)
+
+    def _carry_out(self, job: Job, recorded: object) -> None:
+        moved = None
+        try:
+            moved = self._run(job, recorded)
+        except Exception as error:
+            self._failures.add(job, error)
+        finally:
+            with self._changed:
+                del self._running[id(job)]
+                self._ended.append(EndedJob(job, moved))
+                self._changed.notify_all()
+
+
+class _FailureLog:
+    """Logs the first failure of a burst with its cause, and counts the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged_at_s: float | None = None
+        self._num_unlogged = 0
+
+    def add(self, job: Job, error: Exception) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
+                self._num_unlogged += 1
+                return
+            self._logged_at_s = now_s
+            num_unlogged, self._num_unlogged = self._num_unlogged, 0
+        what = (
+            f"Store {job.number}"
+            if isinstance(job, StoreJob)
+            else f"The load of request {job.request_id}"
+        )
+        since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
+        logger.error("%s failed%s: %s", what, since, error, exc_info=error)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of the connector: what one worker does with the jobs of a step.
+
+It decides nothing: the scheduler side says what is moved and where to. A step::
+
+    run_before_step   stores that must have ended before the step overwrites their pages
+    begin_step        loads begin, and stores if nothing is computed
+    (the forward)
+    end_of_forward    stores begin
+    end_step          what has ended since the last time, of whichever steps
+
+The last two may come in either order. All are called by the model's thread. vLLM is not imported:
+its configuration is read by attributes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.host_buffer import HostBuffer
+from vllm_ascend_kvext.connector.job_runner import Job, JobRunner, Move, Moved
+from vllm_ascend_kvext.connector.messages import (
+    Direction,
+    JobResults,
+    LoadJob,
+    StepJobs,
+    StoreJob,
+    Traffic,
+    WorkerLayout,
+)
+from vllm_ascend_kvext.connector.transfer_thread import TransferThread
+from vllm_ascend_kvext.connector.worker_identity import require_one_stage, worker_fingerprint
+from vllm_ascend_kvext.layout.build import build_layout
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.layout.worker_config import read_worker_config
+from vllm_ascend_kvext.transfer.compute_fence import fence_of
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.pools import Pools
+
+
+class WorkerOptions(Protocol):
+    """What a worker reads of the connector's options."""
+
+    @property
+    def host_memory_bytes_per_worker(self) -> int:
+        """Size of the host buffer."""
+        ...
+
+    @property
+    def copy_cpus(self) -> tuple[int, ...] | None:
+        """CPUs that transfers run on; None leaves the choice to `default_placement`."""
+        ...
+
+    @property
+    def copy_threads(self) -> int | None:
+        """Threads of one copy on the host; None leaves the choice to the placement."""
+        ...
+
+    @property
+    def state_policy(self) -> StatePolicy:
+        """What becomes of state groups."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJobs:
+    """What has ended since the last report; all parts belong to the same jobs.
+
+    Attributes:
+        loads: Requests whose load has ended, well or not.
+        failed_pages: Block ids that failed ones among them should have filled; no null block.
+        results: For the scheduler side.
+    """
+
+    loads: frozenset[str]
+    failed_pages: frozenset[int]
+    results: JobResults
+
+
+class WorkerSide:
+    """Stores and loads the pages of one worker.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, as the worker has it.
+        kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
+        options: Of the connector.
+        instruction_set: For which vLLM's CPU attention orders a page, where the caller knows it.
+            By default what torch says of the processor; of no meaning on devices.
+        move: Moves the bytes; tests hand in another.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: WorkerOptions,
+        *,
+        instruction_set: str | None = None,
+        move: Move = page_transfer,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._instruction_set = instruction_set
+        self._move = move
+        self._thread = TransferThread(self._run, self._move_to_copy_cpus)
+        self._placement: CopyPlacement | None = None
+        self._host: HostBuffer | None = None
+        self._runner: JobRunner | None = None
+        self._fingerprint = ""
+        self._stores_after_forward: tuple[StoreJob, ...] = ()
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take note of the tensors that hold the pages, and allocate host memory for them.
+
+        Called again after sleep mode or a reset, it takes the pages where they are now. Stores and
+        loads that have not begun fail then; what lies in host memory stays.
+
+        Args:
+            kv_caches: By layer name: a tensor, or a list or tuple of tensors.
+
+        Raises:
+            GroupError: If the config is not understood.
+            ConnectorError: With pipeline parallelism.
+            LayoutError: If config and tensors contradict each other; with context parallelism; or
+                if the pages are laid out otherwise than those registered first.
+            BackendError: If no backend serves the device.
+            HostMemoryError: If the host memory cannot be had.
+            PlacementError: If copies cannot run on the CPUs that the options name.
+            CompiledModuleError: If the compiled module cannot be had.
+        """
+        require_one_stage(self._vllm_config)
+        worker = read_worker_config(self._vllm_config, kv_caches)
+        layout = build_layout(self._kv_cache_config, kv_caches, worker)
+        tensors = storage_tensors(layout, kv_caches)
+        if self._runner is not None:
+            _require_same(self._runner.layout, layout)
+            self._thread.drop()
+            self._runner.pools.renew(tensors)
+            return
+        device = tensors[0].device
+        fence = fence_of(device)
+        pools = Pools.of(tensors)
+        fingerprint = worker_fingerprint(
+            self._vllm_config,
+            layout,
+            worker,
+            layer_names=kv_caches.keys(),
+            device_type=device.type,
+            instruction_set=self._instruction_set_on(device.type),
+            states=self._options.state_policy,
+        )
+        placement = _placement(self._options, device.type)
+        host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
+        self._placement, self._host, self._fingerprint = placement, host, fingerprint
+        self._runner = JobRunner(
+            layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
+        )
+
+    def describe(self) -> WorkerLayout:
+        """What the scheduler side has to know of this worker.
+
+        Raises:
+            ConnectorError: If nothing is registered.
+        """
+        if self._runner is None or self._host is None:
+            raise _nothing_registered()
+        return WorkerLayout(self._runner.layout, self._fingerprint, self._host.num_bytes)
+
+    def run_before_step(self, jobs: StepJobs) -> None:
+        """Carry out ``stores_before``; they have ended when this returns, well or not.
+
+        They do not wait for stores in the queue. One of them that was handed in by an earlier step
+        ends once all the same.
+        """
+        if jobs.stores_before:
+            self._thread.run_now(jobs.stores_before, self._record())
+
+    def begin_step(self, jobs: StepJobs) -> None:
+        """Begin the loads of a step; and its stores, if it computes nothing.
+
+        Stores of an earlier step whose forward did not end are reported as failed: nobody knows
+        what is in their pages.
+        """
+        lost, self._stores_after_forward = self._stores_after_forward, ()
+        self._thread.fail(lost, "the forward of their step did not end")
+        begin: tuple[Job, ...] = jobs.loads
+        if jobs.has_forward:
+            self._stores_after_forward = jobs.stores
+        else:
+            begin += jobs.stores
+        self._submit(begin)
+
+    def end_of_forward(self) -> None:
+        """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
+        stores, self._stores_after_forward = self._stores_after_forward, ()
+        self._submit(stores)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when a job has ended that `end_step` has not reported, or when none is under way.
+
+        For steps that compute nothing: vLLM would ask again at once.
+
+        Args:
+            timeout_s: How long at most.
+        """
+        self._thread.wait_for_end(timeout_s)
+
+    def end_step(self) -> EndedJobs:
+        """What has ended since the last call. Every job is reported once."""
+        loads: set[str] = set()
+        failed_pages: set[int] = set()
+        traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic()}
+        results = JobResults(traffic=traffic)
+        for job, moved in self._thread.take_ended():
+            if isinstance(job, StoreJob):
+                results.stores_ended[job.number] = 1
+                if moved is None:
+                    results.failed_stores.add(job.number)
+            else:
+                loads.add(job.request_id)
+                if moved is None:
+                    results.failed_loads.add(job.request_id)
+                    failed_pages |= self._pages_to_fill(job)
+            if moved is not None:
+                direction: Direction = "store" if isinstance(job, StoreJob) else "load"
+                traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
+        return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
+
+    def retire(self) -> None:
+        """Let go of the pages: their memory is about to be taken away, as in sleep mode.
+
+        Waits for what is running. What is queued fails, and so does what comes before `register` is
+        called again. What lies in host memory stays.
+        """
+        self._thread.drop()
+        if self._runner is not None:
+            self._runner.pools.retire()
+
+    def shutdown(self) -> None:
+        """End the thread: waits for what is running, and what is queued fails. Idempotent."""
+        self._thread.shutdown()
+        if self._host is not None:
+            self._host.unmap()
+
+    def _submit(self, jobs: tuple[Job, ...]) -> None:
+        if jobs:
+            self._thread.submit(jobs, self._record())
+
+    def _record(self) -> object:
+        return None if self._runner is None else self._runner.fence.record()
+
+    def _run(self, job: Job, recorded: object) -> Moved:
+        if self._runner is None:
+            raise _nothing_registered()
+        return self._runner.run(job, recorded)
+
+    def _pages_to_fill(self, job: LoadJob) -> set[int]:
+        return set() if self._runner is None else self._runner.pages_to_fill(job)
+
+    def _move_to_copy_cpus(self) -> None:
+        """A new thread has the CPUs of the thread that starts it: perhaps one that runs the model.
+
+        Small copies are made by the calling thread, and plans are.
+        """
+        if self._placement is not None:
+            os.sched_setaffinity(0, self._placement.cpus)
+
+    def _instruction_set_on(self, device_type: str) -> str:
+        if device_type != "cpu":
+            return ""
+        if self._instruction_set is not None:
+            return self._instruction_set
+        import torch
+
+        return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _placement(options: WorkerOptions, device_type: str) -> CopyPlacement | None:
+    """Where transfers run; None where a device copies and no CPUs are named for enqueueing it."""
+    if options.copy_cpus is not None:
+        return CopyPlacement.on(options.copy_cpus, num_threads=options.copy_threads)
+    if device_type != "cpu":
+        return None
+    placement = default_placement()
+    if options.copy_threads is None:
+        return placement
+    return placement._replace(num_threads=options.copy_threads)
+
+
+def _require_same(registered: KVLayout, found: KVLayout) -> None:
+    """Refuse pages that what was planned and stored so far does not fit."""
+    if _without_addresses(registered) != _without_addresses(found):
+        raise LayoutError(
+            f"kv_caches: expected the pages registered first at other addresses "
+            f"({registered.num_pages} pages, {registered.num_planes} planes), found pages that are "
+            f"laid out otherwise ({found.num_pages} pages, {found.num_planes} planes); start a new "
+            "engine for another layout"
+        )
+
+
+def _without_addresses(layout: KVLayout) -> KVLayout:
+    return replace(
+        layout, storages=tuple(replace(storage, address=0) for storage in layout.storages)
+    )
+
+
+def _nothing_registered() -> ConnectorError:
+    return ConnectorError(
+        "kv_caches: expected the tensors of a worker, found none; call register before a step"
+    )
