@@ -27,11 +27,13 @@ FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
 CONNECTOR = Feature("connector", default_on=True)
 """Changes nothing in an engine that is started without KvextConnector."""
 
+DEFAULTS = (*REPAIRS, CONNECTOR)
+"""What is on without being asked for, and can be left out by name."""
+
 FEATURES = (
     FAST_PREFIX_CACHE,
     Feature("retention", requires=("trim-full-groups", "compressed-block-keys")),
-    *REPAIRS,
-    CONNECTOR,
+    *DEFAULTS,
 )
 """All of them, in the order of installation: the wrappers of a later one lie outside."""
 

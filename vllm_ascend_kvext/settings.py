@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.features import (
+    CONNECTOR,
+    DEFAULTS,
     FAST_PREFIX_CACHE,
     FEATURES,
     REPAIRS,
@@ -99,7 +101,8 @@ VARIABLES = (
         default="unset",
         doc="Repairs of upstream defects to leave out, separated by commas: "
         + ", ".join(f"`{repair.name}`" for repair in REPAIRS)
-        + ". Unset: all of them are in effect.",
+        + f". `{CONNECTOR.name}` leaves out KvextConnector: vLLM does not know it then. Unset: all "
+        "of them are in effect.",
     ),
     Variable(
         name=RETENTION_VARIABLE,
@@ -314,11 +317,11 @@ def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> Ch
 
 def _parse_disabled(text: str) -> frozenset[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [repair.name for repair in REPAIRS]
+    known = [feature.name for feature in DEFAULTS]
     for name in names:
         if name not in known:
             raise SettingsError(
-                f"{DISABLE_VARIABLE}={text!r}: {name!r} is not a repair: expected some of "
+                f"{DISABLE_VARIABLE}={text!r}: {name!r} is not one of them: expected some of "
                 f"{', '.join(known)}, separated by commas.{_did_you_mean(name, known)}"
             )
     return frozenset(names)

@@ -7,7 +7,7 @@ import pytest
 from serve_workload import BLOCK_TOKENS
 from served import INTERVAL, LOGPROB_TOLERANCE, PLUGIN_OFF, WINDOW_TOKENS, Served, start
 
-from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.features import DEFAULTS
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE
 
 CHECKPOINT_TOKENS = 128
@@ -103,7 +103,7 @@ def test_reset_prefix_cache_forgets_everything(setting):
 
 
 def test_unset_means_stock(serve, dense):
-    unset = serve({DISABLE_VARIABLE: ",".join(repair.name for repair in REPAIRS)})
+    unset = serve({DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)})
     assert unset.report["wrapped"] == []
     assert unset.report["asked"] == dense.report["asked"]
 

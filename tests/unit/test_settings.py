@@ -119,8 +119,8 @@ def test_disabled_repairs_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["two-phase-alocation", "retention", "all"])
-def test_only_repairs_can_be_disabled(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"'{name}' is not a repair") as raised:
+def test_only_what_is_on_by_default_can_be_disabled(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"'{name}' is not one of them") as raised:
         Settings.from_environ({DISABLE_VARIABLE: f"drafts-in-flight,{name}"})
     message = str(raised.value)
     assert all(repair.name in message for repair in REPAIRS)
