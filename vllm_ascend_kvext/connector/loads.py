@@ -276,8 +276,9 @@ class Loads:
         return now_s - since_s < MOST_PATIENCE_S
 
     def _remember_failure(self, request_id: str) -> None:
-        if request_id not in self._engine.requests:
-            return
+        request = self._engine.requests.get(request_id)
+        if request is None or request.is_finished():
+            return  # `forget` has been called
         self._failed[request_id] = None
         if len(self._failed) > MOST_REMEMBERED_FAILURES:
             del self._failed[next(iter(self._failed))]

@@ -36,7 +36,9 @@ class TablePart:
         Raises:
             TokenRangeError: If some lie before this part.
         """
-        if pages.start < self.first_page and pages.start < pages.stop:
+        if pages.start >= pages.stop:
+            return ()
+        if pages.start < self.first_page:
             raise TokenRangeError(
                 f"block ids: expected pages from {self.first_page} on, found {pages.start}; pass "
                 "the part of the table that the transfer needs"

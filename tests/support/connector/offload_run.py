@@ -6,31 +6,26 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
 from support.connector.offload_workloads import OffloadWorkload
 from support.connector.simulated_engine import SimulatedEngine
-from support.installed import installed
-from support.retention.checkpoints import adaptive_retention
+from support.installed import installed, retention_installed
+from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
-from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.store.entries import EntryState
 
 MAX_STEPS = 4000
 
 
 @contextmanager
-def connector_installed(is_adaptive: bool = False) -> Iterator[None]:
-    """As in a process in which nothing is configured but, perhaps, adaptive retention."""
-    if is_adaptive:
-        with adaptive_retention(), installed("connector"):
-            yield
-    else:
-        with installed(*(repair.name for repair in REPAIRS), "connector"):
-            yield
+def offloading_installed() -> Iterator[None]:
+    """As in a process in which nothing is configured, or adaptive retention is."""
+    with installed("fast-prefix-cache"), retention_installed(), installed("connector"):
+        yield
 
 
 @dataclass(slots=True)
@@ -49,17 +44,18 @@ class Offloaded:
 
 
 def run_offloading(workload: OffloadWorkload) -> Offloaded:
-    """Run a workload with all checks.
+    """Run a workload with all checks, where `offloading_installed`.
 
     Raises:
         AssertionError: If anything is wrong.
     """
-    with connector_installed(workload.is_adaptive):
+    retention = adaptive_chosen() if workload.is_adaptive else nullcontext()
+    with retention:
         engine = SimulatedEngine(workload.layout, workload.options, workload.script)
-        try:
-            return _run(workload, engine)
-        finally:
-            engine.shutdown()
+    try:
+        return _run(workload, engine)
+    finally:
+        engine.shutdown()
 
 
 def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
@@ -108,7 +104,7 @@ def check_blocks(engine: SimulatedEngine) -> None:
         assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or free in use"
         num_extra += extra
     assert num_extra == engine.side.num_references
-    assert pool.null_block.ref_cnt == 0 and pool.null_block.block_id not in free
+    assert pool.null_block.block_id not in free
 
 
 def check_nothing_is_left(engine: SimulatedEngine) -> None:
