@@ -142,6 +142,8 @@ def _require_intact_pages(scheduler: Scheduler) -> None:
 _connected: WeakSet[ConnectedScheduler] = WeakSet()
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+_ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 
 PATCHES = (
     Patch(
@@ -165,6 +167,14 @@ PATCHES = (
             f"{_SCHEDULER}._connector_finished",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_BALANCE}.__init__",
+            f"{_ASCEND_BALANCE}.schedule",
+            f"{_ASCEND_BALANCE}.reset_prefix_cache",
+            f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
+            f"{_ASCEND_LIFETIME}:_patched_connector_finished",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
         ),
     ),
 )

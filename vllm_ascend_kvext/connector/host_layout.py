@@ -93,6 +93,15 @@ class HostLayout:
         """What is there once a piece is stored."""
         return self._planner.chunk_rows(*self._tokens_and_groups(piece))
 
+    def rows_before(self, row_map: RowMap, end_tokens: int) -> RowMap:
+        """What a map of rows has before a boundary."""
+        kept = []
+        for rows in row_map:
+            end_row = end_tokens // self._groups[rows.group].tokens_per_row
+            if rows.first_row < end_row:
+                kept.append(rows._replace(end_row=min(rows.end_row, end_row)))
+        return RowMap.of(kept)
+
     def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
         """KV cache group, first and end page of what a piece reads; none of them may be null."""
         return self._planner.chunk_pages(*self._tokens_and_groups(piece))

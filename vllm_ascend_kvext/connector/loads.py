@@ -13,6 +13,7 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,6 +50,14 @@ class _Prospect:
         return self.hit.after_tokens == local_tokens and all(
             entry.state is EntryState.STORED for entry in self.load.entries
         )
+
+
+class _Awaited(NamedTuple):
+    """What a request waits for: the end of a load of another."""
+
+    key: bytes
+    boundary_tokens: int
+    since_s: float
 
 
 class LoadUnderWay(NamedTuple):
@@ -99,7 +108,7 @@ class Loads:
         # What can be hit on the device once a load is there: by the key of its end.
         self._expected: dict[bytes, str] = {}
         self._expected_tokens: dict[str, tuple[int, bytes]] = {}
-        self._patient_since: dict[str, float] = {}
+        self._awaited: dict[str, _Awaited] = {}
         self._shortfalls: dict[str, Shortfall | None] = {}
         self._too_dear: set[str] = set()
         self._failed: dict[str, None] = {}
@@ -136,6 +145,8 @@ class Loads:
                 self._prospects[request_id] = prospect
                 return prospect.hit.num_tokens
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
+        if self._still_waits(request_id, local_tokens):
+            return None
         self._shortfalls.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
@@ -167,7 +178,7 @@ class Loads:
         Raises:
             ConnectorError: If this was not the answer to `match`.
         """
-        self._patient_since.pop(request_id, None)
+        self._awaited.pop(request_id, None)
         self._no_longer_expected(request_id)
         prospect = self._prospects.pop(request_id, None)
         if prospect is not None and num_tokens == 0:
@@ -190,8 +201,7 @@ class Loads:
         self._counters.hit_tokens += hit.num_tokens
         self._counters.hit_requests += 1
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
-        stored = [StoredChunk(entry.row_map, entry.offset_bytes) for entry in hit.entries]
-        return LoadJob(request_id, tokens, tuple(stored), self._parts(tokens, block_ids))
+        return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids))
 
     def end(self, request_id: str, has_failed: bool) -> LoadUnderWay | None:
         """All workers have ended a load.
@@ -217,10 +227,26 @@ class Loads:
         if prospect is not None:
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         self._no_longer_expected(request_id)
-        self._patient_since.pop(request_id, None)
+        self._awaited.pop(request_id, None)
         self._shortfalls.pop(request_id, None)
         self._too_dear.discard(request_id)
         self._failed.pop(request_id, None)
+
+    def _stored(self, hit: Hit) -> tuple[StoredChunk, ...]:
+        """Rows that a later entry has, too, are those of another prefix in the earlier one::
+
+        found by the key at 8      rows 0 ── 8 ── 16    of another request
+        found by the key at 24          rows 8 ──────── 24
+        """
+        stored = []
+        for entry, following in itertools.zip_longest(hit.entries, hit.entries[1:]):
+            row_map = entry.row_map
+            if following is not None and following.piece.kind is Kind.ROWS:
+                first_tokens = following.piece.first_tokens
+                if first_tokens < entry.piece.end_tokens:
+                    row_map = self._layout.rows_before(row_map, first_tokens)
+            stored.append(StoredChunk(row_map, entry.offset_bytes))
+        return tuple(stored)
 
     def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:
         parts = []
@@ -255,25 +281,28 @@ class Loads:
         if expected is not None:
             del self._expected[expected[1]]
 
+    def _still_waits(self, request_id: str, local_tokens: int) -> bool:
+        """Whether what a request waited for is still to come; asked in every step."""
+        awaited = self._awaited.get(request_id)
+        return (
+            awaited is not None
+            and awaited.key in self._expected
+            and local_tokens < awaited.boundary_tokens
+            and self._clock() - awaited.since_s < MOST_PATIENCE_S
+        )
+
     def _waits_for_other(self, request_id: str, hit: Hit) -> bool:
         """Whether the load of another will leave on the device what this one needs."""
-        if not self._expected:
-            return False
-        boundaries = {tokens for tokens, _ in self._expected_tokens.values()}
-        is_expected = any(
-            hit.after_tokens < tokens <= hit.boundary_tokens
-            and hit.prefix.key_at(tokens) in self._expected
-            for tokens in boundaries
-        )
-        if not is_expected:
-            return False
-        now_s = self._clock()
-        since_s = self._patient_since.get(request_id)
-        if since_s is None:
-            self._patient_since[request_id] = now_s
-            self._counters.joined_loads += 1
-            return True
-        return now_s - since_s < MOST_PATIENCE_S
+        if not self._expected or request_id in self._awaited:
+            return False  # Once is enough.
+        for boundary in {tokens for tokens, _ in self._expected_tokens.values()}:
+            if hit.after_tokens < boundary <= hit.boundary_tokens:
+                key = hit.prefix.key_at(boundary)
+                if key in self._expected:
+                    self._awaited[request_id] = _Awaited(key, boundary, self._clock())
+                    self._counters.joined_loads += 1
+                    return True
+        return False
 
     def _remember_failure(self, request_id: str) -> None:
         request = self._engine.requests.get(request_id)

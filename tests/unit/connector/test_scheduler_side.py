@@ -67,6 +67,18 @@ def test_load_reads_the_rows_and_tails_that_were_stored(engine: SmallEngine) -> 
     assert {part.host_offset_bytes % 64 for part in load.stored} == {0}
 
 
+def test_rows_of_another_prompt_in_a_shared_entry_are_not_loaded() -> None:
+    """The first chunk of "a" has four rows, of which "b" shares two."""
+    engine = SmallEngine(full_only)
+    engine.serve("a", LETTERS[:16] + "!")
+    text = LETTERS[:8] + LETTERS[20:40]
+    engine.serve("b", text)
+    engine.admit(engine.add("c", text + "?"))
+    (load,) = engine.step().loads
+    rows = [(part.host_offset_bytes, row[1], row[2]) for part in load.stored for row in part.rows]
+    assert [(first, end) for _, first, end in rows] == [(0, 2), (2, 4), (4, 7)]
+
+
 def test_pins_last_until_the_load_has_ended(engine: SmallEngine) -> None:
     engine.serve("a", LETTERS)
     request = engine.add("b", LETTERS)
