@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -72,11 +73,12 @@ class ConnectedScheduler:
     def __init__(self, scheduler: Scheduler, connector: KvextConnector) -> None:
         manager = scheduler.kv_cache_manager
         managers = manager.coordinator.single_type_managers
-        if len(managers) > 1 and not is_recovering(scheduler):
+        if not is_all_full_attention(scheduler.kv_cache_config) and not is_recovering(scheduler):
             raise ConnectorError(
-                f"KvextConnector: this model has {len(managers)} KV cache groups, where a load "
-                "that fails ends the engine unless the repair failed-loads is in effect; take it off "
-                "VLLM_ASCEND_KVEXT_DISABLE, and see `python -m vllm_ascend_kvext status`"
+                "KvextConnector: this model is not all full attention in one KV cache group, so a "
+                "load that fails ends the engine, or gives wrong tokens, unless the repair "
+                "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
+                "`python -m vllm_ascend_kvext status`"
             )
         assert connector.scheduler_side is not None
         self._scheduler = scheduler

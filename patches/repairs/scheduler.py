@@ -2,13 +2,14 @@
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
 A KV connector names the blocks that it failed to load. Upstream looks them up in the one block
-table of each request, and fails where a request has several. Here such a request is preempted:
-what it has loaded and computed since it was admitted leaves the prefix cache, its outputs on their
-way are dropped, and when it is admitted again the connector's hits are not used. The same goes for
-requests that have hit any of it.
+table of each request, and fails where a request has several; where the one is that of a sliding
+window, it has the request go on from a token whose window is gone. Here such a request is
+preempted: what it has loaded and computed since it was admitted leaves the prefix cache, its
+outputs on their way are dropped, and when it is admitted again the connector's hits are not used.
+The same goes for requests that have hit any of it.
 
-Only a scheduler of several KV cache groups that has a connector is changed, in its own methods and
-those of its connector. All others run upstream's.
+Only a scheduler that has a connector, and a model that is not all full attention in one group, is
+changed, in its own methods and those of its connector. All others run upstream's.
 
 A worker may name requests instead of blocks: if the ``KVConnectorWorkerMetadata`` that it sends
 has an attribute ``failed_recving``, a set of request ids, their loads have failed. Everything else
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
@@ -53,7 +55,7 @@ def recover_from_failed_loads(
 ) -> None:
     """Have a new scheduler recover from failed loads, if upstream's cannot."""
     wrapped(*args, **kwargs)
-    if scheduler.connector is not None and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+    if scheduler.connector is not None and not is_all_full_attention(scheduler.kv_cache_config):
         _recovering.add(LoadRecovery(scheduler))
 
 
@@ -392,7 +394,8 @@ PATCHES = (
         wrapper=recover_from_failed_loads,
         undo=stop_recovering,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "
-        "failed ends the engine with every request in it (vLLM issue 45474).",
+        "failed ends the engine with every request in it (vLLM issue 45474). Where it has one of a "
+        "sliding window, the request goes on from a token whose window is gone.",
         retire_when="vLLM >= 0.32, where a failed load is reported by request",
         relies_on=(
             f"{_SCHEDULER}.schedule",

@@ -30,6 +30,7 @@ from vllm_ascend_kvext.connector.options import parse_options
 from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
 from vllm_ascend_kvext.connector.stats import KvextPromMetrics, KvextStats
 from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide
+from vllm_ascend_kvext.groups.specs import is_all_full_attention
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options = options
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
+        self._names_blocks = kv_cache_config is None or is_all_full_attention(kv_cache_config)
         self._ended: EndedJobs | None = None
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
@@ -216,8 +217,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, set(self._ended.loads) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        # Of several groups, vLLM cannot tell whose blocks these are: the request is named instead.
-        if self._ended is None or self._num_groups > 1:
+        # Otherwise vLLM cannot tell from where such a request can go on: it is named instead, for
+        # the repair ``failed-loads``.
+        if self._ended is None or not self._names_blocks:
             return set()
         return set(self._ended.failed_pages)
 

@@ -435,7 +435,8 @@ class Stores:
         """Hold what leaves the windows of the latest boundary before another can be reached."""
         if boundary_tokens <= tracked.held_tokens or boundary_tokens <= 0:
             return
-        upto_tokens = boundary_tokens + self._layout.unit_tokens
+        # Drafts that are rejected, and steps in flight, count as computed for a while: one more.
+        upto_tokens = boundary_tokens + 2 * self._layout.unit_tokens
         held: _Pages = {}
         for page_range in self._layout.pages_that_leave(boundary_tokens, upto_tokens):
             for key, block in self._blocks(request.request_id, tracked, *page_range):

@@ -116,6 +116,15 @@ def read_cache_groups(kv_cache_config: Any, context_parallel_size: int) -> tuple
     )
 
 
+def is_all_full_attention(kv_cache_config: Any) -> bool:
+    """Whether all layers are full attention in one group, so that any prefix can be resumed."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [
+        _spec_of_layer(group.kv_cache_spec, name) for group in groups for name in group.layer_names
+    ]
+    return len(groups) <= 1 and all(kind_of(spec) is GroupKind.FULL for spec in specs)
+
+
 def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
     """What the layers of one KV cache group have in common.
 
