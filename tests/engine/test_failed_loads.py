@@ -48,7 +48,15 @@ from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
 NUM_SEEDS = sampled(4)
-LAYOUTS = [WINDOW, FULL_WINDOW, GEMMA, MIXED_BLOCKS, TWO_FULL, DEEPSEEK_V4, DEEPSEEK_V4.with_eagle(1)]
+LAYOUTS = [
+    WINDOW,
+    FULL_WINDOW,
+    GEMMA,
+    MIXED_BLOCKS,
+    TWO_FULL,
+    DEEPSEEK_V4,
+    DEEPSEEK_V4.with_eagle(1),
+]
 if not vllm.__version__.startswith("0.20."):
     LAYOUTS += [MAMBA, MAMBA_WINDOW]  # vLLM 0.20.2 loads no states
 
