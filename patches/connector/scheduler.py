@@ -92,6 +92,8 @@ class ConnectedScheduler:
                 hash_tokens=manager.block_pool.hash_block_size,
                 caches_prefixes=manager.enable_caching,
                 interval_tokens=interval_tokens_of(manager.coordinator),
+                step_tokens=scheduler.max_num_scheduled_tokens,
+                num_running=lambda: len(scheduler.running),
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests

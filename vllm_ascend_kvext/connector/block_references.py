@@ -18,6 +18,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
+    def get_num_free_blocks(self) -> int: ...
+
 
 class BlockReferences:
     """References that the connector holds, and their number.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ class Engine:
         hash_tokens: Tokens per hash of a request.
         caches_prefixes: Whether the local prefix cache is on.
         interval_tokens: Of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+        step_tokens: That a step computes at most.
+        num_running: How many requests run.
     """
 
     requests: Mapping[str, Request]
@@ -64,6 +66,8 @@ class Engine:
     hash_tokens: int
     caches_prefixes: bool = True
     interval_tokens: int = 0
+    step_tokens: int = 1
+    num_running: Callable[[], int] = lambda: 0
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

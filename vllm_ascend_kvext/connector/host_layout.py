@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.messages import WorkerLayout
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
-from vllm_ascend_kvext.layout.planner import TransferPlanner
-from vllm_ascend_kvext.layout.row_map import RowMap
-from vllm_ascend_kvext.layout.rows import TokenRange, needed_rows
+from vllm_ascend_kvext.layout.row_map import RowMap, StoredRows
+from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows, needed_rows
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 from vllm_ascend_kvext.store.entries import Kind, Piece
 from vllm_ascend_kvext.store.prefix import TierGeometry
@@ -48,7 +48,7 @@ class HostLayout:
         chunk_tokens: Callable[[int], int],
         states: StatePolicy,
     ) -> None:
-        self._planner = TransferPlanner(layout, states)
+        self._arrangement = HostArrangement(layout)
         self._states = states
         self._groups = layout.groups
         kept = [
@@ -82,16 +82,28 @@ class HostLayout:
 
     def num_bytes(self, piece: Piece) -> int:
         """Host bytes of a piece."""
-        return self._planner.chunk_bytes(*self._tokens_and_groups(piece))
+        return sum(
+            self._arrangement.section(index, len(rows)).num_bytes
+            for index, rows in self._kept_rows(piece)
+        )
 
     def chunk(self, piece: Piece, host_offset_bytes: int) -> PlacedChunk:
         """A piece for a `StoreJob`."""
-        tokens, groups = self._tokens_and_groups(piece)
-        return PlacedChunk(tokens, host_offset_bytes, groups)
+        is_rows = piece.kind is Kind.ROWS
+        return PlacedChunk(
+            _tokens_of(piece), host_offset_bytes, self._row_groups if is_rows else self._tail_groups
+        )
 
     def row_map(self, piece: Piece) -> RowMap:
-        """What is there once a piece is stored."""
-        return self._planner.chunk_rows(*self._tokens_and_groups(piece))
+        """What is there once a piece is stored: sections lie one behind the other."""
+        stored = []
+        offset_bytes = 0
+        for index, rows in self._kept_rows(piece):
+            stored.append(
+                StoredRows(index, rows.start, rows.stop, rows.start, len(rows), offset_bytes)
+            )
+            offset_bytes += self._arrangement.section(index, len(rows)).num_bytes
+        return RowMap.of(stored)
 
     def rows_before(self, row_map: RowMap, end_tokens: int) -> RowMap:
         """What a map of rows has before a boundary."""
@@ -104,7 +116,12 @@ class HostLayout:
 
     def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
         """KV cache group, first and end page of what a piece reads; none of them may be null."""
-        return self._planner.chunk_pages(*self._tokens_and_groups(piece))
+        pages = []
+        for index, rows in self._kept_rows(piece):
+            group = self._groups[index]
+            per_page = group.rows_per_page
+            pages.append((group.scheduler_group, rows.start // per_page, -(-rows.stop // per_page)))
+        return tuple(pages)
 
     def pages_that_leave(
         self, boundary_tokens: int, upto_tokens: int
@@ -132,10 +149,17 @@ class HostLayout:
             return page, page
         return rows.start // group.rows_per_page, -(-rows.stop // group.rows_per_page)
 
-    def _tokens_and_groups(self, piece: Piece) -> tuple[TokenRange, tuple[int, ...]]:
-        if piece.kind is Kind.ROWS:
-            return TokenRange(piece.first_tokens, piece.end_tokens), self._row_groups
-        return TokenRange(0, piece.end_tokens), self._tail_groups
+    def _kept_rows(self, piece: Piece) -> list[tuple[int, range]]:
+        """Index of a group in the layout, and its rows, as `TransferPlanner` stores them."""
+        groups = self._row_groups if piece.kind is Kind.ROWS else self._tail_groups
+        tokens = _tokens_of(piece)
+        kept = [(index, kept_rows(self._groups[index], tokens, self._states)) for index in groups]
+        return [(index, rows) for index, rows in kept if rows]
+
+
+def _tokens_of(piece: Piece) -> TokenRange:
+    """Tails are what the prefix from its first token on leaves."""
+    return TokenRange(piece.first_tokens if piece.kind is Kind.ROWS else 0, piece.end_tokens)
 
 
 def common_layout(workers: Sequence[WorkerLayout]) -> WorkerLayout:

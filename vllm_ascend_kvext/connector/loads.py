@@ -24,6 +24,7 @@ from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.load_cost import LoadCost
 from vllm_ascend_kvext.connector.messages import LoadJob
+from vllm_ascend_kvext.connector.room import PoolRoom, Room
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
@@ -83,6 +84,7 @@ class Loads:
         engine: The scheduler's parts.
         tier: The host tier's books.
         layout: Of the pages.
+        room: Of the pool.
         cost: Estimates; None makes every load.
         counters: Of the connector.
         clock: Seconds that only grow.
@@ -93,6 +95,7 @@ class Loads:
         engine: Engine,
         tier: HostTier,
         layout: HostLayout,
+        room: PoolRoom,
         cost: LoadCost | None,
         counters: ConnectorCounters,
         clock: Callable[[], float],
@@ -100,6 +103,7 @@ class Loads:
         self._engine = engine
         self._tier = tier
         self._layout = layout
+        self._room = room
         self._cost = cost
         self._counters = counters
         self._clock = clock
@@ -136,14 +140,21 @@ class Loads:
         What is found is pinned until `begin` or `forget`.
 
         Returns:
-            None if the answer has to wait for the load of another request.
+            None if the answer has to wait: for the load of another request, or for room.
         """
+        num_tokens = self._match(request, local_tokens)
+        if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
+            return None
+        return num_tokens
+
+    def _match(self, request: Request, local_tokens: int) -> int | None:
         request_id = request.request_id
         prospect = self._prospects.pop(request_id, None)
         if prospect is not None:
             if prospect.is_good_for(local_tokens):
                 self._prospects[request_id] = prospect
-                return prospect.hit.num_tokens
+                has_room = self._room_for(request, prospect.hit) is Room.YES
+                return prospect.hit.num_tokens if has_room else None
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         if self._still_waits(request_id, local_tokens):
             return None
@@ -160,6 +171,9 @@ class Loads:
             return None
         if self._is_too_dear(request_id, hit):
             return 0
+        room = self._room_for(request, hit)
+        if room is not Room.YES:
+            return None if room is Room.LATER else 0
         load = self._tier.begin_load(hit, self._tier.next_use())
         if load is None:
             return 0
@@ -187,6 +201,7 @@ class Loads:
             self._tier.count_shortfall(self._shortfalls.pop(request_id))
         self._too_dear.discard(request_id)
         if num_tokens == 0:
+            self._room.withdraw(request_id)
             return None
         if prospect is None or prospect.hit.num_tokens != num_tokens:
             found = prospect.hit.num_tokens if prospect else 0
@@ -198,6 +213,8 @@ class Loads:
         num_bytes = _num_bytes(hit)
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
+        num_request_tokens = self._engine.requests[request_id].num_tokens
+        self._room.park(request_id, num_request_tokens, hit.boundary_tokens)
         self._counters.hit_tokens += hit.num_tokens
         self._counters.hit_requests += 1
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
@@ -215,6 +232,7 @@ class Loads:
         outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
         self._tier.end_load(under_way.load, outcome)
         if has_failed:
+            self._room.unpark(request_id)
             self._no_longer_expected(request_id)
             self._remember_failure(request_id)
         elif self._cost is not None:
@@ -229,6 +247,7 @@ class Loads:
         self._no_longer_expected(request_id)
         self._awaited.pop(request_id, None)
         self._shortfalls.pop(request_id, None)
+        self._room.unpark(request_id)
         self._too_dear.discard(request_id)
         self._failed.pop(request_id, None)
 
@@ -255,6 +274,9 @@ class Loads:
             first_page = tokens.first // tokens_per_page if tokens_per_page else len(ids)
             parts.append(TablePart(first_page, tuple(ids[first_page:])))
         return tuple(parts)
+
+    def _room_for(self, request: Request, hit: Hit) -> Room:
+        return self._room.of_load(request.request_id, request.num_tokens, hit.boundary_tokens)
 
     def _is_too_dear(self, request_id: str, hit: Hit) -> bool:
         if self._cost is None or not self._cost.is_too_dear(_num_bytes(hit), hit.num_tokens):

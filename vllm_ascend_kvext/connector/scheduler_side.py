@@ -36,6 +36,7 @@ from vllm_ascend_kvext.connector.messages import (
     WorkerLayout,
 )
 from vllm_ascend_kvext.connector.options import ConnectorOptions
+from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
@@ -58,6 +59,7 @@ class _Parts:
     tier: HostTier
     layout: HostLayout
     chooser: StoreChooser
+    room: PoolRoom
     loads: Loads
     stores: Stores
 
@@ -137,10 +139,18 @@ class SchedulerSide:
         tier = HostTier(worker.host_bytes, layout.geometry, on_removed=self._note_removed)
         chooser = StoreChooser(self._options.store_policy)
         planner = BoundaryPlanner(layout.groups, layout.unit_tokens, engine.interval_tokens)
+        room = PoolRoom(
+            worker.layout.groups,
+            engine.num_blocks,
+            engine.step_tokens,
+            engine.num_running,
+            engine.block_pool.get_num_free_blocks,
+        )
         loads = Loads(
             engine,
             tier,
             layout,
+            room,
             None if self._options.load_if_slower else self._cost,
             self.counters,
             self._clock,
@@ -158,7 +168,7 @@ class SchedulerSide:
         )
         self.counters.tier = tier.counters
         self.counters.capacity_bytes = tier.capacity_bytes
-        self._parts = _Parts(tier, layout, chooser, loads, stores)
+        self._parts = _Parts(tier, layout, chooser, room, loads, stores)
         logger.info(
             "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
             "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
@@ -238,7 +248,10 @@ class SchedulerSide:
         for request_id in preempted_ids:
             stores.preempted(request_id)
         requests = self._engine.requests
+        room = self._parts.room
         for request_id, num_new_tokens in num_scheduled_tokens.items():
+            if room.num_parked:
+                room.unpark(request_id)
             stores.note_step(requests[request_id], num_new_tokens)
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []

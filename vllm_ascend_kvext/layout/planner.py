@@ -111,20 +111,6 @@ class TransferPlanner:
         """
         return self._sections_of(tokens, groups).num_bytes
 
-    def chunk_rows(self, tokens: TokenRange, groups: tuple[int, ...] | None = None) -> RowMap:
-        """What a store of a chunk leaves if none of its pages is null; arguments as above."""
-        return self._sections_of(tokens, groups).row_map
-
-    def chunk_pages(
-        self, tokens: TokenRange, groups: tuple[int, ...] | None = None
-    ) -> tuple[tuple[int, int, int], ...]:
-        """Which pages of a request a store of a chunk reads; arguments as above.
-
-        Returns:
-            KV cache group, first and end page, by group of the layout.
-        """
-        return self._sections_of(tokens, groups).pages
-
     def plan_store(self, chunks: Sequence[PlacedChunk], block_ids: BlockIds) -> StorePlan:
         """Store what chunks of one request keep.
 

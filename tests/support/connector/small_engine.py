@@ -72,6 +72,9 @@ class Pool:
             if not block.ref_cnt:
                 self.free.append(block)
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.free)
+
 
 @dataclass(eq=False)
 class Request:

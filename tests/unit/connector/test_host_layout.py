@@ -13,6 +13,7 @@ from vllm_ascend_kvext.connector.host_layout import HostLayout, common_layout
 from vllm_ascend_kvext.connector.messages import WorkerLayout
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.store.entries import Piece
 
 FULL = make_group(0, GroupKind.FULL, 64, 4, [32], compress_ratio=4)
@@ -92,3 +93,20 @@ def test_workers_may_differ_in_addresses_only() -> None:
 def test_workers_with_other_pages_are_refused(other: WorkerLayout) -> None:
     with pytest.raises(ConnectorError, match="worker 1"):
         common_layout([worker(make_layout([FULL], 100)), other])
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [Piece.rows(64, 160), Piece.rows(0, 8), Piece.tails(8), Piece.tails(104), Piece.tails(4096)],
+    ids=str,
+)
+def test_sizes_and_rows_are_those_of_the_workers_planner(piece: Piece) -> None:
+    groups = (FULL, WINDOW, STATES)
+    layout = of(*groups)
+    planner = TransferPlanner(make_layout(groups, 400))
+    chunk = layout.chunk(piece, 64)
+    tables = [[1] * 400 for _ in groups]
+    plan = planner.plan_store([chunk], tables)
+    assert plan.row_maps == (layout.row_map(piece),)
+    assert plan.host_bytes == 64 + layout.num_bytes(piece)
+    assert planner.chunk_bytes(chunk.tokens, chunk.groups) == layout.num_bytes(piece)

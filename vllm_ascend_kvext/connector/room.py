@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps loads from filling the pool with requests none of which can go on.
+
+A request that loads is *parked*: it holds blocks and computes nothing, and vLLM never preempts it.
+Preemption makes room for what runs. If parked requests alone hold so much that the next chunk of
+none of them fits, the engine stands still::
+
+    pool   [ parked A ][ parked B ][ parked C ][ free          ]
+           next chunk of A, B or C             [ needs this much      ]
+
+So a load begins only if each parked request could go on while the others stay parked. vLLM's own
+check (``_request_remaining_blocks``; vLLM 0.20.2 has none) does not count windows and states beyond
+the first chunk. On Ascend a chunk of 2,048 tokens takes some 360 blocks of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import LayoutGroup
+
+
+class Room(enum.Enum):
+    """Whether a request may load."""
+
+    YES = "yes"
+
+    LATER = "later"
+    """When parked requests have gone on."""
+
+    NEVER = "never"
+    """Not even if it were the only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """Blocks of a request.
+
+    Attributes:
+        held: While it is parked.
+        missing: Those that it needs besides to compute the rest, chunk by chunk.
+    """
+
+    held: int
+    missing: int
+
+
+class PoolRoom:
+    """The room of one pool.
+
+    Args:
+        groups: Of the layout, all of them.
+        num_blocks: In the pool.
+        step_tokens: That a step computes at most.
+        num_running: How many requests run.
+        num_free: How many blocks are free.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayoutGroup],
+        num_blocks: int,
+        step_tokens: int,
+        num_running: Callable[[], int],
+        num_free: Callable[[], int],
+    ) -> None:
+        # Transfer groups of one KV cache group share its blocks.
+        self._groups = {group.scheduler_group: group for group in groups}.values()
+        self._num_blocks = num_blocks - 1  # without the null block
+        self._step_tokens = step_tokens
+        self._num_running = num_running
+        self._num_free = num_free
+        self._parked: dict[str, _Parked] = {}
+        self._next_id: str | None = None
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def of_load(self, request_id: str, num_tokens: int, boundary_tokens: int) -> Room:
+        """Whether a load may begin.
+
+        Args:
+            request_id: Of the request. If it has to wait, later ones wait behind it.
+            num_tokens: Length of the request.
+            boundary_tokens: Where it would resume.
+        """
+        needs = self._needs(num_tokens, boundary_tokens)
+        if needs.held + needs.missing > self._num_blocks:
+            return Room.NEVER
+        if self._next_id not in (None, request_id):
+            return Room.LATER
+        held = needs.held + sum(parked.held for parked in self._parked.values())
+        missing = max([needs.missing, *(parked.missing for parked in self._parked.values())])
+        if held + missing <= self._num_blocks:
+            return Room.YES
+        self._next_id = request_id
+        return Room.LATER
+
+    def of_other(self, num_tokens: int) -> Room:
+        """Whether a request that loads nothing may be tried.
+
+        vLLM tries no later request if this one does not fit: parked ones would wait behind it.
+        """
+        if not self._parked or self._num_running():
+            return Room.YES
+        needs = self._needs(num_tokens, 0)
+        return Room.YES if needs.missing <= self._num_free() else Room.LATER
+
+    def park(self, request_id: str, num_tokens: int, boundary_tokens: int) -> None:
+        """A request has got blocks for a load."""
+        self._parked[request_id] = self._needs(num_tokens, boundary_tokens)
+        self.withdraw(request_id)
+
+    def unpark(self, request_id: str) -> None:
+        """A request computes, or has ended."""
+        self._parked.pop(request_id, None)
+        self.withdraw(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """A request does not wait for room any more."""
+        if self._next_id == request_id:
+            self._next_id = None
+
+    def _needs(self, num_tokens: int, boundary_tokens: int) -> _Parked:
+        held = missing = 0
+        chunk_tokens = min(self._step_tokens, num_tokens - boundary_tokens)
+        for group in self._groups:
+            tokens_per_page = group.tokens_per_page
+            end_page = -(-boundary_tokens // tokens_per_page)
+            if group.kind is GroupKind.FULL:
+                held += end_page
+                missing += -(-num_tokens // tokens_per_page) - end_page
+                continue
+            window_tokens = max(1, group.window_tokens)
+            held += min(end_page, -(-window_tokens // tokens_per_page) + 1)
+            missing += -(-chunk_tokens // tokens_per_page) + 1
+        return _Parked(held, missing)
