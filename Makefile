@@ -17,10 +17,13 @@ MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
-# Options for the benchmark of `make bench-retention` or `make bench-transfer`: BENCH=--quick.
+# Options for the benchmark of `make bench-retention`, `-host-tier`, `-transfer` or `-offload`: BENCH=--quick.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
+LMCACHE_VERSION := 0.5.6
+# With the main vLLM, for `make bench-offload` alone.
+LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -33,15 +36,16 @@ PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
 
-.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-transfer clean
+.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-host-tier bench-transfer bench-offload clean
 .SECONDARY:
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
-demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine, with and without retention
+demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory
 	$(MAIN_PYTHON) examples/retention.py
+	$(MAIN_PYTHON) examples/offload_hybrid.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
@@ -70,8 +74,14 @@ bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
 
+bench-host-tier: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Hit rates with a host tier behind a small pool, against an endless cache
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/host_tier/run.py $(BENCH)
+
 bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, torch and LMCache (LMCACHE=folder)
 	$(MAIN_PYTHON) benchmarks/page_transfer.py $(if $(LMCACHE),--lmcache $(LMCACHE)) $(BENCH)
+
+bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
+	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -82,6 +92,10 @@ $(MAIN_ENV)/.made:
 
 .venv/vllm-%/.made: $(MAIN_ENV)/.made
 	$(MAKE_ENV) vllm $(@D) --version $* --like $(MAIN_ENV)
+	@rm -f $@ && touch $@
+
+.venv/lmcache-%/.made: $(MAIN_ENV)/.made
+	$(MAKE_ENV) lmcache $(@D) --version $* --like $(MAIN_ENV)
 	@rm -f $@ && touch $@
 
 .venv/vllm-ascend-%/.unpacked:
@@ -98,6 +112,10 @@ $(MAIN_ENV)/.made:
 
 .venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
 	$(MAKE_ENV) install $(@D) '.[test,demo]'
+	@rm -f $@ && touch $@
+
+.venv/lmcache-%/.package: .venv/lmcache-%/.made $(SOURCES)
+	$(MAKE_ENV) install $(@D) .
 	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)

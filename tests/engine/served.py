@@ -101,26 +101,37 @@ def start(
     scenarios: Sequence[str],
     folder: Path | None = None,
 ) -> Ended:
-    """Run the workload to its end, in an environment that holds no settings but these.
+    """Run the workload to its end; see `run`."""
+    options = json.dumps({"engine": engine, "scenarios": scenarios})
+    return run("serve_workload.py", [str(model), str(report), options], environ, folder)
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path | None = None,
+    most_s: float = 240,
+) -> Ended:
+    """Run a script of this folder to its end, in an environment that holds no settings but these.
 
     Args:
         folder: The working directory; that of this process if None.
+        most_s: Seconds that it may take.
     """
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name != INTERVAL and not name.startswith("VLLM_ASCEND_KVEXT_")
     }
-    script = Path(__file__).with_name("serve_workload.py")
-    options = json.dumps({"engine": engine, "scenarios": scenarios})
     finished = subprocess.run(
-        [sys.executable, "-I", script, model, report, options],
+        [sys.executable, "-I", Path(__file__).with_name(script), *arguments],
         env={**inherited, **ENGINE_ENVIRON, **environ},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=most_s,
         check=False,
     )
     return Ended(finished.returncode, finished.stdout)

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve workloads with and without KvextConnector, on the installed vLLM; write what happened.
+
+    python connector_workload.py REPORT PLANS
+
+``PLANS`` is JSON: by name, what to serve: ``model`` is a folder, ``engine`` holds arguments of
+``LLM``, ``scenarios`` names functions below. One engine follows the other in this process, so
+environment variables are the same for all. A scenario sends the same prompts to every engine: what
+needs a connector is left out where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+VOCABULARY_TOKENS = 512
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 128
+REPLY_TOKENS = 24
+PROMPT_LENGTHS = (300, 777, 64, 65, 16, 17)
+DOCUMENT_TOKENS = 333
+DAMAGED_TOKENS = 400
+DAMAGED_BOUNDARIES_TOKENS = {"rows": CHUNK_TOKENS, "tails": DAMAGED_TOKENS - BLOCK_TOKENS}
+"""The first chunk, and where the prompt is resumed."""
+
+NUM_EVICTED_PROMPTS = 8
+STORM_REPLY_TOKENS = 100
+POOL_BLOCKS = 700
+"""Stores may hold half of it: all of the turns find a place, however slow the copies are."""
+SMALL_POOL_BLOCKS = 350
+"""Too few for the storm."""
+
+Tokens = list[int]
+
+
+class Engine:
+    """An engine, its host memory, and a report that grows with everything asked of it.
+
+    Args:
+        model: Folder of the model.
+        engine_args: For ``LLM``, on top of what all have in common.
+    """
+
+    def __init__(self, model: str, engine_args: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.distributed import kv_transfer
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        common = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_seqs": 10,
+            "max_num_batched_tokens": 128,
+            "num_gpu_blocks_override": POOL_BLOCKS,
+            "disable_log_stats": False,
+            # On a CPU, vLLM 0.20.2 starts a process for the worker otherwise.
+            "distributed_executor_backend": UniProcExecutor,
+        }
+        self._llm = LLM(model, **common | engine_args)
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._asked: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._events: list[Any] = []
+        self._counted: Counter[str] = Counter()
+        self.scheduler = self._core.scheduler
+        self.has_connector = kv_transfer.has_kv_transfer_group()
+        if self.has_connector:
+            self.scheduler_side = _kvext(self.scheduler.connector).scheduler_side
+            self.worker_side = _kvext(kv_transfer.get_kv_transfer_group()).worker_side
+        self._count_what_the_scheduler_counts()
+
+    def ask(
+        self,
+        label: str,
+        prompts: Sequence[Tokens],
+        reply_tokens: int = REPLY_TOKENS,
+        cache_salt: str | None = None,
+    ) -> list[Tokens]:
+        """Send all prompts at once; report the answers under ``label`` and return the replies."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=reply_tokens, ignore_eos=True, logprobs=5, detokenize=False
+        )
+        salt = {"cache_salt": cache_salt} if cache_salt else {}
+        before = self._counted.copy()
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt, **salt} for prompt in prompts], sampling, use_tqdm=False
+        )
+        self._asked[label] = {
+            "answers": [
+                {
+                    "prompt_tokens": len(prompt),
+                    "hit_tokens": output.num_cached_tokens or 0,
+                    "reply": list(output.outputs[0].token_ids),
+                    "logprobs": [
+                        {token: entry.logprob for token, entry in step.items()}
+                        for step in output.outputs[0].logprobs
+                    ],
+                }
+                for prompt, output in zip(prompts, outputs, strict=True)
+            ],
+            "counted": self._counted - before,
+        }
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def reset(self, is_host_too: bool = False) -> None:
+        """Empty the local prefix cache, and the host tier if asked."""
+        if not self._llm.reset_prefix_cache(reset_connector=is_host_too and self.has_connector):
+            raise RuntimeError("the prefix cache was not reset")
+
+    def entries(self, kind: str, end_tokens: int) -> list[Any]:
+        """What host memory holds of one kind, ``rows`` or ``tails``, that ends at some token.
+
+        In the order of their stores: a prompt's that was asked first comes first.
+        """
+        entries = self.scheduler_side._parts.tier._entries.values()
+        found = [
+            entry
+            for entry in entries
+            if entry.piece.kind.name.lower() == kind and entry.piece.end_tokens == end_tokens
+        ]
+        return sorted(found, key=lambda entry: entry.number)
+
+    def host_bytes(self, entry: Any) -> Any:
+        """The place of an entry in host memory, to read and to write."""
+        return self.worker_side._host.tensor[entry.offset_bytes :][: entry.num_bytes]
+
+    @contextmanager
+    def failing(self, direction: str) -> Iterator[None]:
+        """Let every second transfer in one direction fail, and move nothing."""
+        if not self.has_connector:
+            yield
+            return
+        runner = self.worker_side._runner
+        move, calls = runner._move, {"number": 0}
+
+        def failing_move(
+            pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any
+        ) -> None:
+            is_load = way.name == "HOST_TO_PAGES"
+            if is_load == (direction == "load"):
+                calls["number"] += 1
+                if calls["number"] % 2:
+                    raise RuntimeError(f"injected: {direction} fails")
+            move(pools, host, planes, runs, way, **more)
+
+        runner._move = failing_move
+        yield
+        runner._move = move
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """KV events of host memory since the last call."""
+        names = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
+        events = [event for batch in self._events for event in batch.events]
+        self._events.clear()
+        return [
+            {name: getattr(event, name) for name in names if hasattr(event, name)}
+            for event in events
+            if getattr(event, "medium", None) == "CPU"
+        ]
+
+    def note(self, label: str, fact: Any) -> None:
+        """Report a fact."""
+        self._facts[label] = fact
+
+    def report(self) -> dict[str, Any]:
+        """What was asked, and what is left when all is done."""
+        self.reset()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        report: dict[str, Any] = {
+            "asked": self._asked,
+            "facts": self._facts,
+            "num_groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "left": {
+                "blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)
+            },
+        }
+        if self.has_connector:
+            side = self.scheduler_side
+            report["left"] |= {
+                "references": side.num_references,
+                "pins": side.num_pinned,
+                "transfers": int(side.has_work),
+            }
+            report["own"] = side.counters.totals()
+        return report
+
+    def shutdown(self) -> None:
+        import torch
+
+        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
+        torch.accelerator.synchronize = lambda *args, **more: None
+        torch.accelerator.empty_cache = lambda *args, **more: None
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _count_what_the_scheduler_counts(self) -> None:
+        """In this process vLLM drops the statistics of steps that answer no request."""
+        scheduler, counted = self.scheduler, self._counted
+        make_stats, preempt = scheduler.make_stats, scheduler._preempt_request
+
+        def make_and_count(*args: Any, **more: Any) -> Any:
+            stats = make_stats(*args, **more)
+            for name in ("prefix_cache_stats", "connector_prefix_cache_stats"):
+                of_cache = getattr(stats, name, None)
+                if of_cache is not None:
+                    counted[name.removesuffix("_prefix_cache_stats")] += of_cache.hits
+            return stats
+
+        def preempt_and_count(*args: Any, **more: Any) -> Any:
+            counted["preemptions"] += 1
+            return preempt(*args, **more)
+
+        scheduler.make_stats = make_and_count
+        scheduler._preempt_request = preempt_and_count
+        scheduler.kv_event_publisher.publish = self._events.append
+
+
+def _kvext(connector: Any) -> Any:
+    """The KvextConnector among those of a MultiConnector."""
+    (found,) = (
+        each
+        for each in getattr(connector, "_connectors", [connector])
+        if type(each).__name__ == "KvextConnector"
+    )
+    return found
+
+
+def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
+    return rng.choices(range(VOCABULARY_TOKENS), k=num_tokens)
+
+
+def turns(engine: Engine) -> None:
+    """Prompts that end everywhere in a block: new, sent again, and their next turns."""
+    rng = random.Random(1)
+    prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
+    replies = engine.ask("cold", prompts)
+    engine.reset()
+    engine.ask("warm", prompts)
+    engine.ask("twice", prompts)
+    engine.reset()
+    second = [p + r + random_tokens(rng, 50) for p, r in zip(prompts, replies, strict=True)]
+    engine.ask("second turn", second)
+    engine.reset(is_host_too=True)
+    engine.ask("forgotten", prompts[:1])
+    engine.reset(is_host_too=True)
+
+
+def document(engine: Engine) -> None:
+    """Questions about one document, at last four at the same time."""
+    rng = random.Random(2)
+    document = random_tokens(rng, DOCUMENT_TOKENS)
+    questions = [random_tokens(rng, 90 + 7 * number) for number in range(6)]
+    engine.ask("first question", [document + questions[0]])
+    engine.reset()
+    engine.ask("second question", [document + questions[1]])
+    engine.reset()
+    engine.ask("four questions", [document + question for question in questions[2:]])
+    engine.reset(is_host_too=True)
+
+
+def salts(engine: Engine) -> None:
+    """One prompt with two salts and without."""
+    (prompt,) = [random_tokens(random.Random(3), 200)]
+    engine.ask("salted", [prompt], cache_salt="mine")
+    for label, salt in (("other salt", "yours"), ("no salt", None), ("same salt", "mine")):
+        engine.reset()
+        engine.ask(label, [prompt], cache_salt=salt)
+    engine.reset(is_host_too=True)
+
+
+def damage(engine: Engine) -> None:
+    """A prompt whose bytes in host memory are intact, zeroed, or another prompt's.
+
+    Rows of one prompt may change places: keys are rotated already, and attention sees a set.
+    """
+    rng = random.Random(4)
+    prompt, other = (random_tokens(rng, DAMAGED_TOKENS) for _ in range(2))
+    for damage in ("intact", "zeroed rows", "swapped rows", "zeroed tails", "swapped tails"):
+        engine.ask(f"before {damage}", [prompt], reply_tokens=2)
+        engine.ask(f"other before {damage}", [other], reply_tokens=2)
+        engine.reset()
+        if engine.has_connector and damage != "intact":
+            what, _, kind = damage.partition(" ")
+            entries = engine.entries(kind, DAMAGED_BOUNDARIES_TOKENS[kind])
+            engine.note(damage, [(entry.piece.first_tokens, entry.num_bytes) for entry in entries])
+            if entries and what == "zeroed":
+                engine.host_bytes(entries[0]).zero_()
+            elif entries:
+                first, second = (engine.host_bytes(entry) for entry in entries)
+                kept = first.clone()
+                first.copy_(second)
+                second.copy_(kept)
+        engine.ask(damage, [prompt], reply_tokens=8)
+        engine.reset(is_host_too=True)
+
+
+def failures(engine: Engine) -> None:
+    """Transfers that fail, and what comes after them."""
+    rng = random.Random(5)
+    prompts = [random_tokens(rng, 130 + 40 * number) for number in range(4)]
+    with engine.failing("store"):
+        engine.ask("failing stores", prompts)
+        engine.reset()
+    engine.ask("after failed stores", prompts)
+    engine.reset()
+    with engine.failing("load"):
+        engine.ask("failing loads", prompts)
+        engine.reset()
+    engine.ask("after failed loads", prompts)
+    engine.reset()
+    engine.ask("after failures", prompts)
+    engine.reset(is_host_too=True)
+
+
+def storm(engine: Engine) -> None:
+    """Requests that outgrow the pool together, so that some are preempted; then each goes on."""
+    _crowd(engine, "storm", [180 + 7 * number for number in range(10)], STORM_REPLY_TOKENS)
+
+
+def large_storm(engine: Engine) -> None:
+    """The same for twice the pool."""
+    _crowd(engine, "large storm", [150 + 3 * number for number in range(16)], 250)
+
+
+def _crowd(engine: Engine, label: str, lengths: Sequence[int], reply_tokens: int) -> None:
+    rng = random.Random(label)
+    prompts = [random_tokens(rng, length) for length in lengths]
+    replies = engine.ask(label, prompts, reply_tokens=reply_tokens)
+    engine.reset()
+    following = [p + r + random_tokens(rng, 20) for p, r in zip(prompts, replies, strict=True)]
+    engine.ask(f"after the {label}", following)
+    engine.reset(is_host_too=True)
+
+
+def eviction(engine: Engine) -> None:
+    """More prompts than a small host memory holds, three times."""
+    rng = random.Random(7)
+    prompts = [random_tokens(rng, 200 + 9 * number) for number in range(NUM_EVICTED_PROMPTS)]
+    for number in (1, 2, 3):
+        for index, prompt in enumerate(prompts):
+            engine.ask(f"round {number}, prompt {index}", [prompt], reply_tokens=4)
+            engine.reset()
+
+
+def events(engine: Engine) -> None:
+    """What the host tier tells of a prompt that is stored, and then forgotten."""
+    prompt = random_tokens(random.Random(8), 400)
+    engine.take_events()
+    (reply,) = engine.ask("told", [prompt])
+    engine.reset()
+    engine.ask("told twice", [prompt])
+    engine.reset()
+    engine.note("tokens told", prompt + reply)
+    engine.note("stored events", engine.take_events())
+    engine.reset(is_host_too=True)
+    # Events are taken by steps.
+    engine.ask("told no more", [prompt[:BLOCK_TOKENS]], reply_tokens=2)
+    engine.note("removed events", engine.take_events())
+    engine.reset(is_host_too=True)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (turns, document, salts, damage, failures, storm, large_storm, eviction, events)
+}
+
+
+def let_layers_have_windows() -> None:
+    """Gemma 3 has one window for all layers; a config with ``windows_tokens`` has one for each."""
+    import copy
+
+    from vllm.model_executor.models.gemma3 import Gemma3Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    make = Gemma3Attention.__init__
+
+    def make_with_window(self: Any, config: Any, *args: Any, prefix: str = "", **more: Any) -> None:
+        windows_tokens = getattr(config, "windows_tokens", None)
+        if windows_tokens is not None:
+            config = copy.copy(config)
+            config.sliding_window = windows_tokens[extract_layer_index(prefix)]
+        make(self, config, *args, prefix=prefix, **more)
+
+    Gemma3Attention.__init__ = make_with_window
+
+
+def serve(plan: dict[str, Any]) -> dict[str, Any]:
+    """Serve one plan. If it fails, the report says why: the others are served all the same."""
+    engine = None
+    try:
+        engine = Engine(plan["model"], plan["engine"])
+        for scenario in plan["scenarios"]:
+            SCENARIOS[scenario](engine)
+        return engine.report()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        if engine is not None:
+            engine.shutdown()
+
+
+def main() -> None:
+    report, plans = sys.argv[1:]
+    let_layers_have_windows()
+    reports = {name: serve(plan) for name, plan in json.loads(plans).items()}
+    Path(report).write_text(json.dumps(reports, default=bytes.hex))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KvextConnector on the real engine: what comes back from host memory is what was computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import connector_models
+import pytest
+import served
+from connector_workload import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    DAMAGED_BOUNDARIES_TOKENS,
+    DOCUMENT_TOKENS,
+    PROMPT_LENGTHS,
+    REPLY_TOKENS,
+    SMALL_POOL_BLOCKS,
+)
+from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
+from support.sample import IS_SAMPLE
+
+GIB = 1 << 30
+ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine and what it is asked.
+
+    Attributes:
+        scenarios: Names of functions of the workload.
+        model: See ``connector_models.WRITERS``.
+        extra_config: Of the connector, on top of what all have in common.
+        transfer_config: The same, of ``kv_transfer_config``.
+        engine: Arguments of ``LLM``.
+        is_main_only: Whether it says nothing about other versions of vLLM.
+    """
+
+    scenarios: Sequence[str]
+    model: str = "one window"
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    transfer_config: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    is_main_only: bool = False
+
+    def plan(self, folder: Path) -> dict[str, Any]:
+        extra_config = {
+            "host_memory_gib": 0.125,
+            "chunk_tokens": CHUNK_TOKENS,
+            "load_if_slower": True,
+            **self.extra_config,
+        }
+        transfer_config = {
+            "kv_connector": "KvextConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra_config,
+            **self.transfer_config,
+        }
+        engine = {
+            "kv_transfer_config": transfer_config,
+            "disable_hybrid_kv_cache_manager": False,
+            **self.engine,
+        }
+        return {"model": str(folder), "engine": engine, "scenarios": self.scenarios}
+
+
+EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
+SETTINGS = {
+    "default": Setting(
+        ("turns", "document", "salts", "damage", "failures", "events"), engine=EVENTS
+    ),
+    "no prefix caching": Setting(("turns", "document"), engine={"enable_prefix_caching": False}),
+    "storm, no prefix caching": Setting(
+        ("storm",), engine={"enable_prefix_caching": False, **SMALL_POOL}
+    ),
+    "alternating": Setting(("turns", "damage"), model="alternating"),
+    "three windows": Setting(("turns", "damage"), model="three windows"),
+    "full": Setting(("turns", "damage"), model="full"),
+    "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
+    "store all": Setting(
+        ("turns", "document"), extra_config={"store_policy": "all"}, is_main_only=True
+    ),
+    "store never": Setting(("turns",), extra_config={"store_policy": "never"}, is_main_only=True),
+    "small host memory": Setting(
+        ("eviction", "storm"),
+        extra_config={"host_memory_gib": 1 / 1024, "load_if_slower": False},
+        engine=SMALL_POOL,
+    ),
+    "swap": Setting(
+        ("storm",),
+        extra_config={"swap_on_preemption": True},
+        engine=SMALL_POOL,
+    ),
+    "module path": Setting(
+        ("turns",), transfer_config={"kv_connector_module_path": "vllm_ascend_kvext.connector"}
+    ),
+    "one of several": Setting(
+        ("turns",),
+        transfer_config={
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {
+                "connectors": [
+                    {
+                        "kv_connector": "KvextConnector",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {
+                            "host_memory_gib": 0.125,
+                            "load_if_slower": True,
+                        },
+                    }
+                ]
+            },
+        },
+        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        engine={"disable_log_stats": True},
+        # The MultiConnector of vLLM 0.20.2 refuses the hybrid manager.
+        is_main_only=True,
+    ),
+}
+ADAPTIVE_SETTINGS = {
+    "adaptive": Setting(("turns", "document")),
+    "storm, adaptive": Setting(("storm",), engine=SMALL_POOL),
+}
+ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
+
+
+def named(*names: str) -> list[Any]:
+    return [
+        pytest.param(
+            name, marks=pytest.mark.main_version if ALL_SETTINGS[name].is_main_only else ()
+        )
+        for name in names
+    ]
+
+
+def with_scenario(scenario: str) -> list[Any]:
+    return named(*(name for name, each in ALL_SETTINGS.items() if scenario in each.scenarios))
+
+
+Reports = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name, write in connector_models.WRITERS.items():
+        folders[name] = tmp_path_factory.mktemp("model")
+        write(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def report_of(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """The report of a setting, or of a model's ``reference``. A process serves many of them."""
+    chosen = {
+        name: setting
+        for name, setting in ALL_SETTINGS.items()
+        if not (IS_SAMPLE and setting.is_main_only)
+    }
+    references: dict[str, Any] = {}
+    for setting in chosen.values():
+        plan = references.setdefault(
+            f"reference, {setting.model}",
+            {
+                "model": str(models[setting.model]),
+                "engine": {"enable_prefix_caching": False},
+                "scenarios": [],
+            },
+        )
+        plan["scenarios"] += [each for each in setting.scenarios if each not in plan["scenarios"]]
+    plans = {name: setting.plan(models[setting.model]) for name, setting in chosen.items()}
+    processes = [
+        (PLUGIN_OFF, references),
+        ({}, {name: plans[name] for name in plans if name in SETTINGS}),
+        (ADAPTIVE, {name: plans[name] for name in plans if name in ADAPTIVE_SETTINGS}),
+    ]
+    reports: dict[str, Any] = {}
+
+    def report_of(name: str) -> dict[str, Any]:
+        for environ, planned in processes:
+            if name in planned and name not in reports:
+                path = tmp_path_factory.mktemp("report") / "report.json"
+                ended = served.run(
+                    "connector_workload.py", [str(path), json.dumps(planned)], environ, most_s=900
+                )
+                if ended.exit_code:
+                    error = f"exit code {ended.exit_code} with {environ}:\n{ended.log[-6000:]}"
+                    reports.update({each: {"error": error} for each in planned})
+                else:
+                    reports.update(json.loads(path.read_text()))
+        if "error" in reports[name]:
+            pytest.fail(f"{name}: {reports[name]['error']}")
+        return reports[name]
+
+    return report_of
+
+
+@pytest.fixture
+def setting(request: pytest.FixtureRequest, report_of: Reports) -> Served:
+    return Served(report_of(request.param), "")
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, report_of: Reports) -> Served:
+    """The same model without plugin, connector and prefix caching."""
+    name = request.node.callspec.params["setting"]
+    return Served(report_of(f"reference, {ALL_SETTINGS[name].model}"), "")
+
+
+def counted(served: Served, label: str, name: str) -> int:
+    return int(served.report["asked"][label]["counted"].get(name, 0))
+
+
+def floor(num_tokens: int) -> int:
+    return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+DAMAGED = ("zeroed rows", "swapped rows", "zeroed tails", "swapped tails")
+OF_PROMPTS = [floor(length - 1) for length in PROMPT_LENGTHS]
+# The last token of an answer is not computed.
+OF_TURNS = [floor(length + REPLY_TOKENS - 1) for length in PROMPT_LENGTHS]
+
+
+@pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
+def test_outputs_are_those_without_a_connector(setting: Served, reference: Served) -> None:
+    labels = [label for label in setting.labels if label not in DAMAGED]
+    assert len(labels) > 1
+    for label in labels:
+        replies = [answer.reply for answer in setting.answers(label)]
+        assert replies == [answer.reply for answer in reference.answers(label)], label
+        # The first requests of an engine are computed in the reference's chunks.
+        tolerance = 0 if label == "cold" else LOGPROB_TOLERANCE
+        assert setting.logprob_error(label, reference) <= tolerance, label
+
+
+@pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
+def test_nothing_is_left_when_all_is_done(setting: Served) -> None:
+    assert set(setting.report["left"].values()) == {0}, setting.report["left"]
+    assert setting.report["own"]["host_capacity_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_groups"),
+    [
+        ("default", 6),
+        ("alternating", 2),
+        ("three windows", 6),
+        ("full", 1),
+        ("no hybrid manager", 1),
+    ],
+    indirect=["setting"],
+)
+def test_models_have_the_groups_that_they_are_tested_for(setting: Served, num_groups: int) -> None:
+    assert setting.report["num_groups"] == num_groups
+
+
+# Hits.
+
+
+@pytest.mark.parametrize(
+    "setting",
+    named(*(n for n, s in ALL_SETTINGS.items() if "turns" in s.scenarios and n != "store never")),
+    indirect=True,
+)
+def test_hits_end_at_the_last_row_unit(setting: Served) -> None:
+    assert setting.hit_tokens("cold") == [0] * len(PROMPT_LENGTHS)
+    assert setting.hit_tokens("warm") == OF_PROMPTS
+    assert setting.hit_tokens("twice") == OF_PROMPTS
+    assert setting.hit_tokens("second turn") == OF_TURNS
+    assert setting.hit_tokens("forgotten") == [0]
+
+
+@pytest.mark.parametrize(
+    "setting", named("default", "no prefix caching", "alternating", "full"), indirect=True
+)
+def test_the_scheduler_counts_hits_as_external(setting: Served) -> None:
+    for label, expected in (("cold", 0), ("warm", sum(OF_PROMPTS)), ("second turn", sum(OF_TURNS))):
+        assert counted(setting, label, "connector") == expected, label
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_what_is_on_the_device_is_not_loaded(setting: Served) -> None:
+    assert counted(setting, "twice", "connector") == 0
+
+
+@pytest.mark.parametrize("setting", named("store never"), indirect=True)
+def test_never_stores_nothing(setting: Served) -> None:
+    for label in ("warm", "second turn"):
+        assert setting.hit_tokens(label) == [0] * len(PROMPT_LENGTHS)
+    own = setting.report["own"]
+    assert own["transfers.store"] == own["host_stored_entries.rows"] == 0
+
+
+@pytest.mark.parametrize("setting", with_scenario("document"), indirect=True)
+def test_questions_at_once_resume_where_the_document_ends(setting: Served) -> None:
+    boundary_tokens = floor(DOCUMENT_TOKENS)
+    assert setting.hit_tokens("first question") == [0]
+    assert 0 < setting.hit_tokens("second question")[0] <= boundary_tokens
+    assert setting.hit_tokens("four questions") == [boundary_tokens] * 4
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_what_several_need_is_loaded_once(setting: Served) -> None:
+    assert counted(setting, "four questions", "connector") == floor(DOCUMENT_TOKENS)
+    assert counted(setting, "four questions", "prefix_cache_stats") == 3 * floor(DOCUMENT_TOKENS)
+    assert setting.report["own"]["host_joined_loads"] == 3
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_a_salt_hits_its_own_only(setting: Served) -> None:
+    hits = {label: setting.hit_tokens(label) for label in ("other salt", "no salt", "same salt")}
+    assert hits == {"other salt": [0], "no salt": [0], "same salt": [192]}
+
+
+# Controls: the tests above can fail.
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("setting", with_scenario("damage"), indirect=True)
+def test_wrong_host_bytes_show_in_the_outputs(
+    setting: Served, reference: Served, damage: str
+) -> None:
+    boundary_tokens = DAMAGED_BOUNDARIES_TOKENS["tails"]
+    places = setting.report["facts"][damage]
+    if "tails" in damage and setting.report["num_groups"] == 1:
+        assert places == []
+        return
+    assert len(places) == 2
+    assert setting.hit_tokens(damage) == [boundary_tokens]
+    assert setting.logprob_error(damage, reference) > 100 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("setting", with_scenario("damage"), indirect=True)
+def test_intact_host_bytes_do_not_show(setting: Served, reference: Served) -> None:
+    assert setting.hit_tokens("intact") == [DAMAGED_BOUNDARIES_TOKENS["tails"]]
+    assert setting.logprob_error("intact", reference) <= LOGPROB_TOLERANCE
+
+
+# Too little memory, and failures.
+
+
+@pytest.mark.parametrize("setting", named("small host memory"), indirect=True)
+def test_a_small_host_memory_evicts(setting: Served) -> None:
+    own = setting.report["own"]
+    assert own["host_removed_entries.evicted"] > 0
+    assert own["host_shortfalls.evicted"] > 0
+    assert own["host_bytes"] <= own["host_capacity_bytes"]
+
+
+@pytest.mark.parametrize("setting", with_scenario("storm"), indirect=True)
+def test_requests_were_preempted(setting: Served) -> None:
+    assert counted(setting, "storm", "preemptions") > 0
+
+
+@pytest.mark.parametrize("setting", named("swap"), indirect=True)
+def test_what_is_preempted_comes_back(setting: Served) -> None:
+    own = setting.report["own"]
+    assert own["host_swapped_requests"] > 0
+    # No other request of the storm has anything to load.
+    assert setting.hit_tokens("storm") == [0] * 10
+    assert own["host_hit_requests"] > len(setting.answers("after the storm"))
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_failed_stores_lose_the_store(setting: Served) -> None:
+    assert setting.report["own"]["transfer_failures.store"] > 0
+    hits = setting.hit_tokens("after failed stores")
+    complete = [floor(answer.prompt_tokens - 1) for answer in setting.answers("failing stores")]
+    assert all(found <= most for found, most in zip(hits, complete, strict=True))
+    assert hits != complete
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_failed_loads_are_computed(setting: Served) -> None:
+    assert setting.report["own"]["transfer_failures.load"] > 0
+    assert counted(setting, "failing loads", "connector") > 0
+    complete = [floor(answer.prompt_tokens - 1) for answer in setting.answers("failing loads")]
+    assert setting.hit_tokens("after failures") == complete
+
+
+# Events.
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_events_tell_what_host_memory_holds(setting: Served) -> None:
+    facts = setting.report["facts"]
+    stored = [event for event in facts["stored events"] if "token_ids" in event]
+    by_parent = {event["parent_block_hash"]: event for event in stored}
+    tokens: list[int] = []
+    block_hash = None
+    while block_hash in by_parent:
+        event = by_parent[block_hash]
+        assert len(event["token_ids"]) == event["block_size"]
+        tokens += event["token_ids"]
+        block_hash = event["block_hashes"][-1]
+    computed = facts["tokens told"][:-1]
+    assert tokens == computed[: floor(len(computed))]
+
+
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_events_tell_what_is_forgotten(setting: Served) -> None:
+    facts = setting.report["facts"]
+    told = {
+        each
+        for event in facts["stored events"]
+        if "token_ids" in event
+        for each in event["block_hashes"]
+    }
+    told -= {
+        each
+        for event in facts["stored events"]
+        if "token_ids" not in event
+        for each in event["block_hashes"]
+    }
+    removed = {each for event in facts["removed events"] for each in event["block_hashes"]}
+    assert told
+    assert told <= removed
