@@ -7,6 +7,8 @@ torch is imported when a test runs: the tests are collected where there is none.
 from __future__ import annotations
 
 import logging
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,10 +69,32 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
     buffer = HostBuffer.allocate(1000, CPU)
-    assert pinned == [False]
+    assert not pinned
     assert (buffer.num_bytes, buffer.tensor.dtype, buffer.tensor.dim()) == (960, torch.uint8, 1)
     assert buffer.tensor.data_ptr() % 64 == 0
     assert not buffer.is_mapped
+
+
+def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
+    """Otherwise the first stores pay for every page that they touch."""
+    before_bytes = resident_bytes()
+    buffer = HostBuffer.allocate(64 << 20, CPU)
+    assert resident_bytes() - before_bytes > 60 << 20
+    assert not buffer.tensor.any()
+
+
+def resident_bytes() -> int:
+    _, num_pages, *_ = Path("/proc/self/statm").read_text().split()
+    return int(num_pages) * mmap.PAGESIZE
+
+
+def test_more_memory_than_the_machine_has_left_is_refused(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_buffer, "_available_bytes", lambda: 8192)
+    HostBuffer.allocate(8192, CPU)
+    with pytest.raises(HostMemoryError, match="8192 bytes are available"):
+        HostBuffer.allocate(8192 + 64, CPU)
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 0, 63])

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose offloading is measured: how vLLM is told to use it, and what has to run beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Tap = Literal["none", "kvext", "lmcache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to keep KV in host memory.
+
+    Attributes:
+        name: As printed.
+        tap: How the seconds of its transfers are read: see `taps.py`.
+        kv_transfer_config: For vLLM; None is an engine without a connector.
+        server_options: Of the LMCache server that it needs; None: no server.
+        serves_groups: Whether it serves a model with several KV cache groups.
+    """
+
+    name: str
+    tap: Tap
+    kv_transfer_config: Mapping[str, Any] | None = None
+    server_options: tuple[str, ...] | None = None
+    serves_groups: bool = True
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """Others run on vLLM as it is."""
+        return {} if self.tap == "kvext" else {"VLLM_ASCEND_KVEXT_MODE": "off"}
+
+
+OURS = "KvextConnector"
+ALONE = "no connector"
+LMCACHE_DRIVEN = "LMCache, lmcache_driven"
+LMCACHE_SHARED = "LMCache, engine_driven, shared memory"
+BESIDE_COPIES = "no connector, a copy on another CPU"
+"""The same engine while somebody else copies memory: what no transfer can avoid."""
+
+
+def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Contender, ...]:
+    """All of them, ours first.
+
+    Args:
+        host_gib: Host memory of each.
+        ports: Of two servers.
+        shm_name: Of the segment that the second server shares.
+    """
+    driven_port, shared_port = ports
+    return (
+        Contender(
+            OURS,
+            "kvext",
+            {
+                "kv_connector": "KvextConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "vllm_ascend_kvext.connector",
+                "kv_connector_extra_config": {"host_memory_gib": host_gib, "store_policy": "all"},
+            },
+        ),
+        Contender(
+            LMCACHE_DRIVEN,
+            "lmcache",
+            _lmcache(driven_port, "lmcache_driven"),
+            ("--port", str(driven_port), "--l1-size-gb", str(host_gib)),
+        ),
+        Contender(
+            LMCACHE_SHARED,
+            "lmcache",
+            _lmcache(shared_port, "engine_driven"),
+            (
+                *("--port", str(shared_port), "--l1-size-gb", str(host_gib)),
+                *("--supported-transfer-mode", "auto", "--shm-name", shm_name),
+            ),
+            # "engine-driven transfer does not support multiple KV transfer groups now"
+            serves_groups=False,
+        ),
+        Contender(ALONE, "none"),
+    )
+
+
+def _lmcache(port: int, mode: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": port,
+            "lmcache.mp.mp_transfer_mode": mode,
+        },
+    }

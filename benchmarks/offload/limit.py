@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limit: a streaming copy of as many bytes, from memory to memory in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from vllm_ascend_kvext.native import native
+
+
+class StreamingCopy:
+    """Copies one buffer to another, past the caches, which hold none of either."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # Written, so that no page is new to the process when the clock runs.
+        self._source = torch.ones(num_bytes, dtype=torch.uint8)
+        self._destination = torch.ones(num_bytes, dtype=torch.uint8)
+
+    def run_s(self, num_threads: int, cpus: Sequence[int] = ()) -> float:
+        """Copy once; returns the seconds."""
+        copy, num_bytes = native().copy, self._source.numel()
+        addresses = self._destination.data_ptr(), self._source.data_ptr()
+        started_s = time.perf_counter()
+        copy(*addresses, num_bytes, num_threads, 1, cpus)
+        return time.perf_counter() - started_s
+
+    @contextmanager
+    def repeated(self, cpu: int) -> Iterator[None]:
+        """Copy over and over on one CPU."""
+        is_done = threading.Event()
+
+        def run() -> None:
+            while not is_done.is_set():
+                self.run_s(1, (cpu,))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            thread.join()

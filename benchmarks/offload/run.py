@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV to host memory and back: KvextConnector beside LMCache's server and the limit.
+
+    python benchmarks/offload/run.py [--quick] [--model M] [--contender C] [--out FOLDER]
+
+Options of the last line may be repeated; left out, they stand for everything. Every contender has
+an engine in a process of its own, with the model on one CPU. All of them are up at the same time
+and take turns, prompt by prompt, so that what else the machine does hits them alike; a ratio is the
+median over the rounds. A prompt is asked cold, and again when only host memory knows it. Then other
+requests decode while one long prompt after the other comes by: its KV is on the device, in host
+memory, or nowhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Instead of this folder, whose modules are not to be found by their short names.
+sys.path[0] = str(ROOT / "benchmarks")
+
+from offload.contenders import (  # noqa: E402
+    ALONE,
+    BESIDE_COPIES,
+    Contender,
+    contenders,
+)
+from offload.figures import kind_of, why_not  # noqa: E402
+from offload.limit import StreamingCopy  # noqa: E402
+from offload.models import MODELS, BenchModel  # noqa: E402
+from offload.processes import EngineProcess  # noqa: E402
+from offload.report import Measured, lines  # noqa: E402
+from offload.server import LMCacheServer, failures, free_ports  # noqa: E402
+from offload.workload import NUM_DECODERS, OFFLOADED_TOKENS, PROMPT_TOKENS, Visit  # noqa: E402
+
+_BLOCK_TOKENS = 128
+"""Of vLLM's CPU platform, unless a user asks for another size."""
+
+_DECODER_BLOCKS = 4
+_SPARE_BLOCKS = 44
+STORED_VISITORS = 6
+"""Visitors whose KV is in host memory: by the next visit of one, others have taken its blocks."""
+
+NEW_SEED = 1_000_000
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [contender.name for contender in contenders(1, (1, 2), "")]
+    parser.add_argument("--model", action="append", choices=MODELS)
+    parser.add_argument("--contender", action="append", choices=names)
+    parser.add_argument("--prompts", type=int, default=9, help="rounds of prompts, at least 5")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of decoding")
+    parser.add_argument("--visits", type=int, default=20, help="in one round of decoding")
+    parser.add_argument("--quick", action="store_true", help="5 prompts, a short round of decoding")
+    parser.add_argument("--host-gib", type=float, default=3, help="host memory of each contender")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-offload")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.prompts, arguments.rounds, arguments.visits = 5, 1, 10
+    return arguments
+
+
+def blocks_of(model: BenchModel) -> int:
+    """Blocks for the decoding requests and one prompt, the null block, and some to spare.
+
+    With the spare ones, the blocks that a connector holds for a store are less than half of them.
+    """
+    prompt_blocks = -(-PROMPT_TOKENS // _BLOCK_TOKENS)
+    of_group = prompt_blocks + NUM_DECODERS * _DECODER_BLOCKS + _SPARE_BLOCKS
+    return 1 + model.num_groups * of_group
+
+
+@contextlib.contextmanager
+def running(
+    chosen: Sequence[Contender], model: BenchModel, folder: Path, logs: Path
+) -> Iterator[tuple[list[EngineProcess], dict[str, LMCacheServer]]]:
+    """The engines, and the servers by the name of their contender."""
+    engines: list[EngineProcess] = []
+    servers: dict[str, LMCacheServer] = {}
+    # The last one: what a machine does by itself is mostly done on the first.
+    cpu = max(os.sched_getaffinity(0))
+    try:
+        for number, contender in enumerate(chosen):
+            if contender.server_options is not None:
+                log = logs / f"server-{number}.log"
+                servers[contender.name] = LMCacheServer(contender.server_options, log)
+            started_s = time.monotonic()
+            log = logs / f"engine-{number}.log"
+            engines.append(EngineProcess(contender, folder, blocks_of(model), cpu, log))
+            print(f"[{time.monotonic() - started_s:.0f} s] {contender.name}", flush=True)
+        yield engines, servers
+    finally:
+        for engine in engines:
+            engine.stop()
+        for server in servers.values():
+            server.stop()
+
+
+def measure(
+    model: BenchModel, chosen: Sequence[Contender], arguments: argparse.Namespace
+) -> Measured:
+    """All of one model."""
+    print(f"\n{model.name}: {blocks_of(model)} blocks", flush=True)
+    measured = Measured(model)
+    served = [each for each in chosen if each.serves_groups or model.num_groups == 1]
+    for contender in chosen:
+        if contender not in served:
+            measured.notes.append(f"{contender.name} does not serve several KV cache groups")
+    copy = StreamingCopy(measured.kv_bytes)
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder))
+        with running(served, model, Path(folder), arguments.out) as (engines, servers):
+            measure_prompts(measured, engines, copy, arguments.prompts)
+            for round_number in range(arguments.rounds):
+                print(f"decoding, load average {os.getloadavg()[0]:.1f}", flush=True)
+                # By turns in another order: what comes first may find a quieter machine.
+                turn = engines[:: -1 if round_number % 2 else 1]
+                for engine in turn:
+                    measure_decoding(measured, engine, copy, round_number, arguments.visits)
+            for name, server in servers.items():
+                failed = failures(server.read_log())
+                measured.notes += [f"{name}, server: {line}" for line in failed]
+    return measured
+
+
+def measure_prompts(
+    measured: Measured, engines: Sequence[EngineProcess], copy: StreamingCopy, rounds: int
+) -> None:
+    """The first round is not counted: it is the first use of much memory."""
+    for seed in range(rounds + 1):
+        limit_s = {threads: copy.run_s(threads) for threads in (1, 2)}
+        # By turns, another one comes first.
+        first = seed % len(engines)
+        turn = [*engines[first:], *engines[:first]]
+        found = {engine.contender.name: engine.prompt(seed) for engine in turn}
+        print(f"round {seed}, load average {os.getloadavg()[0]:.1f}", flush=True)
+        for name in (engine.contender.name for engine in engines):
+            prompt = found[name]
+            left_out = why_not(prompt) if name != ALONE else None
+            print(
+                f"  {name:<40} cold {prompt.cold_s:6.2f} s  warm {prompt.warm_s:6.3f} s  store "
+                f"{prompt.store.seconds:6.3f} s  load {prompt.load.seconds:6.3f} s  "
+                f"{f'left out: {left_out}' if left_out else ''}",
+                flush=True,
+            )
+            if seed:
+                measured.prompts.setdefault(name, []).append(prompt)
+        for threads, seconds in limit_s.items():
+            measured.limit_s.setdefault(threads, []).append(seconds)
+
+
+def measure_decoding(
+    measured: Measured,
+    engine: EngineProcess,
+    copy: StreamingCopy,
+    round_number: int,
+    num_visits: int,
+) -> None:
+    """Visitors whose KV is in host memory, and then on the device; and new ones between them."""
+    name = engine.contender.name
+    num_new = num_visits // 4
+    new = [NEW_SEED + round_number * num_new + number for number in range(num_new)]
+    if name != ALONE:
+        # Twice each: the second time it is on the device.
+        twice = [number // 2 % STORED_VISITORS for number in range(2 * num_visits)]
+        add_visits(measured, name, engine.visits(twice))
+    add_visits(measured, name, engine.visits(new))
+    if name == ALONE:
+        # The first of them brings the prompt to the device.
+        local = [0] * (1 + num_visits)
+        add_visits(measured, name, engine.visits(local)[1:])
+        with copy.repeated(min(os.sched_getaffinity(0))):
+            add_visits(measured, BESIDE_COPIES, engine.visits(local)[1:])
+
+
+def add_visits(measured: Measured, name: str, visits: Sequence[Visit]) -> None:
+    """By what they were."""
+    for visit in visits:
+        kind = kind_of(visit)
+        if kind is None:
+            measured.notes.append(
+                f"{name}: a visit left out that hit {visit.hit_tokens} tokens, {visit.loads} loads"
+            )
+        else:
+            measured.visits.setdefault((name, kind), []).append(visit)
+
+
+def write_json(measured: Sequence[Measured], path: Path) -> None:
+    """Every number of every round."""
+    rows = [
+        {
+            "model": of_model.model.name,
+            "kv_bytes": of_model.kv_bytes,
+            "limit_s": of_model.limit_s,
+            "prompts": {k: [asdict(p) for p in v] for k, v in of_model.prompts.items()},
+            "visits": {", ".join(k): [asdict(p) for p in v] for k, v in of_model.visits.items()},
+            "notes": of_model.notes,
+        }
+        for of_model in measured
+    ]
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    # So that engines and servers are stopped then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    arguments = parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.out = arguments.out.resolve()
+    shm_name = f"kvext_bench_{os.getpid()}"
+    everyone = contenders(arguments.host_gib, free_ports(2), shm_name)
+    names = arguments.contender or [contender.name for contender in everyone]
+    chosen = [contender for contender in everyone if contender.name in names]
+    print(
+        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}; KV of "
+        f"{OFFLOADED_TOKENS:,} tokens in bf16, {arguments.host_gib} GiB of host memory each"
+    )
+    finished = []
+    for key in arguments.model or MODELS:
+        finished.append(measure(MODELS[key], chosen, arguments))
+        print("\n".join(lines(finished[-1])), flush=True)
+    write_json(finished, arguments.out / "results.json")
+
+
+if __name__ == "__main__":
+    main()

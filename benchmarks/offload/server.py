@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's server as a process, and what its log says of transfers that came to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+CHUNK_TOKENS = 256
+_START_LIMIT_S = 90
+_STOP_LIMIT_S = 20
+
+_FAILED = re.compile(
+    r"Failed to (batched )?allocate|Cannot store keys|skipping the store|Some keys not found"
+    r"|No handler registered|Traceback"
+)
+_DONE = re.compile(r"(Stored|Retrieved) (\d+) tokens in")
+
+
+def failures(log: str) -> list[str]:
+    """Lines that tell of a store or a load that did not happen.
+
+    A store that finds no room is logged and reported to the engine as done, in no time: without
+    this check it would count as the fastest of all.
+    """
+    return [line for line in log.splitlines() if _FAILED.search(line)]
+
+
+def tokens_moved(log: str) -> dict[str, int]:
+    """Tokens that the server says it has ``Stored`` and ``Retrieved``."""
+    moved = {"Stored": 0, "Retrieved": 0}
+    for verb, tokens in _DONE.findall(log):
+        moved[verb] += int(tokens)
+    return moved
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class LMCacheServer:
+    """Runs from its construction to `stop`."""
+
+    def __init__(self, options: Sequence[str], log: Path) -> None:
+        """Start it, and wait until it answers.
+
+        Raises:
+            SystemExit: It ended, or did not answer.
+        """
+        self.log = log
+        port = int(options[options.index("--port") + 1])
+        http_port, prometheus_port = free_ports(2)
+        command = [
+            *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
+            *("--http-host", "127.0.0.1", "--http-port", str(http_port)),
+            *("--prometheus-port", str(prometheus_port), "--chunk-size", str(CHUNK_TOKENS)),
+            *("--eviction-policy", "LRU", *options),
+        ]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self._wait_for(port)
+
+    def _wait_for(self, port: int) -> None:
+        limit_s = time.monotonic() + _START_LIMIT_S
+        while time.monotonic() < limit_s and self._process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.2)
+        self.stop()
+        raise SystemExit(f"{self.read_log()[-3000:]}\nLMCache's server did not start; see above.")
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
