@@ -21,7 +21,7 @@ from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import Request
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
-_UNASKED = frozenset({Origin.LADDER, Origin.GRID})
+UNASKED = frozenset({Origin.LADDER, Origin.GRID})
 """What nobody asked for."""
 
 _TRIALS = 256
@@ -94,7 +94,7 @@ class BoundaryPlanner:
 
     def _is_worth_trying(self, reason: Reason) -> bool:
         stored = self._stored.get(reason, 0)
-        if reason.origin not in _UNASKED or stored < _TRIALS:
+        if reason.origin not in UNASKED or stored < _TRIALS:
             return True
         if self._hits.get(reason, 0) >= stored * _LEAST_HITS_PER_TAIL:
             return True

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from vllm_ascend_kvext.connector.block_references import BlockReferences
-from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
+from vllm_ascend_kvext.connector.boundaries import UNASKED, BoundaryPlanner
 from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.messages import StoreJob
@@ -36,8 +36,11 @@ _NEVER = 1 << 60
 _NULL_ID = 0
 _LATEST = Reason(Origin.LATEST)
 
-MOST_REFERENCED_SHARE = 2
-"""Of this many blocks of the pool, stores hold one at most."""
+MOST_REFERENCED_SHARE = 0.75
+"""Of the pool's blocks: what stores under way hold at most."""
+
+MOST_UNASKED_SHARE = 0.25
+"""The same where a store is of tails that nobody has asked for."""
 
 _Pages = dict[tuple[int, int], Block]
 """By KV cache group and page of the request."""
@@ -318,9 +321,9 @@ class Stores:
         crossed = self._planner.crossed(tracked.plan, tracked.done_tokens, computed_tokens)
         known_tokens = self._engine.prefix(request).num_tokens
         crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
-        # Rows of all of them at once: in fewer pieces.
+        # Rows of all of them at once: in fewer pieces. Then what was asked for.
         if crossed and self._store_rows(request, tracked, crossed[-1][0]):
-            for tokens, reason in crossed:
+            for tokens, reason in sorted(crossed, key=lambda each: each[1].origin in UNASKED):
                 self._store(request, tracked, Piece.tails(tokens), reason)
 
     def _store_chunks(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
@@ -367,10 +370,9 @@ class Stores:
         if pages is None:
             self._tier.count_refusal(Refusal.PAGES_GONE)
             return Refusal.PAGES_GONE
-        if (
-            self._references.num_references + len(pages)
-            > self._engine.num_blocks // MOST_REFERENCED_SHARE
-        ):
+        is_unasked = reason is not None and reason.origin in UNASKED
+        share = MOST_UNASKED_SHARE if is_unasked else MOST_REFERENCED_SHARE
+        if self._references.num_references + len(pages) > share * self._engine.num_blocks:
             self._tier.count_refusal(Refusal.BUSY)
             return Refusal.BUSY
         prefix = self._engine.prefix(request)

@@ -379,13 +379,28 @@ def test_preempted_request_stores_nothing_without_swap(engine: SmallEngine) -> N
 
 
 def test_stores_leave_blocks_for_others(engine: SmallEngine) -> None:
-    """Jobs that do not end hold half of the pool at most."""
-    for number in range(30):
+    """Jobs that do not end hold three quarters of the pool at most."""
+    for number in range(40):
         request = engine.add(str(number), chr(100 + number) * 40)
         engine.admit(request)
         engine.step(request)
         engine.finish(request)
-    assert engine.side.num_references <= len(engine.pool.blocks) // 2
+    assert engine.side.num_references <= 0.75 * len(engine.pool.blocks)
+    assert engine.side.counters.tier.refused_stores[Refusal.BUSY]
+
+
+def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
+    """Stores have not ended, and hold a quarter of the pool: the end of the prompt is stored."""
+    engine = SmallEngine()
+    for number in range(3):
+        request = engine.add(str(number), chr(100 + number) * 60)
+        engine.admit(request)
+        jobs = engine.step(request)
+        tails = [
+            chunk.tokens.end for job in jobs.stores for chunk in job.chunks if 1 in chunk.groups
+        ]
+        assert tails[0] == 56
+    assert tails == [56]
     assert engine.side.counters.tier.refused_stores[Refusal.BUSY]
 
 
