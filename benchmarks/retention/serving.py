@@ -106,6 +106,18 @@ class Job:
     def num_missing_outputs(self) -> int:
         return len(self._output_tokens) - self.request.num_output_tokens
 
+    def next_outputs(self, most_tokens: int) -> list[int]:
+        """What is sampled once all known tokens are computed, and nothing before that.
+
+        The last token comes alone: it is not computed.
+        """
+        request = self.request
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        done = request.num_output_tokens
+        num_tokens = max(1, min(most_tokens, self.num_missing_outputs - 1))
+        return self._output_tokens[done : done + num_tokens]
+
     def sample(self, num_tokens: int) -> None:
         done = self.request.num_output_tokens
         self.request.append_output_token_ids(self._output_tokens[done : done + num_tokens])

@@ -16,6 +16,7 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
+from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.store.entries import EntryState
 
 MAX_STEPS = 4000
@@ -58,6 +59,31 @@ def run_offloading(workload: OffloadWorkload) -> Offloaded:
         engine.shutdown()
 
 
+def serve(engine: SimulatedEngine, *plans: RequestPlan) -> None:
+    """Serve requests that arrive together, to the end of their transfers, and check their outputs.
+
+    Raises:
+        AssertionError: If anything is wrong, or the engine stands still.
+    """
+    result = Offloaded()
+    for plan in plans:
+        engine.add_request(plan)
+    for _ in range(MAX_STEPS):
+        if not engine.has_work():
+            break
+        _record(engine.step(), result)
+        check_blocks(engine)
+    else:
+        raise AssertionError(_unfinished(engine))
+    for plan in plans:
+        assert result.outputs[plan.request_id] == plan.expected_output()
+
+
+def _unfinished(engine: SimulatedEngine) -> str:
+    left = {r.request_id: r.status.name for r in engine.scheduler.requests.values()}
+    return f"not finished after {MAX_STEPS} steps; left are {left}"
+
+
 def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
     rng = random.Random(f"events/{workload.name}")
     result = Offloaded()
@@ -78,10 +104,7 @@ def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
         _record(step, result)
         check_blocks(engine)
     else:
-        raise AssertionError(
-            f"{workload.name}: not finished after {MAX_STEPS} steps; left are "
-            f"{ {r.request_id: r.status.name for r in engine.scheduler.requests.values()} }"
-        )
+        raise AssertionError(f"{workload.name}: {_unfinished(engine)}")
     _check_outputs(workload, result)
     _count(engine, result.counts)
     return result
@@ -119,18 +142,11 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)
     assert sum(entry.num_bytes for entry in entries) == tier._arena.used_bytes
     assert tier.counters.bytes_held == tier._arena.used_bytes
-    parts = side._parts
+    parts = engine.parts
     assert not parts.stores._tracked and not parts.stores._under_way
-    for books in (
-        parts.loads._expected,
-        parts.loads._expected_tokens,
-        parts.loads._patient_since,
-        parts.loads._shortfalls,
-        parts.loads._too_dear,
-        parts.loads._failed,
-        side._failed_loads,
-    ):
-        assert not books, books
+    for name, books in (*vars(parts.loads).items(), ("_failed_loads", side._failed_loads)):
+        if isinstance(books, (dict, set)):
+            assert not books, f"{name} remembers requests that are gone: {books}"
     assert parts.stores._reasons.keys() <= {entry.number for entry in entries}
     assert not engine.scheduler.failed_recving_kv_req_ids
     assert not engine.scheduler.finished_recving_kv_req_ids
@@ -149,7 +165,22 @@ def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]
 def _reset(
     engine: SimulatedEngine, rng: random.Random, workload: OffloadWorkload, counts: Counter[str]
 ) -> None:
-    counts["resets"] += engine.reset(reset_connector=rng.random() < 0.5)
+    resets_running = rng.random() < 0.5 and _can_preempt_for_reset(engine, workload)
+    counts["resets with stores under way"] += engine.parts.stores.num_under_way > 0
+    has_reset = engine.reset(resets_running, reset_connector=rng.random() < 0.5)
+    counts["resets"] += has_reset
+    if resets_running:
+        assert has_reset
+        counts["resets of running requests"] += 1
+
+
+def _can_preempt_for_reset(engine: SimulatedEngine, workload: OffloadWorkload) -> bool:
+    """Whether upstream can: no request may hold blocks that does not run, and no drafts be late."""
+    if workload.options.is_async and workload.options.drafter is not None:
+        return False
+    scheduler = engine.scheduler
+    running = {request.request_id for request in scheduler.running}
+    return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)
 
 
 def _record(step: Step, result: Offloaded) -> None:

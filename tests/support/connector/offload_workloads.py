@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random workloads for an engine that offloads, each determined by a layout and a seed.
 
-Chats whose turns extend each other, prompts that share a beginning, that are edited in the middle or
-too short to be stored, in pools that are too small, with host memory that may be, too.
+Chats whose turns extend each other, prompts that share a beginning, that are edited in the middle
+or too short to be stored, in pools that are too small, with host memory that may be, too.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ from support.scheduler.workload import RequestPlan
 _GIB = 1 << 30
 _MAX_NEW_TOKENS = 32
 _MAX_PROMPT_UNITS = 6
+_MAX_PROMPT_TOKENS = 960
+
+
+class EngineKind(enum.Enum):
+    """What the engines of some workloads have in common."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    TWO_WORKERS = "two-workers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +61,17 @@ class OffloadWorkload:
     is_adaptive: bool = False
 
 
-def random_offload(layout: PagedLayout, seed: int, num_requests: int) -> OffloadWorkload:
-    """The workload of one layout and one seed."""
-    rng = random.Random(f"offload/{layout.name}/{seed}")
+def random_offload(
+    layout: PagedLayout, seed: int, num_requests: int, kind: EngineKind = EngineKind.SYNC
+) -> OffloadWorkload:
+    """The workload of one layout, one kind of engine and one seed."""
+    rng = random.Random(f"offload/{layout.name}/{kind.value}/{seed}")
     requests = tuple(chats(rng, layout, num_requests))
     return OffloadWorkload(
-        name=f"{layout.name}-{seed}",
+        name=f"{layout.name}-{kind.value}-{seed}",
         seed=seed,
         layout=layout,
-        options=_options(rng, layout, requests),
+        options=_options(rng, layout, requests, kind),
         script=TransferScript(
             seed=seed,
             failing_stores=rng.choice((0, 0, 0.1, 0.5)),
@@ -68,7 +80,7 @@ def random_offload(layout: PagedLayout, seed: int, num_requests: int) -> Offload
         ),
         requests=requests,
         abort_share=rng.choice((0, 0.02, 0.1)),
-        reset_share=rng.choice((0, 0, 0.02)),
+        reset_share=rng.choice((0, 0, 0.1)),
         is_adaptive=rng.random() < 0.4,
     )
 
@@ -76,20 +88,23 @@ def random_offload(layout: PagedLayout, seed: int, num_requests: int) -> Offload
 def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[RequestPlan]:
     """Requests by arrival."""
     max_prompt_tokens = max(_MAX_PROMPT_UNITS * layout.unit_tokens, 96)
-    roots = [tokens(rng, rng.randrange(8, max_prompt_tokens // 2)) for _ in range(3)]
-    answered: list[tuple[list[int], str | None]] = []
+    max_prompt_tokens = min(max_prompt_tokens, _MAX_PROMPT_TOKENS)
+    lengths = range(max_prompt_tokens // 6, max_prompt_tokens // 2)
+    roots = [tokens(rng, rng.choice(lengths)) for _ in range(3)]
+    answered: list[tuple[list[int], str | None, str | None]] = []
     step = 0
     for number in range(num_requests):
         kind = rng.random()
         salt = rng.choice((None, None, None, "salt"))
-        if answered and kind < 0.45:
-            prompt, salt = rng.choice(answered[-6:])
+        adapter = rng.choice((None, None, None, "adapter-0"))
+        if answered and kind < 0.55:
+            prompt, salt, adapter = rng.choice(answered[-6:])
             prompt = prompt + tokens(rng, rng.randrange(1, 20))
-        elif answered and kind < 0.55:
-            prompt, salt = rng.choice(answered)
+        elif answered and kind < 0.65:
+            prompt, salt, adapter = rng.choice(answered)
             place = rng.randrange(len(prompt))
             prompt = [*prompt[:place], *tokens(rng, 1), *prompt[place + 1 :]]
-        elif kind < 0.65:
+        elif kind < 0.7:
             prompt = tokens(rng, rng.randrange(1, 8))
         else:
             prompt = [*rng.choice(roots), *tokens(rng, rng.randrange(max_prompt_tokens // 3))]
@@ -99,22 +114,22 @@ def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[Req
             prompt=tuple(prompt[:max_prompt_tokens]),
             max_tokens=rng.randrange(1, rng.choice((3, _MAX_NEW_TOKENS))),
             stop_tokens=(rng.randrange(VOCAB_SIZE),),
-            adapter=rng.choice((None, None, None, "adapter-0")),
+            adapter=adapter,
             cache_salt=salt,
         )
         yield plan
-        answered.append(([*plan.prompt, *plan.expected_output()], salt))
-        step += rng.choice((0, 0, 1, 2, 5))
+        answered.append(([*plan.prompt, *plan.expected_output()], salt, adapter))
+        step += rng.choice((0, 0, 0, 1, 2, 5))
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-def offloading(layout: Layout, **values: Any) -> dict[str, Any]:
+def offloading(layout: PagedLayout, **values: Any) -> dict[str, Any]:
     """A ``kv_connector_extra_config``: everything is stored, and every hit is loaded."""
     return {
-        "host_memory_gib": (1 << 22) / _GIB,
+        "host_memory_gib": layout.host_bytes[-1] / _GIB,
         "chunk_tokens": 2 * layout.unit_tokens,
         "store_policy": "all",
         "load_if_slower": True,
@@ -123,29 +138,34 @@ def offloading(layout: Layout, **values: Any) -> dict[str, Any]:
 
 
 def _options(
-    rng: random.Random, layout: PagedLayout, requests: tuple[RequestPlan, ...]
+    rng: random.Random, layout: PagedLayout, requests: tuple[RequestPlan, ...], kind: EngineKind
 ) -> EngineOptions:
-    drafter = rng.choice((None, None, Drafter.NGRAM)) if layout.supports_drafts else None
+    is_async = kind is EngineKind.ASYNC or (kind is EngineKind.TWO_WORKERS and rng.random() < 0.5)
+    drafter = None
+    if any(group.is_eagle for group in layout.groups):
+        drafter = Drafter.EAGLE
+    elif layout.supports_drafts and not is_async:
+        drafter = rng.choice((None, None, Drafter.NGRAM))
     max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
     num_blocks = blocks_for_longest(layout, requests, max_num_batched_tokens)
     return EngineOptions(
         # Loads hold their blocks while they wait for each other.
-        num_blocks=int(num_blocks * rng.choice((1.5, 2, 3, 6))) + 1,
-        max_num_seqs=rng.choice((2, 4, 16)),
+        num_blocks=int(num_blocks * rng.choice((1, 1.2, 1.5, 3))) + 1,
+        max_num_seqs=rng.choice((3, 8, 16)),
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_tokens=rng.choice((0, 0, layout.unit_tokens + 1)),
         reserve_full_prompt=rng.random() < 0.5,
-        is_async=drafter is None and rng.random() < 0.5,
+        is_async=is_async,
         drafter=drafter,
         num_draft_tokens=rng.choice((1, 3)),
-        caching=rng.random() < 0.7,
+        caching=rng.random() < 0.5,
         events=rng.random() < 0.5,
-        num_workers=rng.choice((1, 1, 2)),
+        num_workers=2 if kind is EngineKind.TWO_WORKERS else 1,
         offloading=offloading(
             layout,
-            host_memory_gib=rng.choice((1 << 14, 1 << 16, 1 << 22)) / _GIB,
+            host_memory_gib=rng.choice(layout.host_bytes) / _GIB,
             chunk_tokens=layout.unit_tokens * rng.choice((1, 2, 4)),
-            store_policy=rng.choice(("all", "all", "second_touch", "second_touch", "never")),
+            store_policy=rng.choice(("all",) * 4 + ("second_touch",) * 4 + ("never",)),
             swap_on_preemption=rng.random() < 0.5,
             load_if_slower=rng.random() < 0.8,
         ),

@@ -40,7 +40,9 @@ class PageContents:
             for number, tensor in enumerate(pages.tensors)
         ]
 
-    def write(self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int) -> None:
+    def write(
+        self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
+    ) -> None:
         """A step computes the tokens from ``start`` to before ``end``."""
         of_group = [np.asarray(table, np.int64) for table in tables]
         for tensor in self._tensors:
@@ -59,7 +61,7 @@ class PageContents:
     def check_rows(
         self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
     ) -> None:
-        """Attention reads what the tokens from ``start`` to before ``end`` need, their own included.
+        """Attention reads what the tokens from ``start`` to before ``end`` need: theirs, too.
 
         Raises:
             WrongBytesError: If any of it is not there.
@@ -123,8 +125,8 @@ class _TensorContents:
         differs = (found != expected).reshape(len(entries), -1).any(axis=1) | (pages == NULL_PAGE)
         wrong = entries[differs] * self._tokens
         raise WrongBytesError(
-            f"group {self.group} ({self._reach.kind.value}): {len(wrong)} of {len(entries)} entries "
-            f"before token {end} are not the request's own, those of tokens {wrong[0]} to "
+            f"group {self.group} ({self._reach.kind.value}): {len(wrong)} of {len(entries)} "
+            f"entries before token {end} are not the request's own, those of tokens {wrong[0]} to "
             f"{wrong[-1]}, in blocks {sorted(set(pages[differs].tolist()))}"
         )
 

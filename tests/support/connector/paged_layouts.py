@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -45,9 +46,11 @@ class PagedLayout(Layout):
 
     Attributes:
         make: Of a number of blocks: the config and tensors of one worker.
+        host_bytes: Of host memory: too little for anything, for most, and enough.
     """
 
     make: Make
+    host_bytes: tuple[int, ...] = (1 << 14, 1 << 16, 1 << 22)
 
     def to_config(self, num_blocks: int) -> KVCacheConfig:
         return self.make(num_blocks).scheduler_config
@@ -87,9 +90,7 @@ def _small_pages(
             made = _tensors(group, spec, storage, num_blocks, page_bytes)
             kv_caches[name] = made[0][0] if len(made) == 1 else [tensor for tensor, _ in made]
             tensors += [PagedTensor(index, tensor, reach, 0, axis) for tensor, axis in made]
-    config = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described
-    )
+    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described)
     return LayoutFixture(config, config, kv_caches, tuple(tensors), addressing)
 
 
@@ -143,7 +144,7 @@ def _tensors(
         )
 
     if group.attention is Attention.MAMBA:
-        found = []
+        found: list[tuple[torch.Tensor, int | None]] = []
         offset_bytes = 0
         for shape, dtype in zip(_STATES, _STATE_DTYPES, strict=True):
             found.append((strided(shape, dtype, offset_bytes), None))
@@ -162,14 +163,15 @@ def _deepseek_v4(num_blocks: int) -> LayoutFixture:
 def _deepseek_v4_layout() -> PagedLayout:
     """As upstream vLLM plans it; what the scheduler's harness reads of it is made from the plan."""
     made = _deepseek_v4(16)
+    config: Any = made.scheduler_config
     groups = []
-    for index, described in enumerate(made.scheduler_config.kv_cache_groups):
+    for index, described in enumerate(config.kv_cache_groups):
         reach = next(iter(made.reaches(index)))
         attention = Attention.WINDOW_MLA if reach.window_tokens else Attention.MLA
-        groups.append(
-            Group(attention, described.kv_cache_spec.block_size, reach.window_tokens)
-        )
-    return PagedLayout("deepseek-v4-upstream", tuple(groups), _deepseek_v4)
+        groups.append(Group(attention, described.kv_cache_spec.block_size, reach.window_tokens))
+    return PagedLayout(
+        "deepseek-v4-upstream", tuple(groups), _deepseek_v4, (1 << 21, 1 << 23, 1 << 26)
+    )
 
 
 ROWS = RowAddressing.TOKENS
@@ -177,15 +179,16 @@ ROWS = RowAddressing.TOKENS
 FULL = paged(layouts.FULL)
 WINDOW = paged(layouts.WINDOW)
 GEMMA = paged(layouts.GEMMA)
-GPT_OSS = paged(Layout("gpt-oss", (layouts._full(16), layouts._window(16, 24))))
+GPT_OSS = paged(Layout("gpt-oss", (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 24))))
 MIXED_BLOCKS = paged(layouts.MIXED_BLOCKS, ROWS)
 TWO_WINDOWS = paged(layouts.TWO_WINDOWS, ROWS)
 TWO_FULL = paged(layouts.TWO_FULL)
 DEEPSEEK_V4_LIKE = paged(layouts.DEEPSEEK_V4, ROWS)
+DEEPSEEK_V4_EAGLE = paged(layouts.DEEPSEEK_V4.with_eagle(1), ROWS)
 MAMBA = paged(layouts.MAMBA)
 MAMBA_WINDOW = paged(layouts.MAMBA_WINDOW, ROWS)
 
-LAYOUTS = (
+LAYOUTS: tuple[PagedLayout, ...] = (
     FULL,
     WINDOW,
     GEMMA,
@@ -194,8 +197,10 @@ LAYOUTS = (
     TWO_WINDOWS,
     TWO_FULL,
     DEEPSEEK_V4_LIKE,
-    MAMBA,
-    MAMBA_WINDOW,
+    DEEPSEEK_V4_EAGLE,
 )
-if fixtures.HAS_DEEPSEEK_V4:
-    DEEPSEEK_V4 = _deepseek_v4_layout()
+STATE_LAYOUTS = (MAMBA, MAMBA_WINDOW)
+"""vLLM 0.20.2 loads no states."""
+
+UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),) if fixtures.HAS_DEEPSEEK_V4 else ()
+"""As vLLM itself plans them; slower than the others."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers that wait until they are let go, and fail where a test says so.
 
-With a script, what ends in which step does not depend on how fast threads are: between two steps the
-transfer thread stands still.
+With a script, what ends in which step does not depend on how fast threads are: between two steps
+the transfer thread stands still.
 """
 
 from __future__ import annotations

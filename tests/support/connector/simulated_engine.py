@@ -97,6 +97,8 @@ class SimulatedEngine(SchedulerEngine):
         script: How transfers go.
     """
 
+    layout: PagedLayout
+
     def __init__(
         self, layout: PagedLayout, options: EngineOptions, script: TransferScript = _PLAIN
     ) -> None:
@@ -120,13 +122,18 @@ class SimulatedEngine(SchedulerEngine):
 
     @property
     def side(self) -> SchedulerSide:
-        side = self.scheduler.connector.scheduler_side
+        side: SchedulerSide | None = self.scheduler.connector.scheduler_side
         assert side is not None
         return side
 
     @property
+    def parts(self) -> Any:
+        """Of the scheduler side."""
+        return self.side._parts
+
+    @property
     def tier(self) -> Any:
-        return self.side._parts.tier
+        return self.parts.tier
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `EngineCore.reset_prefix_cache` does."""

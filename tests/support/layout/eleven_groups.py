@@ -111,56 +111,61 @@ def groups_of_layer(layer: int) -> tuple[int, ...]:
     return 0, (1 if layer < SECOND_WINDOW_LAYER else 2), 3, 4, 5, 6, 7
 
 
-def eleven_groups() -> LayoutFixture:
-    """A worker with some of the layers, two of every kind where the model has two."""
+def eleven_groups(num_blocks: int = NUM_BLOCKS, layers: tuple[int, ...] = LAYERS) -> LayoutFixture:
+    """A worker with some of the layers.
+
+    Args:
+        num_blocks: Pages.
+        layers: By default two of every kind where the model has two.
+    """
     names: list[list[str]] = [[] for _ in SPECS]
     kv_caches: dict[str, object] = {}
     tensors: list[PagedTensor] = []
-    for layer in LAYERS:
+    for layer in layers:
         name = f"model.layers.{layer}.self_attn"
         entry: list[torch.Tensor] = []
         for group in groups_of_layer(layer):
             names[group].append(name)
-            of_group = _tensors_of_group(group)
+            of_group = _tensors_of_group(group, num_blocks)
             tensors += [PagedTensor(group, tensor, REACHES[group], 0, 1) for tensor in of_group]
             entry += of_group
         kv_caches[name] = entry[0] if len(entry) == 1 else tuple(entry)
     groups = [(spec, *of_group) for spec, of_group in zip(SPECS, names, strict=True)]
-    made = config(NUM_BLOCKS, *groups)
+    made = config(num_blocks, *groups)
     return LayoutFixture(made, made, kv_caches, tuple(tensors), RowAddressing.TOKENS)
 
 
-def _tensors_of_group(group: int) -> list[torch.Tensor]:
+def _tensors_of_group(group: int, num_blocks: int) -> list[torch.Tensor]:
     if group == 3:
-        return _indexer()
+        return _indexer(num_blocks)
     if group in (4, 5, 6, 7):
-        return [_zeros(C4_STATE_ROWS, SPECS[group].head_size, torch.float32)]
+        return [_zeros(num_blocks, C4_STATE_ROWS, SPECS[group].head_size, torch.float32)]
     if group == 10:
-        return _c128_states()
-    return [_zeros(ROWS, LATENT, torch.bfloat16)]
+        return _c128_states(num_blocks)
+    return [_zeros(num_blocks, ROWS, LATENT, torch.bfloat16)]
 
 
-def _zeros(rows: int, row_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(NUM_BLOCKS, rows, 1, row_elements, dtype=dtype)
+def _zeros(num_blocks: int, rows: int, row_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(num_blocks, rows, 1, row_elements, dtype=dtype)
 
 
-def _indexer() -> list[torch.Tensor]:
+def _indexer(num_blocks: int) -> list[torch.Tensor]:
     """Keys, then scales, in each page of one int8 blob that does not begin at its storage."""
     page_bytes = ROWS * (INDEXER + 2)
     offset_bytes = 4096
-    blob = torch.zeros(offset_bytes + NUM_BLOCKS * page_bytes, dtype=torch.int8)
+    blob = torch.zeros(offset_bytes + num_blocks * page_bytes, dtype=torch.int8)
     keys = torch.as_strided(
-        blob, (NUM_BLOCKS, ROWS, 1, INDEXER), (page_bytes, INDEXER, INDEXER, 1), offset_bytes
+        blob, (num_blocks, ROWS, 1, INDEXER), (page_bytes, INDEXER, INDEXER, 1), offset_bytes
     )
     scales = torch.as_strided(
         blob.view(torch.float16),
-        (NUM_BLOCKS, ROWS, 1, 1),
+        (num_blocks, ROWS, 1, 1),
         (page_bytes // 2, 1, 1, 1),
         (offset_bytes + ROWS * INDEXER) // 2,
     )
     return [keys, scales]
 
 
-def _c128_states() -> list[torch.Tensor]:
+def _c128_states(num_blocks: int) -> list[torch.Tensor]:
     """KV and score: the halves of one blob."""
-    return list(torch.zeros(2, NUM_BLOCKS, C128_STATE_ROWS, 1, LATENT).unbind(0))
+    return list(torch.zeros(2, num_blocks, C128_STATE_ROWS, 1, LATENT).unbind(0))

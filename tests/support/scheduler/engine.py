@@ -106,13 +106,17 @@ class SchedulerEngine:
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_TOKENS)
         self._events = _EventRecorder()
         self.scheduler.kv_event_publisher = self._events
-        num_draft_tokens = options.num_draft_tokens if options.drafter else 0
-        self.runner = ModelRunner(
-            layout.groups, num_draft_tokens, read_check, options.failing_loads
+        self.runner = self._new_runner(
+            options.num_draft_tokens if options.drafter else 0, read_check
         )
         self.requests: dict[str, Request] = {}
         self.last_events: list[Any] = []
         self._in_flight: deque[tuple[Any, Any]] = deque()
+
+    def _new_runner(self, num_draft_tokens: int, read_check: ReadCheck) -> ModelRunner:
+        return ModelRunner(
+            self.layout.groups, num_draft_tokens, read_check, self.options.failing_loads
+        )
 
     @property
     def block_pool(self) -> Any:

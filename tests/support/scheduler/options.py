@@ -11,8 +11,10 @@ import enum
 import functools
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm.config import (
     CacheConfig,
@@ -82,6 +84,9 @@ class EngineOptions:
         external_load: Behaviour of the KV connector; no connector if None.
         extends_local_hits: Whether the connector adds tokens to a local hit.
         failing_loads: How its loads fail; None if they never do.
+        offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
+            the scripted connector.
+        num_workers: Tensor parallel size.
         caching: Automatic prefix caching.
         events: KV cache events.
     """
@@ -99,6 +104,8 @@ class EngineOptions:
     external_load: ExternalLoad | None = None
     extends_local_hits: bool = True
     failing_loads: FailingLoads | None = None
+    offloading: Mapping[str, Any] | None = None
+    num_workers: int = 1
     caching: bool = True
     events: bool = True
 
@@ -172,10 +179,19 @@ def build_vllm_config(layout: Layout, options: EngineOptions) -> VllmConfig:
     config.scheduler_config.async_scheduling = options.is_async
     config.cache_config.enable_prefix_caching = options.caching
     config.cache_config.num_gpu_blocks = options.num_blocks
+    config.parallel_config.tensor_parallel_size = options.num_workers
+    config.parallel_config.world_size = options.num_workers
     return config
 
 
 def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferConfig | None:
+    if options.offloading is not None:
+        return KVTransferConfig(
+            kv_connector="KvextConnector",
+            kv_load_failure_policy="recompute",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(options.offloading),
+        )
     if options.external_load is None:
         return None
     recomputes = options.failing_loads is None or options.failing_loads.recomputes

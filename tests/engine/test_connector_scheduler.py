@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KvextConnector's two sides on vLLM's real scheduler: a soak, and the cases that it may miss.
+
+There is no model. Pages are real tensors: what a step computes is written to them, and every byte
+that attention would read is compared, so that a wrong load, store or reuse shows where it happens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import vllm
+from support.connector.offload_run import (
+    check_nothing_is_left,
+    offloading_installed,
+    run_offloading,
+    serve,
+)
+from support.connector.offload_workloads import (
+    EngineKind,
+    blocks_for_longest,
+    chats,
+    offloading,
+    random_offload,
+    tokens,
+)
+from support.connector.page_contents import WrongBytesError
+from support.connector.paged_layouts import (
+    LAYOUTS,
+    STATE_LAYOUTS,
+    UPSTREAM_LAYOUTS,
+    PagedLayout,
+)
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_engine import SimulatedEngine
+from support.sample import IS_SAMPLE, sampled
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+from vllm_ascend_kvext.store.prefix import HashedPrefix
+
+LOADS_STATES = not vllm.__version__.startswith("0.20.")
+SMALL_LAYOUTS = LAYOUTS + (STATE_LAYOUTS if LOADS_STATES else ())
+ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
+
+NUM_SEEDS = sampled(3)
+NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
+"""Of one random run."""
+
+NUM_RUNS_PER_LAYOUT = len(EngineKind) * NUM_SEEDS
+
+OCCURRENCES = (
+    "aborts",
+    "aborts while loading",
+    "preemptions",
+    "swaps",
+    "joined loads",
+    "failed stores",
+    "failed loads",
+    "refused: no_room",
+    "removed: evicted",
+    "resets",
+    "resets of running requests",
+    "resets with stores under way",
+)
+"""What a soak has to meet, or it says little."""
+
+by_layout = {"ids": lambda layout: layout.name}
+every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS, **by_layout)
+every_small_layout = pytest.mark.parametrize("layout", SMALL_LAYOUTS, **by_layout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def soaked() -> Counter[str]:
+    """What has happened in all random runs so far."""
+    return Counter()
+
+
+@pytest.mark.parametrize("kind", EngineKind, ids=lambda kind: kind.value)
+@every_layout
+def test_random_requests(layout: PagedLayout, kind: EngineKind, soaked: Counter[str]) -> None:
+    """Right bytes, right outputs, and nothing left: no block, pin, place or note of a request."""
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        counts += run_offloading(random_offload(layout, seed, NUM_REQUESTS[layout], kind)).counts
+    assert counts["finished"] > counts["requests"] // 2
+    soaked += counts
+    soaked["runs"] += NUM_SEEDS
+
+
+def test_soak_has_met_everything(soaked: Counter[str]) -> None:
+    if soaked["runs"] < len(ALL_LAYOUTS) * NUM_RUNS_PER_LAYOUT:
+        pytest.skip("only a part of the soak has run")
+    assert soaked["requests"] == sum(NUM_REQUESTS.values()) * NUM_RUNS_PER_LAYOUT
+    assert soaked["requests"] > 2000 or IS_SAMPLE
+    assert soaked["hit requests"] > soaked["requests"] / 10
+    assert {name for name in OCCURRENCES if not soaked[name]} == set()
+
+
+# Loads that wait for each other's blocks.
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.5], ids=["loaded", "failing"])
+@every_small_layout
+def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> None:
+    """Several prompts are loaded at once, in pools that hold little more than one of them.
+
+    Those whose loads fail are computed, before others that have loaded and hold their blocks.
+    """
+    rng = random.Random(layout.name)
+    unit = layout.unit_tokens
+    prompts = [tokens(rng, 4 * unit + rng.randrange(2 * unit)) for _ in range(4)]
+    plans = [plan_of(f"first-{number}", prompt) for number, prompt in enumerate(prompts)]
+    longer = [
+        plan_of(f"second-{number}", [*prompt, *tokens(rng, rng.randrange(1, 2 * unit))], 12)
+        for number, prompt in enumerate(prompts)
+    ]
+    batched_tokens = unit + 16
+    fewest = blocks_for_longest(layout, tuple(longer), batched_tokens)
+    pools = range(fewest, int(2.5 * fewest), -(-fewest // 3))
+    for number, num_blocks in enumerate(pools):
+        with engine_of(
+            layout,
+            TransferScript(seed=number, failing_loads=failing, most_per_step=1),
+            num_blocks=num_blocks,
+            max_num_batched_tokens=batched_tokens,
+            reserve_full_prompt=number % 2 == 0,
+        ) as engine:
+            serve(engine, *plans)
+            serve(engine, *longer)
+            check_nothing_is_left(engine)
+            assert engine.side.counters.hit_requests
+
+
+# Hits.
+
+
+@every_layout
+def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
+    """Without evictions and failures, requests one after the other, compared by brute force."""
+    num_hits = 0
+    for seed in range(sampled(2)):
+        ended: list[tuple[RequestPlan, list[int]]] = []
+        with engine_of(layout) as engine:
+            for plan in chats(random.Random(f"hits/{layout.name}/{seed}"), layout, 12):
+                found = found_in_tier(engine, plan)
+                must = max((ends_shared_with(engine, plan, *each) for each in ended), default=0)
+                before = engine.side.counters.hit_tokens
+                serve(engine, plan)
+                hit_tokens = engine.side.counters.hit_tokens - before
+                assert hit_tokens == found
+                assert hit_tokens >= must
+                num_hits += hit_tokens > 0
+                ended.append((plan, [*plan.prompt, *plan.expected_output()]))
+            check_nothing_is_left(engine)
+    assert num_hits
+
+
+def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
+    """The largest boundary at which all that is needed is stored."""
+    geometry = engine.tier.geometry
+    prefix = prefix_of(engine, plan)
+    keys: dict[Kind, set[bytes]] = {kind: set() for kind in Kind}
+    for entry in entries_of(engine):
+        keys[entry.piece.kind].update(entry.keys)
+    best = 0
+    for boundary in range(geometry.unit_tokens, len(plan.prompt), geometry.unit_tokens):
+        key = prefix.key_at(boundary)
+        if geometry.needs_rows and key not in keys[Kind.ROWS]:
+            break
+        if not geometry.needs_tails or key in keys[Kind.TAILS]:
+            best = boundary
+    return best
+
+
+def ends_shared_with(
+    engine: SimulatedEngine, plan: RequestPlan, other: RequestPlan, other_tokens: list[int]
+) -> int:
+    """The largest end, of prompt or answer, of an ended request that this one goes on from."""
+    if (plan.adapter, plan.cache_salt) != (other.adapter, other.cache_salt):
+        return 0
+    unit: int = engine.tier.geometry.unit_tokens
+    # The last token of a prompt is always computed, the last one of an answer never is.
+    ends = {(len(other_tokens) - 1) // unit * unit}
+    # States are there only where a step ends.
+    if not engine.layout.has_mamba or len(other.prompt) % unit:
+        ends.add((len(other.prompt) - 1) // unit * unit)
+    return max(
+        end
+        for end in {0, *ends}
+        if end < len(plan.prompt) and list(plan.prompt[:end]) == other_tokens[:end]
+    )
+
+
+# Wrong bytes are noticed.
+
+
+def corrupt(host: Any, entry: Entry, others: list[Entry]) -> None:
+    host[entry.offset_bytes : entry.offset_bytes + entry.num_bytes] += 1
+
+
+def swap(host: Any, entry: Entry, others: list[Entry]) -> None:
+    other = next(each for each in others if each.num_bytes == entry.num_bytes)
+    first = slice(entry.offset_bytes, entry.offset_bytes + entry.num_bytes)
+    second = slice(other.offset_bytes, other.offset_bytes + other.num_bytes)
+    host[first], host[second] = host[second].clone(), host[first].clone()
+
+
+@pytest.mark.parametrize("spoil", [corrupt, swap], ids=["corrupted", "swapped"])
+@every_layout
+def test_spoilt_host_memory_is_noticed(
+    layout: PagedLayout, spoil: Callable[[Any, Entry, list[Entry]], None]
+) -> None:
+    """The check of every other test here is able to fail."""
+    rng = random.Random(layout.name)
+    prompts = [tokens(rng, 3 * layout.unit_tokens + 1) for _ in range(2)]
+    for kind in Kind:
+        with engine_of(layout) as engine:
+            for number, prompt in enumerate(prompts):
+                serve(engine, plan_of(f"first-{number}", prompt))
+            found = [entries_for(engine, prompt, kind) for prompt in prompts]
+            if not found[0]:
+                continue  # There are no rows of full attention, or no tails, in such a layout.
+            (worker,) = engine.workers
+            host: Any = worker.side._host
+            spoil(host.tensor, found[0][-1], found[1])
+            with pytest.raises(WrongBytesError):
+                serve(engine, plan_of("second", prompts[0]))
+
+
+def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[Entry]:
+    """What a request with this prompt would load."""
+    prefix = prefix_of(engine, plan_of("", prompt))
+    hit = engine.tier.look_up(prefix, len(prompt) - 1)
+    return [entry for entry in hit.entries if entry.piece.kind is kind]
+
+
+# Resets of the prefix cache.
+
+
+@every_small_layout
+def test_reset_of_the_device_leaves_the_host(layout: PagedLayout) -> None:
+    prompt = tokens(random.Random(layout.name), 4 * layout.unit_tokens + 1)
+    for reset_connector in (False, True):
+        with engine_of(layout, caching=True) as engine:
+            serve(engine, plan_of("first", prompt))
+            assert engine.reset(reset_connector=reset_connector)
+            serve(engine, plan_of("second", prompt))
+            assert (engine.side.counters.hit_tokens > 0) is not reset_connector
+            check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("is_async", "reset_connector"), [(False, False), (True, True)], ids=["sync", "async-clear"]
+)
+@every_small_layout
+def test_reset_while_stores_are_under_way(
+    layout: PagedLayout, is_async: bool, reset_connector: bool
+) -> None:
+    """Their pages are wanted at once: what is being stored of them is lost, and nothing else."""
+    rng = random.Random(layout.name)
+    prompt, other = tokens(rng, 4 * layout.unit_tokens), tokens(rng, 4 * layout.unit_tokens)
+    slow = TransferScript(seed=1, most_per_step=0)
+    plan = plan_of("first", prompt, max_tokens=2 * layout.unit_tokens)
+    with engine_of(layout, slow, caching=True, is_async=is_async) as engine:
+        engine.add_request(plan)
+        while not engine.parts.stores._under_way:
+            engine.step()
+        assert engine.side.num_references
+        assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)
+        assert not engine.side.num_references
+        # Others overwrite the pages before they are read.
+        serve_unfinished(engine, plan_of("other", other), steps=3)
+        for worker in engine.workers:
+            worker.transfers.open()
+        serve(engine)
+        assert engine.reset()
+        serve(engine, plan_of("second", prompt))
+        check_nothing_is_left(engine)
+
+
+def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> None:
+    engine.add_request(plan)
+    for _ in range(steps):
+        engine.step()
+
+
+# What the cases are made of.
+
+
+@contextmanager
+def engine_of(
+    layout: PagedLayout, script: TransferScript | None = None, **options: Any
+) -> Iterator[SimulatedEngine]:
+    """By default all is stored, nothing is evicted, and hits are the host's alone."""
+    values: dict[str, Any] = {
+        "num_blocks": 1200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "caching": False,
+        "events": False,
+        "offloading": offloading(layout),
+    }
+    engine = SimulatedEngine(layout, EngineOptions(**values | options), script or TransferScript())
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:
+    return RequestPlan(
+        request_id=request_id, arrival_step=0, prompt=tuple(prompt), max_tokens=max_tokens
+    )
+
+
+def prefix_of(engine: SimulatedEngine, plan: RequestPlan) -> HashedPrefix:
+    return HashedPrefix(engine.make_request(plan).block_hashes, engine.hash_block_size)
+
+
+def entries_of(engine: SimulatedEngine) -> list[Entry]:
+    """What can be found, the oldest first."""
+    entries = engine.tier._entries.values()
+    return [entry for entry in entries if entry.state is EntryState.STORED]
