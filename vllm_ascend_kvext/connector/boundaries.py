@@ -18,7 +18,7 @@ from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
-from vllm_ascend_kvext.retention.protocols import Request
+from vllm_ascend_kvext.retention.protocols import Prompt
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 UNASKED = frozenset({Origin.LADDER, Origin.GRID})
@@ -51,7 +51,7 @@ class BoundaryPlanner:
         self._stored: dict[Reason, int] = {}
         self._hits: dict[Reason, int] = {}
 
-    def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
+    def plan(self, request: Prompt, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
         """Boundaries past the hit that are known at admission.
 
         Args:

@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
-from vllm_ascend_kvext.retention.protocols import Request
+from vllm_ascend_kvext.retention.protocols import Prompt
 
 HINT_ARGUMENT = "kvext_checkpoint_tokens"
 MOST_HINTS = 16
@@ -21,13 +21,13 @@ MOST_HINTS = 16
 logger = logging.getLogger("vllm.ascend_kvext.retention")
 
 
-def hinted_boundaries(request: Request, geometry: HitGeometry) -> list[int]:
+def hinted_boundaries(request: Prompt, geometry: HitGeometry) -> list[int]:
     """The boundaries, in tokens, at or below the positions that a request names."""
     usable, _ = _split(request)
     return sorted({geometry.reachable_tokens(position) for position in usable} - {0})
 
 
-def report_unusable_hints(request: Request) -> None:
+def report_unusable_hints(request: Prompt) -> None:
     """Log what is no position within a request's prompt: a hint never fails a request."""
     usable, hints = _split(request)
     if len(usable) < len(hints):
@@ -43,7 +43,7 @@ def report_unusable_hints(request: Request) -> None:
         )
 
 
-def _split(request: Request) -> tuple[list[int], list[Any]]:
+def _split(request: Prompt) -> tuple[list[int], list[Any]]:
     """The usable hints of a request, and all of them."""
     arguments = getattr(request.sampling_params, "extra_args", None) or {}
     hints = arguments.get(HINT_ARGUMENT)

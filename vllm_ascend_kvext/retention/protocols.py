@@ -45,6 +45,14 @@ class Request(Protocol):
     def is_finished(self) -> bool: ...
 
 
+class Prompt(Protocol):
+    """What a request says of itself before anything of it is computed."""
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling_params: Any
+
+
 class GroupManager(Protocol):
     """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
 
