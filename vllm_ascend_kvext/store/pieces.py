@@ -65,9 +65,7 @@ def chain_to(
     return entries
 
 
-def present_tokens(
-    index: Index, geometry: TierGeometry, prefix: Prefix, limit_tokens: int
-) -> int:
+def present_tokens(index: Index, geometry: TierGeometry, prefix: Prefix, limit_tokens: int) -> int:
     """Up to which boundary the rows of a prefix are stored, or being stored, without a gap.
 
     Takes time in proportion to the chunks that are there, and to the units of the first that is

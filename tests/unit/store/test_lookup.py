@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from unit.store.small_tier import SmallTier
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.store.small_tier import CHUNK_TOKENS, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.store.counters import Removal
@@ -277,3 +279,25 @@ def test_a_chunk_is_a_multiple_of_the_unit(chunk: int, unit: int) -> None:
 def test_a_model_needs_rows_or_tails() -> None:
     with pytest.raises(TierError, match="leave the tier out"):
         TierGeometry(12, 2, needs_rows=False, needs_tails=False)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 17), st.integers(1, 6)), max_size=8),
+    limit_tokens=st.integers(0, 40),
+)
+def test_present_tokens_end_where_the_first_row_is_missing(
+    pieces: list[tuple[int, int]], limit_tokens: int
+) -> None:
+    tier = SmallTier()
+    text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
+    for first_unit, num_units in pieces:
+        first = first_unit * UNIT_TOKENS
+        end = min(first + num_units * UNIT_TOKENS, first - first % CHUNK_TOKENS + CHUNK_TOKENS)
+        tier.begin(text, Piece.rows(first, end))
+    prefix = TextPrefix(text)
+    complete = [
+        boundary
+        for boundary in range(0, min(limit_tokens, len(text)) + 1, UNIT_TOKENS)
+        if not tier.missing_pieces(prefix, 0, boundary)
+    ]
+    assert tier.present_tokens(prefix, limit_tokens) == max(complete)
