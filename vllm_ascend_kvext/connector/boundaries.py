@@ -24,7 +24,7 @@ from vllm_ascend_kvext.retention.reasons import Origin, Reason
 UNASKED = frozenset({Origin.LADDER, Origin.GRID})
 """What nobody asked for."""
 
-_TRIALS = 256
+_TRIALS = 16
 """Tails of one reason that are stored before their hits are looked at."""
 
 _LEAST_HITS_PER_TAIL = 1 / 64

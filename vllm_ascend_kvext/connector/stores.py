@@ -377,7 +377,9 @@ class Stores:
             return Refusal.BUSY
         prefix = self._engine.prefix(request)
         num_bytes = self._layout.num_bytes(piece)
-        entry = self._tier.begin_store(prefix, piece, num_bytes, tracked.use)
+        # What nobody asked for gives way first, until somebody resumes there.
+        use = 0 if is_unasked else tracked.use
+        entry = self._tier.begin_store(prefix, piece, num_bytes, use)
         if isinstance(entry, Refusal):
             return entry
         if reason is not None:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real scheduler on a layout of the benchmark, with or without KvextConnector.
+
+Knows no trace. CPU time is that of the scheduler, its connector included; the worker's is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from retention.layouts import BenchLayout
+from support.scheduler.layouts import Attention, Group, Layout
+from support.scheduler.options import EngineOptions, build_vllm_config
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from host_tier.worker import PlanningWorker
+from vllm_ascend_kvext.connector.kvext_connector import KvextHandshake
+from vllm_ascend_kvext.connector.messages import WorkerLayout
+from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.layout.model import KVLayout
+
+MAX_RUNNING = 16
+MAX_MODEL_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The host tier of an engine.
+
+    Attributes:
+        pages: Of the one worker.
+        num_bytes: Only counted, not allocated.
+        store_policy: See ``StorePolicy``.
+    """
+
+    pages: KVLayout
+    num_bytes: int
+    store_policy: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "host_memory_gib": self.num_bytes / (1 << 30),
+            "store_policy": self.store_policy,
+            # There is no clock to say what is dear.
+            "load_if_slower": True,
+        }
+
+
+class Engine:
+    """A scheduler, and a worker that plays the connector's.
+
+    Args:
+        layout: The cache layout.
+        num_blocks: Size of the pool.
+        host: Its host tier; None for none.
+    """
+
+    def __init__(self, layout: BenchLayout, num_blocks: int, host: HostMemory | None) -> None:
+        vllm_config = build_vllm_config(
+            _named_like(layout),
+            EngineOptions(
+                num_blocks=num_blocks,
+                max_num_seqs=MAX_RUNNING,
+                max_num_batched_tokens=layout.step_tokens,
+                max_model_len=MAX_MODEL_TOKENS,
+                events=False,
+                offloading=host.config if host else None,
+            ),
+        )
+        vllm_config.lora_config = None
+        _register_specs(vllm_config)
+        self.scheduler = Scheduler(
+            vllm_config=vllm_config,
+            kv_cache_config=layout.config(num_blocks),
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=layout.scheduler_block_tokens,
+            hash_block_size=layout.hash_block_tokens,
+        )
+        self._worker = PlanningWorker(host.pages) if host else None
+        if host is not None:
+            worker = WorkerLayout(host.pages, "", host.num_bytes)
+            self.scheduler.connector.set_xfer_handshake_metadata({0: KvextHandshake(worker)})
+        self._elapsed_ns = 0
+
+    @property
+    def side(self) -> SchedulerSide | None:
+        """The connector's scheduler side."""
+        connector = self.scheduler.connector
+        return connector.scheduler_side if connector is not None else None
+
+    @property
+    def worker(self) -> PlanningWorker | None:
+        return self._worker
+
+    @property
+    def scheduler_s(self) -> float:
+        """CPU time in the scheduler."""
+        return self._elapsed_ns / 1e9
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or transfers of requests that have ended."""
+        return bool(self.scheduler.has_requests())
+
+    def add(self, request: Request) -> None:
+        self._timed(self.scheduler.add_request, request)
+
+    def schedule(self) -> SchedulerOutput:
+        return self._timed(self.scheduler.schedule)
+
+    def finish_step(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """The model has run.
+
+        Args:
+            scheduled: Of `schedule`.
+            sampled: By request, in the order of the schedule; empty where a prompt goes on.
+        """
+        output = ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: i for i, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+        )
+        if self._worker is not None:
+            done = self._worker.run_step(scheduled.kv_connector_metadata)
+            output = replace(output, kv_connector_output=done)
+        self._timed(self.scheduler.update_from_output, scheduled, output)
+
+    def _timed(self, function: Callable[..., Any], *args: object) -> Any:
+        started_ns = time.thread_time_ns()
+        try:
+            return function(*args)
+        finally:
+            self._elapsed_ns += time.thread_time_ns() - started_ns
+
+
+def _named_like(layout: BenchLayout) -> Layout:
+    """What the configuration of an engine has to know of a layout."""
+    block_tokens = layout.state_block_tokens or layout.hash_block_tokens
+    attention = Attention.MAMBA if layout.state_block_tokens else Attention.FULL
+    return Layout(layout.name, (Group(attention, block_tokens),))
+
+
+def _register_specs(vllm_config: Any) -> None:
+    from vllm.v1.core import single_type_kv_cache_manager
+
+    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
+    if register is not None:  # vLLM 0.23.0; its engine core does it
+        register(vllm_config)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker would register for each layout of the benchmark: sizes only, no memory.
+
+DeepSeek-V4 comes from the planning and shaping code of vLLM, or of vllm-ascend. The others are made
+here, with the sizes of one model each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from retention.layouts import ASCEND_BLOCK_SIZES, PLAIN_LAYOUTS
+from support.scheduler.layouts import Attention, Group
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RegisteredStorage
+
+_FEW_BLOCKS = 4
+"""Of the tensors that are made to be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Of the layers of one KV cache group.
+
+    Attributes:
+        num_layers: In each group.
+        token_bytes: K and V of one token in one layer.
+        state_bytes: A state in one layer.
+    """
+
+    num_layers: int
+    token_bytes: int
+    state_bytes: int = 0
+
+
+MODELS = {
+    # gpt-oss-120b: 36 layers, 8 heads of 64.
+    "gptoss": ModelSizes(18, 2 * 8 * 64 * 2),
+    # gemma-3-27b: 62 layers, one in six without a window; 16 heads of 128.
+    "gemma": ModelSizes(10, 2 * 16 * 128 * 2),
+    # Qwen3-Next-80B: 48 layers, one in four with attention, 2 heads of 256.
+    "mamba": ModelSizes(12, 2 * 2 * 256 * 2, 32 * 128 * 128 * 4 // 2 + 3 * 8192 * 2),
+}
+
+
+def pages_of(layout_name: str, num_blocks: int) -> KVLayout:
+    """The layout of one worker's pages.
+
+    Args:
+        layout_name: Of a layout of the benchmark.
+        num_blocks: Size of the pool.
+    """
+    if layout_name in ASCEND_BLOCK_SIZES:
+        import ascend_layouts
+
+        block_size = ASCEND_BLOCK_SIZES[layout_name]
+        layout = ascend_layouts.deepseek_v4(block_size, _FEW_BLOCKS).layout()
+    elif layout_name == "dsv4":
+        from support.layout.fixtures import deepseek_v4
+
+        layout = deepseek_v4("fp8_ds_mla", num_blocks=_FEW_BLOCKS).layout()
+    else:
+        groups = PLAIN_LAYOUTS[layout_name].groups
+        layout = _made_up(groups, MODELS[layout_name])
+    return replace(layout, num_pages=num_blocks)
+
+
+def _made_up(groups: tuple[Group, ...], sizes: ModelSizes) -> KVLayout:
+    return KVLayout(
+        storages=(RegisteredStorage(1 << 20, 1 << 50),),
+        groups=tuple(_group(index, group, sizes) for index, group in enumerate(groups)),
+        num_pages=_FEW_BLOCKS,
+        num_scheduler_groups=len(groups),
+    )
+
+
+def _group(index: int, group: Group, sizes: ModelSizes) -> LayoutGroup:
+    is_state = group.attention is Attention.MAMBA
+    row_bytes = sizes.state_bytes if is_state else sizes.token_bytes
+    rows_per_page = 1 if is_state else group.block_tokens
+    kind = GroupKind.WINDOW if group.has_window else GroupKind.FULL
+    return LayoutGroup(
+        scheduler_group=index,
+        kind=GroupKind.STATE if is_state else kind,
+        tokens_per_page=group.block_tokens,
+        tokens_per_row=group.block_tokens // rows_per_page,
+        window_tokens=group.span_tokens,
+        restart_tokens=0,
+        planes=tuple(
+            Plane(
+                layer_name=f"{index}.{layer}",
+                storage=0,
+                base_bytes=0,
+                page_stride_bytes=rows_per_page * row_bytes,
+                region_offset_bytes=0,
+                row_bytes=row_bytes,
+                dtype="bfloat16",
+                is_packed=False,
+            )
+            for layer in range(sizes.num_layers)
+        ),
+        holds_states=is_state,
+    )

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serving a trace came to, and the table of it. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CEILING_UNIT_TOKENS = 128
+"""Hit unit of the endless cache that hit rates are compared with."""
+
+MOST_POINTS_BELOW = 5.0
+"""What the host tier may lose against it, in percentage points."""
+
+_MIB = 1 << 20
+
+
+class Variant(enum.Enum):
+    """What serves: a retention policy on the device, with or without a host tier behind it."""
+
+    DENSE = "dense"
+    ADAPTIVE = "adaptive"
+    DENSE_HOST = "dense+host"
+    ADAPTIVE_HOST = "adaptive+host"
+
+    @property
+    def policy(self) -> str:
+        return self.value.partition("+")[0]
+
+    @property
+    def has_host(self) -> bool:
+        return self.value.endswith("+host")
+
+
+@dataclass(slots=True)
+class HostUse:
+    """What the host tier did.
+
+    Attributes:
+        row_bytes: Of all rows that were stored.
+        tail_bytes: Of all tails that were stored.
+        num_tails: Boundaries at which tails were stored.
+        bytes_held: At the end.
+        computed_tokens: Different tokens of the trace, prompts and answers.
+        shortfalls: Requests that found less than they might have, by reason.
+        refusals: Stores that were not made, by reason.
+        num_leaks: Blocks and pins that were held at the end; 0 if all is well.
+    """
+
+    row_bytes: int
+    tail_bytes: int
+    num_tails: int
+    bytes_held: int
+    computed_tokens: int
+    shortfalls: dict[str, int]
+    refusals: dict[str, int]
+    num_leaks: int
+
+    def mib_per_1024_tokens(self, num_bytes: int) -> float:
+        return num_bytes / _MIB / (self.computed_tokens / 1024)
+
+
+@dataclass(slots=True)
+class Result:
+    """One variant.
+
+    Attributes:
+        hit_rate: Hit tokens of all prompt tokens.
+        ceiling: The same in an endless cache.
+        scheduler_ms_per_request: CPU time.
+        num_preemptions: Of running requests.
+        host: None without a host tier.
+    """
+
+    hit_rate: float
+    ceiling: float
+    scheduler_ms_per_request: float
+    num_preemptions: int
+    host: HostUse | None
+
+
+@dataclass(slots=True)
+class Row:
+    """All variants of one trace on one layout.
+
+    Attributes:
+        layout: Its name.
+        trace: Its name.
+        scale: Factor on the trace's size.
+        num_requests: Of the trace.
+        pool: Share of the dense footprint.
+        num_blocks: The same in blocks.
+        results: By variant; not all of them if the trace fits into none of the pools.
+    """
+
+    layout: str
+    trace: str
+    scale: float
+    num_requests: int
+    pool: float = 0.0
+    num_blocks: int = 0
+    results: dict[Variant, Result] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.results) == len(Variant)
+
+    @property
+    def ceiling(self) -> float:
+        """Of the variants', the highest: what is shared depends a little on who is served when."""
+        return max(result.ceiling for result in self.results.values())
+
+    @property
+    def points_below(self) -> float:
+        """By how much the better variant with a host tier misses the ceiling, in points."""
+        rates = [result.hit_rate for variant, result in self.results.items() if variant.has_host]
+        return 100 * (self.ceiling - max(rates))
+
+    @property
+    def is_good(self) -> bool:
+        """Within the limit, and nothing is held at the end."""
+        hosts = [result.host for result in self.results.values() if result.host is not None]
+        return (
+            self.is_complete
+            and self.points_below <= MOST_POINTS_BELOW
+            and not any(host.num_leaks for host in hosts)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        results = {variant.value: asdict(result) for variant, result in self.results.items()}
+        return {
+            name: results if name == "results" else getattr(self, name) for name in self.__slots__
+        }
+
+    @classmethod
+    def from_json(cls, read: dict[str, Any]) -> Row:
+        results = {
+            Variant(name): Result(**result | {"host": _host(result["host"])})
+            for name, result in read["results"].items()
+        }
+        return cls(**read | {"results": results})
+
+
+def _host(read: dict[str, Any] | None) -> HostUse | None:
+    return None if read is None else HostUse(**read)
+
+
+HEAD = (
+    f"{'layout':15} {'trace':7} {'pool':>5} {'blocks':>7} | "
+    f"{'dense':>6} {'adapt.':>6} {'d+host':>6} {'a+host':>6} {'ceil.':>6} {'below':>6} | "
+    f"{'rows':>6} {'tails':>6} {'MiB/tail':>8} | {'CPU ms per request':>23}"
+)
+
+
+def line(row: Row) -> str:
+    """Hit rates in percent, MiB of host memory per 1,024 tokens, scheduler CPU by variant."""
+    head = f"{row.layout:15} {row.trace:7} {row.pool:5.0%} {row.num_blocks:7,} | "
+    if not row.is_complete:
+        return head + "does not fit"
+    rates = " ".join(f"{100 * row.results[variant].hit_rate:6.1f}" for variant in Variant)
+    host = row.results[Variant.ADAPTIVE_HOST].host
+    assert host is not None
+    rows, tails = map(host.mib_per_1024_tokens, (host.row_bytes, host.tail_bytes))
+    of_tail = host.tail_bytes / _MIB / max(1, host.num_tails)
+    times = "/".join(f"{row.results[each].scheduler_ms_per_request:5.2f}" for each in Variant)
+    return (
+        f"{head}{rates} {100 * row.ceiling:6.1f} {row.points_below:6.1f} | "
+        f"{rows:6.2f} {tails:6.2f} {of_tail:8.2f} | {times}"
+    )
+
+
+def why_not(row: Row) -> Iterable[str]:
+    """One line for each variant with a host tier: what was missed, and why."""
+    for variant, result in row.results.items():
+        host = result.host
+        if host is None:
+            continue
+        leaks = f"  LEAKS {host.num_leaks}" if host.num_leaks else ""
+        yield (
+            f"    {variant.value:14} why not: {_counts(host.shortfalls)}; "
+            f"not stored: {_counts(host.refusals)}; preempted {result.num_preemptions}{leaks}"
+        )
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "-"
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """How many rows are within the limit."""
+    every = list(rows)
+    good = sum(row.is_good for row in every)
+    return f"{good} of {len(every)} rows within {MOST_POINTS_BELOW:g} points of the ceiling"

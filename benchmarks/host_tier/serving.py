@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a trace on an `Engine`. No model, no clock: the result is exact for the trace.
+
+Time is counted as in `retention.serving`: a decoding request advances by bursts of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from retention.losses import ComputedPrefixes
+from retention.serving import BURST_TOKENS, DoesNotFitError, Job
+from retention.traces import Trace
+
+from host_tier.engine import Engine
+
+MOST_IDLE_STEPS = 1000
+"""With work to do and none done: the pool is too small."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What serving a trace came to.
+
+    Attributes:
+        num_requests: Of the trace.
+        prompt_tokens: Of all requests.
+        hit_tokens: On the device and in host memory, of all requests, when they are first computed.
+        loaded_tokens: Those of them, and of requests that were preempted, that came from the host.
+        shared_tokens: What somebody had computed before a request was first computed.
+        num_preemptions: How often a running request lost its blocks.
+        num_steps: Scheduler steps.
+        scheduler_s: CPU time in the scheduler.
+        counts: Of the connector: why not, bytes, entries.
+    """
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    loaded_tokens: int = 0
+    shared_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    scheduler_s: float = 0.0
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+class Serving:
+    """One engine and one trace.
+
+    Args:
+        engine: Without any requests yet.
+        trace: What is served.
+        hash_block_tokens: Tokens per hash.
+        shared_unit_tokens: Unit of ``shared_tokens``.
+    """
+
+    def __init__(
+        self, engine: Engine, trace: Trace, hash_block_tokens: int, shared_unit_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._trace = trace
+        self._hash_block_tokens = hash_block_tokens
+        self._unit_tokens = shared_unit_tokens
+        self._outcome = Outcome(num_requests=len(trace.requests))
+        self._prefixes = ComputedPrefixes()
+        self._jobs: dict[str, Job] = {}
+        self._arrivals: list[tuple[int, int]] = []
+        self._followers: dict[int, list[int]] = {}
+        self._step = 0
+        self.log: list[tuple[int, int, int]] = []
+
+    def run(self) -> Outcome:
+        """Serve it all.
+
+        Raises:
+            DoesNotFitError: A request does not fit into the pool.
+        """
+        for number, traced in enumerate(self._trace.requests):
+            if traced.after is None:
+                heapq.heappush(self._arrivals, (traced.delay_steps, number))
+            else:
+                self._followers.setdefault(traced.after, []).append(number)
+        idle_steps = 0
+        while self._arrivals or self._jobs:
+            if not self._jobs:
+                self._step = max(self._step, self._arrivals[0][0])
+            while self._arrivals and self._arrivals[0][0] <= self._step:
+                self._arrive(heapq.heappop(self._arrivals)[1])
+            idle_steps = 0 if self._run_step() else idle_steps + 1
+            if idle_steps > MOST_IDLE_STEPS:
+                raise DoesNotFitError
+            self._step += 1
+            self._outcome.num_steps += 1
+        self._outcome.scheduler_s = self._engine.scheduler_s
+        while self._engine.has_work:  # the last stores
+            self._run_step()
+        return self._outcome
+
+    def _arrive(self, number: int) -> None:
+        job = Job(number, self._trace.requests[number], self._hash_block_tokens)
+        self._jobs[job.request.request_id] = job
+        self._outcome.prompt_tokens += job.traced.num_prompt_tokens
+        self._engine.add(job.request)
+
+    def _run_step(self) -> bool:
+        """Whether it computed anything."""
+        scheduled = self._engine.schedule()
+        for new in scheduled.scheduled_new_reqs:
+            self._note_hit(self._jobs[new.req_id], new.num_computed_tokens)
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            job = self._jobs[request_id]
+            end = job.request.num_computed_tokens
+            self._prefixes.extend(job.traced.answered, end - num_tokens, end)
+        self._outcome.num_preemptions += len(scheduled.preempted_req_ids or ())
+        sampled = {
+            request_id: self._jobs[request_id].next_outputs(BURST_TOKENS)
+            for request_id in scheduled.num_scheduled_tokens
+        }
+        self._engine.finish_step(scheduled, sampled)
+        for request_id in sampled:
+            if self._jobs[request_id].request.is_finished():
+                self._finish(self._jobs.pop(request_id))
+        return bool(sampled)
+
+    def _note_hit(self, job: Job, hit_tokens: int) -> None:
+        prompt = job.traced.prompt
+        shared_tokens = min(self._prefixes.longest(prompt), len(prompt) - 1)
+        self._outcome.hit_tokens += hit_tokens
+        self._outcome.shared_tokens += shared_tokens - shared_tokens % self._unit_tokens
+        self.log.append((job.number, hit_tokens, shared_tokens))
+
+    def _finish(self, job: Job) -> None:
+        for follower in self._followers.get(job.number, ()):
+            delay_steps = self._trace.requests[follower].delay_steps
+            heapq.heappush(self._arrivals, (self._step + 1 + delay_steps, follower))
