@@ -29,7 +29,7 @@ def drain_before_reset(
         side.release_pages()
         deadline_s = time.monotonic() + MOST_DRAINING_S
         while (
-            side.has_work
+            side.has_transfers
             and not core.scheduler.has_unfinished_requests()
             and time.monotonic() < deadline_s
         ):

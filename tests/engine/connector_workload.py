@@ -192,7 +192,7 @@ class Engine:
             report["left"] |= {
                 "references": side.num_references,
                 "pins": side.num_pinned,
-                "transfers": int(side.has_work),
+                "transfers": int(side.has_transfers),
             }
             report["own"] = side.counters.totals()
         return report

@@ -142,6 +142,7 @@ class Loads:
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
         """
+        self._room.release(request.request_id)
         num_tokens = self._match(request, local_tokens)
         if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
             return None
@@ -232,7 +233,7 @@ class Loads:
         outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
         self._tier.end_load(under_way.load, outcome)
         if has_failed:
-            self._room.unpark(request_id)
+            # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
             self._remember_failure(request_id)
         elif self._cost is not None:

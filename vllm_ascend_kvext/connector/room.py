@@ -117,8 +117,12 @@ class PoolRoom:
 
     def unpark(self, request_id: str) -> None:
         """A request computes, or has ended."""
-        self._parked.pop(request_id, None)
+        self.release(request_id)
         self.withdraw(request_id)
+
+    def release(self, request_id: str) -> None:
+        """A request holds no blocks: it is to be admitted, perhaps after a load that failed."""
+        self._parked.pop(request_id, None)
 
     def withdraw(self, request_id: str) -> None:
         """A request does not wait for room any more."""

@@ -106,6 +106,7 @@ class SchedulerSide:
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
         self._has_warned = False
+        self._has_news = False
 
     def bind(self, engine: Engine) -> None:
         """The scheduler is there."""
@@ -182,7 +183,12 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Whether transfers are planned or under way, so that steps are needed to end them."""
+        """Whether steps are needed: to end transfers, and one to report the last of them."""
+        return self._has_news or self.has_transfers
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers are planned or under way."""
         parts = self._parts
         return parts is not None and bool(
             parts.stores.num_under_way
@@ -255,7 +261,9 @@ class SchedulerSide:
             stores.note_step(requests[request_id], num_new_tokens)
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
-        wants_stats = now_s >= self._next_stats_s
+        # A step that computes nothing may be the last for a while.
+        wants_stats = not num_tokens or now_s >= self._next_stats_s
+        self._has_news = False
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
         return StepJobs(swaps, loads, stores.take_jobs(), bool(num_tokens), wants_stats)
@@ -273,6 +281,7 @@ class SchedulerSide:
         if parts is None:
             return
         if results is not None:
+            self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
             self.counters.add_traffic(results.traffic)
             self._failed_loads |= results.failed_loads
             moved = results.traffic["load"]

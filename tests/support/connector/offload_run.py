@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import vllm
 from vllm.v1.request import RequestStatus
 
 from support.connector.offload_workloads import OffloadWorkload
@@ -134,7 +135,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     """No request, no transfer: nothing is held, pinned or being stored."""
     side, tier, pool = engine.side, engine.tier, engine.block_pool
     assert not engine.scheduler.requests
-    assert not side.has_work
+    assert not side.has_transfers
     assert side.num_references == 0
     assert side.num_pinned == 0
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
@@ -176,8 +177,11 @@ def _reset(
 
 def _can_preempt_for_reset(engine: SimulatedEngine, workload: OffloadWorkload) -> bool:
     """Whether upstream can: no request may hold blocks that does not run, and no drafts be late."""
-    if workload.options.is_async and workload.options.drafter is not None:
+    is_async = workload.options.is_async
+    if is_async and workload.options.drafter is not None:
         return False
+    if is_async and vllm.__version__.startswith("0.20."):
+        return False  # It leaves out the next token, whether one was on its way or not.
     scheduler = engine.scheduler
     running = {request.request_id for request in scheduler.running}
     return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)

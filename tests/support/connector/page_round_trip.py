@@ -252,7 +252,7 @@ class _Sides:
         return num_tokens
 
     def assert_idle(self) -> None:
-        assert not self._side.has_work
+        assert not self._side.has_transfers
         assert not self._side.num_references
         assert not self._side.num_pinned
         assert not any(block.ref_cnt for block in self._pool.blocks)

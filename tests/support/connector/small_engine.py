@@ -288,7 +288,7 @@ class SmallEngine:
 
     def assert_idle(self) -> None:
         """Nothing is held, pinned or under way."""
-        assert not self.side.has_work
+        assert not self.side.has_transfers
         assert not self.side.num_references
         assert not self.side.num_pinned
         assert self.num_free_blocks == len(self.pool.blocks) - 1

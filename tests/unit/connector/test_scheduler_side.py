@@ -456,3 +456,13 @@ def test_abandoned_stores_release_their_pages_and_are_worth_nothing(engine: Smal
     engine.assert_idle()
     assert not engine.side.counters.tier.entries_held
     assert engine.side.match(engine.add("b", LETTERS), 0) == 0
+
+
+def test_end_of_the_last_transfer_is_reported_in_one_more_step(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    assert engine.side.has_work
+    jobs = engine.step()
+    assert jobs.wants_stats
+    assert not engine.side.has_work
+    engine.output()
+    assert not engine.side.has_work
