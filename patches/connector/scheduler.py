@@ -94,12 +94,19 @@ class ConnectedScheduler:
                 interval_tokens=interval_tokens_of(manager.coordinator),
                 step_tokens=scheduler.max_num_scheduled_tokens,
                 num_running=lambda: len(scheduler.running),
+                looks_ahead=bool(manager.coordinator.eagle_group_ids),
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
         self._preempt = scheduler._preempt_request
         self._reset_prefix_cache = scheduler.reset_prefix_cache
-        methods: list[Callable[..., Any]] = [self.has_finished_requests, self.reset_prefix_cache]
+        self._update_session = scheduler._update_request_as_session
+        self._is_resetting = False
+        methods: list[Callable[..., Any]] = [
+            self.has_finished_requests,
+            self.reset_prefix_cache,
+            self._update_request_as_session,
+        ]
         if connector.options.swap_on_preemption:
             _require_intact_pages(scheduler)
             methods.append(self._preempt_request)
@@ -119,13 +126,53 @@ class ConnectedScheduler:
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
+        if reset_running_requests:
+            self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:
             self._side.abandon_stores()
-        return self._reset_prefix_cache(reset_running_requests, reset_connector)
+        self._is_resetting = True
+        try:
+            return self._reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            self._is_resetting = False
+            if reset_connector:
+                # Upstream may have raised before it came to that.
+                self._side.clear()
+
+    def _restart_loaded_requests(self) -> None:
+        """Take the blocks of requests that have loaded and do not run yet.
+
+        Upstream preempts what runs, and fails over what does not. A load that is under way still
+        writes: there it fails.
+        """
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._scheduler
+        loaded = scheduler.finished_recving_kv_req_ids
+        waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        for request_id, request in scheduler.requests.items():
+            is_loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and (
+                request_id in loaded
+            )
+            if not is_loaded and not (request.status in waits and request.num_computed_tokens):
+                continue
+            scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            request.status = waits[request.num_preemptions > 0]
+            loaded.discard(request_id)
+            scheduler.failed_recving_kv_req_ids.discard(request_id)
+            getattr(scheduler, "_inflight_prefills", set()).discard(request)
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        """Continue a session, whose last token upstream drops, but not from the hashes."""
+        hash_tokens = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        del session.block_hashes[session.num_computed_tokens // hash_tokens :]
+        self._update_session(session, update)
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Store what a request has computed, before its blocks are freed."""
-        self._side.preempt(request)
+        if not self._is_resetting:  # Its pages may be gone before a step can read them.
+            self._side.preempt(request)
         self._preempt(request, timestamp)
 
 
@@ -169,6 +216,9 @@ PATCHES = (
             f"{_SCHEDULER}.schedule",
             f"{_SCHEDULER}._update_after_schedule",
             f"{_SCHEDULER}._connector_finished",
+            f"{_SCHEDULER}._update_request_as_session",
+            f"{_SCHEDULER}._update_waiting_for_remote_kv",
+            f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ),

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +290,61 @@ def test_reset_while_stores_are_under_way(
         assert engine.reset()
         serve(engine, plan_of("second", prompt))
         check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
+def test_reset_swaps_nothing_out(reset_connector: bool) -> None:
+    """Sleep mode takes the pages away before another step could read them."""
+    layout = LAYOUTS[0]
+    prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
+    swapping = offloading(layout, swap_on_preemption=True)
+    with engine_of(layout, offloading=swapping) as engine:
+        engine.add_request(plan_of("first", prompt, max_tokens=60))
+        while engine.scheduler.requests["first"].num_tokens < len(prompt) + 10:
+            engine.step()
+        while engine.side.has_transfers:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)
+        assert not engine.side.has_transfers
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
+def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None:
+    """vLLM fails over blocks of requests that do not run, and leaves the connector uncleared."""
+    layout = LAYOUTS[0]
+    prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
+    with engine_of(layout) as engine:
+        serve(engine, plan_of("first", prompt))
+        engine.add_request(plan_of("second", prompt))
+        while not engine.scheduler.finished_recving_kv_req_ids:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)
+        assert bool(engine.side.counters.tier.entries_held) is not reset_connector
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_session_that_goes_on_has_the_hashes_of_its_tokens() -> None:
+    """vLLM drops the last token of an answer, and leaves the hash of a block that it completed."""
+    layout = LAYOUTS[0]
+    unit = layout.unit_tokens
+    prompt = tokens(random.Random(5), 6 * unit - 1)
+    with engine_of(layout) as engine:
+        request = engine.add_request(plan_of("first", prompt, max_tokens=60))
+        while request.num_tokens < len(prompt) + 1:
+            engine.step()
+        assert len(request.block_hashes) * engine.hash_block_size == request.num_tokens
+        new_tokens = tokens(random.Random(6), unit)
+        update = SimpleNamespace(
+            prompt_token_ids=new_tokens, mm_features=None, arrival_time=0.0, sampling_params=None
+        )
+        kept = list(request.all_token_ids[: request.num_computed_tokens])
+        engine.scheduler._update_request_as_session(request, update)
+        expected = engine.make_request(plan_of("expected", [*kept, *new_tokens]))
+        assert list(request.all_token_ids) == [*kept, *new_tokens]
+        assert request.block_hashes == expected.block_hashes
 
 
 def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> None:

@@ -57,6 +57,7 @@ class Engine:
         interval_tokens: Of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
         step_tokens: That a step computes at most.
         num_running: How many requests run.
+        looks_ahead: Whether a local hit drops the last block that it finds (EAGLE, MTP).
     """
 
     requests: Mapping[str, Request]
@@ -68,6 +69,7 @@ class Engine:
     interval_tokens: int = 0
     step_tokens: int = 1
     num_running: Callable[[], int] = lambda: 0
+    looks_ahead: bool = False
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

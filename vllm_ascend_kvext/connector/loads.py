@@ -61,6 +61,18 @@ class _Awaited(NamedTuple):
     since_s: float
 
 
+class _Later(NamedTuple):
+    """Why a request has to wait for room.
+
+    Attributes:
+        local_tokens: What the device had.
+        room_version: Of the room that its load did not find; None if it has nothing to load.
+    """
+
+    local_tokens: int
+    room_version: int | None
+
+
 class LoadUnderWay(NamedTuple):
     """A load that workers make.
 
@@ -113,6 +125,7 @@ class Loads:
         self._expected: dict[bytes, str] = {}
         self._expected_tokens: dict[str, tuple[int, bytes]] = {}
         self._awaited: dict[str, _Awaited] = {}
+        self._later: dict[str, _Later] = {}
         self._shortfalls: dict[str, Shortfall | None] = {}
         self._too_dear: set[str] = set()
         self._failed: dict[str, None] = {}
@@ -142,11 +155,26 @@ class Loads:
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
         """
-        self._room.release(request.request_id)
+        request_id = request.request_id
+        self._room.release(request_id)
+        if self._still_lacks_room(request, local_tokens):
+            return None
+        self._later.pop(request_id, None)
         num_tokens = self._match(request, local_tokens)
         if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
+            self._later[request_id] = _Later(local_tokens, None)
             return None
         return num_tokens
+
+    def _still_lacks_room(self, request: Request, local_tokens: int) -> bool:
+        """Whether a request would get the answer that it got before; asked in every step."""
+        later = self._later.get(request.request_id)
+        if later is None or later.local_tokens != local_tokens:
+            return False
+        if later.room_version is None:
+            return self._room.of_other(request.num_tokens) is Room.LATER
+        self._room.keep_turn(request.request_id)
+        return later.room_version == self._room.version
 
     def _match(self, request: Request, local_tokens: int) -> int | None:
         request_id = request.request_id
@@ -173,8 +201,11 @@ class Loads:
         if self._is_too_dear(request_id, hit):
             return 0
         room = self._room_for(request, hit)
-        if room is not Room.YES:
-            return None if room is Room.LATER else 0
+        if room is Room.LATER:
+            self._later[request_id] = _Later(local_tokens, self._room.version)
+            return None
+        if room is Room.NEVER:
+            return 0
         load = self._tier.begin_load(hit, self._tier.next_use())
         if load is None:
             return 0
@@ -194,6 +225,7 @@ class Loads:
             ConnectorError: If this was not the answer to `match`.
         """
         self._awaited.pop(request_id, None)
+        self._later.pop(request_id, None)
         self._no_longer_expected(request_id)
         prospect = self._prospects.pop(request_id, None)
         if prospect is not None and num_tokens == 0:
@@ -216,8 +248,6 @@ class Loads:
         self._expect(request_id, hit)
         num_request_tokens = self._engine.requests[request_id].num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens)
-        self._counters.hit_tokens += hit.num_tokens
-        self._counters.hit_requests += 1
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
         return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids))
 
@@ -231,6 +261,9 @@ class Loads:
         if under_way is None:
             return None
         outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
+        if not has_failed:
+            self._counters.hit_tokens += under_way.hit.num_tokens
+            self._counters.hit_requests += 1
         self._tier.end_load(under_way.load, outcome)
         if has_failed:
             # It holds its blocks until the scheduler looks at it: it stays parked.
@@ -249,6 +282,7 @@ class Loads:
         self._awaited.pop(request_id, None)
         self._shortfalls.pop(request_id, None)
         self._room.unpark(request_id)
+        self._later.pop(request_id, None)
         self._too_dear.discard(request_id)
         self._failed.pop(request_id, None)
 
@@ -289,7 +323,7 @@ class Loads:
 
     def _expect(self, request_id: str, hit: Hit) -> None:
         """Others may wait for what this load leaves on the device, if they can hit all of it."""
-        if not self._engine.caches_prefixes:
+        if not self._engine.caches_prefixes or self._engine.looks_ahead:
             return
         boundary = hit.boundary_tokens
         if any(boundary % tokens for tokens in self._layout.tokens_per_page.values()):

@@ -257,8 +257,9 @@ OPTIONS = (
     Option(
         "store_policy",
         _parse_choice(StorePolicy),
-        "`second_touch`: what a second request computes or hits is stored, and where turns end. "
-        "`all`: everything that is computed. `never`: nothing.",
+        "`second_touch`: stored is what ends of prompts and answers and other boundaries need "
+        "that requests may resume from, and what a second request computes. `all`: everything that "
+        "is computed. `never`: nothing.",
     ),
     Option(
         "state_policy",

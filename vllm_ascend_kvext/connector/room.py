@@ -57,6 +57,9 @@ class PoolRoom:
         step_tokens: That a step computes at most.
         num_running: How many requests run.
         num_free: How many blocks are free.
+
+    Attributes:
+        version: Another number whenever a load may begin that could not before.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class PoolRoom:
         self._num_running = num_running
         self._num_free = num_free
         self._parked: dict[str, _Parked] = {}
-        self._next_id: str | None = None
+        self._first_waiting_id: str | None = None
+        self._was_first_asked = False
+        self.version = 0
 
     @property
     def num_parked(self) -> int:
@@ -91,14 +96,25 @@ class PoolRoom:
         needs = self._needs(num_tokens, boundary_tokens)
         if needs.held + needs.missing > self._num_blocks:
             return Room.NEVER
-        if self._next_id not in (None, request_id):
+        if self._first_waiting_id not in (None, request_id):
             return Room.LATER
         held = needs.held + sum(parked.held for parked in self._parked.values())
         missing = max([needs.missing, *(parked.missing for parked in self._parked.values())])
         if held + missing <= self._num_blocks:
             return Room.YES
-        self._next_id = request_id
+        self._first_waiting_id = request_id
+        self.keep_turn(request_id)
         return Room.LATER
+
+    def keep_turn(self, request_id: str) -> None:
+        """A request that waits is still asked about."""
+        self._was_first_asked |= self._first_waiting_id == request_id
+
+    def end_step(self) -> None:
+        """A step is planned: whoever was not asked about waits for something else first."""
+        if not self._was_first_asked and self._first_waiting_id is not None:
+            self.withdraw(self._first_waiting_id)
+        self._was_first_asked = False
 
     def of_other(self, num_tokens: int) -> Room:
         """Whether a request that loads nothing may be tried.
@@ -122,12 +138,14 @@ class PoolRoom:
 
     def release(self, request_id: str) -> None:
         """A request holds no blocks: it is to be admitted, perhaps after a load that failed."""
-        self._parked.pop(request_id, None)
+        if self._parked.pop(request_id, None) is not None:
+            self.version += 1
 
     def withdraw(self, request_id: str) -> None:
         """A request does not wait for room any more."""
-        if self._next_id == request_id:
-            self._next_id = None
+        if self._first_waiting_id == request_id:
+            self._first_waiting_id = None
+            self.version += 1
 
     def _needs(self, num_tokens: int, boundary_tokens: int) -> _Parked:
         held = missing = 0

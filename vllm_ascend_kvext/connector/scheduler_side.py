@@ -259,6 +259,7 @@ class SchedulerSide:
             if room.num_parked:
                 room.unpark(request_id)
             stores.note_step(requests[request_id], num_new_tokens)
+        room.end_step()
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
         # A step that computes nothing may be the last for a while.
@@ -313,11 +314,10 @@ class SchedulerSide:
         # Out and back.
         if compute_s is not None and 2 * self._cost.load_s(num_bytes) > compute_s:
             self.counters.too_dear_loads += 1
-            return
-        job = parts.stores.swap_out(request)
-        if job is not None:
-            self._swaps.append(job)
-            self.counters.swapped_requests += 1
+        else:
+            job, is_whole = parts.stores.swap_out(request)
+            self._swaps += [job] if job is not None else []
+            self.counters.swapped_requests += is_whole
         parts.stores.preempted(request.request_id)
 
     def release_pages(self) -> None:

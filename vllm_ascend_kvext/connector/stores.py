@@ -15,6 +15,7 @@ held as well. Knows nothing of loads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -41,6 +42,9 @@ MOST_REFERENCED_SHARE = 0.75
 
 MOST_UNASKED_SHARE = 0.25
 """The same where a store is of tails that nobody has asked for."""
+
+_THERE = (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED)
+"""What a store is answered that leaves nothing to do."""
 
 _Pages = dict[tuple[int, int], Block]
 """By KV cache group and page of the request."""
@@ -194,25 +198,26 @@ class Stores:
         if tracked is not None:
             self._release_held(tracked)
 
-    def swap_out(self, request: Request) -> StoreJob | None:
+    def swap_out(self, request: Request) -> tuple[StoreJob | None, bool]:
         """A request is about to be preempted: store what it would have to compute again.
 
         Its pages are wanted at once, so the job holds none: workers make it before the step
         overwrites them.
 
         Returns:
-            The job; None if nothing can be stored, or all of it is.
+            The job, None if there is nothing to store; and whether the request can go on from where
+            it stands once the job is made.
         """
         tracked = self._tracked.get(request.request_id)
         boundary = self._last_boundary(request)
         if tracked is None or boundary <= 0 or self.is_off:
-            return None
-        self._store_end(request, tracked, boundary)
+            return None, False
+        is_whole = self._store_end(request, tracked, boundary, most_share=math.inf)
         job = self._jobs.pop(request.request_id, None)
         if job is None:
-            return None
+            return None, is_whole
         self._references.release(list(job.pages.values()))
-        return self._begin(job, [])
+        return self._begin(job, []), is_whole
 
     def swap_bytes(self, request: Request) -> int:
         """Host bytes of what `swap_out` would store."""
@@ -342,37 +347,64 @@ class Stores:
         if wanted_tokens > tracked.rows_tokens:
             self._store_rows(request, tracked, wanted_tokens)
 
-    def _store_end(self, request: Request, tracked: _Tracked, boundary_tokens: int) -> None:
-        """Store what a resume where a request stands needs."""
-        is_whole = self._store_rows(request, tracked, boundary_tokens)
-        # Tails without the rows before them are of no use.
-        if is_whole and self._layout.geometry.needs_tails:
-            self._store(request, tracked, Piece.tails(boundary_tokens), _LATEST)
+    def _store_end(
+        self,
+        request: Request,
+        tracked: _Tracked,
+        boundary_tokens: int,
+        most_share: float = MOST_REFERENCED_SHARE,
+    ) -> bool:
+        """Store what a resume where a request stands needs.
 
-    def _store_rows(self, request: Request, tracked: _Tracked, upto_tokens: int) -> bool:
+        Returns:
+            Whether all of it is stored, or going to be.
+        """
+        # Tails without the rows before them are of no use.
+        if not self._store_rows(request, tracked, boundary_tokens, most_share):
+            return False
+        if not self._layout.geometry.needs_tails:
+            return True
+        tails = Piece.tails(boundary_tokens)
+        return self._store(request, tracked, tails, _LATEST, most_share) in _THERE
+
+    def _store_rows(
+        self,
+        request: Request,
+        tracked: _Tracked,
+        upto_tokens: int,
+        most_share: float = MOST_REFERENCED_SHARE,
+    ) -> bool:
         """Whether all rows before a boundary are stored, or going to be."""
         if not self._layout.geometry.needs_rows:
             return True
         prefix = self._engine.prefix(request)
         for piece in self._tier.missing_pieces(prefix, tracked.rows_tokens, upto_tokens):
-            refusal = self._store(request, tracked, piece)
-            if refusal not in (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED):
+            if self._store(request, tracked, piece, None, most_share) not in _THERE:
                 return False
             tracked.rows_tokens = max(tracked.rows_tokens, piece.end_tokens)
         tracked.rows_tokens = max(tracked.rows_tokens, self._layout.geometry.floor(upto_tokens))
         return True
 
     def _store(
-        self, request: Request, tracked: _Tracked, piece: Piece, reason: Reason | None = None
+        self,
+        request: Request,
+        tracked: _Tracked,
+        piece: Piece,
+        reason: Reason | None = None,
+        most_share: float = MOST_REFERENCED_SHARE,
     ) -> Refusal | None:
-        """Plan the store of one piece; None if it is going to be made."""
+        """Plan the store of one piece; None if it is going to be made.
+
+        Args:
+            most_share: Of the pool's blocks that stores may hold then.
+        """
         pages = self._pages_of(request.request_id, tracked, piece)
         if pages is None:
             self._tier.count_refusal(Refusal.PAGES_GONE)
             return Refusal.PAGES_GONE
         is_unasked = reason is not None and reason.origin in UNASKED
-        share = MOST_UNASKED_SHARE if is_unasked else MOST_REFERENCED_SHARE
-        if self._references.num_references + len(pages) > share * self._engine.num_blocks:
+        most_share = MOST_UNASKED_SHARE if is_unasked else most_share
+        if self._references.num_references + len(pages) > most_share * self._engine.num_blocks:
             self._tier.count_refusal(Refusal.BUSY)
             return Refusal.BUSY
         prefix = self._engine.prefix(request)

@@ -166,6 +166,7 @@ class SmallEngine:
         host_bytes: int = 1 << 20,
         num_workers: int = 1,
         caches_prefixes: bool = False,
+        looks_ahead: bool = False,
         **options: Any,
     ) -> None:
         self.clock = Clock()
@@ -186,6 +187,7 @@ class SmallEngine:
                 len(self.pool.blocks),
                 PAGE_TOKENS,
                 caches_prefixes,
+                looks_ahead=looks_ahead,
             )
         )
         worker = WorkerLayout(self._layout, "f", host_bytes)

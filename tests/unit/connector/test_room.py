@@ -145,6 +145,34 @@ def test_request_that_stops_waiting_lets_others_pass(leave: str) -> None:
     assert room.of_load("small", 8, 4) is Room.YES
 
 
+def test_request_that_is_not_asked_about_loses_its_turn() -> None:
+    """vLLM passes it over, for example because of its adapter: others need not wait for it."""
+    room = room_of(FULL, num_blocks=14)
+    room.park("a", 40, 20)
+    assert room.of_load("large", 40, 20) is Room.LATER
+    room.end_step()
+    assert room.of_load("small", 8, 4) is Room.LATER  # It was asked about in that step.
+    room.keep_turn("large")
+    room.end_step()
+    assert room.of_load("small", 8, 4) is Room.LATER
+    room.end_step()
+    assert room.of_load("small", 8, 4) is Room.YES
+
+
+def test_version_changes_whenever_a_load_may_begin_that_could_not() -> None:
+    room = room_of(FULL, num_blocks=14)
+    room.park("a", 40, 20)
+    room.of_load("large", 40, 20)
+    versions = [room.version]
+    for change in (lambda: room.withdraw("large"), lambda: room.unpark("a")):
+        change()
+        versions.append(room.version)
+    assert len(set(versions)) == 3
+    room.unpark("a")
+    room.withdraw("large")
+    assert room.version == versions[-1]
+
+
 def test_another_that_stops_waiting_changes_nothing() -> None:
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)

@@ -466,3 +466,65 @@ def test_end_of_the_last_transfer_is_reported_in_one_more_step(engine: SmallEngi
     assert not engine.side.has_work
     engine.output()
     assert not engine.side.has_work
+
+
+def test_tokens_are_hit_once_they_are_loaded(engine: SmallEngine) -> None:
+    engine.serve("a", LETTERS)
+    counters = engine.side.counters
+    for request_id, failed, hit_tokens in (("b", ["b"], 0), ("c", [], 0)):
+        engine.admit(engine.add(request_id, LETTERS))
+        engine.step()
+        engine.output(failed_loads=failed)
+        assert counters.hit_tokens == hit_tokens
+    engine.serve("d", LETTERS)  # The failed load has dropped what "a" had stored.
+    engine.serve("e", LETTERS)
+    assert (counters.hit_tokens, counters.hit_requests) == (48, 1)
+
+
+def test_swap_need_not_leave_blocks_for_others() -> None:
+    """Its pages are given away at once, so that it holds none of them."""
+    engine = SmallEngine(swap_on_preemption=True)
+    for number in range(40):  # Stores that do not end hold what they may.
+        request = engine.add(str(number), chr(100 + number) * 40)
+        engine.admit(request)
+        engine.step(request)
+        engine.finish(request)
+    engine.step()
+    assert engine.side.counters.tier.refused_stores[Refusal.BUSY]
+    request = engine.add("swapped", LETTERS[:38])
+    engine.admit(request)
+    engine.step(request, num_tokens=30)
+    engine.preempt(request)
+    assert engine.step().stores_before
+    assert engine.side.counters.swapped_requests == 1
+
+
+def test_nobody_waits_for_a_load_that_cannot_be_hit_whole() -> None:
+    """With EAGLE a local hit drops its last block: who waited would have to load all the same."""
+    engine = SmallEngine(caches_prefixes=True, looks_ahead=True)
+    engine.serve("a", LETTERS)
+    assert engine.admit(engine.add("b", LETTERS)) == 48
+    assert engine.admit(engine.add("c", LETTERS)) == 48
+
+
+def test_request_that_waits_for_room_is_not_looked_up_in_every_step(
+    engine: SmallEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "x" * 384  # Two of them leave too few of the 199 blocks.
+    engine = SmallEngine(host_bytes=1 << 22)
+    engine.serve("a", text)
+    lookups = []
+    tier = engine.side._parts.tier  # type: ignore[union-attr]
+    look_up = tier.look_up
+    monkeypatch.setattr(tier, "look_up", lambda *args: lookups.append(args) or look_up(*args))
+    parked, waiting = engine.add("b", text), engine.add("c", text)
+    assert engine.admit(parked)
+    assert engine.side.match(waiting, 0) is None
+    num_lookups = len(lookups)
+    for _ in range(5):
+        engine.step()
+        assert engine.side.match(waiting, 0) is None
+    assert len(lookups) == num_lookups
+    engine.output()
+    engine.step(parked)
+    assert engine.side.match(waiting, 0)
