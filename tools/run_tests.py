@@ -32,6 +32,7 @@ LONG_FILES = {
     "unit": ("retention",),
     "ops": ("test_fuzz.py", "test_validation.py"),
     "engine": (
+        "test_connector_scheduler.py",
         "test_connector_engine.py",
         "test_connector_serve.py",
         "test_adaptive_reachability.py",
