@@ -142,7 +142,8 @@ def test_loads_do_not_stop_the_engine(layout: PagedLayout, failing: float) -> No
             serve(engine, *plans)
             serve(engine, *longer)
             check_nothing_is_left(engine)
-            assert engine.side.counters.hit_requests
+            counters = engine.side.counters
+            assert counters.hit_requests or (failing and counters.tier.failed_loads)
 
 
 # Hits.
