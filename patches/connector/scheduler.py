@@ -110,13 +110,13 @@ class ConnectedScheduler:
         if connector.options.swap_on_preemption:
             _require_intact_pages(scheduler)
             methods.append(self._preempt_request)
-        self._replaced = [(scheduler, method.__name__) for method in methods]
+        self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
 
     def take_back(self) -> None:
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+        for name in self._replaced:
+            vars(self._scheduler).pop(name, None)
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""

@@ -251,15 +251,11 @@ class Loads:
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
         return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids))
 
-    def end(self, request_id: str, has_failed: bool) -> LoadUnderWay | None:
-        """All workers have ended a load.
-
-        Returns:
-            It; None if it was no load of this connector.
-        """
+    def end(self, request_id: str, has_failed: bool) -> None:
+        """All workers have ended a load; of another connector's nothing is known."""
         under_way = self._under_way.pop(request_id, None)
         if under_way is None:
-            return None
+            return
         outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
         if not has_failed:
             self._counters.hit_tokens += under_way.hit.num_tokens
@@ -271,7 +267,6 @@ class Loads:
             self._remember_failure(request_id)
         elif self._cost is not None:
             self._cost.note_load(under_way.num_bytes, self._clock() - under_way.began_s)
-        return under_way
 
     def forget(self, request_id: str) -> None:
         """A request has ended. A load under way ends by itself."""
