@@ -22,14 +22,14 @@ from support.scheduler.random_workloads import workload_of
 from support.scheduler.worlds import Outcome, World, explain_difference, run_world
 
 from vllm_ascend_kvext.compat import version_in
-from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.features import DEFAULTS
 from vllm_ascend_kvext.patches import PATCHES
 
-REPAIR_IDS = tuple(
+DEFAULT_IDS = tuple(
     patch.id
-    for repair in REPAIRS
+    for feature in DEFAULTS
     for patch in PATCHES
-    if patch.feature == repair.name
+    if patch.feature == feature.name
     and not patch.is_for_vllm_ascend
     and any(version_in(vllm.__version__, versions) for versions in patch.vllm)
 )
@@ -55,9 +55,9 @@ def differing(outcomes: dict[World, Outcome], one: World, other: World) -> list[
 def test_worlds_are_what_they_claim(outcomes: dict[World, Outcome]) -> None:
     assert not outcomes[World.STOCK].plugin_loaded
     assert all(outcomes[world].plugin_loaded for world in World if world is not World.STOCK)
-    assert not outcomes[World.UNREPAIRED].patches
-    assert outcomes[World.REPAIRED].patches == REPAIR_IDS
-    assert set(outcomes[World.REPAIRED].patches) < set(outcomes[World.INSTALLED].patches)
+    assert not outcomes[World.DISABLED].patches
+    assert outcomes[World.DEFAULT].patches == DEFAULT_IDS
+    assert set(outcomes[World.DEFAULT].patches) < set(outcomes[World.INSTALLED].patches)
     assert outcomes[World.INSTALLED].patches == outcomes[World.INTERVAL_0].patches
 
 
@@ -85,17 +85,17 @@ def test_workloads_exercise_what_they_should(outcomes: dict[World, Outcome]) -> 
 
 def test_decides_what_stock_decides(outcomes: dict[World, Outcome]) -> None:
     check_nothing_differs(
-        differing(outcomes, World.STOCK, World.UNREPAIRED), World.STOCK, World.UNREPAIRED
+        differing(outcomes, World.STOCK, World.DISABLED), World.STOCK, World.DISABLED
     )
 
 
 def test_repairs_change_nothing_where_there_is_no_defect(outcomes: dict[World, Outcome]) -> None:
     defects = outcomes[World.STOCK].defects
-    differ = differing(outcomes, World.STOCK, World.REPAIRED)
+    differ = differing(outcomes, World.STOCK, World.DEFAULT)
     spotless = [name for name in defects if not defects[name]]
     assert len(spotless) > 0.5 * len(defects)
     check_nothing_differs(
-        [name for name in differ if not defects[name]], World.STOCK, World.REPAIRED
+        [name for name in differ if not defects[name]], World.STOCK, World.DEFAULT
     )
     shown = Counter(defect for name in differ for defect in defects[name])
     print(f"{len(defects) - len(spotless)} of {len(defects)} workloads show a defect: {shown}")
@@ -103,11 +103,11 @@ def test_repairs_change_nothing_where_there_is_no_defect(outcomes: dict[World, O
     assert shown["drafts-in-flight"]
 
 
-def test_patches_that_nobody_asked_for_decide_what_repaired_decides(
+def test_patches_that_nobody_asked_for_decide_what_the_defaults_decide(
     outcomes: dict[World, Outcome],
 ) -> None:
-    names = differing(outcomes, World.REPAIRED, World.INSTALLED)
-    check_nothing_differs(names, World.REPAIRED, World.INSTALLED)
+    names = differing(outcomes, World.DEFAULT, World.INSTALLED)
+    check_nothing_differs(names, World.DEFAULT, World.INSTALLED)
 
 
 def check_nothing_differs(names: list[str], one: World, other: World) -> None:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ascend_kvext.features import FEATURES, REPAIRS
+from vllm_ascend_kvext.features import DEFAULTS, FEATURES
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Mode, Settings
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
@@ -33,10 +33,10 @@ class World(enum.Enum):
     STOCK = "stock"
     """vLLM loads no plugin."""
 
-    UNREPAIRED = "unrepaired"
-    """vLLM loads the plugin; every repair is switched off, and nothing else configured."""
+    DISABLED = "disabled"
+    """vLLM loads the plugin; what is on by default is switched off, nothing configured."""
 
-    REPAIRED = "repaired"
+    DEFAULT = "default"
     """vLLM loads the plugin; nothing is configured."""
 
     INSTALLED = "installed"
@@ -107,8 +107,8 @@ def _spawn(world: World, *arguments: str) -> str:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_PLUGINS": "" if world is World.STOCK else "ascend_kvext",
     }
-    if world is World.UNREPAIRED:
-        environ[DISABLE_VARIABLE] = ",".join(repair.name for repair in REPAIRS)
+    if world is World.DISABLED:
+        environ[DISABLE_VARIABLE] = ",".join(feature.name for feature in DEFAULTS)
     if world is World.INTERVAL_0:
         environ[INTERVAL_VARIABLE] = "0"
     command = [sys.executable, "-m", "support.scheduler.worlds", world.value, *arguments]
