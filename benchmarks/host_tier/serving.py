@@ -6,9 +6,9 @@ Time is counted as in `retention.serving`: a decoding request advances by bursts
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
+from retention.arrivals import Arrivals
 from retention.losses import ComputedPrefixes
 from retention.serving import BURST_TOKENS, DoesNotFitError, Job
 from retention.traces import Trace
@@ -70,8 +70,7 @@ class Serving:
         self._outcome = Outcome(num_requests=len(trace.requests))
         self._prefixes = ComputedPrefixes()
         self._jobs: dict[str, Job] = {}
-        self._arrivals: list[tuple[int, int]] = []
-        self._followers: dict[int, list[int]] = {}
+        self._arrivals = Arrivals(trace)
         self._step = 0
         self.log: list[tuple[int, int, int]] = []
 
@@ -81,17 +80,12 @@ class Serving:
         Raises:
             DoesNotFitError: A request does not fit into the pool.
         """
-        for number, traced in enumerate(self._trace.requests):
-            if traced.after is None:
-                heapq.heappush(self._arrivals, (traced.delay_steps, number))
-            else:
-                self._followers.setdefault(traced.after, []).append(number)
         idle_steps = 0
         while self._arrivals or self._jobs:
             if not self._jobs:
-                self._step = max(self._step, self._arrivals[0][0])
-            while self._arrivals and self._arrivals[0][0] <= self._step:
-                self._arrive(heapq.heappop(self._arrivals)[1])
+                self._step = max(self._step, self._arrivals.next_step)
+            for number in self._arrivals.take(self._step):
+                self._arrive(number)
             idle_steps = 0 if self._run_step() else idle_steps + 1
             if idle_steps > MOST_IDLE_STEPS:
                 raise DoesNotFitError
@@ -136,6 +130,4 @@ class Serving:
         self.log.append((job.number, hit_tokens, shared_tokens))
 
     def _finish(self, job: Job) -> None:
-        for follower in self._followers.get(job.number, ()):
-            delay_steps = self._trace.requests[follower].delay_steps
-            heapq.heappush(self._arrivals, (self._step + 1 + delay_steps, follower))
+        self._arrivals.note_end(job.number, self._step)

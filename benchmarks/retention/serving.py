@@ -11,13 +11,13 @@ Knows no policy; whatever retention is in effect in this process is what gets me
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from retention.arrivals import Arrivals
 from retention.engine import Engine
 from retention.layouts import BenchLayout
 from retention.losses import CachedOnce, ComputedPrefixes, Losses, split_losses
@@ -140,8 +140,7 @@ class Serving:
         self._outcome = Outcome()
         self._running: list[Job] = []
         self._waiting: deque[Job] = deque()
-        self._arrivals: list[tuple[int, int]] = []
-        self._followers: dict[int, list[int]] = {}
+        self._arrivals = Arrivals(trace)
         self._step = 0
 
     def run(self) -> Outcome:
@@ -150,19 +149,14 @@ class Serving:
         Raises:
             DoesNotFitError: A request does not fit into the pool.
         """
-        for number, traced in enumerate(self._trace.requests):
-            if traced.after is None:
-                heapq.heappush(self._arrivals, (traced.delay_steps, number))
-            else:
-                self._followers.setdefault(traced.after, []).append(number)
         outcome = self._outcome
         sums: Counter[int] = Counter()
         num_samples = 0
         while self._arrivals or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._step = max(self._step, self._arrivals[0][0])
-            while self._arrivals and self._arrivals[0][0] <= self._step:
-                self._arrive(heapq.heappop(self._arrivals)[1])
+                self._step = max(self._step, self._arrivals.next_step)
+            for number in self._arrivals.take(self._step):
+                self._arrive(number)
             self._run_step()
             self._step += 1
             outcome.num_steps += 1
@@ -305,9 +299,7 @@ class Serving:
         self._running.remove(job)
         job.request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self._engine.free(job.request)
-        for follower in self._followers.get(job.number, ()):
-            delay_steps = self._trace.requests[follower].delay_steps
-            heapq.heappush(self._arrivals, (self._step + 1 + delay_steps, follower))
+        self._arrivals.note_end(job.number, self._step)
 
     def _preempt(self, job: Job) -> None:
         self._engine.free(job.request)

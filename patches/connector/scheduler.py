@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
@@ -67,7 +68,7 @@ class ConnectedScheduler:
         connector: Its connector.
 
     Raises:
-        ConnectorError: If a failed load of this model would end the engine.
+        ConnectorError: If a load of this model, or one that fails, would end the engine.
     """
 
     def __init__(self, scheduler: Scheduler, connector: KvextConnector) -> None:
@@ -80,6 +81,7 @@ class ConnectedScheduler:
                 "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
                 "`python -m vllm_ascend_kvext status`"
             )
+        _require_loads_beside_aligned_steps(scheduler)
         assert connector.scheduler_side is not None
         self._scheduler = scheduler
         self._side = connector.scheduler_side
@@ -101,11 +103,13 @@ class ConnectedScheduler:
         self._preempt = scheduler._preempt_request
         self._reset_prefix_cache = scheduler.reset_prefix_cache
         self._update_session = scheduler._update_request_as_session
+        self._align_step = scheduler._mamba_block_aligned_split
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.has_finished_requests,
             self.reset_prefix_cache,
             self._update_request_as_session,
+            self._mamba_block_aligned_split,
         ]
         if connector.options.swap_on_preemption:
             _require_intact_pages(scheduler)
@@ -169,6 +173,29 @@ class ConnectedScheduler:
         del session.block_hashes[session.num_computed_tokens // hash_tokens :]
         self._update_session(session, update)
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Shorten a prefill step so that it leaves the state of a boundary that is to be stored."""
+        num_new_tokens = self._align_step(
+            request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+        )
+        if num_new_tokens <= 1:
+            return num_new_tokens
+        computed_tokens = (
+            request.num_computed_tokens
+            + num_new_local_computed_tokens
+            + num_external_computed_tokens
+        )
+        stop_tokens = self._side.next_stop_tokens(request, computed_tokens)
+        if stop_tokens is None:
+            return num_new_tokens
+        return min(num_new_tokens, stop_tokens - computed_tokens)
+
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Store what a request has computed, before its blocks are freed."""
         if not self._is_resetting:  # Its pages may be gone before a step can read them.
@@ -187,6 +214,23 @@ def _require_intact_pages(scheduler: Scheduler) -> None:
             "swap_on_preemption: expected a model runner that leaves the pages of preempted "
             "requests alone until they are stored, found vLLM's V2 model runner with a model whose "
             "pages it zeroes; set VLLM_USE_V2_MODEL_RUNNER=0, or swap_on_preemption to false"
+        )
+
+
+def _require_loads_beside_aligned_steps(scheduler: Scheduler) -> None:
+    """Refuse a scheduler that aligns prefill steps to states, and then cannot load.
+
+    Raises:
+        ConnectorError: With vLLM 0.20.2 and a model with states whose prefixes are cached: there
+            ``_mamba_block_aligned_split`` asserts that no connector has found anything.
+    """
+    import vllm
+
+    if scheduler.need_mamba_block_aligned_split and version_in(vllm.__version__, "==0.20.2.*"):
+        raise ConnectorError(
+            "KvextConnector: expected a vLLM that loads KV for models with Mamba states, found "
+            f"{vllm.__version__}, whose scheduler fails at the first hit of any connector; use "
+            "vLLM 0.23.0, or start without the connector"
         )
 
 

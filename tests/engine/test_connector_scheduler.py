@@ -43,6 +43,7 @@ from support.sample import IS_SAMPLE, sampled
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 
+from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
@@ -168,6 +169,35 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
                 ended.append((plan, [*plan.prompt, *plan.expected_output()]))
             check_nothing_is_left(engine)
     assert num_hits
+
+
+@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+@pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
+def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool) -> None:
+    """A state exists only there, so the third request to share the prefix would find none."""
+    rng = random.Random(layout.name)
+    unit = layout.unit_tokens
+    shared = tokens(rng, 3 * unit)
+    plans = [
+        plan_of(f"{number}", [*shared, *tokens(rng, 2 * unit + 1)], max_tokens=1)
+        for number in range(3)
+    ]
+    hits = []
+    with engine_of(layout, max_num_batched_tokens=8 * unit, caching=caching) as engine:
+        for plan in plans:
+            before = engine.side.counters.hit_tokens
+            serve(engine, plan)
+            engine.reset()
+            hits.append(engine.side.counters.hit_tokens - before)
+        check_nothing_is_left(engine)
+    assert hits == [0, 0, len(shared)]
+
+
+@pytest.mark.skipif(LOADS_STATES, reason="this vLLM loads states")
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
+def test_states_are_refused_where_a_load_would_end_the_engine(layout: PagedLayout) -> None:
+    with pytest.raises(ConnectorError, match=r"use vLLM 0\.23\.0"), engine_of(layout):
+        pass
 
 
 def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:

@@ -19,10 +19,12 @@ from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import Prompt
-from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 
 UNASKED = frozenset({Origin.LADDER, Origin.GRID})
 """What nobody asked for."""
+
+_NEVER = 1 << 60
 
 _TRIALS = 16
 """Tails of one reason that are stored before their hits are looked at."""
@@ -78,11 +80,18 @@ class BoundaryPlanner:
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
-        following = min((each for each in plan if each > tokens), default=1 << 60)
-        grid_tokens = self._policy.grid_tokens
-        return (
-            min(following, (tokens // grid_tokens + 1) * grid_tokens) if grid_tokens else following
-        )
+        following = min((each for each in plan if each > tokens), default=_NEVER)
+        return min(following, _next_multiple(self._policy.grid_tokens, tokens))
+
+    def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary at which a prefill step has to end to leave a state.
+
+        Returns:
+            A very large number if none is worth a step of its own.
+        """
+        asked = (each for each, reason in plan.items() if reason.origin in STEPS_END_AT)
+        following = min((each for each in asked if each > tokens), default=_NEVER)
+        return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_stored(self, reason: Reason) -> None:
         """Tails of a boundary that this suggested are going to be stored."""
@@ -100,6 +109,13 @@ class BoundaryPlanner:
             return True
         self._stored[reason] = stored + 1  # as if it had been stored
         return stored % _TRY_EVERY == 0
+
+
+def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
+    """Of a distance; 0 has none."""
+    if not distance_tokens:
+        return _NEVER
+    return (after_tokens // distance_tokens + 1) * distance_tokens
 
 
 def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:

@@ -61,25 +61,24 @@ class ConnectorCounters:
         """Everything counted so far, zeros included: a copy."""
         return dict(zip(_KEYS, self._values(), strict=True))
 
-    def delta_since(self, previous: Mapping[str, Number]) -> Report:
-        """What has been counted since.
-
-        Args:
-            previous: Earlier `totals`; empty for the beginning.
-
-        Returns:
-            What counters have gained, without zeros, and all gauges; empty if nothing has changed.
-        """
-        return _delta([previous.get(key, 0) for key in _KEYS], self._values())
-
     def take(self) -> Report:
         """What has been counted since the last call.
 
         Called once per scheduler step, in most of which nothing has.
+
+        Returns:
+            What counters have gained, without zeros, and all gauges; empty if nothing has changed.
         """
         reported, values = self._reported, self._values()
         self._reported = values
-        return _delta(reported, values)
+        if values == reported:
+            return {}
+        # Gauges are in every report: if one is lost on its way, the next makes up for it.
+        return {
+            key: value if is_gauge(key) else value - before
+            for key, value, before in zip(_KEYS, values, reported, strict=True)
+            if value != before or is_gauge(key)
+        }
 
     def _values(self) -> list[Number]:
         return [value for metric in METRICS for value in metric.read(self)]
@@ -122,17 +121,6 @@ def merge(report: Report, later: Mapping[str, Number]) -> None:
     """Add a later report to an earlier one, in place."""
     for key, value in later.items():
         report[key] = value if is_gauge(key) else report.get(key, 0) + value
-
-
-def _delta(previous: list[Number], values: list[Number]) -> Report:
-    if values == previous:
-        return {}
-    # Gauges are in every report: if one is lost on its way, the next makes up for it.
-    return {
-        key: value if is_gauge(key) else value - before
-        for key, value, before in zip(_KEYS, values, previous, strict=True)
-        if value != before or is_gauge(key)
-    }
 
 
 def _values(choices: type[enum.Enum]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ class HostLayout:
     Attributes:
         unit_tokens: Requests can resume at multiples of it.
         geometry: For the tier.
+        has_states: Whether state groups are kept.
         tokens_per_page: By KV cache group.
 
     Raises:
@@ -63,6 +64,7 @@ class HostLayout:
                 "KvextConnector: expected KV cache groups to offload, found none but states that "
                 "state_policy=skip leaves out; start without the connector"
             )
+        self.has_states = any(group.holds_states for _, group in kept)
         rows = [group.tokens_per_row for _, group in kept]
         self.unit_tokens = math.lcm(hash_tokens, *rows)
         self.geometry = TierGeometry(

@@ -237,6 +237,12 @@ class SchedulerSide:
 
     # Steps.
 
+    def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Where a prefill step from there is to end; None if that does not matter."""
+        if self._parts is None:
+            return None
+        return self._parts.stores.next_stop_tokens(request, computed_tokens)
+
     def plan_step(
         self, num_scheduled_tokens: Mapping[str, int], preempted_ids: Iterable[str]
     ) -> StepJobs:

@@ -174,6 +174,22 @@ class Stores:
         if computed_tokens >= tracked.next_event_tokens:
             self._advance(request, tracked, min(computed_tokens, request.num_tokens))
 
+    def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Where a prefill step is to end, so that it leaves a state that somebody asked for.
+
+        Args:
+            request: May not have been admitted yet.
+            computed_tokens: Where the step begins.
+
+        Returns:
+            A boundary past the beginning; a very large number if there is none.
+        """
+        if self.is_off or not self._layout.has_states:
+            return _NEVER
+        tracked = self._tracked.get(request.request_id)
+        plan = self._plan(request, computed_tokens)[0] if tracked is None else tracked.plan
+        return self._planner.next_stop_after(plan, computed_tokens)
+
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
         """A request has ended; its block table is still there.
 
@@ -287,10 +303,14 @@ class Stores:
         self._under_way[self._num_jobs] = _JobUnderWay(job.stored, blocks, self._num_workers)
         return StoreJob(self._num_jobs, tuple(job.chunks), self._parts(job.pages))
 
-    def _admit(self, request: Request) -> _Tracked:
+    def _plan(self, request: Request, computed_tokens: int) -> tuple[dict[int, Reason], int]:
+        """The boundaries of a request that begins there, and how many rows of it are stored."""
         prefix = self._engine.prefix(request)
         shared_tokens = self._tier.present_tokens(prefix, request.num_prompt_tokens)
-        plan = self._planner.plan(request, request.num_computed_tokens, shared_tokens)
+        return self._planner.plan(request, computed_tokens, shared_tokens), shared_tokens
+
+    def _admit(self, request: Request) -> _Tracked:
+        plan, shared_tokens = self._plan(request, request.num_computed_tokens)
         tracked = _Tracked(
             self._tier.next_use(),
             plan,

@@ -25,7 +25,7 @@ from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.errors import TierError
-from vllm_ascend_kvext.store.eviction import Choice, EvictionOrder
+from vllm_ascend_kvext.store.eviction import EvictionOrder
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
@@ -195,13 +195,6 @@ class HostTier:
             return 0
         return present_tokens(self._index, self.geometry, prefix, limit_tokens)
 
-    def is_worth_storing(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> bool:
-        """Whether there is room, or could be without evicting what is worth more.
-
-        Renews the rows before the piece, as `begin_store` does; changes nothing else.
-        """
-        return not isinstance(self._find_room(prefix, piece, num_bytes, use), Refusal)
-
     def begin_store(
         self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
     ) -> Entry | Refusal:
@@ -293,29 +286,21 @@ class HostTier:
             return Refusal.BEING_STORED
         return None
 
-    def _find_room(
-        self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
-    ) -> Choice | Refusal:
-        """What has to go; nothing if there is a hole."""
+    def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
+        """Evict what is worth less, unless there is a hole; nothing if that is not enough."""
         if num_bytes > self.capacity_bytes:
             return Refusal.NO_ROOM
         place_bytes = self._arena.place_bytes(num_bytes)
         self.renew(prefix, piece.end_tokens, use)
         if place_bytes <= self._arena.largest_hole_bytes:
-            return Choice([], [], False)
+            return None
         worth = self._order.worth(piece, prefix.key_at(piece.end_tokens), use, self._num_entries)
         choice = self._order.choose(self._arena, self._entries, place_bytes, worth)
         if choice.victims is None:
             return Refusal.WORTH_LESS if choice.is_outbid else Refusal.NO_ROOM
-        return choice
-
-    def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
-        choice = self._find_room(prefix, piece, num_bytes, use)
-        if isinstance(choice, Refusal):
-            return choice
         for entry in choice.spared:
             entry.num_spared += 1
-        for victim in choice.victims or ():
+        for victim in choice.victims:
             self._remove(victim, Removal.EVICTED)
         return None
 

@@ -70,6 +70,21 @@ def test_next_event_is_the_next_boundary_that_can_be_crossed() -> None:
     assert seen == [boundary for boundary, _ in planner.crossed(plan, 0, 1200)]
 
 
+def test_steps_end_at_what_was_asked_for() -> None:
+    request = a_request(1000, kvext_checkpoint_tokens=[250])
+    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
+    plan = planner.plan(request, 80, 333)
+    assert [planner.next_stop_after(plan, tokens) for tokens in (80, 247, 248)] == [248, 248, 328]
+    # Neither rungs nor the end of the prompt.
+    assert max(plan) > 328
+    assert planner.next_stop_after(plan, 328) > 1 << 40
+
+
+def test_steps_end_at_multiples_of_an_interval() -> None:
+    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS, interval_tokens=100)
+    assert [planner.next_stop_after({}, tokens) for tokens in (0, 103, 104)] == [104, 104, 208]
+
+
 def test_models_without_tails_have_no_grid() -> None:
     planner = BoundaryPlanner(GROUPS[:1], UNIT_TOKENS)
     assert planner.next_after({}, 0) > 1 << 40

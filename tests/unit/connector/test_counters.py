@@ -88,7 +88,6 @@ def without_gauges(report: Report) -> Report:
 
 def test_nothing_counted_is_nothing_to_report(counters: ConnectorCounters) -> None:
     assert counters.take() == {}
-    assert counters.delta_since({}) == {}
     assert not any(counters.totals().values())
 
 
@@ -130,16 +129,6 @@ def test_a_report_says_what_was_counted_since_the_last_one(counters: ConnectorCo
     counters.hit_tokens += 2
     counters.tier.shortfalls[Shortfall.NO_TAIL] += 1
     assert without_gauges(counters.take()) == {"host_hit_tokens": 2, "host_shortfalls.no_tail": 1}
-
-
-def test_a_delta_is_between_two_totals(counters: ConnectorCounters) -> None:
-    counters.hit_tokens += 5
-    before = counters.totals()
-    counters.hit_tokens += 2
-    assert before["host_hit_tokens"] == 5
-    assert without_gauges(counters.delta_since(before)) == {"host_hit_tokens": 2}
-    assert without_gauges(counters.delta_since({})) == {"host_hit_tokens": 7}
-    assert counters.delta_since(counters.totals()) == {}
 
 
 def test_gauges_say_how_much_there_is_in_every_report(counters: ConnectorCounters) -> None:

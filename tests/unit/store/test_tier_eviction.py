@@ -159,7 +159,6 @@ def test_what_is_loaded_or_stored_never_gives_way() -> None:
     assert load is not None
     storing = tier.begin(text_of(1), CHUNK)
     assert tier.begin(text_of(2), CHUNK) is Refusal.NO_ROOM
-    assert not tier.is_worth_storing(TextPrefix(text_of(2)), CHUNK, 64, tier.next_use())
     tier.end_load(load, LoadOutcome.CANCELLED)
     assert isinstance(tier.begin(text_of(2), CHUNK), Entry)
     assert storing not in tier.evicted()
@@ -188,16 +187,12 @@ def test_what_is_larger_than_the_tier_is_refused() -> None:
     tier = SmallTier(2)
     store_chunk(tier, 0)
     assert tier.begin(text_of(1), CHUNK, num_places=3) is Refusal.NO_ROOM
-    assert not tier.is_worth_storing(TextPrefix(text_of(1)), CHUNK, 3 * 64, tier.next_use())
 
 
 def test_a_store_pushes_out_nothing_that_is_worth_more() -> None:
     tier = SmallTier(1, protected_share=1)
     store_chunk(tier, 0)
-    prefix = TextPrefix(text_of(1))
-    assert tier.is_worth_storing(prefix, CHUNK, 64, tier.next_use())
     tier.load(text_of(0))
-    assert not tier.is_worth_storing(prefix, CHUNK, 64, tier.next_use())
     assert tier.begin(text_of(1), CHUNK) is Refusal.WORTH_LESS
 
 
@@ -265,8 +260,6 @@ def test_small_entries_are_not_spared_for_ever() -> None:
     num_small = 3 * MOST_TRIED
     tier = SmallTier(3 * num_small)
     small, large = store_small_among_large(tier, num_small)
-    for _ in range(MOST_SPARED + 1):  # a question spares nobody
-        assert tier.is_worth_storing(TextPrefix(text_of(6000)), CHUNK, 128, tier.next_use())
     for number in range(MOST_SPARED):
         tier.store(text_of(5000 + number), CHUNK, 2)
     assert tier.evicted() == large[:MOST_SPARED]
