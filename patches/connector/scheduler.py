@@ -249,8 +249,9 @@ PATCHES = (
         vllm=("==0.20.2.*", "==0.23.0.*"),
         wrapper=connect,
         undo=disconnect,
-        why="A connector is not told the block tables, nor, in vLLM 0.20.2, the block pool; and an "
-        "engine without requests stops, whatever its connector still does.",
+        why="A connector is not told the block tables, nor, in vLLM 0.20.2, the block pool; an "
+        "engine without requests stops, whatever its connector still does; and prefill steps end "
+        "anywhere, where a state has to be left to be stored.",
         retire_when="upstream hands connectors the KV cache manager, and asks them whether they "
         "have work",
         relies_on=(
@@ -261,6 +262,7 @@ PATCHES = (
             f"{_SCHEDULER}._update_after_schedule",
             f"{_SCHEDULER}._connector_finished",
             f"{_SCHEDULER}._update_request_as_session",
+            f"{_SCHEDULER}._mamba_block_aligned_split",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.block_pool:BlockPool.touch",

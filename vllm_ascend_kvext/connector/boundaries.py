@@ -11,6 +11,7 @@ Knows lengths; knows no blocks and no places.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -21,15 +22,21 @@ from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import Prompt
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 
-UNASKED = frozenset({Origin.LADDER, Origin.GRID})
+UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
 """What nobody asked for."""
 
+_END_STEPS = STEPS_END_AT | {Origin.LADDER}
+
+_CHUNK = Reason(Origin.CHUNK)
 _NEVER = 1 << 60
 
 _TRIALS = 16
 """Tails of one reason that are stored before their hits are looked at."""
 
 _LEAST_HITS_PER_TAIL = 1 / 64
+_LEAST_HITS_PER_STEP = 1 / 16
+"""Of rungs of the ladder where a prefill step has to end for a state: that costs time, too."""
+
 _TRY_EVERY = 32
 """Of those that are not worth it, one in so many is stored, to notice when that changes."""
 
@@ -68,15 +75,30 @@ class BoundaryPlanner:
             demand[junction_tokens] = Reason(Origin.JUNCTION)
         for tokens in hinted_boundaries(request, geometry):
             demand[tokens] = Reason(Origin.HINT)
-        plan = self._policy.plan(request.num_prompt_tokens, hit_tokens, demand)
+        # Asked again before a request is admitted, the answer is the same.
+        is_trial = zlib.crc32(request.request_id.encode()) % _TRY_EVERY == 0
+
+        def is_worth_trying(reason: Reason) -> bool:
+            return not geometry.has_states or is_trial or self._pays(reason, _LEAST_HITS_PER_STEP)
+
+        plan = self._policy.plan(request.num_prompt_tokens, hit_tokens, demand, is_worth_trying)
         return {tokens: reason for tokens, reason in plan.items() if tokens > hit_tokens}
 
     def crossed(
         self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
     ) -> list[tuple[int, Reason]]:
-        """Boundaries in a range at which tails are to be stored, ascending."""
+        """Boundaries that a step passes, at which tails are to be stored, ascending."""
         boundaries = self._policy.lasting_boundaries(plan, after_tokens, upto_tokens)
-        return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_trying(reason)]
+        geometry = self._policy.geometry
+        if (
+            geometry.has_states
+            and upto_tokens < max(plan, default=0)
+            and upto_tokens not in dict(boundaries)
+            and geometry.is_boundary(upto_tokens)
+        ):
+            # Wherever a step of the prompt ends, it leaves a state.
+            boundaries.append((upto_tokens, _CHUNK))
+        return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
@@ -89,7 +111,7 @@ class BoundaryPlanner:
         Returns:
             A very large number if none is worth a step of its own.
         """
-        asked = (each for each, reason in plan.items() if reason.origin in STEPS_END_AT)
+        asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
         following = min((each for each in asked if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
@@ -101,14 +123,19 @@ class BoundaryPlanner:
         """A request resumed there."""
         self._hits[reason] = self._hits.get(reason, 0) + 1
 
-    def _is_worth_trying(self, reason: Reason) -> bool:
-        stored = self._stored.get(reason, 0)
-        if reason.origin not in UNASKED or stored < _TRIALS:
+    def _is_worth_storing(self, reason: Reason) -> bool:
+        if reason.origin not in UNASKED or self._pays(reason, _LEAST_HITS_PER_TAIL):
             return True
-        if self._hits.get(reason, 0) >= stored * _LEAST_HITS_PER_TAIL:
-            return True
+        if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
+            return True  # A step has ended there: `plan` has decided.
+        stored = self._stored[reason]
         self._stored[reason] = stored + 1  # as if it had been stored
         return stored % _TRY_EVERY == 0
+
+    def _pays(self, reason: Reason, least_hits_per_tail: float) -> bool:
+        """Whether requests resume often enough from what was stored for a reason, or may do so."""
+        stored = self._stored.get(reason, 0)
+        return stored < _TRIALS or self._hits.get(reason, 0) >= stored * least_hits_per_tail
 
 
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:

@@ -336,6 +336,8 @@ class Stores:
                 boundary = self._layout.geometry.floor(computed_tokens)
                 self._hold_tails(request, tracked, boundary)
                 next_tokens = min(next_tokens, boundary + self._layout.unit_tokens)
+            elif self._layout.has_states:
+                next_tokens = 0  # Where the next step ends, it leaves a state.
             else:
                 next_tokens = min(next_tokens, request.num_prompt_tokens)
         tracked.done_tokens = computed_tokens

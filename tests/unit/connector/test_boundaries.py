@@ -16,6 +16,11 @@ GROUPS = (
     make_group(1, GroupKind.WINDOW, 16, 1, [64], 24, first_storage=1),
 )
 
+STATE_GROUPS = (
+    make_group(0, GroupKind.FULL, 8, 1, [64]),
+    make_group(1, GroupKind.STATE, 8, 8, [64], holds_states=True, first_storage=1),
+)
+
 
 def a_request(prompt_tokens: int, **hints: object) -> Request:
     request = Request("a", "x" * prompt_tokens, prompt_tokens)
@@ -75,14 +80,58 @@ def test_steps_end_at_what_was_asked_for() -> None:
     planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
     plan = planner.plan(request, 80, 333)
     assert [planner.next_stop_after(plan, tokens) for tokens in (80, 247, 248)] == [248, 248, 328]
-    # Neither rungs nor the end of the prompt.
-    assert max(plan) > 328
-    assert planner.next_stop_after(plan, 328) > 1 << 40
+    # vLLM itself ends a step at the last boundary of the prompt.
+    assert max(plan) == 992
+    assert planner.next_stop_after(plan, 984) > 1 << 40
 
 
 def test_steps_end_at_multiples_of_an_interval() -> None:
     planner = BoundaryPlanner(GROUPS, UNIT_TOKENS, interval_tokens=100)
     assert [planner.next_stop_after({}, tokens) for tokens in (0, 103, 104)] == [104, 104, 208]
+
+
+def test_rung_ends_steps_while_requests_resume_there() -> None:
+    """Each rung costs a prefill step where only the end of a step leaves a state."""
+    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
+    rungs = rungs_of(planner, 0)
+    assert len(rungs) > 2
+    stops, tokens = [], 0
+    plan = planner.plan(a_request(1000), 0, 0)
+    while (tokens := planner.next_stop_after(plan, tokens)) <= 1000:
+        stops.append(tokens)
+    assert stops == sorted(rungs.values())
+    useful, *useless = rungs
+    for number in range(32):
+        for reason in rungs:
+            planner.note_stored(reason)
+        if number % 16 == 0:
+            planner.note_hit(useful)
+    # But for one request in so many, which finds out whether that has changed.
+    plans = [set(rungs_of(planner, number)) for number in range(320)]
+    assert all(useful in plan for plan in plans)
+    assert 3 <= sum(plan == set(rungs) for plan in plans) <= 30
+    assert {frozenset(plan) for plan in plans} == {frozenset(rungs), frozenset({useful})}
+    assert useless
+
+
+def rungs_of(planner: BoundaryPlanner, number: int) -> dict[Reason, int]:
+    request = a_request(1000)
+    request.request_id = f"request-{number}"
+    plan = planner.plan(request, 0, 0)
+    return {reason: tokens for tokens, reason in plan.items() if reason.origin is Origin.LADDER}
+
+
+def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
+    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
+    plan = {496: Reason(Origin.PROMPT)}
+    for tokens, expected in (
+        (96, [(96, Reason(Origin.CHUNK))]),
+        (97, []),  # no boundary
+        (496, [(496, Reason(Origin.PROMPT))]),
+        (504, [(496, Reason(Origin.PROMPT))]),  # of the answer
+    ):
+        assert planner.crossed(plan, 0, tokens) == expected
+    assert BoundaryPlanner(GROUPS, UNIT_TOKENS).crossed(plan, 0, 88) == []
 
 
 def test_models_without_tails_have_no_grid() -> None:
