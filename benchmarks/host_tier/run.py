@@ -30,6 +30,10 @@ from host_tier.results import Row  # noqa: E402
 LAYOUTS = ("dsv4-ascend128", "dsv4-ascend32", "dsv4", "gemma", "gptoss", "mamba")
 TRACES = ("chat", "agent", "edited")
 POOLS = (0.2, 0.3, 0.4)
+SCALE = 0.5
+SCALES = {"dsv4-ascend128": 2.0, "dsv4-ascend32": 2.0}
+"""Of layouts whose pages are so large that a fifth of a smaller trace's do not hold one request."""
+
 ASCEND_VARIABLE = "KVEXT_ASCEND_SOURCES"
 
 
@@ -39,7 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
     parser.add_argument("--trace", action="append", help=", ".join(TRACES))
-    parser.add_argument("--scale", type=float, default=0.5, help="factor on the traces' sizes")
+    parser.add_argument("--scale", type=float, help="factor on the traces' sizes")
     parser.add_argument("--pool", action="append", type=float, help="share of the dense footprint")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-host-tier")
     parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
@@ -84,7 +88,8 @@ def run_layout(layout: str, arguments: argparse.Namespace) -> list[Row]:
         SystemExit: If the process ends otherwise than well.
     """
     command = [sys.executable, __file__, "--one-process", "--layout", layout]
-    command += ["--scale", str(arguments.scale)]
+    scale = SCALES.get(layout, SCALE) if arguments.scale is None else arguments.scale
+    command += ["--scale", str(scale)]
     for trace in arguments.trace:
         command += ["--trace", trace]
     for pool in arguments.pool:
