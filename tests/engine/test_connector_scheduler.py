@@ -194,6 +194,45 @@ def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool
     assert hits[0] < hits[1] < hits[2] == len(shared)
 
 
+@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+@pytest.mark.parametrize("over_tokens", [0, 1])
+def test_prompt_resumes_where_its_last_state_can_be_hit(
+    layout: PagedLayout, over_tokens: int
+) -> None:
+    """vLLM ends a step with the last block, even if no lookup reaches that far."""
+    rng = random.Random(layout.name)
+    unit = layout.unit_tokens
+    with engine_of(layout, max_num_batched_tokens=64 * unit) as engine:
+        for number in range(40):  # Rungs that nobody resumes from are given up.
+            serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=1))
+        prompt = tokens(rng, 20 * unit + over_tokens)
+        serve(engine, plan_of("first", prompt, max_tokens=1))
+        before = engine.side.counters.hit_tokens
+        serve(engine, plan_of("second", prompt, max_tokens=1))
+        hit_tokens = engine.side.counters.hit_tokens - before
+    assert hit_tokens == (len(prompt) - 1) // unit * unit
+
+
+@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
+    """After a reset of all, what it computes is stored like that of another request."""
+    unit = layout.unit_tokens
+    prompt = tokens(random.Random(layout.name), 20 * unit + 1)
+    with engine_of(layout, max_num_batched_tokens=64 * unit, caching=True) as engine:
+        engine.add_request(plan_of("first", prompt, max_tokens=5))
+        while engine.scheduler.requests["first"].num_output_tokens < 2:
+            engine.step()
+        while engine.side.has_transfers:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=True)
+        assert not entries_of(engine)
+        serve(engine)
+        assert engine.reset()
+        serve(engine, plan_of("second", prompt))
+        assert engine.side.counters.hit_tokens == 20 * unit
+        check_nothing_is_left(engine)
+
+
 @pytest.mark.skipif(LOADS_STATES, reason="this vLLM loads states")
 @pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 def test_states_are_refused_where_a_load_would_end_the_engine(layout: PagedLayout) -> None:
@@ -227,9 +266,7 @@ def ends_shared_with(
     unit: int = engine.tier.geometry.unit_tokens
     # The last token of a prompt is always computed, the last one of an answer never is.
     ends = {(len(other_tokens) - 1) // unit * unit}
-    # States are there only where a step ends.
-    if not engine.layout.has_mamba or len(other.prompt) % unit:
-        ends.add((len(other.prompt) - 1) // unit * unit)
+    ends.add((len(other.prompt) - 1) // unit * unit)
     return max(
         end
         for end in {0, *ends}

@@ -25,13 +25,15 @@ from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
 """What nobody asked for."""
 
-_END_STEPS = STEPS_END_AT | {Origin.LADDER}
+_END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
+"""Where prefill steps have to end for a state. vLLM ends them elsewhere: at the last block of a
+prompt, even if it ends with the prompt, or one block earlier with EAGLE and MTP."""
 
 _CHUNK = Reason(Origin.CHUNK)
 _NEVER = 1 << 60
 
 _TRIALS = 16
-"""Tails of one reason that are stored before their hits are looked at."""
+"""Tails of one reason that are tried before their hits are looked at."""
 
 _LEAST_HITS_PER_TAIL = 1 / 64
 _LEAST_HITS_PER_STEP = 1 / 16
@@ -57,7 +59,7 @@ class BoundaryPlanner:
         # On the coarser grid of the host, the interval means the next multiple.
         interval_tokens = -(-interval_tokens // unit_tokens) * unit_tokens
         self._policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
-        self._stored: dict[Reason, int] = {}
+        self._tried: dict[Reason, int] = {}
         self._hits: dict[Reason, int] = {}
 
     def plan(self, request: Prompt, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
@@ -70,12 +72,13 @@ class BoundaryPlanner:
         """
         geometry = self._policy.geometry
         demand = {}
+        # The last token of a prompt is always computed: nobody resumes behind it.
+        shared_tokens = min(shared_tokens, request.num_prompt_tokens - 1)
         junction_tokens = geometry.reachable_tokens(shared_tokens)
         if junction_tokens > hit_tokens:
             demand[junction_tokens] = Reason(Origin.JUNCTION)
         for tokens in hinted_boundaries(request, geometry):
             demand[tokens] = Reason(Origin.HINT)
-        # Asked again before a request is admitted, the answer is the same.
         is_trial = zlib.crc32(request.request_id.encode()) % _TRY_EVERY == 0
 
         def is_worth_trying(reason: Reason) -> bool:
@@ -109,15 +112,15 @@ class BoundaryPlanner:
         """The next boundary at which a prefill step has to end to leave a state.
 
         Returns:
-            A very large number if none is worth a step of its own.
+            A very large number if there is none.
         """
         asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
         following = min((each for each in asked if each > tokens), default=_NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
-    def note_stored(self, reason: Reason) -> None:
-        """Tails of a boundary that this suggested are going to be stored."""
-        self._stored[reason] = self._stored.get(reason, 0) + 1
+    def note_tried(self, reason: Reason) -> None:
+        """Tails of a boundary that this suggested are going to be stored, or there is no room."""
+        self._tried[reason] = self._tried.get(reason, 0) + 1
 
     def note_hit(self, reason: Reason) -> None:
         """A request resumed there."""
@@ -127,15 +130,15 @@ class BoundaryPlanner:
         if reason.origin not in UNASKED or self._pays(reason, _LEAST_HITS_PER_TAIL):
             return True
         if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
-            return True  # A step has ended there: `plan` has decided.
-        stored = self._stored[reason]
-        self._stored[reason] = stored + 1  # as if it had been stored
-        return stored % _TRY_EVERY == 0
+            return True  # `plan` has decided, and a step has ended there.
+        tried = self._tried[reason]
+        self._tried[reason] = tried + 1
+        return tried % _TRY_EVERY == 0
 
     def _pays(self, reason: Reason, least_hits_per_tail: float) -> bool:
         """Whether requests resume often enough from what was stored for a reason, or may do so."""
-        stored = self._stored.get(reason, 0)
-        return stored < _TRIALS or self._hits.get(reason, 0) >= stored * least_hits_per_tail
+        tried = self._tried.get(reason, 0)
+        return tried < _TRIALS or self._hits.get(reason, 0) >= tried * least_hits_per_tail
 
 
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:

@@ -73,6 +73,18 @@ class _Tracked:
     held_tokens: int = 0
 
 
+class _Plan(NamedTuple):
+    """What is planned of a request when it begins.
+
+    Attributes:
+        computed_tokens: Where it begins.
+        boundaries: At which its tails are stored.
+    """
+
+    computed_tokens: int
+    boundaries: dict[int, Reason]
+
+
 class Events(Protocol):
     """Told of what can be found; see ``events.TierEvents``."""
 
@@ -146,6 +158,7 @@ class Stores:
         self._num_workers = num_workers
         self._can_swap = can_swap
         self._tracked: dict[str, _Tracked] = {}
+        self._plans: dict[str, _Plan] = {}  # of requests that are not admitted
         self._jobs: dict[str, _Job] = {}  # of this step
         self._under_way: dict[int, _JobUnderWay] = {}
         self._num_jobs = 0
@@ -167,7 +180,7 @@ class Stores:
         # Beyond the tokens that are known lie drafts, which may be rejected.
         computed_tokens = request.num_computed_tokens + num_scheduled_tokens
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if tracked is None or request.num_computed_tokens < tracked.done_tokens:
             if self.is_off:
                 return
             tracked = self._admit(request)
@@ -175,7 +188,7 @@ class Stores:
             self._advance(request, tracked, min(computed_tokens, request.num_tokens))
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Where a prefill step is to end, so that it leaves a state that somebody asked for.
+        """Where a prefill step is to end, so that it leaves a state to store.
 
         Args:
             request: May not have been admitted yet.
@@ -184,10 +197,17 @@ class Stores:
         Returns:
             A boundary past the beginning; a very large number if there is none.
         """
-        if self.is_off or not self._layout.has_states:
+        if (
+            self.is_off
+            or not self._layout.has_states
+            or computed_tokens >= request.num_prompt_tokens
+        ):
             return _NEVER
         tracked = self._tracked.get(request.request_id)
-        plan = self._plan(request, computed_tokens)[0] if tracked is None else tracked.plan
+        if tracked is None or computed_tokens < tracked.done_tokens:
+            plan = self._plan(request, computed_tokens)
+        else:
+            plan = tracked.plan
         return self._planner.next_stop_after(plan, computed_tokens)
 
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
@@ -197,6 +217,7 @@ class Stores:
             is_end_of_turn: Whether its next turn may resume where it ended, and its pages hold
                 what it has computed.
         """
+        self._plans.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
@@ -303,22 +324,43 @@ class Stores:
         self._under_way[self._num_jobs] = _JobUnderWay(job.stored, blocks, self._num_workers)
         return StoreJob(self._num_jobs, tuple(job.chunks), self._parts(job.pages))
 
-    def _plan(self, request: Request, computed_tokens: int) -> tuple[dict[int, Reason], int]:
-        """The boundaries of a request that begins there, and how many rows of it are stored."""
-        prefix = self._engine.prefix(request)
-        shared_tokens = self._tier.present_tokens(prefix, request.num_prompt_tokens)
-        return self._planner.plan(request, computed_tokens, shared_tokens), shared_tokens
+    def _plan(self, request: Request, computed_tokens: int) -> dict[int, Reason]:
+        """The boundaries of a request that is to begin there.
+
+        They are those of `_admit`, whatever others store meanwhile: steps end where it will store.
+        """
+        plan = self._plans.get(request.request_id)
+        if plan is None or plan.computed_tokens != computed_tokens:
+            shared_tokens = self._shared_tokens(request)
+            boundaries = self._planner.plan(request, computed_tokens, shared_tokens)
+            plan = self._plans[request.request_id] = _Plan(computed_tokens, boundaries)
+        return plan.boundaries
 
     def _admit(self, request: Request) -> _Tracked:
-        plan, shared_tokens = self._plan(request, request.num_computed_tokens)
+        """A request begins, or begins again after its blocks were taken."""
+        before = self._tracked.get(request.request_id)
+        if before is not None:
+            self._release_held(before)
+        computed_tokens = request.num_computed_tokens
+        shared_tokens = self._shared_tokens(request)
+        plan = self._plans.pop(request.request_id, None)
+        if plan is not None and plan.computed_tokens == computed_tokens:
+            boundaries = plan.boundaries
+        else:
+            boundaries = self._planner.plan(request, computed_tokens, shared_tokens)
         tracked = _Tracked(
             self._tier.next_use(),
-            plan,
-            done_tokens=request.num_computed_tokens,
+            boundaries,
+            done_tokens=computed_tokens,
             rows_tokens=shared_tokens,
         )
         self._tracked[request.request_id] = tracked
         return tracked
+
+    def _shared_tokens(self, request: Request) -> int:
+        """Up to where the rows of a prompt are stored, or being stored."""
+        prefix = self._engine.prefix(request)
+        return self._tier.present_tokens(prefix, request.num_prompt_tokens)
 
     def _advance(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
         """A step takes a request past an event."""
@@ -348,10 +390,14 @@ class Stores:
         crossed = self._planner.crossed(tracked.plan, tracked.done_tokens, computed_tokens)
         known_tokens = self._engine.prefix(request).num_tokens
         crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
+        if not crossed:
+            return
         # Rows of all of them at once: in fewer pieces. Then what was asked for.
-        if crossed and self._store_rows(request, tracked, crossed[-1][0]):
-            for tokens, reason in sorted(crossed, key=lambda each: each[1].origin in UNASKED):
-                self._store(request, tracked, Piece.tails(tokens), reason)
+        has_rows = self._store_rows(request, tracked, crossed[-1][0])
+        for tokens, reason in sorted(crossed, key=lambda each: each[1].origin in UNASKED):
+            tails = Piece.tails(tokens)
+            if not has_rows or self._store(request, tracked, tails, reason) not in _THERE:
+                self._planner.note_tried(reason)
 
     def _store_chunks(self, request: Request, tracked: _Tracked, computed_tokens: int) -> None:
         """Store whole chunks that somebody else has computed before, or all of them."""
@@ -438,7 +484,7 @@ class Stores:
             return entry
         if reason is not None:
             self._reasons[entry.number] = reason
-            self._planner.note_stored(reason)
+            self._planner.note_tried(reason)
         job = self._jobs.setdefault(request.request_id, _Job())
         new = [block for key, block in pages.items() if key not in job.pages]
         self._references.take(new)

@@ -75,14 +75,20 @@ def test_next_event_is_the_next_boundary_that_can_be_crossed() -> None:
     assert seen == [boundary for boundary, _ in planner.crossed(plan, 0, 1200)]
 
 
-def test_steps_end_at_what_was_asked_for() -> None:
+def test_steps_end_at_what_was_asked_for_and_where_the_prompt_is_hit_again() -> None:
     request = a_request(1000, kvext_checkpoint_tokens=[250])
-    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
+    planner = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS)
     plan = planner.plan(request, 80, 333)
     assert [planner.next_stop_after(plan, tokens) for tokens in (80, 247, 248)] == [248, 248, 328]
-    # vLLM itself ends a step at the last boundary of the prompt.
+    # Not 1,000: the last token is always computed.
+    assert planner.next_stop_after(plan, 984) == 992
+    assert planner.next_stop_after(plan, 992) > 1 << 40
+
+
+def test_prompt_that_is_all_shared_is_a_junction_where_it_is_hit_again() -> None:
+    plan = BoundaryPlanner(STATE_GROUPS, UNIT_TOKENS).plan(a_request(1000), 0, 1000)
+    assert plan[992] == Reason(Origin.JUNCTION)
     assert max(plan) == 992
-    assert planner.next_stop_after(plan, 984) > 1 << 40
 
 
 def test_steps_end_at_multiples_of_an_interval() -> None:
@@ -99,11 +105,11 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
     plan = planner.plan(a_request(1000), 0, 0)
     while (tokens := planner.next_stop_after(plan, tokens)) <= 1000:
         stops.append(tokens)
-    assert stops == sorted(rungs.values())
-    useful, *useless = rungs
+    assert stops == sorted([*rungs.values(), 992])
+    useful = next(iter(rungs))
     for number in range(32):
         for reason in rungs:
-            planner.note_stored(reason)
+            planner.note_tried(reason)
         if number % 16 == 0:
             planner.note_hit(useful)
     # But for one request in so many, which finds out whether that has changed.
@@ -111,7 +117,6 @@ def test_rung_ends_steps_while_requests_resume_there() -> None:
     assert all(useful in plan for plan in plans)
     assert 3 <= sum(plan == set(rungs) for plan in plans) <= 30
     assert {frozenset(plan) for plan in plans} == {frozenset(rungs), frozenset({useful})}
-    assert useless
 
 
 def rungs_of(planner: BoundaryPlanner, number: int) -> dict[Reason, int]:
@@ -148,7 +153,7 @@ def test_suggestion_that_nobody_uses_is_made_less_often() -> None:
         num = 0
         for _ in range(1000):
             if planner.crossed({80: reason}, 79, 80):
-                planner.note_stored(reason)
+                planner.note_tried(reason)
                 num += 1
         return num
 
@@ -161,5 +166,5 @@ def test_suggestion_that_is_used_goes_on() -> None:
     ladder = Reason(Origin.LADDER, 2)
     for _ in range(1000):
         assert planner.crossed({80: ladder}, 79, 80)
-        planner.note_stored(ladder)
+        planner.note_tried(ladder)
         planner.note_hit(ladder)
