@@ -23,11 +23,13 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_to
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
     from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+    from vllm_ascend_kvext.holes.hole_queue import HoleRow
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -97,6 +99,7 @@ class ConnectedScheduler:
                 step_tokens=scheduler.max_num_scheduled_tokens,
                 num_running=lambda: len(scheduler.running),
                 looks_ahead=bool(manager.coordinator.eagle_group_ids),
+                num_lookahead_tokens=scheduler.num_lookahead_tokens,
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
@@ -104,6 +107,8 @@ class ConnectedScheduler:
         self._reset_prefix_cache = scheduler.reset_prefix_cache
         self._update_session = scheduler._update_request_as_session
         self._align_step = scheduler._mamba_block_aligned_split
+        self._schedule = scheduler.schedule
+        self._row_ids: set[str] = set()  # of holes, in the latest step
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.has_finished_requests,
@@ -114,6 +119,8 @@ class ConnectedScheduler:
         if connector.options.swap_on_preemption:
             _require_intact_pages(scheduler)
             methods.append(self._preempt_request)
+        if connector.options.hole_reuse:
+            methods.append(self.schedule)
         self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
@@ -124,7 +131,101 @@ class ConnectedScheduler:
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""
-        return self._has_finished_requests() or self._side.has_work
+        return self._has_finished_requests() or self._side.has_work or bool(self._row_ids)
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedule a step in which, besides what upstream plans, holes are computed.
+
+        A row of a hole is a request of its own to the workers: with the block table of the request
+        whose hole it is, from the hole's first token on, finished in the next step. Upstream's
+        budget is less by what the rows take.
+        """
+        scheduler, side = self._scheduler, self._side
+        for request_id in side.end_hole_step():
+            self._go_on_behind_holes(request_id)
+        rows = side.take_hole_rows(*self._budget_of_holes())
+        most_tokens, most_requests = (
+            scheduler.max_num_scheduled_tokens,
+            scheduler.max_num_running_reqs,
+        )
+        scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
+        scheduler.max_num_running_reqs -= len(rows)
+        try:
+            output = self._schedule()
+        finally:
+            scheduler.max_num_scheduled_tokens = most_tokens
+            scheduler.max_num_running_reqs = most_requests
+        output.finished_req_ids.update(self._row_ids)
+        self._row_ids = {row.row_id for row in rows}
+        for row in rows:
+            output.scheduled_new_reqs.append(self._request_of(row))
+            output.num_scheduled_tokens[row.row_id] = row.run.num_tokens
+            output.total_num_scheduled_tokens += row.run.num_tokens
+        for request_id, hole_tokens in side.take_begun_holes():
+            self._correct_hits(scheduler.requests[request_id], hole_tokens)
+        return output
+
+    def _budget_of_holes(self) -> tuple[int, int]:
+        """Tokens and rows of the next step; what decodes goes on."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self._scheduler
+        if scheduler.pause_state != PauseState.UNPAUSED:
+            return 0, 0
+        num_running = len(scheduler.running)
+        return (
+            scheduler.max_num_scheduled_tokens - num_running,
+            scheduler.max_num_running_reqs - num_running,
+        )
+
+    def _request_of(self, row: HoleRow) -> NewRequestData:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData
+
+        scheduler = self._scheduler
+        request = scheduler.requests[row.request_id]
+        first_tokens, end_tokens = row.run
+        # With one token more, the row is a part of a prompt: nothing is sampled.
+        token_ids = list(request.all_token_ids[: end_tokens + 1])
+        return NewRequestData(
+            req_id=row.row_id,
+            prompt_token_ids=token_ids,
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+            pooling_params=None,
+            block_ids=scheduler.kv_cache_manager.get_block_ids(row.request_id),
+            num_computed_tokens=first_tokens,
+            lora_request=None,
+            prefill_token_ids=token_ids
+            if getattr(scheduler, "use_v2_model_runner", False)
+            else None,
+        )
+
+    def _go_on_behind_holes(self, request_id: str) -> None:
+        """All that a request waited for is there, or it has ended meanwhile."""
+        scheduler = self._scheduler
+        request = scheduler.requests.get(request_id)
+        if request is None:
+            return
+        if request.is_finished():
+            scheduler._free_blocks(request)
+        else:
+            scheduler.finished_recving_kv_req_ids.add(request_id)
+
+    def _correct_hits(self, request: Request, hole_tokens: int) -> None:
+        """Upstream takes all that lies before the end of a load for hits, holes included."""
+        found = request.prefill_stats
+        if found is not None:
+            found.set(
+                num_prompt_tokens=found.num_prompt_tokens,
+                num_local_cached_tokens=found.num_local_cached_tokens,
+                num_external_cached_tokens=found.num_external_cached_tokens - hole_tokens,
+            )
+        stats = self._scheduler.connector_prefix_cache_stats
+        if stats is not None and request.num_preemptions:
+            stats.preempted_hits -= hole_tokens
+        elif stats is not None:
+            stats.hits -= hole_tokens
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -261,6 +362,9 @@ PATCHES = (
             f"{_SCHEDULER}.schedule",
             f"{_SCHEDULER}._update_after_schedule",
             f"{_SCHEDULER}._connector_finished",
+            f"{_SCHEDULER}._free_blocks",
+            f"{_SCHEDULER}._update_from_kv_xfer_finished",
+            f"{_SCHEDULER}.update_from_output",
             f"{_SCHEDULER}._update_request_as_session",
             f"{_SCHEDULER}._mamba_block_aligned_split",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",

@@ -31,6 +31,13 @@ DAMAGED_TOKENS = 400
 DAMAGED_BOUNDARIES_TOKENS = {"rows": CHUNK_TOKENS, "tails": DAMAGED_TOKENS - BLOCK_TOKENS}
 """The first chunk, and where the prompt is resumed."""
 
+HOLES_TOKENS = {
+    "at the beginning": [(0, CHUNK_TOKENS)],
+    "in the middle": [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
+    "several": [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (3 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+}
+"""Tokens whose rows host memory loses."""
+
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 100
 POOL_BLOCKS = 700
@@ -73,6 +80,7 @@ class Engine:
         self._facts: dict[str, Any] = {}
         self._events: list[Any] = []
         self._counted: Counter[str] = Counter()
+        self._hole_tokens = 0
         self.scheduler = self._core.scheduler
         self.has_connector = kv_transfer.has_kv_transfer_group()
         if self.has_connector:
@@ -159,6 +167,51 @@ class Engine:
         runner._move = failing_move
         yield
         runner._move = move
+
+    def spoil_pages(self) -> None:
+        """Forget what the device has cached; its pages hold wrong bytes from now on."""
+        self.reset()
+        if self.has_connector:
+            for tensor in self.worker_side._runner.pools.tensors:
+                tensor.fill_(0x44)  # 785.07 in float32
+
+    def lose_rows(self, lost: Sequence[Sequence[int]]) -> None:
+        """Evict what host memory has of these tokens, of any prompt."""
+        if not self.has_connector:
+            return
+        from vllm_ascend_kvext.store.counters import Removal
+
+        tier = self.scheduler_side._parts.tier
+        for entry in list(tier._entries.values()):
+            piece = entry.piece
+            if any(piece.first_tokens < end and first < piece.end_tokens for first, end in lost):
+                tier._remove(entry, Removal.EVICTED)
+
+    @contextmanager
+    def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
+        """Let holes count as computed that are not."""
+        if not (self.has_connector and is_left_out):
+            yield
+            return
+        side = self.scheduler_side
+        take_rows = side.take_hole_rows
+
+        def take_no_rows(*args: Any) -> list[Any]:
+            take_rows(*args)
+            side._hole_tokens = 0
+            return []
+
+        side.take_hole_rows = take_no_rows
+        yield
+        del side.take_hole_rows
+
+    def take_computed_in_holes(self) -> int:
+        """Tokens since the last call."""
+        if not self.has_connector:
+            return 0
+        counters = self.scheduler_side.counters
+        before, self._hole_tokens = self._hole_tokens, counters.hole_tokens
+        return int(counters.hole_tokens - before)
 
     def take_events(self) -> list[dict[str, Any]]:
         """KV events of host memory since the last call."""
@@ -371,9 +424,28 @@ def events(engine: Engine) -> None:
     engine.reset(is_host_too=True)
 
 
+def holes(engine: Engine) -> None:
+    """Prompts of which host memory has lost chunks, before pages that hold no right byte."""
+    rng = random.Random(9)
+    shared = random_tokens(rng, 6 * CHUNK_TOKENS)
+    prompts = [shared + random_tokens(rng, length) for length in (1, 130, 200)]
+    for name, lost in HOLES_TOKENS.items():
+        engine.ask("stored", prompts)
+        for label in ("hole", "hole left out"):
+            engine.spoil_pages()
+            engine.lose_rows(lost)
+            with engine.leaving_out_holes(label == "hole left out"):
+                engine.ask(f"{label}: {name}", prompts, reply_tokens=8)
+                engine.note(f"{label}: {name}", engine.take_computed_in_holes())
+        engine.reset(is_host_too=True)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (turns, document, salts, damage, failures, storm, large_storm, eviction, events)
+    for scenario in (
+        *(turns, document, salts, damage, failures, storm, large_storm, eviction, events),
+        holes,
+    )
 }
 
 

@@ -17,6 +17,7 @@ from connector_workload import (
     CHUNK_TOKENS,
     DAMAGED_BOUNDARIES_TOKENS,
     DOCUMENT_TOKENS,
+    HOLES_TOKENS,
     PROMPT_LENGTHS,
     REPLY_TOKENS,
     SMALL_POOL_BLOCKS,
@@ -83,6 +84,17 @@ SETTINGS = {
     "alternating": Setting(("turns", "damage"), model="alternating"),
     "three windows": Setting(("turns", "damage"), model="three windows"),
     "full": Setting(("turns", "damage"), model="full"),
+    "holes": Setting(
+        ("turns", "holes"),
+        model="full",
+        extra_config={"hole_reuse": True, "store_policy": "all"},
+    ),
+    "holes, no prefix caching": Setting(
+        ("holes",),
+        model="full",
+        extra_config={"hole_reuse": True, "store_policy": "all"},
+        engine={"enable_prefix_caching": False},
+    ),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
     "store all": Setting(
         ("turns", "document"), extra_config={"store_policy": "all"}, is_main_only=True
@@ -230,7 +242,11 @@ OF_TURNS = [floor(length + REPLY_TOKENS - 1) for length in PROMPT_LENGTHS]
 
 @pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
 def test_outputs_are_those_without_a_connector(setting: Served, reference: Served) -> None:
-    labels = [label for label in setting.labels if label not in DAMAGED]
+    labels = [
+        label
+        for label in setting.labels
+        if label not in DAMAGED and not label.startswith("hole left out")
+    ]
     assert len(labels) > 1
     for label in labels:
         replies = [answer.reply for answer in setting.answers(label)]
@@ -319,7 +335,28 @@ def test_a_salt_hits_its_own_only(setting: Served) -> None:
     assert hits == {"other salt": [0], "no salt": [0], "same salt": [192]}
 
 
+@pytest.mark.parametrize("name", HOLES_TOKENS)
+@pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
+def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: str) -> None:
+    """Three prompts share what is lost. The first two have nothing to resume behind it."""
+    lost_tokens = sum(end - first for first, end in HOLES_TOKENS[name])
+    hits = setting.hit_tokens(f"hole: {name}")
+    computed_tokens = setting.report["facts"][f"hole: {name}"]
+    lengths = [answer.prompt_tokens for answer in setting.answers(f"hole: {name}")]
+    assert computed_tokens and computed_tokens % lost_tokens == 0
+    assert all(hit >= floor(n - 1) - lost_tokens for hit, n in zip(hits, lengths, strict=True))
+
+
 # Controls: the tests above can fail.
+
+
+@pytest.mark.parametrize("name", HOLES_TOKENS)
+@pytest.mark.parametrize("setting", with_scenario("holes"), indirect=True)
+def test_holes_that_are_not_computed_show_in_the_outputs(
+    setting: Served, reference: Served, name: str
+) -> None:
+    label = f"hole left out: {name}"
+    assert setting.logprob_error(label, reference) > 100 * LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

@@ -25,6 +25,7 @@ ALLOWED = {
     "errors": set(),
     "features": {"patching"},
     "groups": {"errors"},
+    "holes": {"groups", "store", "errors"},
     "layout": {"groups", "errors", "transfer"},
     "native": {"errors"},
     "patching": {"compat", "errors", "settings", "features"},
@@ -38,6 +39,7 @@ ALLOWED = {
 
 NO_VLLM = (
     "groups",
+    "holes",
     "layout",
     "prefix_cache",
     "retention",

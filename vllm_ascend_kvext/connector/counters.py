@@ -33,6 +33,7 @@ class ConnectorCounters:
         traffic: By direction; see `add_traffic`.
         hit_tokens: Prompt tokens that requests had from the host tier.
         hit_requests: Requests that had some.
+        hole_tokens: Prompt tokens that were computed in holes before what was loaded.
         too_dear_loads: Loads that were not made, because computing was estimated to be faster.
         joined_loads: Requests that waited for another's load of the same, and made none.
         swapped_requests: Preempted requests whose KV went to the host tier.
@@ -45,6 +46,7 @@ class ConnectorCounters:
     )
     hit_tokens: int = 0
     hit_requests: int = 0
+    hole_tokens: int = 0
     too_dear_loads: int = 0
     joined_loads: int = 0
     swapped_requests: int = 0
@@ -167,6 +169,11 @@ METRICS = (
         "host_hit_requests",
         "Requests that had prompt tokens from host memory.",
         lambda counters: [counters.hit_requests],
+    ),
+    Metric(
+        "host_hole_tokens",
+        "Prompt tokens that were missing before others in host memory, and computed there.",
+        lambda counters: [counters.hole_tokens],
     ),
     Metric(
         "host_shortfalls",

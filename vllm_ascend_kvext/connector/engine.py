@@ -22,6 +22,9 @@ class Request(Protocol):
     lora_request: Any
     sampling_params: Any
     skip_reading_prefix_cache: bool
+    pooling_params: Any
+    prompt_embeds: Any
+    mm_features: Any
     status: Any
 
     @property
@@ -58,6 +61,7 @@ class Engine:
         step_tokens: That a step computes at most.
         num_running: How many requests run.
         looks_ahead: Whether a local hit drops the last block that it finds (EAGLE, MTP).
+        num_lookahead_tokens: Draft tokens of a step.
     """
 
     requests: Mapping[str, Request]
@@ -70,6 +74,7 @@ class Engine:
     step_tokens: int = 1
     num_running: Callable[[], int] = lambda: 0
     looks_ahead: bool = False
+    num_lookahead_tokens: int = 0
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

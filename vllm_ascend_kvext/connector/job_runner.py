@@ -19,7 +19,7 @@ from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.page_runs import NULL_PAGE
 from vllm_ascend_kvext.layout.planner import TransferPlanner
-from vllm_ascend_kvext.layout.rows import needed_rows
+from vllm_ascend_kvext.layout.rows import TokenRange, needed_rows
 from vllm_ascend_kvext.layout.stored_rows import MissingRows
 from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, StorePlan
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
@@ -109,7 +109,7 @@ class JobRunner:
             direction = Direction.HOST_TO_PAGES
             with self._planning:
                 plan = self._planner.plan_load(job.stored, job.tokens, job.block_ids)
-            missing = list(plan.missing)
+            missing = [rows for rows in plan.missing if not _is_in(rows, job.holes)]
         if missing:
             raise _incomplete(job, missing)
         if not len(plan.runs):
@@ -152,6 +152,11 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
         f"first is tokens {first.tokens.first} to {first.tokens.end - 1} of KV cache group "
         f"{first.scheduler_group}: no page or no stored chunk has them; compute these tokens"
     )
+
+
+def _is_in(rows: MissingRows, holes: tuple[TokenRange, ...]) -> bool:
+    tokens = rows.tokens
+    return any(hole.first <= tokens.first and tokens.end <= hole.end for hole in holes)
 
 
 def _num_bytes(plan: StorePlan | LoadPlan) -> int:

@@ -161,7 +161,11 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
         results = metadata.results if isinstance(metadata, KvextWorkerMetadata) else None
-        self._scheduler.note_output(results, connector_output.finished_recving or ())
+        finished = connector_output.finished_recving or frozenset()
+        with_holes = self._scheduler.note_output(results, finished)
+        if with_holes:
+            # They go on when their holes are computed: see ``patches.connector``.
+            connector_output.finished_recving = set(finished) - with_holes
 
     def request_finished(
         self, request: Request, block_ids: list[int]

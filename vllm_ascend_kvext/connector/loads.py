@@ -25,6 +25,10 @@ from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.load_cost import LoadCost
 from vllm_ascend_kvext.connector.messages import LoadJob
 from vllm_ascend_kvext.connector.room import PoolRoom, Room
+from vllm_ascend_kvext.holes.eligibility import can_have_holes
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
+from vllm_ascend_kvext.holes.host_hit import beyond_holes
+from vllm_ascend_kvext.holes.span_plan import Run
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
@@ -32,6 +36,9 @@ from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
 from vllm_ascend_kvext.store.tier import HostTier
+
+LEAST_RUN_TOKENS = 64
+"""Behind a hole, a shorter run is not worth a row of a step."""
 
 MOST_PATIENCE_S = 10.0
 """How long a request waits for the load of another before it makes its own."""
@@ -100,6 +107,7 @@ class Loads:
         cost: Estimates; None makes every load.
         counters: Of the connector.
         clock: Seconds that only grow.
+        holes: Where holes wait to be computed; None stops at the first one.
     """
 
     def __init__(
@@ -111,6 +119,7 @@ class Loads:
         cost: LoadCost | None,
         counters: ConnectorCounters,
         clock: Callable[[], float],
+        holes: HoleQueue | None = None,
     ) -> None:
         self._engine = engine
         self._tier = tier
@@ -119,6 +128,7 @@ class Loads:
         self._cost = cost
         self._counters = counters
         self._clock = clock
+        self._holes = holes
         self._prospects: dict[str, _Prospect] = {}
         self._under_way: dict[str, LoadUnderWay] = {}
         # What can be hit on the device once a load is there: by the key of its end.
@@ -194,6 +204,8 @@ class Loads:
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
         self._shortfalls[request_id] = hit.shortfall
+        if self._holes is not None and can_have_holes(request):
+            hit = beyond_holes(self._tier, hit, request.num_tokens, LEAST_RUN_TOKENS)
         if hit.num_tokens <= 0:
             return 0
         if self._waits_for_other(request_id, hit):
@@ -248,8 +260,9 @@ class Loads:
         self._expect(request_id, hit)
         num_request_tokens = self._engine.requests[request_id].num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens)
-        tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
-        return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids))
+        if hit.holes and self._holes is not None:
+            self._holes.begin(request_id, [Run(*hole) for hole in hit.holes], hit.after_tokens)
+        return self._job(request_id, hit, block_ids)
 
     def end(self, request_id: str, has_failed: bool) -> None:
         """All workers have ended a load; of another connector's nothing is known."""
@@ -258,10 +271,12 @@ class Loads:
             return
         outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
         if not has_failed:
-            self._counters.hit_tokens += under_way.hit.num_tokens
+            self._counters.hit_tokens += under_way.hit.loaded_tokens
             self._counters.hit_requests += 1
         self._tier.end_load(under_way.load, outcome)
         if has_failed:
+            if self._holes is not None:
+                self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
             self._remember_failure(request_id)
@@ -274,12 +289,19 @@ class Loads:
         if prospect is not None:
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         self._no_longer_expected(request_id)
+        if self._holes is not None:
+            self._holes.drop(request_id)
         self._awaited.pop(request_id, None)
         self._shortfalls.pop(request_id, None)
         self._room.unpark(request_id)
         self._later.pop(request_id, None)
         self._too_dear.discard(request_id)
         self._failed.pop(request_id, None)
+
+    def _job(self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]) -> LoadJob:
+        tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
+        holes = tuple(TokenRange(first, end) for first, end in hit.holes)
+        return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids), holes)
 
     def _stored(self, hit: Hit) -> tuple[StoredChunk, ...]:
         """Rows that a later entry has, too, are those of another prefix in the earlier one::
@@ -309,7 +331,7 @@ class Loads:
         return self._room.of_load(request.request_id, request.num_tokens, hit.boundary_tokens)
 
     def _is_too_dear(self, request_id: str, hit: Hit) -> bool:
-        if self._cost is None or not self._cost.is_too_dear(_num_bytes(hit), hit.num_tokens):
+        if self._cost is None or not self._cost.is_too_dear(_num_bytes(hit), hit.loaded_tokens):
             return False
         if request_id not in self._too_dear:  # asked in every step while it waits
             self._too_dear.add(request_id)

@@ -59,12 +59,14 @@ class LoadJob:
         tokens: From the first that is not in the pages to where the request resumes.
         stored: What is read.
         block_ids: As of `StoreJob`.
+        holes: Tokens in the range whose rows are computed, and not loaded.
     """
 
     request_id: str
     tokens: TokenRange
     stored: tuple[StoredChunk, ...]
     block_ids: tuple[TablePart, ...]
+    holes: tuple[TokenRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

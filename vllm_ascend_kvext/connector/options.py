@@ -41,6 +41,7 @@ class ConnectorOptions:
         store_policy: What is stored.
         state_policy: What becomes of state groups.
         swap_on_preemption: Whether a preempted request's KV goes to host memory and comes back.
+        hole_reuse: Whether what is stored behind a missing chunk is loaded.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
         copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
@@ -52,6 +53,7 @@ class ConnectorOptions:
     store_policy: StorePolicy = StorePolicy.SECOND_TOUCH
     state_policy: StatePolicy = StatePolicy.EXACT
     swap_on_preemption: bool = False
+    hole_reuse: bool = False
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = None
@@ -274,6 +276,13 @@ OPTIONS = (
         _parse_flag,
         "`true`: the KV of a request that is preempted goes to host memory and comes back, where "
         "that is cheaper than computing it again. `false`: it is computed again.",
+    ),
+    Option(
+        "hole_reuse",
+        _parse_flag,
+        "Experimental. `true`: where a chunk is missing, what is stored behind it is loaded all "
+        "the same, and the missing tokens alone are computed; for models of full attention only. "
+        "`false`: all behind it is computed.",
     ),
     Option(
         "load_if_slower",

@@ -38,6 +38,7 @@ from vllm_ascend_kvext.connector.messages import (
 from vllm_ascend_kvext.connector.options import ConnectorOptions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.stores import Events, Stores
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.store_policy import StoreChooser
@@ -105,6 +106,9 @@ class SchedulerSide:
         self._steps: deque[_Step] = deque(maxlen=MOST_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
+        self._holes: HoleQueue | None = None
+        self._begun_holes: list[tuple[str, int]] = []
+        self._hole_tokens = 0  # of the step that is being scheduled
         self._has_warned = False
         self._has_news = False
 
@@ -140,6 +144,12 @@ class SchedulerSide:
         tier = HostTier(worker.host_bytes, layout.geometry, on_removed=self._note_removed)
         chooser = StoreChooser(self._options.store_policy)
         planner = BoundaryPlanner(layout.groups, layout.unit_tokens, engine.interval_tokens)
+        if self._options.hole_reuse:
+            refusal = self._why_no_holes(layout)
+            if refusal is None:
+                self._holes = HoleQueue()
+            else:
+                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         room = PoolRoom(
             worker.layout.groups,
             engine.num_blocks,
@@ -155,6 +165,7 @@ class SchedulerSide:
             None if self._options.load_if_slower else self._cost,
             self.counters,
             self._clock,
+            self._holes,
         )
         stores = Stores(
             engine,
@@ -231,6 +242,9 @@ class SchedulerSide:
         if job is None:
             return
         self._step_loads.append(job)
+        if job.holes:
+            hole_tokens = sum(hole.num_tokens for hole in job.holes)
+            self._begun_holes.append((request.request_id, hole_tokens))
         tails = self._parts.loads.tails_of(request.request_id)
         if tails is not None:
             self._parts.stores.note_hit(tails)
@@ -243,6 +257,32 @@ class SchedulerSide:
             return None
         return self._parts.stores.next_stop_tokens(request, computed_tokens)
 
+    @property
+    def fills_holes(self) -> bool:
+        """Whether steps may compute rows that are not those of a scheduled request."""
+        return self._holes is not None
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether requests wait for their holes, or for `end_hole_step`."""
+        return bool(self._holes)
+
+    def end_hole_step(self) -> list[str]:
+        """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
+        return [] if self._holes is None else self._holes.end_step()
+
+    def take_hole_rows(self, most_tokens: int, most_rows: int) -> list[HoleRow]:
+        """Rows for the step that is scheduled next; see ``HoleQueue.take_rows``."""
+        rows = [] if self._holes is None else self._holes.take_rows(most_tokens, most_rows)
+        self._hole_tokens = sum(row.run.num_tokens for row in rows)
+        self.counters.hole_tokens += self._hole_tokens
+        return rows
+
+    def take_begun_holes(self) -> list[tuple[str, int]]:
+        """Loads that have begun since the last call, and how many of their tokens are computed."""
+        begun, self._begun_holes = self._begun_holes, []
+        return begun
+
     def plan_step(
         self, num_scheduled_tokens: Mapping[str, int], preempted_ids: Iterable[str]
     ) -> StepJobs:
@@ -251,7 +291,7 @@ class SchedulerSide:
         Called before the requests' computed tokens are advanced.
         """
         now_s = self._clock()
-        num_tokens = sum(num_scheduled_tokens.values())
+        num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
         if num_tokens:
             self._steps.append(_Step(now_s, num_tokens))
         if self._parts is None or self._engine is None:
@@ -275,18 +315,23 @@ class SchedulerSide:
             self._next_stats_s = now_s + _STATS_EVERY_S
         return StepJobs(swaps, loads, stores.take_jobs(), bool(num_tokens), wants_stats)
 
-    def note_output(self, results: JobResults | None, finished_load_ids: Iterable[str]) -> None:
+    def note_output(
+        self, results: JobResults | None, finished_load_ids: Iterable[str]
+    ) -> frozenset[str]:
         """A step has ended.
 
         Args:
             results: What workers report; None if there is nothing.
             finished_load_ids: Requests whose load has ended on all workers.
+
+        Returns:
+            Those of them whose holes are still to be computed.
         """
         if results is not None and results.has_forward:
             self._measure_step()
         parts = self._parts
         if parts is None:
-            return
+            return frozenset()
         if results is not None:
             self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
             self.counters.add_traffic(results.traffic)
@@ -295,9 +340,13 @@ class SchedulerSide:
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
                 parts.stores.end(number, num_workers, number in results.failed_stores)
+        with_holes = set()
         for request_id in finished_load_ids:
             parts.loads.end(request_id, request_id in self._failed_loads)
             self._failed_loads.discard(request_id)
+            if self._holes is not None and self._holes.note_loaded(request_id):
+                with_holes.add(request_id)
+        return frozenset(with_holes)
 
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
         """A request has ended; its blocks are about to be freed."""
@@ -350,6 +399,15 @@ class SchedulerSide:
     def take_report(self) -> Report:
         """What has been counted since the last call."""
         return self.counters.take()
+
+    def _why_no_holes(self, layout: HostLayout) -> str | None:
+        engine = self._engine
+        assert engine is not None
+        if layout.geometry.needs_tails:
+            return "the model has sliding windows or states: resuming behind a hole reads more"
+        if engine.num_lookahead_tokens:
+            return "draft tokens would be computed beyond the end of a hole"
+        return None
 
     def _chunk_tokens(self, unit_tokens: int) -> int:
         options = self._options

@@ -53,6 +53,7 @@ class Hit:
         boundary_tokens: Where the request can resume; ``after_tokens`` if nothing can be loaded.
         entries: To load for it: rows in ascending order, then the tails.
         shortfall: Why it is not more; None if there is no later boundary within the limit.
+        holes: First and end token of what is missing before the boundary, and computed.
     """
 
     prefix: Prefix
@@ -60,10 +61,21 @@ class Hit:
     boundary_tokens: int
     entries: tuple[Entry, ...]
     shortfall: Shortfall | None
+    holes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
+        """Tokens from the device's to the boundary."""
         return self.boundary_tokens - self.after_tokens
+
+    @property
+    def hole_tokens(self) -> int:
+        """Those of them that are missing."""
+        return sum(end - first for first, end in self.holes)
+
+    @property
+    def loaded_tokens(self) -> int:
+        return self.num_tokens - self.hole_tokens
 
 
 def find_hit(

@@ -31,6 +31,7 @@ from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
 from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces, present_tokens
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
+from vllm_ascend_kvext.store.runs import StoredRun, find_runs
 
 OnRemoved = Callable[[Entry, Removal], None]
 
@@ -110,6 +111,12 @@ class HostTier:
             after_tokens: What the device has already.
         """
         return find_hit(self._index, self._lost, self.geometry, prefix, limit_tokens, after_tokens)
+
+    def find_runs(
+        self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
+    ) -> list[StoredRun]:
+        """All stored rows in a range, with gaps between them; changes nothing. See ``runs``."""
+        return find_runs(self._index, self.geometry, prefix, limit_tokens, after_tokens)
 
     def begin_load(self, hit: Hit, use: int) -> Load | None:
         """Pin what was found. None, and nothing is pinned, if some of it is not there any more.

@@ -18,6 +18,7 @@ from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import EntryState
 
 MAX_STEPS = 4000
@@ -96,6 +97,8 @@ def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
             _abort_one(engine, rng, result.counts)
         if rng.random() < workload.reset_share:
             _reset(engine, rng, workload, result.counts)
+        if workload.eviction_share and rng.random() < workload.eviction_share:
+            evict_one(engine, rng)
         if not engine.has_work():
             check_nothing_is_left(engine)
             if not arrivals:
@@ -145,12 +148,21 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     assert tier.counters.bytes_held == tier._arena.used_bytes
     parts = engine.parts
     assert not parts.stores._tracked and not parts.stores._under_way
+    assert not parts.stores._plans
+    assert not side.has_holes
     for name, books in (*vars(parts.loads).items(), ("_failed_loads", side._failed_loads)):
         if isinstance(books, (dict, set)):
             assert not books, f"{name} remembers requests that are gone: {books}"
     assert parts.stores._reasons.keys() <= {entry.number for entry in entries}
     assert not engine.scheduler.failed_recving_kv_req_ids
     assert not engine.scheduler.finished_recving_kv_req_ids
+
+
+def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
+    """Any entry that nobody loads leaves the tier, whatever lies behind it."""
+    entries = [entry for entry in engine.tier._entries.values() if entry.is_evictable]
+    if entries:
+        engine.tier._remove(rng.choice(entries), Removal.EVICTED)
 
 
 def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:
@@ -212,6 +224,7 @@ def _count(engine: SimulatedEngine, counts: Counter[str]) -> None:
     counts["hit tokens"] += counters.hit_tokens
     counts["swaps"] += counters.swapped_requests
     counts["joined loads"] += counters.joined_loads
+    counts["hole tokens"] += counters.hole_tokens
     counts["too dear"] += counters.too_dear_loads
     for name, of_kind in (("refused", tier.refused_stores), ("removed", tier.removed_entries)):
         for kind, count in of_kind.items():

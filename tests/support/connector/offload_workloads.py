@@ -47,6 +47,7 @@ class OffloadWorkload:
         requests: By arrival.
         abort_share: Before so many of all steps, a request is aborted; one that loads first.
         reset_share: Before so many of all steps, the prefix cache is reset.
+        eviction_share: Before so many of all steps, some entry leaves the tier.
         is_adaptive: Whether the device's prefix cache retains what adaptive retention chooses.
     """
 
@@ -58,6 +59,7 @@ class OffloadWorkload:
     requests: tuple[RequestPlan, ...]
     abort_share: float = 0.0
     reset_share: float = 0.0
+    eviction_share: float = 0.0
     is_adaptive: bool = False
 
 

@@ -166,7 +166,7 @@ class ModelRunner:
 
     def _update_states(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
-            state = _RequestState(self._streams[new.req_id], new.num_computed_tokens)
+            state = _RequestState(self._stream_of(new), new.num_computed_tokens)
             if state.stream.tokens != new.prompt_token_ids:
                 raise AssertionError(f"{new.req_id}: unexpected prompt {new.prompt_token_ids}")
             state.block_tables = [list(ids) for ids in new.block_ids]
@@ -184,6 +184,14 @@ class ModelRunner:
             elif block_ids is not None:
                 for table, ids in zip(state.block_tables, block_ids, strict=True):
                     table.extend(ids)
+
+    def _stream_of(self, new: Any) -> TokenStream:
+        """Of a request, or of the row of a hole: the beginning of its request's."""
+        stream = self._streams.get(new.req_id)
+        if stream is not None:
+            return stream
+        request_id = new.req_id.rpartition("-hole-")[0]
+        return self._streams[request_id].beginning(len(new.prompt_token_ids))
 
     def _make_rows(self, scheduler_output: Any) -> Iterator[_Row]:
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():

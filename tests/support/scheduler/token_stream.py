@@ -8,6 +8,7 @@ last digest, so the tokens of a request do not depend on how it is scheduled.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,12 @@ class TokenStream:
             content = self._image_at.get(len(self.tokens), token)
             self.digests.append(mix(self.last_digest, content))
             self.tokens.append(token)
+
+    def beginning(self, num_tokens: int) -> TokenStream:
+        """Another stream with the first tokens of this one."""
+        stream = copy.copy(self)
+        stream.tokens, stream.digests = self.tokens[:num_tokens], self.digests[:num_tokens]
+        return stream
 
     def replace(self, tokens: Sequence[int]) -> None:
         """Make the stream hold exactly ``tokens``, keeping the digests of the common prefix."""

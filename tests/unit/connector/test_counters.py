@@ -25,7 +25,10 @@ from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 MOVED = ("transfer_bytes", "transfer_seconds", "transfers")
-OWN = ("hit_tokens", "hit_requests", "too_dear_loads", "joined_loads", "swapped_requests")
+OWN = (
+    *("hit_tokens", "hit_requests", "hole_tokens"),
+    *("too_dear_loads", "joined_loads", "swapped_requests"),
+)
 BY_REASON = {
     "shortfalls": Shortfall,
     "removed_entries": Removal,

@@ -19,7 +19,7 @@ from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 
 KEYS = [option.key for option in OPTIONS]
-FLAGS = ("swap_on_preemption", "load_if_slower")
+FLAGS = ("swap_on_preemption", "hole_reuse", "load_if_slower")
 GIB = 1 << 30
 
 
@@ -42,6 +42,7 @@ def test_nothing_given_is_the_defaults() -> None:
         store_policy=StorePolicy.SECOND_TOUCH,
         state_policy=StatePolicy.EXACT,
         swap_on_preemption=False,
+        hole_reuse=False,
         load_if_slower=False,
         copy_cpus=None,
         copy_threads=None,
@@ -61,6 +62,7 @@ def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
         "store_policy": "second_touch",
         "state_policy": "exact",
         "swap_on_preemption": "false",
+        "hole_reuse": "false",
         "load_if_slower": "false",
         "copy_cpus": "unset",
         "copy_threads": "unset",
@@ -75,6 +77,7 @@ def test_everything_given() -> None:
         store_policy="all",
         state_policy="skip",
         swap_on_preemption=True,
+        hole_reuse=True,
         load_if_slower=True,
         copy_cpus=[3, 1],
         copy_threads=2,
@@ -85,6 +88,7 @@ def test_everything_given() -> None:
         store_policy=StorePolicy.ALL,
         state_policy=StatePolicy.SKIP,
         swap_on_preemption=True,
+        hole_reuse=True,
         load_if_slower=True,
         copy_cpus=(1, 3),
         copy_threads=2,
@@ -116,6 +120,7 @@ WRONG = {
     "store_policy": ("second-touch", "ALL", True, 1, ["all"]),
     "state_policy": ("lossy", "", False, 0, {}),
     "swap_on_preemption": (1, 0, "1", "yes", "", [True]),
+    "hole_reuse": (1, 0, "1", "yes", "", [True]),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
     "copy_cpus": (
         *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-", "1,,2"),

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hits that go on behind what is missing."""
+
+from __future__ import annotations
+
+import pytest
+from unit.store.small_tier import SmallTier
+from unit.store.tier_model import TextPrefix
+
+from vllm_ascend_kvext.holes.host_hit import beyond_holes
+from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.store.lookup import Hit
+
+PROMPT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"  # 4 chunks of 12
+
+
+def hit_of(
+    tier: SmallTier, after_tokens: int = 0, num_tokens: int = len(PROMPT), least: int = 0
+) -> Hit:
+    prefix = TextPrefix(PROMPT)
+    hit = tier.look_up(prefix, num_tokens - 1, after_tokens)
+    return beyond_holes(tier, hit, num_tokens, least)
+
+
+def tier_with(*pieces: tuple[int, int]) -> SmallTier:
+    tier = SmallTier()
+    for piece in pieces:
+        tier.store(PROMPT, Piece.rows(*piece))
+    return tier
+
+
+def places(hit: Hit) -> list[tuple[int, int]]:
+    return [(entry.piece.first_tokens, entry.piece.end_tokens) for entry in hit.entries]
+
+
+def test_hit_goes_on_behind_holes() -> None:
+    hit = hit_of(tier_with((0, 12), (24, 36), (36, 48)))
+    assert (hit.boundary_tokens, hit.holes) == (46, ((12, 24),))
+    assert places(hit) == [(0, 12), (24, 36), (36, 48)]
+    assert (hit.num_tokens, hit.hole_tokens, hit.loaded_tokens) == (46, 12, 34)
+
+
+def test_hole_at_the_beginning_begins_where_the_device_ends() -> None:
+    hit = hit_of(tier_with((12, 24), (36, 48)), after_tokens=4)
+    assert hit.holes == ((4, 12), (24, 36))
+    assert places(hit) == [(12, 24), (36, 48)]
+
+
+def test_rows_that_the_device_has_are_no_hole() -> None:
+    hit = hit_of(tier_with((24, 36)), after_tokens=24)
+    assert (hit.boundary_tokens, hit.holes, places(hit)) == (36, (), [(24, 36)])
+
+
+def test_short_runs_are_computed_and_not_loaded() -> None:
+    tier = tier_with((0, 12), (20, 24), (36, 48))
+    assert hit_of(tier, least=4).holes == ((12, 20), (24, 36))
+    hit = hit_of(tier, least=6)
+    assert hit.holes == ((12, 36),)
+    assert places(hit) == [(0, 12), (36, 48)]
+
+
+def test_nothing_behind_the_hole_is_the_hit_without_holes() -> None:
+    tier = tier_with((0, 12))
+    hit = hit_of(tier)
+    assert (hit.boundary_tokens, hit.holes) == (12, ())
+    assert hit == tier.look_up(hit.prefix, len(PROMPT) - 1)
+
+
+@pytest.mark.parametrize("after_tokens", [3, 47])
+def test_no_holes_where_the_device_ends_within_a_unit(after_tokens: int) -> None:
+    hit = hit_of(tier_with((12, 24)), after_tokens=after_tokens)
+    assert hit.holes == ()
+    assert hit.num_tokens == 0
+
+
+def test_last_token_is_computed() -> None:
+    hit = hit_of(tier_with((12, 24)), num_tokens=24)
+    assert (hit.boundary_tokens, hit.holes) == (22, ((0, 12),))
