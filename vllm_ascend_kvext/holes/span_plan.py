@@ -148,7 +148,14 @@ class _Window:
         self._runs = list(group.runs)
 
     def add(self, span: Run) -> None:
-        self._runs = _union(self._runs, span)
+        """Runs that touch become one."""
+        runs = self._runs
+        first = bisect.bisect_left(runs, span.first_tokens, key=lambda run: run.end_tokens)
+        end = bisect.bisect_right(runs, span.end_tokens, key=lambda run: run.first_tokens)
+        joined = [span, *runs[first:end]]
+        runs[first:end] = [
+            Run(min(run.first_tokens for run in joined), max(run.end_tokens for run in joined))
+        ]
 
     def latest_start(self, tokens: int) -> int:
         """The last boundary, not after this one, whose window is there; 0 needs none."""
@@ -221,12 +228,3 @@ def _complement(runs: Iterable[Run], num_tokens: int) -> Iterable[Run]:
         position = run.end_tokens
     if position < num_tokens:
         yield Run(position, num_tokens)
-
-
-def _union(runs: Sequence[Run], added: Run) -> list[Run]:
-    """Runs that touch become one."""
-    before = [run for run in runs if run.end_tokens < added.first_tokens]
-    behind = [run for run in runs if run.first_tokens > added.end_tokens]
-    joined = [added, *runs[len(before) : len(runs) - len(behind)]]
-    first_tokens = min(run.first_tokens for run in joined)
-    return [*before, Run(first_tokens, max(run.end_tokens for run in joined)), *behind]
