@@ -144,10 +144,8 @@ class ConnectedScheduler:
         for request_id in side.end_hole_step():
             self._go_on_behind_holes(request_id)
         rows = side.take_hole_rows(*self._budget_of_holes())
-        most_tokens, most_requests = (
-            scheduler.max_num_scheduled_tokens,
-            scheduler.max_num_running_reqs,
-        )
+        most_tokens = scheduler.max_num_scheduled_tokens
+        most_requests = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
         scheduler.max_num_running_reqs -= len(rows)
         try:
@@ -166,7 +164,7 @@ class ConnectedScheduler:
         return output
 
     def _budget_of_holes(self) -> tuple[int, int]:
-        """Tokens and rows of the next step; what decodes goes on."""
+        """Tokens and rows of the next step: what is left if each running request decodes."""
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self._scheduler
@@ -187,6 +185,7 @@ class ConnectedScheduler:
         first_tokens, end_tokens = row.run
         # With one token more, the row is a part of a prompt: nothing is sampled.
         token_ids = list(request.all_token_ids[: end_tokens + 1])
+        is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
         return NewRequestData(
             req_id=row.row_id,
             prompt_token_ids=token_ids,
@@ -196,9 +195,7 @@ class ConnectedScheduler:
             block_ids=scheduler.kv_cache_manager.get_block_ids(row.request_id),
             num_computed_tokens=first_tokens,
             lora_request=None,
-            prefill_token_ids=token_ids
-            if getattr(scheduler, "use_v2_model_runner", False)
-            else None,
+            prefill_token_ids=token_ids if is_second_runner else None,
         )
 
     def _go_on_behind_holes(self, request_id: str) -> None:

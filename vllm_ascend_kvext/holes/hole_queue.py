@@ -6,7 +6,7 @@ computed by rows of a step that are not its own: the request itself begins behin
 if all of it had been loaded::
 
     begin ── load ends ──────────────> note_loaded ─┐
-       └── take_rows, step after step ── computed ──┴──> take_filled
+       └── take_rows, step after step ── computed ──┴──> end_step names it
 
 A hole reads all that lies before it. So only a hole at which the device's own rows end is computed
 beside the load, and a hole that does not fit into a step is the last one in it.
