@@ -374,6 +374,7 @@ PATCHES = (
             f"{_ASCEND_BALANCE}.schedule",
             f"{_ASCEND_BALANCE}.reset_prefix_cache",
             f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
+            f"{_ASCEND_LIFETIME}:_patched_update_from_output",
             f"{_ASCEND_LIFETIME}:_patched_connector_finished",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
         ),

@@ -30,12 +30,19 @@ from vllm_ascend_kvext.patches import PATCHES
 IS_0202 = ascend_version.startswith("0.20.2")
 
 VLLM_VERSION = "0.20.2" if IS_0202 else "0.23.0"
-RETENTION_PATCH_IDS = {
-    patch.id
-    for patch in PATCHES
-    if patch.feature == "retention"
-    and any(SpecifierSet(versions).contains(VLLM_VERSION) for versions in patch.vllm)
-}
+
+
+def patch_ids(feature: str) -> set[str]:
+    return {
+        patch.id
+        for patch in PATCHES
+        if patch.feature == feature
+        and any(SpecifierSet(versions).contains(VLLM_VERSION) for versions in patch.vllm)
+    }
+
+
+RETENTION_PATCH_IDS = patch_ids("retention")
+CONNECTOR_PATCH_IDS = patch_ids("connector")
 
 
 def test_patches_of_vllm_ascend_took_effect():
@@ -129,3 +136,5 @@ def test_status_accepts_this_combination(ascend_folder: Path, interval: str | No
     states = {patch["id"]: patch["state"] for patch in json.loads(completed.stdout)["patches"]}
     expected_state = "inert" if interval is None else "applied"
     assert {states.get(patch_id) for patch_id in RETENTION_PATCH_IDS} == {expected_state}
+    assert {states.get(patch_id) for patch_id in CONNECTOR_PATCH_IDS} == {"applied"}
+    assert "drifted" not in states.values()
