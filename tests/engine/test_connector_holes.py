@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.connector import engines
+from support.connector.engines import plan_of
 from support.connector.offload_run import (
     check_nothing_is_left,
     offloading_installed,
@@ -25,8 +27,6 @@ from support.connector.paged_layouts import FULL, LAYOUTS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import IS_SAMPLE, sampled
-from support.scheduler.options import EngineOptions
-from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector import loads
 from vllm_ascend_kvext.store.counters import Removal
@@ -42,29 +42,12 @@ def patches_installed() -> Iterator[None]:
         yield
 
 
-@contextmanager
 def engine_of(
     layout: PagedLayout, script: TransferScript | None = None, **options: Any
-) -> Iterator[SimulatedEngine]:
-    values: dict[str, Any] = {
-        "num_blocks": 1200,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "caching": False,
-        "events": False,
-        "offloading": offloading(layout, hole_reuse=True),
-    }
-    engine = SimulatedEngine(layout, EngineOptions(**values | options), script or TransferScript())
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
-def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:
-    return RequestPlan(
-        request_id=request_id, arrival_step=0, prompt=tuple(prompt), max_tokens=max_tokens
-    )
+) -> AbstractContextManager[SimulatedEngine]:
+    """As of ``support.connector.engines``, with holes."""
+    reusing = offloading(layout, hole_reuse=True)
+    return engines.engine_of(layout, script, offloading=reusing, **options)
 
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:

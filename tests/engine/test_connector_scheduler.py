@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
+from support.connector.engines import engine_of, plan_of
 from support.connector.offload_run import (
     check_nothing_is_left,
     offloading_installed,
@@ -40,7 +40,6 @@ from support.connector.paged_layouts import (
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import IS_SAMPLE, sampled
-from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.errors import ConnectorError
@@ -423,32 +422,6 @@ def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> 
 
 
 # What the cases are made of.
-
-
-@contextmanager
-def engine_of(
-    layout: PagedLayout, script: TransferScript | None = None, **options: Any
-) -> Iterator[SimulatedEngine]:
-    """By default all is stored, nothing is evicted, and hits are the host's alone."""
-    values: dict[str, Any] = {
-        "num_blocks": 1200,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "caching": False,
-        "events": False,
-        "offloading": offloading(layout),
-    }
-    engine = SimulatedEngine(layout, EngineOptions(**values | options), script or TransferScript())
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
-def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:
-    return RequestPlan(
-        request_id=request_id, arrival_step=0, prompt=tuple(prompt), max_tokens=max_tokens
-    )
 
 
 def prefix_of(engine: SimulatedEngine, plan: RequestPlan) -> HashedPrefix:

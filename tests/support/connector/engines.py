@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and requests for tests of single cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from support.connector.offload_workloads import offloading
+from support.connector.paged_layouts import PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_engine import SimulatedEngine
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+
+
+@contextmanager
+def engine_of(
+    layout: PagedLayout, script: TransferScript | None = None, **options: Any
+) -> Iterator[SimulatedEngine]:
+    """By default all is stored, nothing is evicted, and hits are the host's alone."""
+    values: dict[str, Any] = {
+        "num_blocks": 1200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "caching": False,
+        "events": False,
+        "offloading": offloading(layout),
+    }
+    engine = SimulatedEngine(layout, EngineOptions(**values | options), script or TransferScript())
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:
+    return RequestPlan(
+        request_id=request_id, arrival_step=0, prompt=tuple(prompt), max_tokens=max_tokens
+    )
