@@ -17,7 +17,8 @@ MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
-# Options for the benchmark of `make bench-retention`, `-host-tier`, `-transfer` or `-offload`: BENCH=--quick.
+# Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer` or
+# `-offload`: BENCH=--quick.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
@@ -36,16 +37,17 @@ PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
 
-.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-host-tier bench-transfer bench-offload clean
+.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload clean
 .SECONDARY:
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
-demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory
+demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory, with parts of it missing
 	$(MAIN_PYTHON) examples/retention.py
 	$(MAIN_PYTHON) examples/offload_hybrid.py
+	$(MAIN_PYTHON) examples/holes.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
@@ -76,6 +78,11 @@ bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retent
 
 bench-host-tier: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Hit rates with a host tier behind a small pool, against an endless cache
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/host_tier/run.py $(BENCH)
+
+bench-holes: $(MAIN_ENV)/.package ## Count and time what is computed where host memory lacks chunks, and what asking for them costs
+	$(MAIN_PYTHON) benchmarks/holes/run.py $(BENCH)
+	$(MAIN_PYTHON) benchmarks/holes/first_token.py
+	$(MAIN_PYTHON) benchmarks/holes/admission.py $(filter --quick,$(BENCH))
 
 bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, torch and LMCache (LMCACHE=folder)
 	$(MAIN_PYTHON) benchmarks/page_transfer.py $(if $(LMCACHE),--lmcache $(LMCACHE)) $(BENCH)

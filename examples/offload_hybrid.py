@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retention import ENGINE_ENVIRON, VOCABULARY_TOKENS, write_model
+from retention import ENGINE_ENVIRON, VOCABULARY_TOKENS, print_aligned, write_model
 
 PROMPT_LENGTHS = (1500, 2345, 3000, 3777)
 REPLY_TOKENS = 32
@@ -74,22 +74,25 @@ class Round:
         )
 
 
-def serve(model: Path, **engine: Any) -> list[Round]:
-    """Answer the prompts twice, and then the next turn of each."""
+def start_engine(model: Path, **engine: Any) -> Any:
+    """Start vLLM in this process."""
     from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         str(model),
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         block_size=BLOCK_TOKENS,
-        max_model_len=8192,
         max_num_batched_tokens=1024,
-        num_gpu_blocks_override=2600,
         disable_hybrid_kv_cache_manager=False,  # vLLM 0.20.2 turns it off with a connector.
         **engine,
     )
+
+
+def serve(model: Path, **engine: Any) -> list[Round]:
+    """Answer the prompts twice, and then the next turn of each."""
+    llm = start_engine(model, max_model_len=8192, num_gpu_blocks_override=2600, **engine)
     rng = random.Random(0)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
     ask(llm, "warm-up", [random_tokens(rng, 1000)])
@@ -153,10 +156,7 @@ def print_table(without: Sequence[Round], with_connector: Sequence[Round]) -> No
                 "yes" if offloaded.is_equal(plain) else "NO",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print(name.ljust(widths[0]), *aligned, sep="  ")
+    print_aligned(rows)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ WINDOW_TOKENS = 64
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 2600
 VOCABULARY_TOKENS = 512
+NUM_LAYERS = 6
 
 CONVERSATIONS = 8
 TURNS = 5
@@ -69,8 +70,10 @@ ENGINE_ENVIRON = {
 }
 
 
-def write_model(folder: Path, window_tokens: int = WINDOW_TOKENS) -> None:
-    """Write a Gemma 3 of five sliding-window layers and one full layer, with random weights."""
+def write_model(
+    folder: Path, window_tokens: int = WINDOW_TOKENS, num_window_layers: int = 5
+) -> None:
+    """Write a Gemma 3 of six layers, with random weights: sliding windows first, then full ones."""
     import torch
     from safetensors.torch import save_file
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -80,12 +83,14 @@ def write_model(folder: Path, window_tokens: int = WINDOW_TOKENS) -> None:
         vocab_size=VOCABULARY_TOKENS,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=6,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=1,
         head_dim=32,
-        layer_types=["sliding_attention"] * 5 + ["full_attention"],
-        sliding_window=window_tokens,
+        layer_types=["sliding_attention"] * num_window_layers
+        + ["full_attention"] * (NUM_LAYERS - num_window_layers),
+        # Where all layers are of one kind, vLLM takes this for the window of all of them.
+        sliding_window=window_tokens if num_window_layers else None,
         max_position_embeddings=8192,
         query_pre_attn_scalar=8,  # Sharp attention, so that each cached token matters.
         tie_word_embeddings=False,
@@ -248,6 +253,11 @@ def print_table(records: dict[str, Record]) -> None:
         outputs = "yes" if record.has_outputs_of(records[REFERENCE]) else "NO"
         row = (name, prompt, hit, prompt - hit, full, "/".join(map(str, windows)))
         rows.append((*map(str, row), str(record.evictions), outputs))
+    print_aligned(rows)
+
+
+def print_aligned(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells: the first column to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))

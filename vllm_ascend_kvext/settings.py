@@ -30,6 +30,7 @@ RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
+HOLE_REUSE_VARIABLE = f"{OWN_PREFIX}HOLE_REUSE"
 BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -62,6 +63,13 @@ class Bundle(enum.Enum):
 
 class AscendKernel(enum.Enum):
     """Whether small scattered runs are moved by the AscendC kernel."""
+
+    OFF = "0"
+    ON = "1"
+
+
+class HoleReuse(enum.Enum):
+    """Whether KvextConnector loads what is stored behind a missing chunk."""
 
     OFF = "0"
     ON = "1"
@@ -136,6 +144,13 @@ VARIABLES = (
         doc="Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the "
         "AscendC kernel, where the package was built with it. `0`: by the DMA engines.",
     ),
+    Variable(
+        name=HOLE_REUSE_VARIABLE,
+        default=HoleReuse.ON.value,
+        doc="With KvextConnector. `1`: where a chunk is missing in host memory, what is stored "
+        "behind it is loaded, and the missing tokens alone are computed. `0`: everything behind it "
+        "is computed. The option `hole_reuse` of the connector comes first.",
+    ),
 )
 
 
@@ -159,6 +174,7 @@ class Settings:
         fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
         is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
         uses_ascend_kernel: Value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
+        reuses_holes: Value of ``VLLM_ASCEND_KVEXT_HOLE_REUSE``.
     """
 
     mode: Mode = Mode.SAFE
@@ -168,6 +184,7 @@ class Settings:
     fast_prefix_cache: Switch = Switch.AUTO
     is_bundled: bool = True
     uses_ascend_kernel: bool = False
+    reuses_holes: bool = True
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -192,6 +209,7 @@ class Settings:
             fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
             is_bundled=parse_is_bundled(environ),
             uses_ascend_kernel=parse_uses_ascend_kernel(environ),
+            reuses_holes=parse_reuses_holes(environ),
         )
         settings._refuse_contradictions()
         return settings
@@ -299,6 +317,15 @@ def parse_uses_ascend_kernel(environ: Mapping[str, str]) -> bool:
         SettingsError: If it is neither 0 nor 1.
     """
     return _parse_choice(environ, ASCEND_KERNEL_VARIABLE, AscendKernel.OFF) is AscendKernel.ON
+
+
+def parse_reuses_holes(environ: Mapping[str, str]) -> bool:
+    """The value of ``VLLM_ASCEND_KVEXT_HOLE_REUSE``.
+
+    Raises:
+        SettingsError: If it is neither 0 nor 1.
+    """
+    return _parse_choice(environ, HOLE_REUSE_VARIABLE, HoleReuse.ON) is HoleReuse.ON
 
 
 def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:

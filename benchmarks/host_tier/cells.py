@@ -75,7 +75,7 @@ def _serve(
     if variant.has_host:
         host = HostMemory(pages_of(layout.name, num_blocks), host_bytes, "second_touch")
     gc.collect()
-    with _installed(variant.policy):
+    with installed(variant.policy):
         engine = Engine(layout, num_blocks, host)
         outcome = Serving(engine, trace, layout.hash_block_tokens, CEILING_UNIT_TOKENS).run()
     side = engine.side
@@ -89,7 +89,7 @@ def _serve(
 
 
 @contextmanager
-def _installed(policy: str) -> Iterator[None]:
+def installed(policy: str) -> Iterator[None]:
     """This package as a user gets it, for a while; with a retention policy, or none."""
     before = os.environ.pop(POLICY_VARIABLE, None)
     if policy != "dense":

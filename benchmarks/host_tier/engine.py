@@ -38,17 +38,23 @@ class HostMemory:
         pages: Of the one worker.
         num_bytes: Only counted, not allocated.
         store_policy: See ``StorePolicy``.
+        hole_reuse: Whether what is stored behind a missing chunk is loaded.
+        eviction: See ``EvictionRule``.
     """
 
     pages: KVLayout
     num_bytes: int
     store_policy: str
+    hole_reuse: bool = False
+    eviction: str = "latest_use"
 
     @property
     def config(self) -> dict[str, Any]:
         return {
             "host_memory_gib": self.num_bytes / (1 << 30),
             "store_policy": self.store_policy,
+            "hole_reuse": self.hole_reuse,
+            "eviction": self.eviction,
             # There is no clock to say what is dear.
             "load_if_slower": True,
         }

@@ -35,6 +35,8 @@ class ModelSizes:
 
 
 MODELS = {
+    # Qwen3-8B: 36 layers, 8 heads of 128.
+    "full": ModelSizes(36, 2 * 8 * 128 * 2),
     # gpt-oss-120b: 36 layers, 8 heads of 64.
     "gptoss": ModelSizes(18, 2 * 8 * 64 * 2),
     # gemma-3-27b: 62 layers, one in six without a window; 16 heads of 128.

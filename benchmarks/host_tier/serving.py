@@ -28,6 +28,9 @@ class Outcome:
         prompt_tokens: Of all requests.
         hit_tokens: On the device and in host memory, of all requests, when they are first computed.
         loaded_tokens: Those of them, and of requests that were preempted, that came from the host.
+        computed_tokens: Of prompts, in holes too, and again after preemptions.
+        computed_pairs: The same, each token with all before it: what attention costs.
+        hole_tokens: Those of them that lay in holes.
         shared_tokens: What somebody had computed before a request was first computed.
         num_preemptions: How often a running request lost its blocks.
         num_steps: Scheduler steps.
@@ -39,6 +42,9 @@ class Outcome:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
+    computed_tokens: int = 0
+    computed_pairs: int = 0
+    hole_tokens: int = 0
     shared_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
@@ -105,22 +111,27 @@ class Serving:
     def _run_step(self) -> bool:
         """Whether it computed anything."""
         scheduled = self._engine.schedule()
+        num_tokens_of = dict(scheduled.num_scheduled_tokens)
         for new in scheduled.scheduled_new_reqs:
-            self._note_hit(self._jobs[new.req_id], new.num_computed_tokens)
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            if new.req_id in self._jobs:
+                self._note_hit(self._jobs[new.req_id], new.num_computed_tokens)
+            else:  # A row of a hole: no request of its own, and nothing is sampled.
+                self._note_hole(new.num_computed_tokens, num_tokens_of.pop(new.req_id))
+        for request_id, num_tokens in num_tokens_of.items():
             job = self._jobs[request_id]
             end = job.request.num_computed_tokens
             self._prefixes.extend(job.traced.answered, end - num_tokens, end)
+            self._note_computed(end - num_tokens, min(end, job.traced.num_prompt_tokens))
         self._outcome.num_preemptions += len(scheduled.preempted_req_ids or ())
         sampled = {
             request_id: self._jobs[request_id].next_outputs(BURST_TOKENS)
-            for request_id in scheduled.num_scheduled_tokens
+            for request_id in num_tokens_of
         }
         self._engine.finish_step(scheduled, sampled)
         for request_id in sampled:
             if self._jobs[request_id].request.is_finished():
                 self._finish(self._jobs.pop(request_id))
-        return bool(sampled)
+        return bool(scheduled.num_scheduled_tokens)
 
     def _note_hit(self, job: Job, hit_tokens: int) -> None:
         prompt = job.traced.prompt
@@ -128,6 +139,17 @@ class Serving:
         self._outcome.hit_tokens += hit_tokens
         self._outcome.shared_tokens += shared_tokens - shared_tokens % self._unit_tokens
         self.log.append((job.number, hit_tokens, shared_tokens))
+
+    def _note_hole(self, first_tokens: int, num_tokens: int) -> None:
+        """Tokens that `_note_hit` takes for hits are computed."""
+        self._outcome.hole_tokens += num_tokens
+        self._outcome.hit_tokens -= num_tokens
+        self._note_computed(first_tokens, first_tokens + num_tokens)
+
+    def _note_computed(self, first_tokens: int, end_tokens: int) -> None:
+        if first_tokens < end_tokens:
+            self._outcome.computed_tokens += end_tokens - first_tokens
+            self._outcome.computed_pairs += (end_tokens**2 - first_tokens**2) // 2
 
     def _finish(self, job: Job) -> None:
         self._arrivals.note_end(job.number, self._step)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_ascend_kvext.connector.job_runner import Job, plan_job
 from vllm_ascend_kvext.connector.kvext_connector import KvextMetadata, KvextWorkerMetadata
-from vllm_ascend_kvext.connector.messages import JobResults, LoadJob, StoreJob, Traffic
+from vllm_ascend_kvext.connector.messages import Direction, JobResults, StoreJob, Traffic
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 
@@ -37,23 +38,19 @@ class PlanningWorker:
         jobs = metadata.jobs
         results = JobResults(has_forward=jobs.has_forward)
         for store in (*jobs.stores_before, *jobs.stores):
-            self._store(store)
+            self._carry_out(store)
             results.stores_ended[store.number] = 1
         for load in jobs.loads:
-            self._load(load)
+            self._carry_out(load)
         return KVConnectorOutput(
             finished_recving={load.request_id for load in jobs.loads} or None,
             kv_connector_worker_meta=KvextWorkerMetadata(results) if results else None,
         )
 
-    def _store(self, job: StoreJob) -> None:
-        plan = self._planner.plan_store(job.chunks, job.block_ids)
-        if any(plan.missing):
-            raise IncompleteTransferError(f"{job}: missing {plan.missing}")
-        self.traffic["store"].add(Traffic(plan.host_bytes, 0.0, 1))
-
-    def _load(self, job: LoadJob) -> None:
-        plan = self._planner.plan_load(job.stored, job.tokens, job.block_ids)
-        if plan.missing:
-            raise IncompleteTransferError(f"{job}: missing {plan.missing}")
-        self.traffic["load"].transfers += 1
+    def _carry_out(self, job: Job) -> None:
+        plans, missing = plan_job(self._planner, job)
+        if missing:
+            raise IncompleteTransferError(f"{job}: missing {missing}")
+        direction: Direction = "store" if isinstance(job, StoreJob) else "load"
+        host_bytes = max(plan.host_bytes for plan in plans) if direction == "store" else 0
+        self.traffic[direction].add(Traffic(host_bytes, 0.0, 1))

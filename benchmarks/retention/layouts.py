@@ -13,6 +13,9 @@ from retention.losses import GroupNeeds
 
 FULL_16 = Group(Attention.FULL, 16)
 
+# vLLM-Ascend's block size for models that are all full attention.
+FULL = Layout("full", (Group(Attention.FULL, 128),))
+
 GPTOSS = Layout("gptoss", (FULL_16, Group(Attention.WINDOW, 16, 128)))
 GEMMA = Layout("gemma", (FULL_16, *[Group(Attention.WINDOW, 16, 1024)] * 5))
 DSV4 = Layout(
@@ -35,7 +38,7 @@ ASCEND_BLOCK_SIZES = {"dsv4-ascend32": 32, "dsv4-ascend128": 128}
 THINNING = {"gemma": 0.6}
 """Six groups of small blocks take more time per token than the other layouts."""
 
-PLAIN_LAYOUTS = {layout.name: layout for layout in (GPTOSS, GEMMA, DSV4, MAMBA)}
+PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
 
 
 @dataclass(frozen=True, slots=True)

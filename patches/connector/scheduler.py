@@ -10,7 +10,7 @@ Only a scheduler that has the connector is changed, in its own methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
-    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+    from vllm_ascend_kvext.connector.scheduler_side import NewHoles, SchedulerSide
     from vllm_ascend_kvext.holes.hole_queue import HoleRow
 
 
@@ -100,6 +100,7 @@ class ConnectedScheduler:
                 num_running=lambda: len(scheduler.running),
                 looks_ahead=bool(manager.coordinator.eagle_group_ids),
                 num_lookahead_tokens=scheduler.num_lookahead_tokens,
+                recomputes_failed_loads=scheduler.recompute_kv_load_failures,
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
@@ -109,6 +110,8 @@ class ConnectedScheduler:
         self._align_step = scheduler._mamba_block_aligned_split
         self._schedule = scheduler.schedule
         self._row_ids: set[str] = set()  # of holes, in the latest step
+        self._has_rows = False  # in the step that is being scheduled
+        self._count_common_blocks = manager.get_num_common_prefix_blocks
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.has_finished_requests,
@@ -124,14 +127,27 @@ class ConnectedScheduler:
         self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
+        manager.get_num_common_prefix_blocks = self.get_num_common_prefix_blocks
 
     def take_back(self) -> None:
+        vars(self._scheduler.kv_cache_manager).pop("get_num_common_prefix_blocks", None)
         for name in self._replaced:
             vars(self._scheduler).pop(name, None)
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""
         return self._has_finished_requests() or self._side.has_work or bool(self._row_ids)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Blocks with which all running requests begin, for cascade attention.
+
+        Upstream compares references with the number of requests: those of the connector, and rows
+        that are not requests, make that wrong.
+        """
+        counts = self._count_common_blocks(running_request_id)
+        if self._has_rows or self._side.num_references:
+            return [0] * len(counts)
+        return counts
 
     def schedule(self) -> SchedulerOutput:
         """Schedule a step in which, besides what upstream plans, holes are computed.
@@ -143,7 +159,10 @@ class ConnectedScheduler:
         scheduler, side = self._scheduler, self._side
         for request_id in side.end_hole_step():
             self._go_on_behind_holes(request_id)
-        rows = side.take_hole_rows(*self._budget_of_holes())
+        rows: list[HoleRow] = []
+        if side.has_holes:
+            rows = side.take_hole_rows(*self._budget_of_holes(), scheduler.requests)
+        self._has_rows = bool(rows)
         most_tokens = scheduler.max_num_scheduled_tokens
         most_requests = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
@@ -155,36 +174,69 @@ class ConnectedScheduler:
             scheduler.max_num_running_reqs = most_requests
         output.finished_req_ids.update(self._row_ids)
         self._row_ids = {row.row_id for row in rows}
+        prompts = self._prompts_of(rows)
         for row in rows:
-            output.scheduled_new_reqs.append(self._request_of(row))
+            output.scheduled_new_reqs.append(self._request_of(row, prompts[row.request_id]))
             output.num_scheduled_tokens[row.row_id] = row.run.num_tokens
             output.total_num_scheduled_tokens += row.run.num_tokens
-        for request_id, hole_tokens in side.take_begun_holes():
-            self._correct_hits(scheduler.requests[request_id], hole_tokens)
+        for new in side.take_new_holes():
+            self._correct_hits(new)
         return output
 
-    def _budget_of_holes(self) -> tuple[int, int]:
-        """Tokens and rows of the next step: what is left if each running request decodes."""
+    def _budget_of_holes(self) -> tuple[int, int, int]:
+        """Tokens and rows of the next step, and tokens of one row.
+
+        What is left by requests that run, or are admitted again with what they have loaded.
+        """
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self._scheduler
         if scheduler.pause_state != PauseState.UNPAUSED:
-            return 0, 0
-        num_running = len(scheduler.running)
+            return 0, 0, 0
+        most_row_tokens = (
+            scheduler.scheduler_config.long_prefill_token_threshold
+            or scheduler.max_num_scheduled_tokens
+        )
+        loaded = scheduler.finished_recving_kv_req_ids
+        going_on = [scheduler.requests[each] for each in loaded if each in scheduler.requests]
+        going_on += scheduler.running
+        wanted_tokens = sum(
+            min(
+                most_row_tokens,
+                request.num_tokens_with_spec
+                + request.num_output_placeholders
+                - request.num_computed_tokens,
+            )
+            for request in going_on
+        )
         return (
-            scheduler.max_num_scheduled_tokens - num_running,
-            scheduler.max_num_running_reqs - num_running,
+            scheduler.max_num_scheduled_tokens - wanted_tokens,
+            scheduler.max_num_running_reqs - len(going_on),
+            most_row_tokens,
         )
 
-    def _request_of(self, row: HoleRow) -> NewRequestData:
+    def _prompts_of(self, rows: Sequence[HoleRow]) -> dict[str, list[int]]:
+        """Tokens of the requests that have rows: one list for all rows of one.
+
+        With one token more than the last row has, each is a part of a prompt: nothing is sampled.
+        """
+        end_tokens: dict[str, int] = {}
+        for row in rows:  # ascending
+            end_tokens[row.request_id] = row.run.end_tokens
+        requests = self._scheduler.requests
+        return {
+            request_id: list(requests[request_id].all_token_ids[: end + 1])
+            for request_id, end in end_tokens.items()
+        }
+
+    def _request_of(self, row: HoleRow, token_ids: list[int]) -> NewRequestData:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
         scheduler = self._scheduler
-        request = scheduler.requests[row.request_id]
-        first_tokens, end_tokens = row.run
-        # With one token more, the row is a part of a prompt: nothing is sampled.
-        token_ids = list(request.all_token_ids[: end_tokens + 1])
+        block_ids = list(scheduler.kv_cache_manager.get_block_ids(row.request_id))
+        for group, ids in row.window_ids.items():
+            block_ids[group] = list(ids)
         is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
         return NewRequestData(
             req_id=row.row_id,
@@ -192,8 +244,8 @@ class ConnectedScheduler:
             mm_features=[],
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
-            block_ids=scheduler.kv_cache_manager.get_block_ids(row.request_id),
-            num_computed_tokens=first_tokens,
+            block_ids=tuple(block_ids),
+            num_computed_tokens=row.run.first_tokens,
             lora_request=None,
             prefill_token_ids=token_ids if is_second_runner else None,
         )
@@ -209,25 +261,32 @@ class ConnectedScheduler:
         else:
             scheduler.finished_recving_kv_req_ids.add(request_id)
 
-    def _correct_hits(self, request: Request, hole_tokens: int) -> None:
+    def _correct_hits(self, new: NewHoles) -> None:
         """Upstream takes all that lies before the end of a load for hits, holes included."""
+        request = self._scheduler.requests.get(new.request_id)
+        if request is None:
+            return
         found = request.prefill_stats
         if found is not None:
             found.set(
                 num_prompt_tokens=found.num_prompt_tokens,
                 num_local_cached_tokens=found.num_local_cached_tokens,
-                num_external_cached_tokens=found.num_external_cached_tokens - hole_tokens,
+                num_external_cached_tokens=found.num_external_cached_tokens - new.num_tokens,
             )
         stats = self._scheduler.connector_prefix_cache_stats
-        if stats is not None and request.num_preemptions:
-            stats.preempted_hits -= hole_tokens
-        elif stats is not None:
-            stats.hits -= hole_tokens
+        if stats is None or not new.is_planned:
+            return  # What a lookup found has been reported before its load failed.
+        if request.num_preemptions:
+            stats.preempted_hits -= new.num_tokens
+        else:
+            stats.hits -= new.num_tokens
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
+        for request_id in self._side.end_hole_step():
+            self._go_on_behind_holes(request_id)
         if reset_running_requests:
             self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:
@@ -254,7 +313,7 @@ class ConnectedScheduler:
         waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         for request_id, request in scheduler.requests.items():
             is_loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and (
-                request_id in loaded
+                request_id in loaded or self._side.restart_holes(request_id)
             )
             if not is_loaded and not (request.status in waits and request.num_computed_tokens):
                 continue
@@ -366,6 +425,8 @@ PATCHES = (
             f"{_SCHEDULER}._mamba_block_aligned_split",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ),

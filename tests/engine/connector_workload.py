@@ -11,6 +11,7 @@ needs a connector is left out where there is none.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -37,6 +38,48 @@ HOLES_TOKENS = {
     "several": [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (3 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
 }
 """Tokens whose rows host memory loses."""
+
+LONE_TURNS_TOKENS = (977, 1105, 1122)
+"""Prompts of a conversation. They end within chunks, the last two one full block apart."""
+LONE_REPLY_TOKENS = 8
+LONE_HOLES_TOKENS = {
+    "intact": (0, []),
+    "at the beginning": (0, [(0, CHUNK_TOKENS)]),
+    "adjacent": (0, [(256, 384), (384, 512)]),
+    "adjacent, in one chunk": (0, [(960, 976), (976, 1024)]),
+    "several": (0, [(0, 128), (128, 256), (512, 640)]),
+    "at the end of the first turn": (0, [(960, 976)]),
+    "before the last chunk": (0, [(896, 1024)]),
+    "all but the last chunk": (0, [(0, 1024)]),
+    "at the last full block": (0, [(1104, 1120)]),
+    "in the middle and at the last full block": (0, [(512, 640), (1104, 1120)]),
+    "everything": (0, [(0, 1120)]),
+    "on the device": (256, [(0, 256)]),
+    "behind what the device has": (256, [(256, 384)]),
+    "on the device and behind it": (256, [(128, 256), (256, 384)]),
+    "away from what the device has": (256, [(512, 640), (640, 768)]),
+}
+"""Tokens that the device has, and those whose entries host memory loses."""
+
+DOCUMENTS_TOKENS = {"A": 260, "B": 310, "C": 214}
+"""They end within chunks, and within blocks."""
+QUESTIONS_TOKENS = (1, 21, 90, 150, 220)
+ORDERS = (
+    *("ABC", "ACB", "BAC", "BCA", "CAB", "CBA", "ABC", "BCA"),
+    *("AB", "BA", "CA", "AC", "A", "BC", "CAB", "ABC"),
+)
+"""Documents of 16 prompts, each with a question behind. Equal beginnings have equal hashes."""
+LOST_TOGETHER_TOKENS = (
+    [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
+    [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+    [(0, CHUNK_TOKENS)],
+    [(3 * CHUNK_TOKENS, 4 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+    [],
+)
+"""Of one prompt after the other, in turns; besides, every third one loses its last full block."""
+TOGETHER_REPLY_TOKENS = 160
+TOGETHER_POOL_BLOCKS = {"full": 200, "one window": 400}
+"""By model: too few for them."""
 
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 100
@@ -81,12 +124,16 @@ class Engine:
         self._events: list[Any] = []
         self._counted: Counter[str] = Counter()
         self._hole_tokens = 0
+        self._prefixes: dict[tuple[int, ...], Any] = {}
+        self._ids_with_holes: set[str] = set()
         self.scheduler = self._core.scheduler
         self.has_connector = kv_transfer.has_kv_transfer_group()
         if self.has_connector:
             self.scheduler_side = _kvext(self.scheduler.connector).scheduler_side
             self.worker_side = _kvext(kv_transfer.get_kv_transfer_group()).worker_side
+            self._count_what_becomes_of_holes()
         self._count_what_the_scheduler_counts()
+        self._count_what_steps_compute()
 
     def ask(
         self,
@@ -122,6 +169,18 @@ class Engine:
             "counted": self._counted - before,
         }
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def store(self, prompts: Sequence[Tokens]) -> None:
+        """Have host memory hold these prompts, and nothing that is under way to it."""
+        from vllm import SamplingParams
+
+        if not self.has_connector:
+            return
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        for prompt in prompts:
+            self._llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            while self.scheduler_side.has_transfers:
+                self._llm.llm_engine.step()
 
     def reset(self, is_host_too: bool = False) -> None:
         """Empty the local prefix cache, and the host tier if asked."""
@@ -175,17 +234,48 @@ class Engine:
             for tensor in self.worker_side._runner.pools.tensors:
                 tensor.fill_(0x44)  # 785.07 in float32
 
-    def lose_rows(self, lost: Sequence[Sequence[int]]) -> None:
-        """Evict what host memory has of these tokens, of any prompt."""
+    def lose_rows(self, lost: Sequence[Sequence[int]], prompt: Tokens | None = None) -> None:
+        """Evict what host memory has of these tokens, of any prompt or of one that was asked."""
         if not self.has_connector:
             return
         from vllm_ascend_kvext.store.counters import Removal
 
         tier = self.scheduler_side._parts.tier
-        for entry in list(tier._entries.values()):
+        for entry in self._entries_of(prompt):
             piece = entry.piece
-            if any(piece.first_tokens < end and first < piece.end_tokens for first, end in lost):
+            is_rows = piece.first_tokens < piece.end_tokens
+            if is_rows and any(
+                piece.first_tokens < end and first < piece.end_tokens for first, end in lost
+            ):
                 tier._remove(entry, Removal.EVICTED)
+
+    def missing_tokens(self, prompt: Tokens) -> list[tuple[int, int]]:
+        """Full blocks of a prompt that was asked, in runs, whose rows host memory lacks."""
+        if not self.has_connector:
+            return []
+        runs = self._runs_of(prompt)
+        ends = [0, *(run.end_tokens for run in runs)]
+        firsts = [*(run.first_tokens for run in runs), _full_blocks_tokens(prompt)]
+        return [run for run in zip(ends, firsts, strict=True) if run[0] < run[1]]
+
+    def tails_tokens(self, prompt: Tokens) -> list[int]:
+        """Where host memory has the windows of a prompt that was asked."""
+        if not self.has_connector:
+            return []
+        prefix = self._prefixes[tuple(prompt)]
+        tails = self.scheduler_side._parts.tier.find_all_tails(prefix, _full_blocks_tokens(prompt))
+        return [entry.piece.end_tokens for entry in tails]
+
+    def _runs_of(self, prompt: Tokens) -> list[Any]:
+        """Rows of a prompt that was asked that host memory has."""
+        prefix = self._prefixes[tuple(prompt)]
+        return self.scheduler_side._parts.tier.find_runs(prefix, _full_blocks_tokens(prompt))
+
+    def _entries_of(self, prompt: Tokens | None) -> list[Any]:
+        """Entries of host memory: all of them, or those with rows of one prompt."""
+        if prompt is None:
+            return list(self.scheduler_side._parts.tier._entries.values())
+        return [entry for run in self._runs_of(prompt) for entry in run.entries]
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
@@ -271,13 +361,55 @@ class Engine:
                     counted[name.removesuffix("_prefix_cache_stats")] += of_cache.hits
             return stats
 
-        def preempt_and_count(*args: Any, **more: Any) -> Any:
+        def preempt_and_count(request: Any, *args: Any, **more: Any) -> Any:
             counted["preemptions"] += 1
-            return preempt(*args, **more)
+            counted["preemptions with holes"] += request.request_id in self._ids_with_holes
+            return preempt(request, *args, **more)
 
         scheduler.make_stats = make_and_count
         scheduler._preempt_request = preempt_and_count
         scheduler.kv_event_publisher.publish = self._events.append
+
+    def _count_what_steps_compute(self) -> None:
+        scheduler, counted = self.scheduler, self._counted
+        schedule = scheduler.schedule
+
+        def schedule_and_count(*args: Any, **more: Any) -> Any:
+            output = schedule(*args, **more)
+            counted["computed tokens"] += output.total_num_scheduled_tokens
+            are_requests = {each in scheduler.requests for each in output.num_scheduled_tokens}
+            counted["steps of requests and holes"] += len(are_requests) == 2
+            return output
+
+        scheduler.schedule = schedule_and_count
+
+    def _count_what_becomes_of_holes(self) -> None:
+        """And remember by which hashes prompts are stored."""
+        side, counted = self.scheduler_side, self._counted
+        taken, end = side.take_new_holes, side._parts.loads.end
+        add_request = self.scheduler.add_request
+
+        def take_and_count() -> list[Any]:
+            holes = taken()
+            counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)
+            self._ids_with_holes.update(of_request.request_id for of_request in holes)
+            return holes
+
+        def end_and_count(*args: Any) -> Any:
+            before = side.counters.behind_hole_tokens
+            lacking = end(*args)
+            behind_tokens = side.counters.behind_hole_tokens - before
+            counted["tokens behind holes"] += behind_tokens
+            counted["requests with tokens behind holes"] += behind_tokens > 0
+            return lacking
+
+        def add_and_remember(request: Any) -> None:
+            self._prefixes[tuple(request.prompt_token_ids)] = side._engine.prefix(request)
+            add_request(request)
+
+        side.take_new_holes = take_and_count
+        side._parts.loads.end = end_and_count
+        self.scheduler.add_request = add_and_remember
 
 
 def _kvext(connector: Any) -> Any:
@@ -440,11 +572,59 @@ def holes(engine: Engine) -> None:
         engine.reset(is_host_too=True)
 
 
+def lone_holes(engine: Engine) -> None:
+    """One request at a time, the next turn of a conversation: all that is computed is its own."""
+    rng = random.Random(10)
+    for name, (device_tokens, lost) in LONE_HOLES_TOKENS.items():
+        prompt = random_tokens(rng, LONE_TURNS_TOKENS[-1])
+        engine.store([prompt[:end_tokens] for end_tokens in LONE_TURNS_TOKENS])
+        engine.spoil_pages()
+        if device_tokens:
+            engine.store([prompt[: device_tokens + 1]])
+        engine.lose_rows(lost, prompt)
+        engine.note(f"missing, {name}", engine.missing_tokens(prompt))
+        engine.note(f"tails, {name}", engine.tails_tokens(prompt))
+        engine.take_computed_in_holes()
+        engine.ask(f"lone hole: {name}", [prompt], reply_tokens=LONE_REPLY_TOKENS)
+        engine.note(f"lone hole: {name}", engine.take_computed_in_holes())
+        engine.reset(is_host_too=True)
+
+
+def holes_together(engine: Engine) -> None:
+    """Many requests at once whose beginnings are shared and have holes, in a pool too small."""
+    prompts = _prompts_of_documents(random.Random(11))
+    engine.store(prompts)
+    for label in ("holes together", "hole left out together"):
+        engine.spoil_pages()
+        for number, prompt in enumerate(prompts):
+            engine.lose_rows(LOST_TOGETHER_TOKENS[number % len(LOST_TOGETHER_TOKENS)], prompt)
+            if number % 3 == 2:
+                end_tokens = _full_blocks_tokens(prompt)
+                engine.lose_rows([(end_tokens - BLOCK_TOKENS, end_tokens)], prompt)
+        with engine.leaving_out_holes(label == "hole left out together"):
+            engine.ask(label, prompts, reply_tokens=TOGETHER_REPLY_TOKENS)
+    engine.reset(is_host_too=True)
+
+
+def _prompts_of_documents(rng: random.Random) -> list[Tokens]:
+    documents = {name: random_tokens(rng, length) for name, length in DOCUMENTS_TOKENS.items()}
+    prompts = []
+    for number, order in enumerate(ORDERS):
+        question = random_tokens(rng, QUESTIONS_TOKENS[number % len(QUESTIONS_TOKENS)])
+        prompts.append([*itertools.chain(*(documents[name] for name in order)), *question])
+    return prompts
+
+
+def _full_blocks_tokens(prompt: Tokens) -> int:
+    """The last token is computed: a block that it fills is of no use."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(turns, document, salts, damage, failures, storm, large_storm, eviction, events),
-        holes,
+        *(holes, lone_holes, holes_together),
     )
 }
 

@@ -18,9 +18,14 @@ from connector_workload import (
     DAMAGED_BOUNDARIES_TOKENS,
     DOCUMENT_TOKENS,
     HOLES_TOKENS,
+    LONE_HOLES_TOKENS,
+    LONE_REPLY_TOKENS,
+    LONE_TURNS_TOKENS,
+    ORDERS,
     PROMPT_LENGTHS,
     REPLY_TOKENS,
     SMALL_POOL_BLOCKS,
+    TOGETHER_POOL_BLOCKS,
 )
 from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
 from support.sample import IS_SAMPLE
@@ -73,6 +78,17 @@ class Setting:
 
 EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
+
+
+def crowded(model: str) -> dict[str, int]:
+    """As many requests as there are, small steps, and a pool that is too small for them."""
+    return {
+        "max_num_seqs": len(ORDERS),
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": TOGETHER_POOL_BLOCKS[model],
+    }
+
+
 SETTINGS = {
     "default": Setting(
         ("turns", "document", "salts", "damage", "failures", "events"), engine=EVENTS
@@ -87,12 +103,37 @@ SETTINGS = {
     "holes": Setting(
         ("turns", "holes"),
         model="full",
-        extra_config={"hole_reuse": True, "store_policy": "all"},
+        extra_config={"store_policy": "all"},
+    ),
+    "holes, one window": Setting(("holes",), extra_config={"store_policy": "all"}),
+    "holes, three windows": Setting(
+        ("holes",),
+        model="three windows",
+        extra_config={"store_policy": "all"},
+        is_main_only=True,
+    ),
+    "holes, small pool": Setting(
+        ("holes",), extra_config={"store_policy": "all"}, engine=SMALL_POOL, is_main_only=True
+    ),
+    "without holes": Setting(
+        ("turns", "document"), extra_config={"hole_reuse": False}, is_main_only=True
+    ),
+    "holes together": Setting(
+        ("lone_holes", "holes_together"),
+        model="full",
+        extra_config={"store_policy": "all"},
+        engine=crowded("full"),
+    ),
+    "holes together, one window": Setting(
+        ("lone_holes", "holes_together"),
+        extra_config={"store_policy": "all"},
+        engine=crowded("one window"),
+        is_main_only=True,
     ),
     "holes, no prefix caching": Setting(
         ("holes",),
         model="full",
-        extra_config={"hole_reuse": True, "store_policy": "all"},
+        extra_config={"store_policy": "all"},
         engine={"enable_prefix_caching": False},
     ),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
@@ -234,6 +275,26 @@ def floor(num_tokens: int) -> int:
     return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+LEAST_RUN_TOKENS = 64
+"""Behind a hole; what is shorter is computed."""
+OF_FULL_ATTENTION_TOKENS = {
+    "intact": (0, 2),
+    "at the beginning": (128, 2),
+    "adjacent": (256, 2),
+    "adjacent, in one chunk": (128, 2),
+    "several": (384, 2),
+    "at the end of the first turn": (80, 2),
+    "before the last chunk": (128, 2),
+    "all but the last chunk": (1024, 2),
+    "at the last full block": (0, 18),
+    "in the middle and at the last full block": (128, 18),
+    "everything": (0, 1122),
+    "on the device": (0, 2),
+    "behind what the device has": (128, 2),
+    "on the device and behind it": (128, 2),
+    "away from what the device has": (256, 2),
+}
+"""Computed in holes, and at the end of the prompt."""
 DAMAGED = ("zeroed rows", "swapped rows", "zeroed tails", "swapped tails")
 OF_PROMPTS = [floor(length - 1) for length in PROMPT_LENGTHS]
 # The last token of an answer is not computed.
@@ -343,11 +404,75 @@ def test_only_holes_are_computed_before_what_is_loaded(setting: Served, name: st
     hits = setting.hit_tokens(f"hole: {name}")
     computed_tokens = setting.report["facts"][f"hole: {name}"]
     lengths = [answer.prompt_tokens for answer in setting.answers(f"hole: {name}")]
-    assert computed_tokens and computed_tokens % lost_tokens == 0
-    assert all(hit >= floor(n - 1) - lost_tokens for hit, n in zip(hits, lengths, strict=True))
+    if setting.report["num_groups"] == 1:
+        assert computed_tokens and computed_tokens % lost_tokens == 0
+        assert all(hit >= floor(n - 1) - lost_tokens for hit, n in zip(hits, lengths, strict=True))
+        return
+    # With windows, a hole is computed from the last tails before it.
+    end_tokens = max(end for _, end in HOLES_TOKENS[name])
+    assert computed_tokens % CHUNK_TOKENS == 0
+    assert lost_tokens <= computed_tokens <= len(hits) * end_tokens
+    assert all(hit >= floor(n - 1) - end_tokens for hit, n in zip(hits, lengths, strict=True))
+
+
+@pytest.mark.parametrize("name", LONE_HOLES_TOKENS)
+@pytest.mark.parametrize("setting", with_scenario("lone_holes"), indirect=True)
+def test_one_request_computes_its_holes_and_its_end_only(setting: Served, name: str) -> None:
+    label = f"lone hole: {name}"
+    hole_tokens = setting.report["facts"][label]
+    (answer,) = setting.answers(label)
+    end_tokens = counted(setting, label, "computed tokens") - hole_tokens - LONE_REPLY_TOKENS + 1
+    assert (hole_tokens, end_tokens) == expected_tokens(setting, name)
+    assert answer.hit_tokens == answer.prompt_tokens - hole_tokens - end_tokens
+    if setting.report["num_groups"] == 1:
+        assert (hole_tokens, end_tokens) == OF_FULL_ATTENTION_TOKENS[name]
+
+
+def expected_tokens(setting: Served, name: str) -> tuple[int, int]:
+    """What is missing, each run from where it can be resumed: in holes, and at the end."""
+    facts = setting.report["facts"]
+    length = LONE_TURNS_TOKENS[-1]
+    device_tokens, _ = LONE_HOLES_TOKENS[name]
+    spans: list[tuple[int, int]] = []
+    for first, end in [*facts[f"missing, {name}"], (floor(length - 1), length)]:
+        first = max(first, device_tokens)
+        if first >= end:
+            continue
+        if setting.report["num_groups"] > 1:
+            tails = [tokens for tokens in facts[f"tails, {name}"] if tokens <= first]
+            first = max([device_tokens, *tails])
+        if spans and first - spans[-1][1] < LEAST_RUN_TOKENS:
+            first, _ = spans.pop()
+        spans.append((first, end))
+    *holes, (first, end) = spans
+    return sum(end - first for first, end in holes), end - first
+
+
+@pytest.mark.parametrize("setting", with_scenario("holes_together"), indirect=True)
+def test_requests_with_holes_are_preempted_and_go_on(setting: Served) -> None:
+    """Their outputs are right: see ``test_outputs_are_those_without_a_connector``."""
+    label = "holes together"
+    assert len(setting.answers(label)) == len(ORDERS) == 16
+    names = [
+        *("preemptions", "hole tokens", "requests with tokens behind holes"),
+        "steps of requests and holes",
+    ]
+    if setting.report["num_groups"] == 1:  # With windows, few of those that have holes are.
+        names.append("preemptions with holes")
+    for name in names:
+        assert counted(setting, label, name) > 0, name
 
 
 # Controls: the tests above can fail.
+
+
+@pytest.mark.parametrize("setting", with_scenario("holes_together"), indirect=True)
+def test_holes_of_many_that_are_not_computed_show_in_the_outputs(
+    setting: Served, reference: Served
+) -> None:
+    label = "hole left out together"
+    assert counted(setting, label, "requests with tokens behind holes") > 0
+    assert setting.logprob_error(label, reference) > 100 * LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("name", HOLES_TOKENS)

@@ -25,7 +25,7 @@ ALLOWED = {
     "errors": set(),
     "features": {"patching"},
     "groups": {"errors"},
-    "holes": {"groups", "store", "errors"},
+    "holes": {"store", "errors"},
     "layout": {"groups", "errors", "transfer"},
     "native": {"errors"},
     "patching": {"compat", "errors", "settings", "features"},

@@ -18,6 +18,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
+    def get_new_blocks(self, num_blocks: int) -> Sequence[Any]: ...
+
     def get_num_free_blocks(self) -> int: ...
 
 
@@ -34,10 +36,21 @@ class BlockReferences:
         self._pool = pool
         self.num_references = 0
 
+    @property
+    def num_free(self) -> int:
+        """Blocks of the pool that nobody holds."""
+        return self._pool.get_num_free_blocks()
+
     def take(self, blocks: Sequence[Any]) -> None:
         """Hold blocks, none of them null."""
         self._pool.touch(blocks)
         self.num_references += len(blocks)
+
+    def allocate(self, num_blocks: int) -> Sequence[Any]:
+        """New blocks, held as if by `take`; the pool must have as many free ones."""
+        blocks = self._pool.get_new_blocks(num_blocks)
+        self.num_references += num_blocks
+        return blocks
 
     def release(self, blocks: Sequence[Any]) -> None:
         """Let go of blocks that `take` was called for."""

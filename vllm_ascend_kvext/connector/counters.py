@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.connector.messages import Direction, Traffic
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.store.lookup import Shortfall
@@ -34,6 +35,9 @@ class ConnectorCounters:
         hit_tokens: Prompt tokens that requests had from the host tier.
         hit_requests: Requests that had some.
         hole_tokens: Prompt tokens that were computed in holes before what was loaded.
+        holes: Holes of requests that had something from the host tier.
+        behind_hole_tokens: Those of ``hit_tokens`` that lie behind a hole.
+        hole_refusals: Requests that stopped at a hole although more was stored behind it.
         too_dear_loads: Loads that were not made, because computing was estimated to be faster.
         joined_loads: Requests that waited for another's load of the same, and made none.
         swapped_requests: Preempted requests whose KV went to the host tier.
@@ -47,6 +51,11 @@ class ConnectorCounters:
     hit_tokens: int = 0
     hit_requests: int = 0
     hole_tokens: int = 0
+    holes: int = 0
+    behind_hole_tokens: int = 0
+    hole_refusals: dict[HoleRefusal, int] = field(
+        default_factory=lambda: dict.fromkeys(HoleRefusal, 0)
+    )
     too_dear_loads: int = 0
     joined_loads: int = 0
     swapped_requests: int = 0
@@ -155,7 +164,7 @@ METRICS = (
     ),
     Metric(
         "transfer_failures",
-        "Stores and loads that failed; loads are recomputed.",
+        "Stores and loads that failed, in whole or in part; what loads lack is computed.",
         lambda counters: [counters.tier.failed_stores, counters.tier.failed_loads],
         "direction",
         _DIRECTIONS,
@@ -172,8 +181,25 @@ METRICS = (
     ),
     Metric(
         "host_hole_tokens",
-        "Prompt tokens that were missing before others in host memory, and computed there.",
+        "Prompt tokens computed in holes, before tokens that were loaded.",
         lambda counters: [counters.hole_tokens],
+    ),
+    Metric(
+        "host_holes",
+        "Holes of requests that had prompt tokens from host memory.",
+        lambda counters: [counters.holes],
+    ),
+    Metric(
+        "host_behind_hole_tokens",
+        "Prompt tokens from host memory that lie behind a hole.",
+        lambda counters: [counters.behind_hole_tokens],
+    ),
+    Metric(
+        "host_hole_refusals",
+        "Requests that stopped at a hole although more was stored behind it, by reason.",
+        lambda counters: counters.hole_refusals.values(),
+        "reason",
+        _values(HoleRefusal),
     ),
     Metric(
         "host_shortfalls",

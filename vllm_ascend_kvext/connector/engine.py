@@ -62,6 +62,7 @@ class Engine:
         num_running: How many requests run.
         looks_ahead: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
+        recomputes_failed_loads: Whether a request whose load fails goes on without it.
     """
 
     requests: Mapping[str, Request]
@@ -75,6 +76,7 @@ class Engine:
     num_running: Callable[[], int] = lambda: 0
     looks_ahead: bool = False
     num_lookahead_tokens: int = 0
+    recomputes_failed_loads: bool = True
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

@@ -82,6 +82,11 @@ class HostLayout:
         """The groups that are kept."""
         return tuple(self._groups[i] for i in sorted((*self._row_groups, *self._tail_groups)))
 
+    @property
+    def all_groups(self) -> tuple[LayoutGroup, ...]:
+        """The groups of the layout, kept or not."""
+        return self._groups
+
     def num_bytes(self, piece: Piece) -> int:
         """Host bytes of a piece."""
         return sum(
@@ -107,13 +112,15 @@ class HostLayout:
             offset_bytes += self._arrangement.section(index, len(rows)).num_bytes
         return RowMap.of(stored)
 
-    def rows_before(self, row_map: RowMap, end_tokens: int) -> RowMap:
-        """What a map of rows has before a boundary."""
+    def rows_within(self, row_map: RowMap, first_tokens: int, end_tokens: int) -> RowMap:
+        """What a map has of a range that is cut at units."""
         kept = []
         for rows in row_map:
-            end_row = end_tokens // self._groups[rows.group].tokens_per_row
-            if rows.first_row < end_row:
-                kept.append(rows._replace(end_row=min(rows.end_row, end_row)))
+            tokens_per_row = self._groups[rows.group].tokens_per_row
+            first_row = max(rows.first_row, first_tokens // tokens_per_row)
+            end_row = min(rows.end_row, end_tokens // tokens_per_row)
+            if first_row < end_row:
+                kept.append(rows._replace(first_row=first_row, end_row=end_row))
         return RowMap.of(kept)
 
     def pages(self, piece: Piece) -> tuple[tuple[int, int, int], ...]:
@@ -124,6 +131,21 @@ class HostLayout:
             per_page = group.rows_per_page
             pages.append((group.scheduler_group, rows.start // per_page, -(-rows.stop // per_page)))
         return tuple(pages)
+
+    @property
+    def tail_groups(self) -> tuple[int, ...]:
+        """Indices in the layout of the groups that tails are of."""
+        return self._tail_groups
+
+    def window_pages(self, boundary_tokens: int) -> dict[int, tuple[int, int]]:
+        """First and end page that going on from a boundary reads, by KV cache group with tails."""
+        found: dict[int, tuple[int, int]] = {}
+        for index in self._tail_groups:
+            group = self._groups[index]
+            first, end = self._tail_pages(group, boundary_tokens) if boundary_tokens else (0, 0)
+            of_others = found.get(group.scheduler_group, (first, end))
+            found[group.scheduler_group] = min(first, of_others[0]), max(end, of_others[1])
+        return found
 
     def pages_that_leave(
         self, boundary_tokens: int, upto_tokens: int

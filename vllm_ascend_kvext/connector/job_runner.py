@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out one job of a worker: plans it, lets the model's kernels finish, moves the bytes.
 
-All or nothing: a job whose plan lacks anything fails before a byte moves. Knows no queue and no
-steps.
+All or nothing: a job whose plan lacks anything fails before a byte moves. Only a load that may
+leave something out is made again, part by part, once it has failed. Knows no queue and no steps.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,10 @@ Move = Callable[..., None]
 """As `page_transfer`: pools, host, planes, runs, direction; ``placement`` by its name."""
 
 
+MOST_FAILED_PARTS = 16
+"""Of one load: then no other part is tried. Other transfers wait, and so may a shutdown."""
+
+
 class IncompleteJobError(ConnectorError, LookupError):
     """A job would leave out rows that resuming needs; nothing has been written."""
 
@@ -46,10 +51,14 @@ class Moved(NamedTuple):
     Attributes:
         num_bytes: Of all planes.
         seconds: That the copies took.
+        lacking: Tokens of a load that may leave something out, whose rows are not there.
+        error: Why not, of the first of them.
     """
 
     num_bytes: int
     seconds: float
+    lacking: tuple[TokenRange, ...] = ()
+    error: Exception | None = None
 
 
 class JobRunner:
@@ -99,34 +108,64 @@ class JobRunner:
             DescriptorError: The same.
             BackendError: The device refused; its destination may have been written in part.
         """
-        plan: StorePlan | LoadPlan
-        if isinstance(job, StoreJob):
-            direction = Direction.PAGES_TO_HOST
-            with self._planning:
-                plan = self._planner.plan_store(job.chunks, job.block_ids)
-            missing = [rows for of_chunk in plan.missing for rows in of_chunk]
-        else:
-            direction = Direction.HOST_TO_PAGES
-            with self._planning:
-                plan = self._planner.plan_load(job.stored, job.tokens, job.block_ids)
-            missing = [rows for rows in plan.missing if not _is_in(rows, job.holes)]
+        try:
+            return self._run(job, recorded)
+        except Exception as error:
+            if isinstance(job, StoreJob) or len(job.stored_tokens) < 2 or not _has_all_parts(job):
+                raise
+            return self._run_apart(job, recorded, error)
+
+    def _run(self, job: Job, recorded: Any) -> Moved:
+        with self._planning:
+            plans, missing = plan_job(self._planner, job)
         if missing:
             raise _incomplete(job, missing)
-        if not len(plan.runs):
-            return Moved(0, 0.0)
-        seconds = self.fence.run(
-            recorded,
-            partial(
-                self._move,
-                self.pools,
-                self._host,
-                plan.planes,
-                plan.runs,
-                direction,
-                placement=self._placement,
-            ),
-        )
-        return Moved(_num_bytes(plan), seconds)
+        is_store = isinstance(job, StoreJob)
+        direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
+        num_bytes, seconds = 0, 0.0
+        for plan in plans:
+            if not len(plan.runs):
+                continue
+            num_bytes += _num_bytes(plan)
+            seconds += self.fence.run(
+                recorded,
+                partial(
+                    self._move,
+                    self.pools,
+                    self._host,
+                    plan.planes,
+                    plan.runs,
+                    direction,
+                    placement=self._placement,
+                ),
+            )
+        return Moved(num_bytes, seconds)
+
+    def _run_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
+        """Load each part by itself, once the load of all of them has failed.
+
+        Raises:
+            Exception: What the load of all has raised, if no part can be loaded.
+        """
+        num_bytes, seconds = 0, 0.0
+        lacking: list[TokenRange] = []
+        for stored, tokens in zip(job.stored, job.stored_tokens, strict=True):
+            part = replace(job, tokens=tokens, stored=(stored,), holes=(), stored_tokens=())
+            moved = self._try(part, recorded) if len(lacking) < MOST_FAILED_PARTS else None
+            if moved is None:
+                lacking.append(tokens)
+                continue
+            num_bytes += moved.num_bytes
+            seconds += moved.seconds
+        if len(lacking) == len(job.stored):
+            raise error
+        return Moved(num_bytes, seconds, tuple(lacking), error if lacking else None)
+
+    def _try(self, job: Job, recorded: Any) -> Moved | None:
+        try:
+            return self._run(job, recorded)
+        except Exception:
+            return None
 
     def pages_to_fill(self, job: LoadJob) -> set[int]:
         """Block ids of the pages that a load is to fill, as far as its tables name them.
@@ -144,6 +183,25 @@ class JobRunner:
         return found - {NULL_PAGE}
 
 
+def plan_job(
+    planner: TransferPlanner, job: Job
+) -> tuple[list[StorePlan | LoadPlan], list[MissingRows]]:
+    """What a job moves, in the order of its calls, and what of it is not there."""
+    if isinstance(job, StoreJob):
+        store = planner.plan_store(job.chunks, job.block_ids)
+        return [store], [rows for of_chunk in store.missing for rows in of_chunk]
+    load = planner.plan_load(job.stored, job.tokens, job.block_ids)
+    missing = [rows for rows in load.missing if not _is_in(rows, job.holes)]
+    of_holes = [
+        planner.plan_load(
+            [tails.stored], TokenRange(0, tails.boundary_tokens), tails.block_ids, tails.groups
+        )
+        for tails in job.hole_tails
+    ]
+    missing += [rows for plan in of_holes for rows in plan.missing]
+    return [load, *of_holes], missing
+
+
 def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
     what = "store" if isinstance(job, StoreJob) else "load"
     first = missing[0]
@@ -152,6 +210,16 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
         f"first is tokens {first.tokens.first} to {first.tokens.end - 1} of KV cache group "
         f"{first.scheduler_group}: no page or no stored chunk has them; compute these tokens"
     )
+
+
+def _has_all_parts(job: LoadJob) -> bool:
+    """Whether each token of a load is in a hole or in a part: if not, good parts say little."""
+    position = job.tokens.first
+    for tokens in sorted((*job.holes, *job.stored_tokens), key=lambda tokens: tokens.first):
+        if tokens.first > position:
+            return False
+        position = max(position, tokens.end)
+    return position >= job.tokens.end
 
 
 def _is_in(rows: MissingRows, holes: tuple[TokenRange, ...]) -> bool:

@@ -13,9 +13,10 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_ascend_kvext.connector.counters import ConnectorCounters
@@ -23,25 +24,27 @@ from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.load_cost import LoadCost
+from vllm_ascend_kvext.connector.load_jobs import LoadJobs
 from vllm_ascend_kvext.connector.messages import LoadJob
 from vllm_ascend_kvext.connector.room import PoolRoom, Room
-from vllm_ascend_kvext.holes.eligibility import can_have_holes
+from vllm_ascend_kvext.holes.both_ends import best_split, split_hit
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.host_hit import beyond_holes
-from vllm_ascend_kvext.holes.span_plan import Run
-from vllm_ascend_kvext.layout.row_map import StoredChunk
-from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.holes.span_plan import Run, union
+from vllm_ascend_kvext.holes.window_blocks import WindowTable
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
 from vllm_ascend_kvext.store.tier import HostTier
 
 LEAST_RUN_TOKENS = 64
-"""Behind a hole, a shorter run is not worth a row of a step."""
+"""Behind a hole, a shorter run is not worth a row and a load. On a CPU, a further row of a step
+costs as much as 7 tokens (``benchmarks/holes/first_token.py``); an accelerator computes faster."""
 
 MOST_PATIENCE_S = 10.0
-"""How long a request waits for the load of another before it makes its own."""
+"""How long a request waits for the load of another before it makes its own, and for blocks of its
+holes, which later requests may take, before it does without."""
 
 MOST_REMEMBERED_FAILURES = 4096
 """Requests of which it is known that a load failed."""
@@ -74,10 +77,12 @@ class _Later(NamedTuple):
     Attributes:
         local_tokens: What the device had.
         room_version: Of the room that its load did not find; None if it has nothing to load.
+        free_blocks: That its load needs, where it is their number that it waits for; else 0.
     """
 
     local_tokens: int
     room_version: int | None
+    free_blocks: int = 0
 
 
 class LoadUnderWay(NamedTuple):
@@ -124,6 +129,7 @@ class Loads:
         self._engine = engine
         self._tier = tier
         self._layout = layout
+        self._jobs = LoadJobs(layout, len(engine.managers))
         self._room = room
         self._cost = cost
         self._counters = counters
@@ -138,6 +144,8 @@ class Loads:
         self._later: dict[str, _Later] = {}
         self._shortfalls: dict[str, Shortfall | None] = {}
         self._too_dear: set[str] = set()
+        self._hole_refusals: dict[str, HoleRefusal] = {}
+        self._lack_blocks_since_s: dict[str, float] = {}
         self._failed: dict[str, None] = {}
 
     @property
@@ -167,6 +175,8 @@ class Loads:
         """
         request_id = request.request_id
         self._room.release(request_id)
+        # Its own load has ended, and what that left may have been taken.
+        self._no_longer_expected(request_id)
         if self._still_lacks_room(request, local_tokens):
             return None
         self._later.pop(request_id, None)
@@ -184,14 +194,22 @@ class Loads:
         if later.room_version is None:
             return self._room.of_other(request.num_tokens) is Room.LATER
         self._room.keep_turn(request.request_id)
+        if later.free_blocks:
+            has_too_few = later.free_blocks > self._room.num_free
+            return has_too_few and not self._has_waited_long(request.request_id)
         return later.room_version == self._room.version
 
     def _match(self, request: Request, local_tokens: int) -> int | None:
         request_id = request.request_id
         prospect = self._prospects.pop(request_id, None)
         if prospect is not None:
-            if prospect.is_good_for(local_tokens):
+            is_good = prospect.is_good_for(local_tokens)
+            # Free blocks may have become few since it was found.
+            needs_more = is_good and self._holes_need_more_blocks(request, prospect.hit)
+            if is_good and not (needs_more and self._has_waited_long(request_id)):
                 self._prospects[request_id] = prospect
+                if needs_more:
+                    return None
                 has_room = self._room_for(request, prospect.hit) is Room.YES
                 return prospect.hit.num_tokens if has_room else None
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
@@ -204,13 +222,17 @@ class Loads:
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
         self._shortfalls[request_id] = hit.shortfall
-        if self._holes is not None and can_have_holes(request):
-            hit = beyond_holes(self._tier, hit, request.num_tokens, LEAST_RUN_TOKENS)
+        if self._holes is not None and request_id not in self._hole_refusals:
+            hit = self._beyond_holes(request, hit)
         if hit.num_tokens <= 0:
             return 0
         if self._waits_for_other(request_id, hit):
             return None
-        if self._is_too_dear(request_id, hit):
+        if self._can_split(request, hit):
+            hit = self._from_both_ends(request_id, hit)
+            if hit.num_tokens <= 0:
+                return 0
+        elif self._is_too_dear(request_id, hit):
             return 0
         room = self._room_for(request, hit)
         if room is Room.LATER:
@@ -218,11 +240,82 @@ class Loads:
             return None
         if room is Room.NEVER:
             return 0
+        if self._holes_need_more_blocks(request, hit):
+            return None
         load = self._tier.begin_load(hit, self._tier.next_use())
         if load is None:
             return 0
         self._prospects[request_id] = _Prospect(hit, load)
         return hit.num_tokens
+
+    def _beyond_holes(self, request: Request, hit: Hit) -> Hit:
+        """The hit that goes on behind holes, if it costs less than it saves and could have room."""
+        beyond = beyond_holes(self._tier, hit, request.num_tokens, LEAST_RUN_TOKENS)
+        if not beyond.holes:
+            return hit
+        refusal = why_no_holes(request)
+        if refusal is None and (
+            (self._has_waited_long(request.request_id) and self._too_few_blocks(request, beyond))
+            or self._room_for(request, beyond) is Room.NEVER
+        ):
+            refusal = HoleRefusal.ROOM
+        if refusal is None and self._takes_longer(beyond):
+            refusal = HoleRefusal.TOO_DEAR
+        if refusal is None:
+            return beyond
+        self._hole_refusals[request.request_id] = refusal
+        return hit
+
+    def _can_split(self, request: Request, hit: Hit) -> bool:
+        """Whether the beginning can be computed while the rest is loaded, at nobody's cost."""
+        return (
+            self._holes is not None
+            and self._cost is not None
+            and why_no_holes(request) is None
+            and (hit.after_tokens == 0 or self._holes.windows is None)
+            and hit.after_tokens % self._layout.unit_tokens == 0
+            and not self._engine.num_running()
+            and not self._under_way
+        )
+
+    def _from_both_ends(self, request_id: str, hit: Hit) -> Hit:
+        """The hit with that beginning left out; an empty one if computing all of it is fastest."""
+        assert self._cost is not None
+        split = best_split(hit, self._cost)
+        if split is None or split.tokens == hit.after_tokens:
+            return hit
+        if split.tokens == hit.boundary_tokens:
+            self._count_too_dear(request_id)
+            return replace(
+                hit, boundary_tokens=hit.after_tokens, entries=(), holes=(), hole_tails=()
+            )
+        return split_hit(hit, split.tokens)
+
+    def _holes_need_more_blocks(self, request: Request, hit: Hit) -> bool:
+        """Whether there are too few free blocks for the request and the windows of its holes.
+
+        Upstream asks only for those of the request, and takes them at once.
+        """
+        request_id = request.request_id
+        free_blocks = self._too_few_blocks(request, hit)
+        if not free_blocks:
+            self._lack_blocks_since_s.pop(request_id, None)
+            return False
+        self._later[request_id] = _Later(hit.after_tokens, self._room.version, free_blocks)
+        self._lack_blocks_since_s.setdefault(request_id, self._clock())
+        return True
+
+    def _too_few_blocks(self, request: Request, hit: Hit) -> int:
+        """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
+        if not any(hit.hole_tails):
+            return 0
+        free_blocks = self._room.blocks_of_load(request.num_tokens, hit.boundary_tokens, hit.holes)
+        return free_blocks if free_blocks > self._room.num_free else 0
+
+    def _has_waited_long(self, request_id: str) -> bool:
+        """Whether the windows of a request's holes have lacked blocks for a long time."""
+        since_s = self._lack_blocks_since_s.get(request_id)
+        return since_s is not None and self._clock() - since_s >= MOST_PATIENCE_S
 
     def begin(
         self, request_id: str, num_tokens: int, block_ids: tuple[list[int], ...]
@@ -238,12 +331,15 @@ class Loads:
         """
         self._awaited.pop(request_id, None)
         self._later.pop(request_id, None)
+        self._lack_blocks_since_s.pop(request_id, None)
         self._no_longer_expected(request_id)
         prospect = self._prospects.pop(request_id, None)
         if prospect is not None and num_tokens == 0:
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         if request_id in self._shortfalls:
             self._tier.count_shortfall(self._shortfalls.pop(request_id))
+        if request_id in self._hole_refusals:
+            self._counters.hole_refusals[self._hole_refusals.pop(request_id)] += 1
         self._too_dear.discard(request_id)
         if num_tokens == 0:
             self._room.withdraw(request_id)
@@ -259,29 +355,62 @@ class Loads:
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
         num_request_tokens = self._engine.requests[request_id].num_tokens
-        self._room.park(request_id, num_request_tokens, hit.boundary_tokens)
-        if hit.holes and self._holes is not None:
-            self._holes.begin(request_id, [Run(*hole) for hole in hit.holes], hit.after_tokens)
-        return self._job(request_id, hit, block_ids)
+        self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
+        tables = self._begin_holes(request_id, hit)
+        return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
 
-    def end(self, request_id: str, has_failed: bool) -> None:
-        """All workers have ended a load; of another connector's nothing is known."""
+    def _begin_holes(self, request_id: str, hit: Hit) -> list[dict[int, WindowTable]]:
+        if not hit.holes or self._holes is None:
+            return []
+        return self._holes.begin(request_id, [Run(*hole) for hole in hit.holes], hit.after_tokens)
+
+    def _can_lack(self, request_id: str) -> bool:
+        """Whether what a load fails to bring can be computed as a hole.
+
+        Not where a hole reads windows or states: what is stored of them at its beginning may be
+        what failed.
+        """
+        return (
+            self._holes is not None
+            and self._holes.windows is None
+            and self._engine.recomputes_failed_loads
+            and why_no_holes(self._engine.requests[request_id]) is None
+        )
+
+    def end(
+        self, request_id: str, has_failed: bool, lacking: Collection[tuple[int, int]] = ()
+    ) -> Sequence[Run]:
+        """All workers have ended a load; of another connector's nothing is known.
+
+        Args:
+            has_failed: Nothing of it is there.
+            lacking: If it has not: first tokens and ends of what is not there on some worker.
+
+        Returns:
+            Tokens that the request has to have computed as holes.
+        """
         under_way = self._under_way.pop(request_id, None)
         if under_way is None:
-            return
-        outcome = LoadOutcome.FAILED if has_failed else LoadOutcome.LOADED
-        if not has_failed:
-            self._counters.hit_tokens += under_way.hit.loaded_tokens
-            self._counters.hit_requests += 1
-        self._tier.end_load(under_way.load, outcome)
+            return []
+        hit = under_way.hit
         if has_failed:
+            self._tier.end_load(under_way.load, LoadOutcome.FAILED)
             if self._holes is not None:
                 self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
             self._remember_failure(request_id)
-        elif self._cost is not None:
+            return []
+        runs = union(Run(*tokens) for tokens in lacking)
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit.entries, runs))
+        loaded = replace(hit, holes=union([*map(Run._make, hit.holes), *runs]))
+        self._counters.hit_tokens += loaded.loaded_tokens
+        self._counters.hit_requests += 1
+        self._counters.holes += len(loaded.holes)
+        self._counters.behind_hole_tokens += loaded.behind_hole_tokens
+        if self._cost is not None and not runs:
             self._cost.note_load(under_way.num_bytes, self._clock() - under_way.began_s)
+        return runs if self._is_live(request_id) else []
 
     def forget(self, request_id: str) -> None:
         """A request has ended. A load under way ends by itself."""
@@ -293,50 +422,32 @@ class Loads:
             self._holes.drop(request_id)
         self._awaited.pop(request_id, None)
         self._shortfalls.pop(request_id, None)
+        self._hole_refusals.pop(request_id, None)
+        self._lack_blocks_since_s.pop(request_id, None)
         self._room.unpark(request_id)
         self._later.pop(request_id, None)
         self._too_dear.discard(request_id)
         self._failed.pop(request_id, None)
 
-    def _job(self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]) -> LoadJob:
-        tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
-        holes = tuple(TokenRange(first, end) for first, end in hit.holes)
-        return LoadJob(request_id, tokens, self._stored(hit), self._parts(tokens, block_ids), holes)
-
-    def _stored(self, hit: Hit) -> tuple[StoredChunk, ...]:
-        """Rows that a later entry has, too, are those of another prefix in the earlier one::
-
-        found by the key at 8      rows 0 ── 8 ── 16    of another request
-        found by the key at 24          rows 8 ──────── 24
-        """
-        stored = []
-        for entry, following in itertools.zip_longest(hit.entries, hit.entries[1:]):
-            row_map = entry.row_map
-            if following is not None and following.piece.kind is Kind.ROWS:
-                first_tokens = following.piece.first_tokens
-                if first_tokens < entry.piece.end_tokens:
-                    row_map = self._layout.rows_before(row_map, first_tokens)
-            stored.append(StoredChunk(row_map, entry.offset_bytes))
-        return tuple(stored)
-
-    def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:
-        parts = []
-        for group, ids in enumerate(block_ids):
-            tokens_per_page = self._layout.tokens_per_page.get(group)
-            first_page = tokens.first // tokens_per_page if tokens_per_page else len(ids)
-            parts.append(TablePart(first_page, tuple(ids[first_page:])))
-        return tuple(parts)
-
     def _room_for(self, request: Request, hit: Hit) -> Room:
-        return self._room.of_load(request.request_id, request.num_tokens, hit.boundary_tokens)
+        return self._room.of_load(
+            request.request_id, request.num_tokens, hit.boundary_tokens, hit.holes
+        )
 
     def _is_too_dear(self, request_id: str, hit: Hit) -> bool:
-        if self._cost is None or not self._cost.is_too_dear(_num_bytes(hit), hit.loaded_tokens):
+        if not self._takes_longer(hit):
             return False
+        self._count_too_dear(request_id)
+        return True
+
+    def _takes_longer(self, hit: Hit) -> bool:
+        """Whether a load is estimated to take longer than computing the same tokens."""
+        return self._cost is not None and self._cost.is_too_dear(_num_bytes(hit), hit.loaded_tokens)
+
+    def _count_too_dear(self, request_id: str) -> None:
         if request_id not in self._too_dear:  # asked in every step while it waits
             self._too_dear.add(request_id)
             self._counters.too_dear_loads += 1
-        return True
 
     def _expect(self, request_id: str, hit: Hit) -> None:
         """Others may wait for what this load leaves on the device, if they can hit all of it."""
@@ -379,13 +490,35 @@ class Loads:
         return False
 
     def _remember_failure(self, request_id: str) -> None:
-        request = self._engine.requests.get(request_id)
-        if request is None or request.is_finished():
+        if not self._is_live(request_id):
             return  # `forget` has been called
         self._failed[request_id] = None
         if len(self._failed) > MOST_REMEMBERED_FAILURES:
             del self._failed[next(iter(self._failed))]
 
+    def _is_live(self, request_id: str) -> bool:
+        request = self._engine.requests.get(request_id)
+        return request is not None and not request.is_finished()
+
 
 def _num_bytes(hit: Hit) -> int:
-    return sum(entry.num_bytes for entry in hit.entries)
+    return sum(entry.num_bytes for entry in hit.all_entries)
+
+
+def _entries_in(entries: Sequence[Entry], runs: Sequence[Run]) -> set[Entry]:
+    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch.
+
+    Each is read up to where the next one begins.
+    """
+    found: set[Entry] = set()
+    if not runs:
+        return found
+    ends = [run.end_tokens for run in runs]
+    for entry, following in itertools.zip_longest(entries, entries[1:]):
+        end_tokens = entry.piece.end_tokens
+        if following is not None:
+            end_tokens = min(end_tokens, following.piece.first_tokens)
+        place = bisect.bisect_right(ends, entry.piece.first_tokens)
+        if place < len(runs) and runs[place].first_tokens < end_tokens:
+            found.add(entry)
+    return found

@@ -51,8 +51,25 @@ class StoreJob:
 
 
 @dataclass(frozen=True, slots=True)
+class HoleTails:
+    """What the first token of a hole reads besides rows, into blocks of its own.
+
+    Attributes:
+        boundary_tokens: Where the hole begins.
+        stored: What is read.
+        block_ids: As of `StoreJob`: for windows and states, not of the request's table.
+        groups: Indices in the layout of the groups that are loaded.
+    """
+
+    boundary_tokens: int
+    stored: StoredChunk
+    block_ids: tuple[TablePart, ...]
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Host memory to pages of one request, in one call.
+    """Host memory to pages of one request, in one call, and one more for each of ``hole_tails``.
 
     Attributes:
         request_id: At most one load of a request is under way.
@@ -60,6 +77,9 @@ class LoadJob:
         stored: What is read.
         block_ids: As of `StoreJob`.
         holes: Tokens in the range whose rows are computed, and not loaded.
+        hole_tails: Of those holes that read windows or states.
+        stored_tokens: Of which tokens each part of ``stored`` has rows, if what cannot be loaded
+            may be left out, and is reported. With none, all of it is loaded, or the load fails.
     """
 
     request_id: str
@@ -67,6 +87,8 @@ class LoadJob:
     stored: tuple[StoredChunk, ...]
     block_ids: tuple[TablePart, ...]
     holes: tuple[TokenRange, ...] = ()
+    hole_tails: tuple[HoleTails, ...] = ()
+    stored_tokens: tuple[TokenRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +139,7 @@ class JobResults:
         failed_stores: Numbers of those of them that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
+        lacking: By request whose load left something out on some worker: first tokens and ends.
         traffic: By direction.
         has_forward: Whether the step computed anything.
     """
@@ -124,6 +147,7 @@ class JobResults:
     stores_ended: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
+    lacking: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     traffic: Mapping[Direction, Traffic] = field(
         default_factory=lambda: {"store": Traffic(), "load": Traffic()}
     )
@@ -135,6 +159,7 @@ class JobResults:
             self.has_forward
             or self.stores_ended
             or self.failed_loads
+            or self.lacking
             or self.traffic["load"].transfers
         )
 
@@ -144,5 +169,7 @@ class JobResults:
             self.stores_ended[number] = self.stores_ended.get(number, 0) + count
         self.failed_stores |= other.failed_stores
         self.failed_loads |= other.failed_loads
+        for request_id, runs in other.lacking.items():
+            self.lacking.setdefault(request_id, set()).update(runs)
         for direction, traffic in other.traffic.items():
             self.traffic[direction].add(traffic)

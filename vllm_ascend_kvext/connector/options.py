@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE, parse_reuses_holes
 from vllm_ascend_kvext.store.store_policy import StorePolicy
+from vllm_ascend_kvext.store.worth import EvictionRule
 
 CONFIG = "kv_connector_extra_config"
 STATE_POLICY_ALIAS = "LMCACHE_ASCEND_SKIP_STATE_GROUPS"
@@ -42,6 +44,7 @@ class ConnectorOptions:
         state_policy: What becomes of state groups.
         swap_on_preemption: Whether a preempted request's KV goes to host memory and comes back.
         hole_reuse: Whether what is stored behind a missing chunk is loaded.
+        eviction: What gives way when the host memory is full.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
         copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
@@ -53,7 +56,8 @@ class ConnectorOptions:
     store_policy: StorePolicy = StorePolicy.SECOND_TOUCH
     state_policy: StatePolicy = StatePolicy.EXACT
     swap_on_preemption: bool = False
-    hole_reuse: bool = False
+    hole_reuse: bool = True
+    eviction: EvictionRule = EvictionRule.LATEST_USE
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = None
@@ -121,7 +125,7 @@ def parse_options(
     Args:
         extra_config: ``kv_connector_extra_config``.
         world_size: Workers of the engine.
-        environ: Environment variables, of which an alias is read.
+        environ: Environment variables, of which an alias and `HOLE_REUSE_VARIABLE` are read.
 
     Raises:
         SettingsError: If a key is not in `OPTIONS`, or a value is wrong.
@@ -134,6 +138,7 @@ def parse_options(
     }
     if "state_policy" not in values:
         values["state_policy"] = _aliased_state_policy(environ)
+    values.setdefault("hole_reuse", parse_reuses_holes(environ))
     options = ConnectorOptions(world_size=world_size, **values)
     if not options.host_memory_bytes_per_worker:
         raise _wrong(
@@ -280,9 +285,17 @@ OPTIONS = (
     Option(
         "hole_reuse",
         _parse_flag,
-        "Experimental. `true`: where a chunk is missing, what is stored behind it is loaded all "
-        "the same, and the missing tokens alone are computed; for models of full attention only. "
-        "`false`: all behind it is computed.",
+        "`true`: where a chunk is missing, what is stored behind it is loaded all the same, and "
+        "the missing tokens alone are computed. `false`: all behind it is computed. While the key "
+        f"is absent, `{HOLE_REUSE_VARIABLE}` is read.",
+    ),
+    Option(
+        "eviction",
+        _parse_choice(EvictionRule),
+        "What gives way when the host memory is full. `latest_use`: what was used longest ago; "
+        "of one prompt, its end before its beginning. `reuse`: experimental, with `hole_reuse`: "
+        "what is expected to bring the fewest hits for the time it stays, as learned from when "
+        "chunks are asked for again.",
     ),
     Option(
         "load_if_slower",

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import LayoutGroup
 
+Holes = Sequence[tuple[int, int]]
+"""First and end token of each, ascending."""
+
 
 class Room(enum.Enum):
     """Whether a request may load."""
@@ -85,15 +88,27 @@ class PoolRoom:
     def num_parked(self) -> int:
         return len(self._parked)
 
-    def of_load(self, request_id: str, num_tokens: int, boundary_tokens: int) -> Room:
+    @property
+    def num_free(self) -> int:
+        """Free blocks of the pool."""
+        return self._num_free()
+
+    def blocks_of_load(self, num_tokens: int, boundary_tokens: int, holes: Holes = ()) -> int:
+        """Blocks that a request takes at most when its load begins; arguments as of `of_load`."""
+        return self._needs(num_tokens, boundary_tokens, holes).held
+
+    def of_load(
+        self, request_id: str, num_tokens: int, boundary_tokens: int, holes: Holes = ()
+    ) -> Room:
         """Whether a load may begin.
 
         Args:
             request_id: Of the request. If it has to wait, later ones wait behind it.
             num_tokens: Length of the request.
             boundary_tokens: Where it would resume.
+            holes: First and end token of what is computed before it resumes.
         """
-        needs = self._needs(num_tokens, boundary_tokens)
+        needs = self._needs(num_tokens, boundary_tokens, holes)
         if needs.held + needs.missing > self._num_blocks:
             return Room.NEVER
         if self._first_waiting_id not in (None, request_id):
@@ -126,9 +141,11 @@ class PoolRoom:
         needs = self._needs(num_tokens, 0)
         return Room.YES if needs.missing <= self._num_free() else Room.LATER
 
-    def park(self, request_id: str, num_tokens: int, boundary_tokens: int) -> None:
-        """A request has got blocks for a load."""
-        self._parked[request_id] = self._needs(num_tokens, boundary_tokens)
+    def park(
+        self, request_id: str, num_tokens: int, boundary_tokens: int, holes: Holes = ()
+    ) -> None:
+        """A request has got blocks for a load; arguments as of `of_load`."""
+        self._parked[request_id] = self._needs(num_tokens, boundary_tokens, holes)
         self.withdraw(request_id)
 
     def unpark(self, request_id: str) -> None:
@@ -147,9 +164,10 @@ class PoolRoom:
             self._first_waiting_id = None
             self.version += 1
 
-    def _needs(self, num_tokens: int, boundary_tokens: int) -> _Parked:
-        held = missing = 0
+    def _needs(self, num_tokens: int, boundary_tokens: int, holes: Holes = ()) -> _Parked:
+        held = missing = of_hole = 0
         chunk_tokens = min(self._step_tokens, num_tokens - boundary_tokens)
+        hole_tokens = min(self._step_tokens, max([end - first for first, end in holes], default=0))
         for group in self._groups:
             tokens_per_page = group.tokens_per_page
             end_page = -(-boundary_tokens // tokens_per_page)
@@ -157,7 +175,10 @@ class PoolRoom:
                 held += end_page
                 missing += -(-num_tokens // tokens_per_page) - end_page
                 continue
-            window_tokens = max(1, group.window_tokens)
-            held += min(end_page, -(-window_tokens // tokens_per_page) + 1)
+            window_pages = -(-max(1, group.window_tokens) // tokens_per_page) + 1
+            held += min(end_page, window_pages)
             missing += -(-chunk_tokens // tokens_per_page) + 1
-        return _Parked(held, missing)
+            # Holes are computed one after the other, in blocks of their own.
+            of_hole += -(-hole_tokens // tokens_per_page) + 1
+            held += sum(min(-(-first // tokens_per_page), window_pages) for first, _ in holes)
+        return _Parked(held, max(missing, of_hole) if holes else missing)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
@@ -39,6 +39,8 @@ from vllm_ascend_kvext.connector.options import ConnectorOptions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
+from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
+from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.store_policy import StoreChooser
@@ -73,6 +75,20 @@ class _Step:
     num_tokens: int
 
 
+class NewHoles(NamedTuple):
+    """Holes of a request of which the scheduler does not know yet.
+
+    Attributes:
+        request_id: Whose they are.
+        num_tokens: Of all of them.
+        is_planned: Whether the load leaves them out, or has failed to bring them.
+    """
+
+    request_id: str
+    num_tokens: int
+    is_planned: bool
+
+
 class SchedulerSide:
     """The scheduler side of one engine.
 
@@ -103,11 +119,12 @@ class SchedulerSide:
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
         self._failed_loads: set[str] = set()
+        self._lacking: dict[str, set[tuple[int, int]]] = {}
         self._steps: deque[_Step] = deque(maxlen=MOST_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
         self._holes: HoleQueue | None = None
-        self._begun_holes: list[tuple[str, int]] = []
+        self._new_holes: list[NewHoles] = []
         self._hole_tokens = 0  # of the step that is being scheduled
         self._has_warned = False
         self._has_news = False
@@ -141,15 +158,26 @@ class SchedulerSide:
             self._chunk_tokens,
             states,
         )
-        tier = HostTier(worker.host_bytes, layout.geometry, on_removed=self._note_removed)
+        tier = HostTier(
+            worker.host_bytes,
+            layout.geometry,
+            on_removed=self._note_removed,
+            eviction=self._options.eviction,
+        )
         chooser = StoreChooser(self._options.store_policy)
         planner = BoundaryPlanner(layout.groups, layout.unit_tokens, engine.interval_tokens)
         if self._options.hole_reuse:
             refusal = self._why_no_holes(layout)
             if refusal is None:
-                self._holes = HoleQueue()
+                self._holes = HoleQueue(self._window_blocks(layout))
             else:
                 logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
+        if self._holes is None and self._options.eviction.leaves_holes:
+            raise ConnectorError(
+                "KvextConnector: expected eviction=latest_use where holes are not computed, found "
+                f"{self._options.eviction.value}, which lets the beginnings of prompts go; leave "
+                "the key out"
+            )
         room = PoolRoom(
             worker.layout.groups,
             engine.num_blocks,
@@ -244,7 +272,7 @@ class SchedulerSide:
         self._step_loads.append(job)
         if job.holes:
             hole_tokens = sum(hole.num_tokens for hole in job.holes)
-            self._begun_holes.append((request.request_id, hole_tokens))
+            self._new_holes.append(NewHoles(request.request_id, hole_tokens, is_planned=True))
         tails = self._parts.loads.tails_of(request.request_id)
         if tails is not None:
             self._parts.stores.note_hit(tails)
@@ -271,17 +299,32 @@ class SchedulerSide:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
         return [] if self._holes is None else self._holes.end_step()
 
-    def take_hole_rows(self, most_tokens: int, most_rows: int) -> list[HoleRow]:
+    def restart_holes(self, request_id: str) -> bool:
+        """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
+        if self._holes is None or not self._holes.restart(request_id):
+            return False
+        self._new_holes = [new for new in self._new_holes if new.request_id != request_id]
+        return True
+
+    def take_hole_rows(
+        self,
+        most_tokens: int,
+        most_rows: int,
+        most_row_tokens: int,
+        other_ids: Collection[str] = (),
+    ) -> list[HoleRow]:
         """Rows for the step that is scheduled next; see ``HoleQueue.take_rows``."""
-        rows = [] if self._holes is None else self._holes.take_rows(most_tokens, most_rows)
+        rows = []
+        if self._holes is not None:
+            rows = self._holes.take_rows(most_tokens, most_rows, most_row_tokens, other_ids)
         self._hole_tokens = sum(row.run.num_tokens for row in rows)
         self.counters.hole_tokens += self._hole_tokens
         return rows
 
-    def take_begun_holes(self) -> list[tuple[str, int]]:
-        """Loads that have begun since the last call, and how many of their tokens are computed."""
-        begun, self._begun_holes = self._begun_holes, []
-        return begun
+    def take_new_holes(self) -> list[NewHoles]:
+        """Of loads that have begun, or left something out, since the last call."""
+        new, self._new_holes = self._new_holes, []
+        return new
 
     def plan_step(
         self, num_scheduled_tokens: Mapping[str, int], preempted_ids: Iterable[str]
@@ -292,6 +335,7 @@ class SchedulerSide:
         """
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
+        self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
         if num_tokens:
             self._steps.append(_Step(now_s, num_tokens))
         if self._parts is None or self._engine is None:
@@ -336,17 +380,27 @@ class SchedulerSide:
             self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
             self.counters.add_traffic(results.traffic)
             self._failed_loads |= results.failed_loads
+            for request_id, runs in results.lacking.items():
+                self._lacking.setdefault(request_id, set()).update(runs)
             moved = results.traffic["load"]
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
                 parts.stores.end(number, num_workers, number in results.failed_stores)
         with_holes = set()
         for request_id in finished_load_ids:
-            parts.loads.end(request_id, request_id in self._failed_loads)
-            self._failed_loads.discard(request_id)
-            if self._holes is not None and self._holes.note_loaded(request_id):
+            self._end_load(parts, request_id)
+            if self._holes is not None and self._holes.note_load_ended(request_id):
                 with_holes.add(request_id)
         return frozenset(with_holes)
+
+    def _end_load(self, parts: _Parts, request_id: str) -> None:
+        has_failed = request_id in self._failed_loads
+        self._failed_loads.discard(request_id)
+        holes = parts.loads.end(request_id, has_failed, self._lacking.pop(request_id, ()))
+        if holes and self._holes is not None:
+            self._holes.add(request_id, holes)
+            hole_tokens = sum(hole.num_tokens for hole in holes)
+            self._new_holes.append(NewHoles(request_id, hole_tokens, is_planned=False))
 
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
         """A request has ended; its blocks are about to be freed."""
@@ -403,11 +457,22 @@ class SchedulerSide:
     def _why_no_holes(self, layout: HostLayout) -> str | None:
         engine = self._engine
         assert engine is not None
-        if layout.geometry.needs_tails:
-            return "the model has sliding windows or states: resuming behind a hole reads more"
-        if engine.num_lookahead_tokens:
+        if not layout.geometry.needs_rows:
+            return "the model has no full attention: what lies before a window need not be computed"
+        if any(group.is_snapshot for group in layout.all_groups):
+            return "the model has recurrent states, which are not kept where holes begin"
+        if self._options.state_policy is StatePolicy.SKIP:
+            return "holes are exact, and state_policy=skip is not"
+        if engine.looks_ahead or engine.num_lookahead_tokens:
             return "draft tokens would be computed beyond the end of a hole"
         return None
+
+    def _window_blocks(self, layout: HostLayout) -> WindowBlocks | None:
+        """Where holes compute what they have in windows."""
+        if not layout.geometry.needs_tails:
+            return None
+        assert self._references is not None
+        return WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
 
     def _chunk_tokens(self, unit_tokens: int) -> int:
         options = self._options

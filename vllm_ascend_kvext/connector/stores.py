@@ -223,11 +223,17 @@ class Stores:
             return
         if is_end_of_turn and not self.is_off:
             tracked.use = self._tier.next_use()
+            self._note_ended(request)
             tracked.rows_tokens = 0  # Some may have been evicted since.
             boundary = self._last_boundary(request)
             if boundary > 0:
                 self._store_end(request, tracked, boundary)
         self._release_held(tracked)
+
+    def _note_ended(self, request: Request) -> None:
+        prompt_tokens = min(request.num_prompt_tokens, self._last_boundary(request))
+        prefix = self._engine.prefix(request)
+        self._tier.note_ended(prefix, prompt_tokens, self._last_boundary(request))
 
     def preempted(self, request_id: str) -> None:
         """The block table of a request is gone."""

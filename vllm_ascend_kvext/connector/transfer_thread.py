@@ -12,11 +12,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_kvext.connector.job_runner import Job, Moved
 from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.layout.rows import TokenRange
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -213,6 +214,8 @@ class TransferThread:
         moved = None
         try:
             moved = self._run(job, recorded)
+            if moved.error is not None:
+                self._failures.add(job, moved.error, moved.lacking)
         except Exception as error:
             self._failures.add(job, error)
         finally:
@@ -230,7 +233,7 @@ class _FailureLog:
         self._logged_at_s: float | None = None
         self._num_unlogged = 0
 
-    def add(self, job: Job, error: Exception) -> None:
+    def add(self, job: Job, error: Exception, lacking: Sequence[TokenRange] = ()) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
@@ -243,5 +246,8 @@ class _FailureLog:
             if isinstance(job, StoreJob)
             else f"The load of request {job.request_id}"
         )
+        if lacking:
+            num_tokens = sum(tokens.num_tokens for tokens in lacking)
+            what += f", for {len(lacking)} parts with {num_tokens} tokens, which are computed,"
         since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
         logger.error("%s failed%s: %s", what, since, error, exc_info=error)

@@ -229,6 +229,9 @@ class WorkerSide:
                 if moved is None:
                     results.failed_loads.add(job.request_id)
                     failed_pages |= self._pages_to_fill(job)
+                elif moved.lacking:
+                    runs = {(tokens.first, tokens.end) for tokens in moved.lacking}
+                    results.lacking[job.request_id] = runs
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))

@@ -3,20 +3,52 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 
-def can_have_holes(request: Any) -> bool:
-    """Whether tokens of a request can be computed by a row that has nothing but token ids.
+class HoleRefusal(enum.Enum):
+    """Why a request stops at the first hole."""
+
+    ADAPTER = "adapter"
+    """It has a LoRA adapter."""
+
+    INPUTS = "inputs"
+    """It has images, other media, or embeddings instead of tokens."""
+
+    POOLING = "pooling"
+    """It asks for a pooled output of all its tokens."""
+
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """It asks for log-probabilities of its prompt, which are computed where the prompt is."""
+
+    SESSION = "session"
+    """It is a streaming session, whose tokens change."""
+
+    ROOM = "room"
+    """The pool is too small for what its holes need besides."""
+
+    TOO_DEAR = "too_dear"
+    """Loading what lies behind its holes was estimated to take longer than computing it."""
+
+
+def why_no_holes(request: Any) -> HoleRefusal | None:
+    """Why a row that has nothing but token ids cannot compute a part of a request.
 
     Args:
         request: ``vllm.v1.request.Request``.
+
+    Returns:
+        None if it can.
     """
-    return (
-        request.sampling_params is not None
-        and request.pooling_params is None
-        and request.lora_request is None
-        and request.prompt_embeds is None
-        and not request.mm_features
-        and not getattr(request, "resumable", False)
-    )
+    if request.pooling_params is not None or request.sampling_params is None:
+        return HoleRefusal.POOLING
+    if request.lora_request is not None:
+        return HoleRefusal.ADAPTER
+    if request.prompt_embeds is not None or request.mm_features:
+        return HoleRefusal.INPUTS
+    if getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+        return HoleRefusal.PROMPT_LOGPROBS
+    if getattr(request, "resumable", False):
+        return HoleRefusal.SESSION
+    return None

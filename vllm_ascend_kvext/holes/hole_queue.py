@@ -5,19 +5,23 @@ A request with holes has its blocks, and what is stored is being loaded into the
 computed by rows of a step that are not its own: the request itself begins behind the last hole, as
 if all of it had been loaded::
 
-    begin ── load ends ──────────────> note_loaded ─┐
+    begin ── load ends ──────────> note_load_ended ─┐
        └── take_rows, step after step ── computed ──┴──> end_step names it
 
 A hole reads all that lies before it. So only a hole at which the device's own rows end is computed
-beside the load, and a hole that does not fit into a step is the last one in it.
+beside the load, and not if it reads windows that are loaded; and a hole that does not fit into a
+step is the last one in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_ascend_kvext.holes.span_plan import Run
+from vllm_ascend_kvext.holes.span_plan import Run, union
+from vllm_ascend_kvext.holes.window_blocks import WindowBlocks, WindowTable
+
+_NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,14 @@ class HoleRow:
         request_id: Whose they are.
         row_id: Of the row, and of no other request or row.
         run: The tokens.
+        window_ids: Block ids from the first page on, by KV cache group with windows. For all other
+            groups, those of the request.
     """
 
     request_id: str
     row_id: str
     run: Run
+    window_ids: Mapping[int, Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -52,8 +59,13 @@ class _Parked:
 
 @dataclass(slots=True)
 class HoleQueue:
-    """The holes of one engine's requests, those that were parked first in front."""
+    """The holes of one engine's requests, those that were parked first in front.
 
+    Attributes:
+        windows: Blocks for what holes read and write of windows; None if the model has none.
+    """
+
+    windows: WindowBlocks | None = None
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
     _num_rows: int = 0
@@ -62,14 +74,43 @@ class HoleQueue:
         """Requests that wait, or are filled and not yet taken."""
         return len(self._parked) + len(self._filled)
 
-    def begin(self, request_id: str, holes: Sequence[Run], after_tokens: int) -> None:
-        """A request has got blocks, and its load begins."""
-        self._parked[request_id] = _Parked(list(holes), after_tokens)
+    def begin(
+        self, request_id: str, holes: Sequence[Run], after_tokens: int
+    ) -> list[dict[int, WindowTable]]:
+        """A request has got blocks, and its load begins.
 
-    def note_loaded(self, request_id: str) -> bool:
-        """The load of a request has ended well; whether the request has to wait for its holes."""
+        Returns:
+            By hole, and by KV cache group with windows: where the tails at its beginning are to be
+            loaded. Nothing if there are no blocks for them: the load has to fail then.
+        """
+        tables: list[dict[int, WindowTable]] | None = []
+        if self.windows is not None:
+            tables = self.windows.begin(request_id, [hole.first_tokens for hole in holes])
+            if after_tokens:
+                after_tokens = _NOWHERE  # The window before it is loaded.
+        if tables is None:
+            return []
+        self._parked[request_id] = _Parked(list(holes), after_tokens)
+        return tables
+
+    def add(self, request_id: str, holes: Sequence[Run]) -> None:
+        """The load of a request, which has ended, has left something out; call before its end.
+
+        Only where a model has no windows, whose blocks were given when the load began.
+        """
+        assert self.windows is None
+        parked = self._parked.setdefault(request_id, _Parked([], _NOWHERE))
+        parked.holes = list(union([*parked.holes, *holes]))
+
+    def note_load_ended(self, request_id: str) -> bool:
+        """The load of a request has ended, well if it was not dropped before.
+
+        Returns:
+            Whether the request has to wait for its holes.
+        """
         parked = self._parked.get(request_id)
         if parked is None:
+            self._drop_windows(request_id)
             return False
         parked.is_loaded = True
         return True
@@ -82,6 +123,20 @@ class HoleQueue:
         parked = self._parked.pop(request_id, None)
         if parked is not None and parked.is_loaded:
             self._filled.append(request_id)
+            self._drop_windows(request_id)
+
+    def restart(self, request_id: str) -> bool:
+        """Forget a request whose load has ended, because its blocks are taken.
+
+        Returns:
+            Whether it waited for holes, and for nothing else.
+        """
+        parked = self._parked.get(request_id)
+        if parked is None or not parked.is_loaded:
+            return False
+        del self._parked[request_id]
+        self._drop_windows(request_id)
+        return True
 
     def end_step(self) -> list[str]:
         """The latest step has been handed to the workers: what comes next finds it computed.
@@ -89,36 +144,79 @@ class HoleQueue:
         Returns:
             Requests all of whose holes are computed, and whose load has ended.
         """
+        if self.windows is not None:
+            self.windows.end_step()
         for request_id, parked in list(self._parked.items()):
             if parked.is_loaded and not parked.holes:
                 del self._parked[request_id]
                 self._filled.append(request_id)
+                self._drop_windows(request_id)
         filled, self._filled = self._filled, []
         return filled
 
-    def take_rows(self, most_tokens: int, most_rows: int) -> list[HoleRow]:
+    def take_rows(
+        self,
+        most_tokens: int,
+        most_rows: int,
+        most_row_tokens: int,
+        other_ids: Collection[str] = (),
+    ) -> list[HoleRow]:
         """What the next step computes.
 
         Args:
             most_tokens: Of all rows together.
             most_rows: Their number.
+            most_row_tokens: Of one row.
+            other_ids: Which no row may have.
         """
         rows: list[HoleRow] = []
         for request_id, parked in self._parked.items():
-            while parked.holes and most_tokens > 0 and len(rows) < most_rows:
+            while parked.holes:
+                if most_tokens <= 0 or len(rows) >= most_rows:
+                    return rows
                 hole = parked.holes[0]
                 if not parked.is_loaded and hole.first_tokens != parked.after_tokens:
                     break
-                end_tokens = min(hole.end_tokens, hole.first_tokens + most_tokens)
+                num_tokens = min(hole.num_tokens, most_tokens, most_row_tokens)
+                end_tokens = hole.first_tokens + num_tokens
                 run = Run(hole.first_tokens, end_tokens)
+                window_ids = self._extend_windows(request_id, run)
+                # Where requests are waiting, free blocks are few in each step: better a short row.
+                while window_ids is None and run.num_tokens > 1:
+                    end_tokens = run.first_tokens + run.num_tokens // 2
+                    run = Run(run.first_tokens, end_tokens)
+                    window_ids = self._extend_windows(request_id, run)
+                if window_ids is None:
+                    return rows  # Later requests do not take what this one waits for.
                 most_tokens -= run.num_tokens
-                self._num_rows += 1
-                rows.append(HoleRow(request_id, f"{request_id}-hole-{self._num_rows}", run))
+                row_id = self._new_row_id(request_id, other_ids)
+                rows.append(HoleRow(request_id, row_id, run, window_ids))
                 parked.after_tokens = end_tokens
-                if end_tokens < hole.end_tokens:
+                is_end_of_hole = end_tokens == hole.end_tokens
+                if self.windows is not None:
+                    self.windows.leave(request_id, end_tokens, is_end_of_hole)
+                if not is_end_of_hole:
                     parked.holes[0] = Run(end_tokens, hole.end_tokens)
                     break
                 del parked.holes[0]
-            if most_tokens <= 0 or len(rows) >= most_rows:
-                break
         return rows
+
+    def _new_row_id(self, request_id: str, other_ids: Collection[str]) -> str:
+        while True:
+            self._num_rows += 1
+            row_id = f"{request_id}-hole-{self._num_rows}"
+            if row_id not in other_ids:
+                return row_id
+
+    def _extend_windows(self, request_id: str, run: Run) -> Mapping[int, Sequence[int]] | None:
+        """None if there are no blocks."""
+        if self.windows is None:
+            return {}
+        tables = self.windows.extend(request_id, run)
+        if tables is None:
+            return None
+        return {group: table.all_block_ids for group, table in tables.items()}
+
+    def _drop_windows(self, request_id: str) -> None:
+        if self.windows is not None:
+            self.windows.drop(request_id)

@@ -2,14 +2,14 @@
 """Which spans of a prompt are computed, and which are read from the cache.
 
 Block hashes are chained: a block behind a hole that has the right hash holds what this prompt
-needs. So only the holes are computed. Each computed span reads what lies before it: all rows of
-full attention, the window before its first token, a state at its first token. Where these are
-missing, it begins earlier::
+needs. So only the holes are computed. A computed span reads what lies before it: all rows of full
+attention, and, where the model has windows or states, those of its first token. A span can begin
+only where these are cached, or where the span before it ends. So a hole may begin earlier than
+what is missing::
 
-    full attention   [cached    ][hole ][cached        ][hole ][cached   ]
-    window           [cached    ][hole ]      [cached  ][hole ][cached   ]
-    window is gone   [cached    ][hole ][cached ]    [ ][hole ][cached   ]
-                                                ^ the second span begins here
+    rows               [cached    ][hole ][cached        ][hole ][cached   ]
+    windows            ^0                      ^                          ^
+    computed           [=================]     [================]         [=]
 
 Pure functions of lengths. Lengths are numbers of tokens; runs are half-open, ascending, not empty,
 and do not touch.
@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.holes.errors import HoleError
 
 
@@ -40,32 +39,6 @@ class Run(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.end_tokens - self.first_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRows:
-    """What is cached of a prompt in a group of full attention, a window, or attention chunks.
-
-    Attributes:
-        kind: FULL, WINDOW or CHUNKED.
-        runs: Tokens whose rows are there.
-        window_tokens: Of the group; 0 for full attention.
-    """
-
-    kind: GroupKind
-    runs: Sequence[Run]
-    window_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        has_window = self.kind in (GroupKind.WINDOW, GroupKind.CHUNKED)
-        if has_window is not (self.window_tokens > 0) or not (
-            has_window or self.kind is GroupKind.FULL
-        ):
-            raise HoleError(
-                "span plan: expected full attention, or a window or chunk of at least one token, "
-                f"found kind {self.kind.value} with window_tokens={self.window_tokens}; compute "
-                "prompts of such models from their first missing token on"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +71,21 @@ class SpanPlan:
 def plan_spans(
     num_tokens: int,
     unit_tokens: int,
-    groups: Sequence[CachedRows],
+    rows: Iterable[Run],
+    starts: Sequence[int] | None = None,
     least_run_tokens: int = 0,
 ) -> SpanPlan:
     """Plan a prompt. Never computes more than a prompt that stops at the first missing token does.
 
-    Each span begins as late as it can; nothing is computed only to complete the window of another.
+    Each span begins as late as it can.
 
     Args:
         num_tokens: Of the prompt. The last token is always computed: its output is wanted.
         unit_tokens: Spans begin and end at multiples of it, but for the end of the prompt.
-        groups: All KV cache groups.
+        rows: Tokens whose rows are cached in all groups of full attention.
+        starts: Multiples of the unit, ascending, at which windows and states are cached; the
+            first token needs none. None if the model has no windows or states: a span then begins
+            anywhere.
         least_run_tokens: A cached run behind a hole that is shorter is computed with the hole.
 
     Raises:
@@ -120,104 +97,38 @@ def plan_spans(
             f"num_tokens={num_tokens}, unit_tokens={unit_tokens}"
         )
     last_end_tokens = (num_tokens - 1) // unit_tokens * unit_tokens
-    cached = [Run(0, last_end_tokens)] if last_end_tokens else []
-    windows = []
-    for group in groups:
-        if group.kind is GroupKind.FULL:
-            cached = _intersection(cached, _whole_units(group.runs, unit_tokens))
-        else:
-            windows.append(_Window(group))
-    # A model without full attention reads nothing but windows.
+    cached = _whole_units(rows, unit_tokens, last_end_tokens)
     computed: list[Run] = []
     for hole in _complement(cached, num_tokens):
         after_tokens = computed[-1].end_tokens if computed else 0
-        first_tokens = _start(hole.first_tokens, after_tokens, unit_tokens, windows)
+        first_tokens = hole.first_tokens
+        if starts is not None:
+            place = bisect.bisect_right(starts, first_tokens)
+            first_tokens = max(after_tokens, starts[place - 1] if place else 0)
         if computed and first_tokens - after_tokens < max(1, least_run_tokens):
             first_tokens = computed.pop().first_tokens
         computed.append(Run(first_tokens, hole.end_tokens))
-        for window in windows:
-            window.add(computed[-1])
     return SpanPlan(num_tokens, tuple(computed))
 
 
-class _Window:
-    """What is there of a window group: what is cached, and what earlier spans compute."""
-
-    def __init__(self, group: CachedRows) -> None:
-        self._group = group
-        self._runs = list(group.runs)
-
-    def add(self, span: Run) -> None:
-        """Runs that touch become one."""
-        runs = self._runs
-        first = bisect.bisect_left(runs, span.first_tokens, key=lambda run: run.end_tokens)
-        end = bisect.bisect_right(runs, span.end_tokens, key=lambda run: run.first_tokens)
-        joined = [span, *runs[first:end]]
-        runs[first:end] = [
-            Run(min(run.first_tokens for run in joined), max(run.end_tokens for run in joined))
-        ]
-
-    def latest_start(self, tokens: int) -> int:
-        """The last boundary, not after this one, whose window is there; 0 needs none."""
-        window_tokens = self._group.window_tokens
-        if self._group.kind is GroupKind.CHUNKED:
-            chunk_first = tokens - tokens % window_tokens
-            run = self._last_run(chunk_first)
-            return max(chunk_first, min(tokens, run.end_tokens))
-        while tokens > 0 and window_tokens > 1:
-            run = self._last_run(tokens - 1)
-            tokens = min(tokens, run.end_tokens)
-            if run.first_tokens <= max(0, tokens - window_tokens + 1):
-                return tokens
-            # Earlier boundaries of this run read as far before it.
-            tokens = run.first_tokens
-        return tokens
-
-    def _last_run(self, tokens: int) -> Run:
-        """The last one that begins at a token or before it; an empty one if there is none."""
-        place = bisect.bisect_right(self._runs, tokens, key=lambda run: run.first_tokens)
-        return self._runs[place - 1] if place else Run(0, 0)
+def union(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Runs in any order, which may touch or overlap, as runs that do not."""
+    united: list[Run] = []
+    for run in sorted(runs):
+        if united and run.first_tokens <= united[-1].end_tokens:
+            first_tokens, end_tokens = united[-1]
+            united[-1] = Run(first_tokens, max(end_tokens, run.end_tokens))
+        else:
+            united.append(run)
+    return tuple(united)
 
 
-def _start(tokens: int, after_tokens: int, unit_tokens: int, windows: Sequence[_Window]) -> int:
-    """Where a span begins that has to compute what lies behind ``tokens``.
-
-    Returns:
-        The last boundary at which all windows are there; ``after_tokens`` at the least, where the
-        span before it ends.
-    """
-    while tokens > after_tokens:
-        found = min((window.latest_start(tokens) for window in windows), default=tokens)
-        found -= found % unit_tokens
-        if found == tokens:
-            return tokens
-        tokens = found
-    return after_tokens
-
-
-def _whole_units(runs: Iterable[Run], unit_tokens: int) -> Iterable[Run]:
+def _whole_units(runs: Iterable[Run], unit_tokens: int, last_end_tokens: int) -> Iterable[Run]:
     for first_tokens, end_tokens in runs:
         first_tokens = -(-first_tokens // unit_tokens) * unit_tokens
-        end_tokens -= end_tokens % unit_tokens
+        end_tokens = min(end_tokens - end_tokens % unit_tokens, last_end_tokens)
         if first_tokens < end_tokens:
             yield Run(first_tokens, end_tokens)
-
-
-def _intersection(runs: Sequence[Run], others: Iterable[Run]) -> list[Run]:
-    found = []
-    place = 0
-    for other in others:
-        while place < len(runs) and runs[place].end_tokens <= other.first_tokens:
-            place += 1
-        for run in runs[place:]:
-            if run.first_tokens >= other.end_tokens:
-                break
-            found.append(
-                Run(
-                    max(run.first_tokens, other.first_tokens), min(run.end_tokens, other.end_tokens)
-                )
-            )
-    return found
 
 
 def _complement(runs: Iterable[Run], num_tokens: int) -> Iterable[Run]:

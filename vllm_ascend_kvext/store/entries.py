@@ -82,6 +82,8 @@ class Entry:
         is_being_written: Whether its store has not ended, wanted or not.
         num_pins: Loads in progress.
         is_hit: Whether it has been loaded, and not lost that rank since.
+        saved_tokens: That need not be computed while it is there; see the module of that name.
+        chunk_key: By which its chunk is known to ``reuse``.
         row_map: What the store reported: opaque here.
         num_leading_keys: How many of the keys lead to it, and not to a longer entry.
         num_spared: How often it was the turn of this entry to give way, and others did.
@@ -98,6 +100,8 @@ class Entry:
     is_being_written: bool = True
     num_pins: int = 0
     is_hit: bool = False
+    saved_tokens: int = 0
+    chunk_key: bytes = b""
     row_map: Any = None
     num_leading_keys: int = 0
     num_spared: int = 0

@@ -10,13 +10,14 @@ The order, what gives way first first:
    share, what was of use long ago would fill the tier for good (the segmented LRU of R. Karedla,
    J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", 1994).
 
-Within a rank, the least recently used goes first. Of one use, the end of the prefix goes before its
-beginning, which more prompts share, and a boundary's tails before its rows. An entry that is being
-stored or loaded never gives way. Rows behind a gap stay where they are in the order, for holes can
-be filled.
+Within a rank, a rule decides. With `worth.LatestUse`, the least recently used goes first; of one
+use, the end of the prefix goes before its beginning, which more prompts share. With `reuse.Reuse`,
+what is expected to bring the fewest hits for its time goes first. Of what is equal, a boundary's
+tails go before its rows. An entry that is being stored or loaded never gives way. Rows behind a gap
+stay where they are in the order, for holes can be filled.
 
 A new entry may push out what is worth less than itself, as it will be worth when it is stored. So
-it never takes the place of an entry of rank 3, or of its own prefix.
+it never takes the place of an entry of rank 3, nor, with `worth.LatestUse`, of its own prefix.
 
 Entries differ in size, so the first in the order need not make a hole that is large enough:
 
@@ -35,20 +36,12 @@ them can make a hole, because what lies beside them has to stay, the store is re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.store.arena import Arena
-from vllm_ascend_kvext.store.entries import (
-    HIT,
-    NEVER_HIT,
-    ORPHAN,
-    Entry,
-    EntryState,
-    Kind,
-    Piece,
-    Worth,
-)
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Worth
+from vllm_ascend_kvext.store.worth import WorthRule
 from vllm_ascend_kvext.store.worth_queue import WorthQueue
 
 MOST_TRIED = 8
@@ -80,23 +73,17 @@ class EvictionOrder:
 
     Args:
         protected_bytes: What entries that were loaded may take together and keep their rank.
-        has_no_rows: Whether the rows before a boundary, known by its key, are gone, and needed.
+        rule: What an entry is worth.
     """
 
-    __slots__ = ("_has_no_rows", "_protected_bytes", "hit_bytes", "queue")
+    __slots__ = ("_protected_bytes", "_version", "hit_bytes", "queue", "rule")
 
-    def __init__(self, protected_bytes: int, has_no_rows: Callable[[bytes], bool]) -> None:
+    def __init__(self, protected_bytes: int, rule: WorthRule) -> None:
         self._protected_bytes = protected_bytes
-        self._has_no_rows = has_no_rows
-        self.queue = WorthQueue(self._worth_of)
+        self.rule = rule
+        self.queue = WorthQueue(rule.worth_of)
+        self._version = rule.version
         self.hit_bytes = 0
-
-    def worth(self, piece: Piece, key: bytes, use: int, number: int, is_hit: bool = False) -> Worth:
-        """Of an entry that is stored, or going to be; what gives way first is least."""
-        rank = HIT if is_hit else NEVER_HIT
-        if piece.kind is Kind.TAILS and self._has_no_rows(key):
-            rank = ORPHAN
-        return rank, use, -piece.end_tokens, piece.kind, number
 
     def add(self, entry: Entry) -> None:
         """An entry may have to go, or may be worth less than before."""
@@ -105,7 +92,9 @@ class EvictionOrder:
 
     def note_hit(self, entry: Entry) -> None:
         """An entry has been loaded."""
-        if entry.state is EntryState.STORED and not entry.is_hit:
+        if entry.state is not EntryState.STORED:
+            return
+        if not entry.is_hit:
             entry.is_hit = True
             entry.num_spared = 0
             self.hit_bytes += entry.num_bytes
@@ -133,6 +122,10 @@ class EvictionOrder:
             entries: By the offset of their place.
             below: What is worth this or more stays.
         """
+        if self._version != self.rule.version:
+            self._version = self.rule.version
+            for entry in entries.values():
+                self.add(entry)
         search = _Search(arena, entries, num_bytes, below, self)
         window = search.find_window()
         is_outbid = window is None and any(self.queue.first(is_hit) for is_hit in (False, True))
@@ -156,13 +149,10 @@ class EvictionOrder:
 
     def is_lesser(self, entry: Entry, below: Worth) -> bool:
         """Whether an entry may go for something that is worth so much."""
-        return entry.is_evictable and self._worth_of(entry) < below
+        return entry.is_evictable and self.rule.worth_of(entry) < below
 
     def greatest_worth(self, entries: Iterable[Entry]) -> Worth:
-        return max(self._worth_of(entry) for entry in entries)
-
-    def _worth_of(self, entry: Entry) -> Worth:
-        return self.worth(entry.piece, entry.key, entry.use, entry.number, entry.is_hit)
+        return max(self.rule.worth_of(entry) for entry in entries)
 
     def _forget_hit(self, entry: Entry) -> None:
         if entry.is_hit:

@@ -14,6 +14,8 @@ Knows nothing of places and of what gives way. Calls take time in proportion to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 
 _Table = dict[bytes, list[Entry]]
@@ -34,6 +36,11 @@ class Index:
         entries = self._stored[kind].get(key)
         return entries[0] if entries else None
 
+    def all_stored(self, kind: Kind, keys: Iterable[bytes]) -> list[Entry]:
+        """The same for many boundaries; those without an entry are left out."""
+        table = self._stored[kind]
+        return [entries[0] for key in keys if (entries := table.get(key))]
+
     def storing(self, kind: Kind, key: bytes) -> Entry | None:
         """The same for entries that are being stored."""
         entries = self._storing[kind].get(key)
@@ -41,10 +48,20 @@ class Index:
 
     def present(self, kind: Kind, key: bytes) -> Entry | None:
         """Stored or being stored, whichever has more of the rows."""
-        stored, storing = self.stored(kind, key), self.storing(kind, key)
-        if stored is None or storing is None:
-            return stored or storing
-        return min(stored, storing, key=_reach)
+        stored, storing = self._stored[kind].get(key), self._storing[kind].get(key)
+        if not storing:
+            return stored[0] if stored else None
+        return min(stored[0], storing[0], key=_reach) if stored else storing[0]
+
+    def upto_stored(self, kind: Kind, keys: Sequence[bytes]) -> int:
+        """How many of some keys there are up to the last that leads to a STORED entry."""
+        return _upto(self._stored[kind], keys)
+
+    def upto_present(self, kind: Kind, keys: Sequence[bytes]) -> int:
+        """The same for entries that are stored or being stored."""
+        num_stored = _upto(self._stored[kind], keys)
+        storing = self._storing[kind]
+        return max(num_stored, _upto(storing, keys)) if storing else num_stored
 
     def begin(self, entry: Entry) -> None:
         """An entry is going to be stored."""
@@ -97,6 +114,13 @@ class Index:
 def _reach(entry: Entry) -> tuple[int, int]:
     """Of two entries with the same row, the lesser is the better one to read it from."""
     return entry.piece.first_tokens, -entry.piece.end_tokens
+
+
+def _upto(table: _Table, keys: Sequence[bytes]) -> int:
+    for number in range(len(keys), 0, -1):
+        if keys[number - 1] in table:
+            return number
+    return 0
 
 
 def _insert(table: _Table, key: bytes, entry: Entry) -> bool:

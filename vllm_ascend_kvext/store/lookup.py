@@ -53,7 +53,8 @@ class Hit:
         boundary_tokens: Where the request can resume; ``after_tokens`` if nothing can be loaded.
         entries: To load for it: rows in ascending order, then the tails.
         shortfall: Why it is not more; None if there is no later boundary within the limit.
-        holes: First and end token of what is missing before the boundary, and computed.
+        holes: First and end token of what is computed before the boundary, ascending.
+        hole_tails: To load for each hole: the tails at its first token; None where it needs none.
     """
 
     prefix: Prefix
@@ -62,6 +63,13 @@ class Hit:
     entries: tuple[Entry, ...]
     shortfall: Shortfall | None
     holes: tuple[tuple[int, int], ...] = ()
+    hole_tails: tuple[Entry | None, ...] = ()
+
+    @property
+    def all_entries(self) -> tuple[Entry, ...]:
+        """Everything that is read for it; what is read twice is there once."""
+        tails = [entry for entry in self.hole_tails if entry is not None]
+        return tuple(dict.fromkeys((*self.entries, *tails)))
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +84,13 @@ class Hit:
     @property
     def loaded_tokens(self) -> int:
         return self.num_tokens - self.hole_tokens
+
+    @property
+    def behind_hole_tokens(self) -> int:
+        """Tokens behind the first hole that are loaded."""
+        if not self.holes:
+            return 0
+        return self.boundary_tokens - self.holes[0][0] - self.hole_tokens
 
 
 def find_hit(

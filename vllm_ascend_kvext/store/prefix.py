@@ -24,6 +24,9 @@ class Prefix(Protocol):
     def key_at(self, boundary_tokens: int) -> bytes:
         """The chained hash of the tokens before a boundary: a multiple of the tier's unit."""
 
+    def keys_at(self, boundaries: range) -> Sequence[bytes]:
+        """The same for many boundaries."""
+
 
 @dataclass(frozen=True, slots=True)
 class HashedPrefix:
@@ -42,14 +45,29 @@ class HashedPrefix:
         return len(self.hashes) * self.tokens_per_hash
 
     def key_at(self, boundary_tokens: int) -> bytes:
-        index, rest = divmod(boundary_tokens, self.tokens_per_hash)
-        if rest or not 0 < index <= len(self.hashes):
+        index = boundary_tokens // self.tokens_per_hash
+        if index * self.tokens_per_hash != boundary_tokens or not 0 < index <= len(self.hashes):
             raise TierError(
                 f"prefix: expected a multiple of {self.tokens_per_hash} from "
                 f"{self.tokens_per_hash} to {self.num_tokens} tokens, found {boundary_tokens}; "
                 "ask at boundaries that are hashed"
             )
         return self.hashes[index - 1]
+
+    def keys_at(self, boundaries: range) -> Sequence[bytes]:
+        if not boundaries:
+            return ()
+        tokens = self.tokens_per_hash
+        first, last = boundaries[0], boundaries[-1]
+        if boundaries.step % tokens:
+            raise TierError(
+                f"prefix: expected boundaries a multiple of {tokens} tokens apart, found "
+                f"{boundaries.step}; ask at boundaries that are hashed"
+            )
+        if first % tokens or first < tokens or last > self.num_tokens:
+            self.key_at(first)  # One of the two raises.
+            self.key_at(last)
+        return self.hashes[first // tokens - 1 : last // tokens : boundaries.step // tokens]
 
 
 @dataclass(frozen=True, slots=True)

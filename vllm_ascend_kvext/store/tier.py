@@ -18,7 +18,7 @@ same ones. Moves no bytes; does not know what a worker is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from vllm_ascend_kvext.store.arena import Arena
@@ -31,7 +31,12 @@ from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
 from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces, present_tokens
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
-from vllm_ascend_kvext.store.runs import StoredRun, find_runs
+from vllm_ascend_kvext.store.reuse import Reuse
+from vllm_ascend_kvext.store.runs import StoredRun, find_all_tails, find_runs
+from vllm_ascend_kvext.store.worth import EvictionRule, LatestUse, WorthRule
+
+_NOWHERE = -1
+"""In place of an offset."""
 
 OnRemoved = Callable[[Entry, Removal], None]
 
@@ -52,6 +57,7 @@ class HostTier:
             last. From 0 to 1.
         remembered_keys: Of how many keys of each kind it is known that they were evicted or failed.
         on_removed: Told of every entry that was stored and is not there any more.
+        eviction: What gives way first.
 
     Raises:
         ArenaError: If the capacity is too small to hold anything.
@@ -69,6 +75,7 @@ class HostTier:
         protected_share: float = 0.75,
         remembered_keys: int = 1 << 16,
         on_removed: OnRemoved | None = None,
+        eviction: EvictionRule = EvictionRule.LATEST_USE,
     ) -> None:
         if not 0 <= protected_share <= 1:
             raise TierError(
@@ -79,9 +86,12 @@ class HostTier:
         self.counters = TierCounters()
         self._arena = Arena(capacity_bytes)
         self._index = Index()
-        self._order = EvictionOrder(
-            int(self._arena.capacity_bytes * protected_share), self._has_no_rows
-        )
+        self._rule: WorthRule
+        if eviction is EvictionRule.REUSE:
+            self._rule = Reuse(self._index, geometry, self.capacity_bytes, remembered_keys)
+        else:
+            self._rule = LatestUse(self._index, geometry)
+        self._order = EvictionOrder(int(self.capacity_bytes * protected_share), self._rule)
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
         self._entries: dict[int, Entry] = {}
         self._on_removed = on_removed
@@ -99,6 +109,16 @@ class HostTier:
         """
         self._latest_use += 1
         return self._latest_use
+
+    def note_ended(self, prefix: Prefix, prompt_tokens: int, end_tokens: int) -> None:
+        """A request has ended. Call it once, before what it leaves is stored.
+
+        Args:
+            prefix: Of the request.
+            prompt_tokens: What it asked for.
+            end_tokens: Up to where there are keys, and its answer may be asked for.
+        """
+        self._rule.note_ended(prefix, prompt_tokens, end_tokens)
 
     # Loads.
 
@@ -118,6 +138,12 @@ class HostTier:
         """All stored rows in a range, with gaps between them; changes nothing. See ``runs``."""
         return find_runs(self._index, self.geometry, prefix, limit_tokens, after_tokens)
 
+    def find_all_tails(
+        self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
+    ) -> list[Entry]:
+        """All stored tails of a range of boundaries, ascending; changes nothing. See ``runs``."""
+        return find_all_tails(self._index, self.geometry, prefix, limit_tokens, after_tokens)
+
     def begin_load(self, hit: Hit, use: int) -> Load | None:
         """Pin what was found. None, and nothing is pinned, if some of it is not there any more.
 
@@ -125,16 +151,27 @@ class HostTier:
             hit: Of a lookup.
             use: Of the request.
         """
-        if not all(entry.state is EntryState.STORED for entry in hit.entries):
+        entries = hit.all_entries
+        if not all(entry.state is EntryState.STORED for entry in entries):
             return None
         self.renew(hit.prefix, hit.boundary_tokens, use)
-        for entry in hit.entries:
+        for entry in entries:
             entry.num_pins += 1
             entry.use = max(entry.use, use)
-        return Load(hit.entries)
+        return Load(entries)
 
-    def end_load(self, load: Load, outcome: LoadOutcome = LoadOutcome.LOADED) -> None:
+    def end_load(
+        self,
+        load: Load,
+        outcome: LoadOutcome = LoadOutcome.LOADED,
+        lacking: Collection[Entry] = (),
+    ) -> None:
         """A load is over on all workers: its entries may go.
+
+        Args:
+            load: Of `begin_load`.
+            outcome: How it ended.
+            lacking: Entries that could not be read, of a load that ended well without them.
 
         Raises:
             TierError: If it has ended before.
@@ -145,16 +182,17 @@ class HostTier:
                 "load once, when the last worker is done"
             )
         load.has_ended = True
-        self.counters.failed_loads += outcome is LoadOutcome.FAILED
+        self.counters.failed_loads += outcome is LoadOutcome.FAILED or bool(lacking)
         for entry in load.entries:
+            has_failed = outcome is LoadOutcome.FAILED or entry in lacking
             entry.num_pins -= 1
-            if outcome is LoadOutcome.LOADED:
+            if outcome is LoadOutcome.LOADED and not has_failed:
                 self.counters.hit_entries[entry.piece.kind] += 1
                 self.counters.hit_bytes[entry.piece.kind] += entry.num_bytes
                 self._order.note_hit(entry)
             if entry.state is EntryState.LEAVING:
                 self._release_if_idle(entry)
-            elif outcome is LoadOutcome.FAILED:
+            elif has_failed:
                 self._remove(entry, Removal.LOAD_FAILED)
             else:
                 self._order.add(entry)
@@ -172,12 +210,19 @@ class HostTier:
         while boundary > 0:
             entry = self._index.present(Kind.ROWS, prefix.key_at(boundary))
             if entry is None:
-                boundary -= self.geometry.unit_tokens
+                boundary = self._present_before(prefix, boundary)
                 continue
             if entry.use >= use:
                 break
             entry.use = use
             boundary = entry.piece.first_tokens
+
+    def _present_before(self, prefix: Prefix, boundary_tokens: int) -> int:
+        """The last boundary of the same chunk whose rows are there, or where the chunk begins."""
+        unit_tokens = self.geometry.unit_tokens
+        first_tokens = self.geometry.chunk_start(boundary_tokens)
+        keys = prefix.keys_at(range(first_tokens + unit_tokens, boundary_tokens, unit_tokens))
+        return first_tokens + unit_tokens * self._index.upto_present(Kind.ROWS, keys)
 
     def count_shortfall(self, shortfall: Shortfall | None) -> None:
         """Count why a request did not load more; once for each request."""
@@ -223,18 +268,26 @@ class HostTier:
         """
         keys = keys_of(self.geometry, prefix, piece)
         refusal = self._why_not_needed(piece, keys[-1])
-        if refusal is None:
-            refusal = self._make_room(prefix, piece, num_bytes, use)
+        if refusal is None and num_bytes > self.capacity_bytes:
+            refusal = Refusal.NO_ROOM
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
             return refusal
-        offset_bytes = self._arena.allocate(num_bytes)
+        entry = Entry(
+            self._num_entries, piece, keys, _NOWHERE, self._arena.place_bytes(num_bytes), use
+        )
+        self._rule.note_wanted(entry, prefix)
+        refusal = self._make_room(prefix, entry)
+        if refusal is not None:
+            self.counters.refused_stores[refusal] += 1
+            return refusal
+        offset_bytes = self._arena.allocate(entry.num_bytes)
         assert offset_bytes is not None
-        num_bytes = self._arena.place_bytes(num_bytes)
-        entry = Entry(self._num_entries, piece, keys, offset_bytes, num_bytes, use)
+        entry.offset_bytes = offset_bytes
         self._num_entries += 1
         self._entries[offset_bytes] = entry
         self._index.begin(entry)
+        self._add_tails_of(entry.keys, piece.kind)  # they have their rows back
         self._count_held()
         return entry
 
@@ -283,6 +336,7 @@ class HostTier:
                 self._leave(entry)
         for lost in self._lost.values():
             lost.clear()
+        self._rule.clear()
 
     def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
         stored = self._index.stored(piece.kind, key)
@@ -293,20 +347,17 @@ class HostTier:
             return Refusal.BEING_STORED
         return None
 
-    def _make_room(self, prefix: Prefix, piece: Piece, num_bytes: int, use: int) -> Refusal | None:
+    def _make_room(self, prefix: Prefix, entry: Entry) -> Refusal | None:
         """Evict what is worth less, unless there is a hole; nothing if that is not enough."""
-        if num_bytes > self.capacity_bytes:
-            return Refusal.NO_ROOM
-        place_bytes = self._arena.place_bytes(num_bytes)
-        self.renew(prefix, piece.end_tokens, use)
-        if place_bytes <= self._arena.largest_hole_bytes:
+        self.renew(prefix, entry.piece.end_tokens, entry.use)
+        if entry.num_bytes <= self._arena.largest_hole_bytes:
             return None
-        worth = self._order.worth(piece, prefix.key_at(piece.end_tokens), use, self._num_entries)
-        choice = self._order.choose(self._arena, self._entries, place_bytes, worth)
+        worth = self._rule.worth_of(entry)
+        choice = self._order.choose(self._arena, self._entries, entry.num_bytes, worth)
         if choice.victims is None:
             return Refusal.WORTH_LESS if choice.is_outbid else Refusal.NO_ROOM
-        for entry in choice.spared:
-            entry.num_spared += 1
+        for spared in choice.spared:
+            spared.num_spared += 1
         for victim in choice.victims:
             self._remove(victim, Removal.EVICTED)
         return None
@@ -339,13 +390,18 @@ class HostTier:
             self._order.forget(entry)
         lost_keys = self._index.drop(entry)
         entry.state = EntryState.LEAVING
-        for key in lost_keys:
-            if shortfall is not None:
+        if shortfall is not None:
+            for key in lost_keys:
                 self._lost[kind].put(key, shortfall)
-            tails = self._index.stored(Kind.TAILS, key) if kind is Kind.ROWS else None
-            if tails is not None:
-                self._order.add(tails)  # worth less without its rows
+        self._add_tails_of(lost_keys, kind)  # worth less without its rows
         self._release_if_idle(entry)
+
+    def _add_tails_of(self, keys: Iterable[bytes], kind: Kind) -> None:
+        """Rows before some boundaries come or go: that changes the rank of tails at them."""
+        for key in keys if kind is Kind.ROWS else ():
+            tails = self._index.stored(Kind.TAILS, key)
+            if tails is not None:
+                self._order.add(tails)
 
     def _release_if_idle(self, entry: Entry) -> None:
         if entry.num_pins or entry.is_being_written:
@@ -355,9 +411,6 @@ class HostTier:
         del self._entries[entry.offset_bytes]
         self._arena.free(entry.offset_bytes)
         self._count_held()
-
-    def _has_no_rows(self, key: bytes) -> bool:
-        return self.geometry.needs_rows and self._index.present(Kind.ROWS, key) is None
 
     def _count_held(self) -> None:
         self.counters.entries_held = len(self._entries)

@@ -78,7 +78,7 @@ class WorthQueue:
             for (of_hit, of_class), heap in self._heaps.items()
             if heap and of_hit == is_hit and of_class >= least_class
         ]
-        while heaps:
+        while heaps := [heap for heap in heaps if heap]:
             # What is on top of a heap is worth no more than anything in it, stale or not.
             heap = min(heaps, key=_top)
             worth, _, entry = heap[0]
@@ -91,8 +91,6 @@ class WorthQueue:
                     self.add(entry)
             else:
                 self._pop(heap)
-            if not heap:
-                heaps.remove(heap)
         return None
 
     def _pop(self, heap: _Heap) -> None:
@@ -100,11 +98,10 @@ class WorthQueue:
         self._num_items -= 1
 
     def _drop_stale(self) -> None:
-        for key, heap in list(self._heaps.items()):
+        # Empty heaps stay: `first` may be looking at them, and there are few sizes.
+        for heap in self._heaps.values():
             heap[:] = [item for item in heap if item[2].queued is item[0]]
             heapq.heapify(heap)
-            if not heap:
-                del self._heaps[key]
         self._num_items = sum(len(heap) for heap in self._heaps.values())
 
 

@@ -13,6 +13,8 @@ from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.entries import EntryState, Kind
 
 
 @contextmanager
@@ -33,6 +35,18 @@ def engine_of(
         yield engine
     finally:
         engine.shutdown()
+
+
+def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
+    """Entries with rows of these tokens leave the tier."""
+    for entry in list(engine.tier._entries.values()):
+        piece = entry.piece
+        if (
+            piece.kind is Kind.ROWS
+            and entry.state is EntryState.STORED
+            and any(piece.first_tokens < end and first < piece.end_tokens for first, end in holes)
+        ):
+            engine.tier._remove(entry, Removal.EVICTED)
 
 
 def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:

@@ -19,7 +19,7 @@ from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.store.counters import Removal
-from vllm_ascend_kvext.store.entries import EntryState
+from vllm_ascend_kvext.store.entries import EntryState, Kind
 
 MAX_STEPS = 4000
 
@@ -159,8 +159,10 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
 
 
 def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
-    """Any entry that nobody loads leaves the tier, whatever lies behind it."""
+    """Any entry that nobody loads leaves the tier, mostly rows, whatever lies behind them."""
     entries = [entry for entry in engine.tier._entries.values() if entry.is_evictable]
+    if rng.random() < 0.9:
+        entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]
     if entries:
         engine.tier._remove(rng.choice(entries), Removal.EVICTED)
 

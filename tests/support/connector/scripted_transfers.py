@@ -32,12 +32,15 @@ class TransferScript:
         seed: Decides which fail, and how many end in a step.
         failing_stores: So many of all stores fail.
         failing_loads: The same of loads.
+        failing_load_numbers: Loads that fail, counted from 1. A load that is made again part by
+            part counts once more for each.
         most_per_step: Of what has begun, up to so many transfers end in a step; None ends all.
     """
 
     seed: int = 0
     failing_stores: float = 0.0
     failing_loads: float = 0.0
+    failing_load_numbers: frozenset[int] = frozenset()
     most_per_step: int | None = None
 
 
@@ -70,7 +73,8 @@ class ScriptedTransfers:
         name = "stores" if is_store else "loads"
         share = self._script.failing_stores if is_store else self._script.failing_loads
         self.counts[name] += 1
-        if share and self._rng.random() < share:
+        is_named = not is_store and self.counts[name] in self._script.failing_load_numbers
+        if is_named or (share and self._rng.random() < share):
             self.counts[f"failed {name}"] += 1
             some = np.ascontiguousarray(runs[: len(runs) // 2])
             page_transfer(pools, host, planes, some, direction, **how)

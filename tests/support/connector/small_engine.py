@@ -87,6 +87,9 @@ class Request:
     num_output_placeholders: int = 0
     lora_request: Any = None
     sampling_params: Any = None
+    pooling_params: Any = None
+    prompt_embeds: Any = None
+    mm_features: Any = ()
     skip_reading_prefix_cache: bool = False
     status: Status = Status.RUNNING
 

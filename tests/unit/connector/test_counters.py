@@ -20,13 +20,14 @@ from vllm_ascend_kvext.connector.counters import (
     merge,
 )
 from vllm_ascend_kvext.connector.messages import Traffic
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.store.lookup import Shortfall
 
 MOVED = ("transfer_bytes", "transfer_seconds", "transfers")
 OWN = (
-    *("hit_tokens", "hit_requests", "hole_tokens"),
+    *("hit_tokens", "hit_requests", "hole_tokens", "holes", "behind_hole_tokens"),
     *("too_dear_loads", "joined_loads", "swapped_requests"),
 )
 BY_REASON = {
@@ -36,6 +37,7 @@ BY_REASON = {
     "refused_stores": Refusal,
     "stored_entries": Kind,
     "stored_bytes": Kind,
+    "hole_refusals": HoleRefusal,
 }
 GAUGES = {
     "host_entries": lambda counters, value: setattr(counters.tier, "entries_held", value),
@@ -61,7 +63,8 @@ def add_to(name: str) -> Event:
 
 def add_for(name: str, reason: Any) -> Event:
     def add(counters: ConnectorCounters, amount: int) -> None:
-        getattr(counters.tier, name)[reason] += amount
+        owner = counters if hasattr(counters, name) else counters.tier
+        getattr(owner, name)[reason] += amount
 
     return add
 

@@ -16,7 +16,9 @@ from vllm_ascend_kvext.connector.options import (
 )
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE
 from vllm_ascend_kvext.store.store_policy import StorePolicy
+from vllm_ascend_kvext.store.worth import EvictionRule
 
 KEYS = [option.key for option in OPTIONS]
 FLAGS = ("swap_on_preemption", "hole_reuse", "load_if_slower")
@@ -42,7 +44,8 @@ def test_nothing_given_is_the_defaults() -> None:
         store_policy=StorePolicy.SECOND_TOUCH,
         state_policy=StatePolicy.EXACT,
         swap_on_preemption=False,
-        hole_reuse=False,
+        hole_reuse=True,
+        eviction=EvictionRule.LATEST_USE,
         load_if_slower=False,
         copy_cpus=None,
         copy_threads=None,
@@ -62,7 +65,8 @@ def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
         "store_policy": "second_touch",
         "state_policy": "exact",
         "swap_on_preemption": "false",
-        "hole_reuse": "false",
+        "hole_reuse": "true",
+        "eviction": "latest_use",
         "load_if_slower": "false",
         "copy_cpus": "unset",
         "copy_threads": "unset",
@@ -77,7 +81,8 @@ def test_everything_given() -> None:
         store_policy="all",
         state_policy="skip",
         swap_on_preemption=True,
-        hole_reuse=True,
+        hole_reuse=False,
+        eviction="reuse",
         load_if_slower=True,
         copy_cpus=[3, 1],
         copy_threads=2,
@@ -88,7 +93,8 @@ def test_everything_given() -> None:
         store_policy=StorePolicy.ALL,
         state_policy=StatePolicy.SKIP,
         swap_on_preemption=True,
-        hole_reuse=True,
+        hole_reuse=False,
+        eviction=EvictionRule.REUSE,
         load_if_slower=True,
         copy_cpus=(1, 3),
         copy_threads=2,
@@ -121,6 +127,7 @@ WRONG = {
     "state_policy": ("lossy", "", False, 0, {}),
     "swap_on_preemption": (1, 0, "1", "yes", "", [True]),
     "hole_reuse": (1, 0, "1", "yes", "", [True]),
+    "eviction": ("lru", "REUSE", True, ""),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
     "copy_cpus": (
         *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-", "1,,2"),
@@ -239,3 +246,19 @@ def test_the_key_comes_before_the_alias(text: str, policy: StatePolicy) -> None:
 def test_a_wrong_alias_is_refused() -> None:
     with pytest.raises(SettingsError, match=f"{STATE_POLICY_ALIAS}='yes'.*true, 1, false, 0"):
         parse(environ={STATE_POLICY_ALIAS: "yes"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, True), ("1", True), ("0", False), (" ", True)]
+)
+def test_the_variable_decides_on_holes_while_the_key_is_absent(
+    text: str | None, expected: bool
+) -> None:
+    environ = {} if text is None else {HOLE_REUSE_VARIABLE: text}
+    assert parse(environ=environ).hole_reuse is expected
+    assert parse(environ=environ, hole_reuse=not expected).hole_reuse is not expected
+
+
+def test_a_wrong_value_of_the_variable_is_refused() -> None:
+    with pytest.raises(SettingsError, match=f"{HOLE_REUSE_VARIABLE}='maybe' is not one of"):
+        parse(environ={HOLE_REUSE_VARIABLE: "maybe"})

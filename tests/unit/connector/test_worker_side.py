@@ -367,6 +367,48 @@ def test_a_load_that_is_not_complete_fails_and_writes_nothing(make_worker: MakeW
     assert not ended.results.traffic["load"].transfers
 
 
+def test_a_load_that_may_lack_chunks_brings_all_others(make_worker: MakeWorker) -> None:
+    worker = make_worker("single group")
+    ended = Ended(worker.side)
+    chunks = [TokenRange(first, first + 32) for first in range(0, 128, 32)]
+    tables = [worker.tables(tokens, 1 + 8 * n) for n, tokens in enumerate(chunks)]
+    stores = [worker.store(n, *each) for n, each in enumerate(zip(chunks, tables, strict=True))]
+    contents = [worker.page_bytes(table) for table in tables]
+    store_now(worker, ended, *stores)
+    worker.pages.fill(seed=2)
+    parts = [worker.load("a", *each) for each in zip(stores, tables, strict=True)]
+    stored = [part.stored[0] for part in parts]
+    stored[1] = StoredChunk(RowMap(), stored[1].host_offset_bytes)
+    (group,) = zip(*tables, strict=True)
+    whole = TablePart(0, tuple(id for table in group for id in table.ids))
+    before = worker.page_bytes(tables[1])
+    load = LoadJob("a", TOKENS, tuple(stored), (whole,), stored_tokens=tuple(chunks))
+    worker.side.begin_step(StepJobs(loads=(load,)))
+    ended.wait_for(stores=set(range(4)), loads={"a"})
+    assert ended.results.lacking == {"a": {(32, 64)}}
+    assert not ended.failed_pages and not ended.results.failed_loads
+    for number, table in enumerate(tables):
+        expected = before if number == 1 else contents[number]
+        assert same(worker.page_bytes(table), expected)
+
+
+def test_a_load_that_lacks_all_its_chunks_fails(make_worker: MakeWorker) -> None:
+    move = Move()
+    move.failing = {Direction.HOST_TO_PAGES}
+    worker = make_worker("single group", move=move)
+    ended = Ended(worker.side)
+    tables = worker.tables(TOKENS)
+    store = worker.store(1, TOKENS, tables)
+    store_now(worker, ended, store)
+    whole = worker.load("a", store, tables)
+    halves = (TokenRange(0, 64), TokenRange(64, 128))
+    load = dataclasses.replace(whole, stored=whole.stored * 2, stored_tokens=halves)
+    worker.side.begin_step(StepJobs(loads=(load,)))
+    ended.wait_for(stores={1}, loads={"a"})
+    assert ended.results.failed_loads == {"a"} and not ended.results.lacking
+    assert move.directions.count(Direction.HOST_TO_PAGES) == 3
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_of_a_failed_load_are_those_it_should_have_filled(
     layout: str, make_worker: MakeWorker

@@ -22,10 +22,13 @@ def hit_of(
     return beyond_holes(tier, hit, num_tokens, least)
 
 
-def tier_with(*pieces: tuple[int, int]) -> SmallTier:
-    tier = SmallTier()
+def tier_with(*pieces: tuple[int, int], tails: tuple[int, ...] | None = None) -> SmallTier:
+    """Of a model with windows if ``tails`` are given."""
+    tier = SmallTier(needs_tails=tails is not None)
     for piece in pieces:
         tier.store(PROMPT, Piece.rows(*piece))
+    for boundary in tails or ():
+        tier.store(PROMPT, Piece.tails(boundary))
     return tier
 
 
@@ -76,3 +79,47 @@ def test_no_holes_where_the_device_ends_within_a_unit(after_tokens: int) -> None
 def test_last_token_is_computed() -> None:
     hit = hit_of(tier_with((12, 24)), num_tokens=24)
     assert (hit.boundary_tokens, hit.holes) == (22, ((0, 12),))
+
+
+def starts(hit: Hit) -> list[int | None]:
+    return [tails and tails.piece.end_tokens for tails in hit.hole_tails]
+
+
+def test_hole_at_the_first_token_needs_no_tails() -> None:
+    hit = hit_of(tier_with((12, 24), (24, 36), tails=(30,)))
+    assert (hit.boundary_tokens, hit.holes, starts(hit)) == (30, ((0, 12),), [None])
+    assert places(hit) == [(12, 24), (24, 36), (30, 30)]
+
+
+def test_hole_is_computed_from_the_last_tails_before_it() -> None:
+    hit = hit_of(tier_with((0, 12), (12, 24), (36, 48), tails=(8, 46)))
+    assert (hit.boundary_tokens, hit.holes, starts(hit)) == (46, ((8, 36),), [8])
+    assert places(hit) == [(0, 12), (36, 48), (46, 46)]
+    assert [entry.piece.end_tokens for entry in hit.all_entries] == [12, 48, 46, 8]
+
+
+def test_tails_behind_the_hole_are_needed() -> None:
+    tier = tier_with((0, 12), (24, 36), (36, 48), tails=(8,))
+    hit = hit_of(tier)
+    assert (hit.boundary_tokens, hit.holes, places(hit)) == (8, (), [(0, 12), (8, 8)])
+
+
+def test_tails_are_needed_where_the_device_ends() -> None:
+    pieces = (0, 12), (24, 36), (36, 48)
+    assert hit_of(tier_with(*pieces, tails=(46,)), after_tokens=12).num_tokens == 0
+    hit = hit_of(tier_with(*pieces, tails=(12, 46)), after_tokens=12)
+    assert (hit.holes, starts(hit), places(hit)) == (
+        ((12, 24),),
+        [12],
+        [(24, 36), (36, 48), (46, 46)],
+    )
+
+
+def test_pins_are_those_of_all_that_is_read() -> None:
+    tier = tier_with((0, 12), (24, 36), (36, 48), tails=(8, 46))
+    hit = hit_of(tier)
+    load = tier.begin_load(hit, tier.next_use())
+    assert load is not None
+    assert all(entry.num_pins == 1 for entry in hit.all_entries)
+    tier.end_load(load)
+    assert not any(entry.num_pins for entry in hit.all_entries)

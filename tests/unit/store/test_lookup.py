@@ -301,3 +301,30 @@ def test_present_tokens_end_where_the_first_row_is_missing(
         if not tier.missing_pieces(prefix, 0, boundary)
     ]
     assert tier.present_tokens(prefix, limit_tokens) == max(complete)
+
+
+@pytest.mark.parametrize("step", [16, 32, 48])
+@pytest.mark.parametrize("first", [16, 48])
+@pytest.mark.parametrize("stop", [1, 17, 65, 129])
+def test_keys_of_many_boundaries_are_those_of_each(first: int, stop: int, step: int) -> None:
+    prefix = HashedPrefix([bytes([number]) for number in range(8)], 16)
+    boundaries = range(first, stop, step)
+    assert list(prefix.keys_at(boundaries)) == [prefix.key_at(each) for each in boundaries]
+
+
+@pytest.mark.parametrize("boundaries", [range(0, 33, 16), range(16, 145, 16), range(16, 65, 24)])
+def test_keys_where_nothing_is_hashed_are_refused(boundaries: range) -> None:
+    with pytest.raises(TierError, match="ask at boundaries that are hashed"):
+        HashedPrefix([b"one"] * 8, 16).keys_at(boundaries)
+
+
+def test_all_tails_of_a_range_are_found() -> None:
+    tier = SmallTier(needs_tails=True)
+    for boundary in (4, 12, 20, 26):
+        tier.store(PROMPT, Piece.tails(boundary))
+    tier.store(PROMPT[:7] + "!" * 9, Piece.tails(16))
+    found = tier.find_all_tails(TextPrefix(PROMPT), 25, 11)
+    assert [entry.piece.end_tokens for entry in found] == [12, 20]
+    found = tier.find_all_tails(TextPrefix(PROMPT), 100, 12)
+    assert [entry.piece.end_tokens for entry in found] == [12, 20, 26]
+    assert tier.find_all_tails(TextPrefix(PROMPT), 3) == []

@@ -136,6 +136,17 @@ def test_tails_have_their_worth_back_when_their_rows_are_stored_again() -> None:
     assert tails.state is other.state is EntryState.STORED
 
 
+def test_tails_that_have_their_rows_back_are_queued_as_loaded_at_once() -> None:
+    tier = SmallTier(4, needs_tails=True)
+    rows = store_chunk(tier, 0)
+    tails = tier.store(text_of(0), Piece.tails(12))
+    tier.load(text_of(0))
+    tier._remove(rows, Removal.LOAD_FAILED)
+    assert tier._order.queue.first(is_hit=True) is None
+    store_chunk(tier, 0)
+    assert tier._order.queue.first(is_hit=True) is tails
+
+
 def test_tails_without_rows_push_out_nothing() -> None:
     tier = SmallTier(1, needs_tails=True)
     store_chunk(tier, 0)
@@ -448,3 +459,18 @@ def test_the_same_calls_lead_to_the_same_offsets() -> None:
         return found
 
     assert offsets() == offsets()
+
+
+def test_tails_whose_rows_come_back_have_the_rank_that_they_had() -> None:
+    tier = SmallTier(12, needs_tails=True, protected_share=0.25)  # 3 places
+    rows, tails = tier.store_prefix("a" * 4)
+    tier.load("a" * 4)
+    tier._remove(rows, Removal.EVICTED)
+    tier.store("a" * 4, Piece.rows(0, 4))
+    others = tier.store_prefix("b" * 4)
+    tier.load("b" * 4)
+    assert tails.is_hit and all(entry.is_hit for entry in others)
+    more = tier.store_prefix("c" * 4)
+    tier.load("c" * 4)
+    # It was loaded longest ago.
+    assert not tails.is_hit and all(entry.is_hit for entry in more)

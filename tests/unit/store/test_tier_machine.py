@@ -25,6 +25,7 @@ from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
+from vllm_ascend_kvext.store.worth import EvictionRule
 
 UNIT_TOKENS = 2
 CHUNK_TOKENS = 12
@@ -46,6 +47,7 @@ class TierMachine(RuleBasedStateMachine):
 
     geometry: TierGeometry
     has_one_size = False
+    eviction = EvictionRule.LATEST_USE
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +57,10 @@ class TierMachine(RuleBasedStateMachine):
             self.geometry,
             protected_share=0.5,
             on_removed=lambda entry, removal: self.removed.append((entry, removal)),
+            eviction=self.eviction,
         )
         self.model = ModelTier(self.geometry, CAPACITY_BYTES)
+        self.model.has_reuse = self.eviction is EvictionRule.REUSE
         self.loads: list[Load] = []
         self.use = 0
 
@@ -206,8 +210,12 @@ class TierMachine(RuleBasedStateMachine):
                 assert each.piece.first_tokens > piece.first_tokens, "it is there already"
         self.model.renew(text, self.use)
         model = self.model
-        rank = 0 if model.is_orphan(piece, text) else 1
-        worth = rank, self.use, -piece.end_tokens, piece.kind, self.tier._num_entries
+        wanted = entry
+        if isinstance(entry, Refusal):
+            wanted = Entry(self.tier._num_entries, piece, (), -1, size_bytes, self.use)
+        new = ModelEntry(wanted, piece, text, size_bytes, self.use)
+        model.want(new)
+        worth = model.worth(new)
         lesser = [each for each in model.entries if each.is_evictable and model.worth(each) < worth]
         if isinstance(entry, Refusal):
             assert not self.removed
@@ -228,7 +236,7 @@ class TierMachine(RuleBasedStateMachine):
                     continue
                 assert model.largest_run_bytes(others) < size_bytes, "one goes without need"
         self._follow_removals({Removal.EVICTED})
-        model.entries.append(ModelEntry(entry, piece, text, size_bytes, self.use))
+        model.entries.append(new)
         assert (entry.num_bytes, entry.state) == (size_bytes, EntryState.STORING)
 
     def _end_store(self, known: ModelEntry, ends_well: bool) -> None:
@@ -342,10 +350,14 @@ GEOMETRIES = {
 }
 
 
+@pytest.mark.parametrize("eviction", EvictionRule)
 @pytest.mark.parametrize("has_one_size", [False, True], ids=["sizes differ", "one size"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_the_tier_does_what_the_model_does(geometry: TierGeometry, has_one_size: bool) -> None:
-    machine = type("Machine", (TierMachine,), {"geometry": geometry, "has_one_size": has_one_size})
+def test_the_tier_does_what_the_model_does(
+    geometry: TierGeometry, has_one_size: bool, eviction: EvictionRule
+) -> None:
+    parts = {"geometry": geometry, "has_one_size": has_one_size, "eviction": eviction}
+    machine = type("Machine", (TierMachine,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(

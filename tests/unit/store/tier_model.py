@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.reuse import DENSITY_ONE
 
 ALIGNMENT_BYTES = 64
 
@@ -27,6 +28,9 @@ class TextPrefix:
         assert 0 < boundary_tokens <= len(self.text)
         return self.text[:boundary_tokens].encode()
 
+    def keys_at(self, boundaries: range) -> list[bytes]:
+        return [self.key_at(boundary) for boundary in boundaries]
+
 
 @dataclass
 class ModelEntry:
@@ -42,6 +46,7 @@ class ModelEntry:
     is_hit: bool = False
     is_being_written: bool = True
     settled: int = 0
+    saved_tokens: int = 0
 
     @property
     def is_evictable(self) -> bool:
@@ -54,10 +59,16 @@ class ModelEntry:
 
 @dataclass
 class ModelTier:
-    """Answers by looking at everything there is."""
+    """Answers by looking at everything there is.
+
+    Attributes:
+        has_reuse: Whether the rule is that of ``reuse``; it never learns, for no request ends.
+    """
 
     geometry: TierGeometry
     capacity_bytes: int
+    has_reuse: bool = False
+    tokens_per_byte: float = 0
     entries: list[ModelEntry] = field(default_factory=list)
     lost: dict[tuple[Kind, str], Shortfall] = field(default_factory=dict)
 
@@ -191,10 +202,42 @@ class ModelTier:
 
     def worth(self, each: ModelEntry) -> tuple[int, ...]:
         """What gives way first is least."""
-        rank = 2 if each.is_hit else 1
+        rank = 2 if each.is_hit and not self.has_reuse else 1
         if self.is_orphan(each.piece, each.text):
             rank = 0
-        return rank, each.use, -each.piece.end_tokens, each.piece.kind, each.entry.number
+        moment = each.use
+        if self.has_reuse:
+            moment += self._density(each) << 64
+        return rank, moment, -each.piece.end_tokens, each.piece.kind, each.entry.number
+
+    def _density(self, each: ModelEntry) -> int:
+        """Before anything is learned."""
+        if not each.use:
+            return -1
+        if each.piece.kind is Kind.ROWS:
+            return DENSITY_ONE
+        saved_tokens = max(1, each.saved_tokens)
+        return round(saved_tokens / each.size_bytes / self.tokens_per_byte * DENSITY_ONE)
+
+    def want(self, each: ModelEntry) -> None:
+        """A store is asked for."""
+        each.saved_tokens = self._saved_tokens(each)
+        self.tokens_per_byte = self.tokens_per_byte or max(1, each.saved_tokens) / each.size_bytes
+
+    def _saved_tokens(self, each: ModelEntry) -> int:
+        """For tails: units before the boundary that have rows, back to other tails."""
+        if each.piece.kind is Kind.ROWS:
+            return len(self.texts_of(each)) * self.geometry.unit_tokens
+        states = (EntryState.STORED, EntryState.STORING)
+        num_tokens = 0
+        for end in range(len(each.text), 0, -self.geometry.unit_tokens):
+            has_rows = self.holding(Kind.ROWS, each.text[:end], states)
+            if self.geometry.needs_rows and not has_rows:
+                break
+            if num_tokens and self.holding(Kind.TAILS, each.text[:end], states):
+                break
+            num_tokens += self.geometry.unit_tokens
+        return num_tokens
 
     def is_orphan(self, piece: Piece, text: str) -> bool:
         """Whether these are tails whose rows are gone."""

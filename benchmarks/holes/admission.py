@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs the scheduler to ask host memory for a prompt, beside vLLM's own prefix lookup.
+
+    python benchmarks/holes/admission.py [--quick] [--rounds R] [--tokens N ...] [--out FOLDER]
+
+Compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM, for a prompt that the device has
+as a whole, is ``Loads.match`` of the connector's scheduler side: the first call for a prompt that
+host memory has as a whole, with a tenth of its chunks missing, and with every other chunk missing.
+Rows named *idle* are those of an engine on which nothing runs: there it is also estimated whether
+to compute the beginning while the rest is loaded. While a request waits, vLLM asks again in every
+step: *again* is what such a call costs.
+
+All are timed in turns in one process, with stock vLLM as it is without this package's patches.
+Times are medians of the thread's CPU time, a ratio is the median of those of each turn. Layout: one
+group with full attention and blocks of 128 tokens; chunks of 1,024 tokens. Nothing is loaded, and
+no page exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT / "benchmarks")
+    sys.path.insert(1, str(ROOT / "tests"))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+TARGET_RATIO = 1.3
+LENGTHS_TOKENS = (32_768, 131_072)
+QUICK_LENGTHS_TOKENS = (16_384,)
+ROUNDS = 301
+QUICK_ROUNDS = 21
+WARM_UP_ROUNDS = 10
+MOST_PLACES = 10
+QUESTION_TOKENS = 20
+VOCABULARY_TOKENS = 50_000
+LAYOUT = "full"
+HOST_BYTES = 1 << 45
+"""Counted only; more than a prompt takes."""
+
+STOCK = "stock: on the device as a whole"
+WHOLE = "in host memory as a whole"
+TENTH = "a tenth of the chunks missing"
+EVERY_OTHER = "every other chunk missing"
+
+Tokens = list[int]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table, times in microseconds.
+
+    Attributes:
+        num_tokens: Of the prompt, without the question.
+        name: As printed.
+        num_holes: That were found.
+        match_us: Of a lookup.
+        ratio: To stock's, median of the turns.
+        again_us: Of another one while the request waits; None of stock, which has none.
+        has_target: Whether the ratio has to be within `TARGET_RATIO`.
+    """
+
+    num_tokens: int
+    name: str
+    num_holes: int
+    match_us: float
+    ratio: float
+    again_us: float | None = None
+    has_target: bool = True
+
+    @property
+    def is_met(self) -> bool:
+        return self.ratio <= TARGET_RATIO
+
+
+def missing_chunks(num_chunks: int) -> Mapping[str, set[int]]:
+    """Numbers of the chunks that host memory has lost, by case."""
+    return {
+        WHOLE: set(),
+        TENTH: set(_spread(num_chunks, max(1, round(num_chunks / 10)))),
+        EVERY_OTHER: set(range(1, num_chunks, 2)),
+    }
+
+
+def _spread(num_chunks: int, num_missing: int) -> Iterator[int]:
+    """In as many places as there are missing chunks, in `MOST_PLACES` at most."""
+    num_places = min(MOST_PLACES, num_missing)
+    for place in range(num_places):
+        first = (2 * place + 1) * num_chunks // (2 * num_places)
+        size = num_missing // num_places + (place < num_missing % num_places)
+        yield from range(first, first + size)
+
+
+class StockLookup:
+    """vLLM without the connector, after a prompt has been served.
+
+    Args:
+        prompt: What is looked up later, with a question behind it.
+    """
+
+    def __init__(self, prompt: Tokens) -> None:
+        engine = _engine(len(prompt), None)
+        _serve(engine, prompt)
+        self._manager = engine.scheduler.kv_cache_manager
+        self._request = _request("second", prompt + [1] * QUESTION_TOKENS)
+        assert self._manager.get_computed_blocks(self._request)[1] == len(prompt)
+
+    def time(self) -> float:
+        """Seconds of a lookup."""
+        began_s = time.thread_time()
+        self._manager.get_computed_blocks(self._request)
+        return time.thread_time() - began_s
+
+
+class HostLookup:
+    """vLLM with the connector, after a prompt has been served and some of its chunks were lost.
+
+    Args:
+        prompt: What is looked up later, with a question behind it.
+        missing: Numbers of these chunks.
+        is_idle: Whether nothing else runs.
+    """
+
+    def __init__(self, prompt: Tokens, missing: set[int], is_idle: bool = False) -> None:
+        from host_tier.cells import installed
+
+        with installed("dense"):
+            engine = _engine(len(prompt), HOST_BYTES)
+            _serve(engine, prompt)
+        assert engine.side is not None
+        parts = engine.side._parts
+        assert parts is not None
+        _lose(parts.tier, missing)
+        self._loads = parts.loads
+        self._loads._cost = _measured_cost()
+        self._loads._engine = replace(self._loads._engine, num_running=lambda: not is_idle)
+        self._request = _request("second", prompt + [1] * QUESTION_TOKENS)
+        engine.scheduler.requests["second"] = self._request
+        self.num_holes = self._check(len(prompt), missing, parts.tier.geometry.chunk_tokens)
+
+    def time(self) -> tuple[float, float]:
+        """Seconds of the first lookup, and of another while the request waits."""
+        began_s = time.thread_time()
+        self._loads.match(self._request, 0)
+        found_s = time.thread_time()
+        self._loads.match(self._request, 0)
+        ended_s = time.thread_time()
+        self._loads.forget("second")
+        return found_s - began_s, ended_s - found_s
+
+    def _check(self, num_tokens: int, missing: set[int], chunk_tokens: int) -> int:
+        """All that is stored has to be found, and nothing else; returns the number of holes."""
+        num_found = self._loads.match(self._request, 0)
+        hit = self._loads._prospects["second"].hit
+        self._loads.forget("second")
+        is_end_missing = num_tokens // chunk_tokens - 1 in missing
+        assert num_found == num_tokens - is_end_missing * chunk_tokens
+        assert hit.hole_tokens == (len(missing) - is_end_missing) * chunk_tokens
+        return len(hit.holes)
+
+
+def _engine(num_tokens: int, host_bytes: int | None) -> Any:
+    from host_tier.engine import Engine, HostMemory
+    from host_tier.pages import pages_of
+    from retention.layouts import get_layout
+
+    layout = get_layout(LAYOUT)
+    num_blocks = 1 + layout.blocks_without_hits(num_tokens + layout.step_tokens)
+    host = None
+    if host_bytes is not None:
+        host = HostMemory(pages_of(LAYOUT, num_blocks), host_bytes, "all", hole_reuse=True)
+    return Engine(layout, num_blocks, host)
+
+
+def _request(request_id: str, tokens: Tokens) -> Any:
+    from retention.layouts import get_layout
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(get_layout(LAYOUT).hash_block_tokens, sha256),
+    )
+
+
+def _serve(engine: Any, prompt: Tokens) -> None:
+    request = _request("first", prompt)
+    engine.add(request)
+    while engine.has_work:
+        output = engine.schedule()
+        is_last = request.num_computed_tokens >= len(prompt)
+        sampled = {each: [1] if is_last else [] for each in output.num_scheduled_tokens}
+        engine.finish_step(output, sampled)
+
+
+def _lose(tier: Any, missing: set[int]) -> None:
+    """Chunks of rows leave the tier."""
+    from vllm_ascend_kvext.store.counters import Removal
+
+    for entry in list(tier._entries.values()):
+        if entry.piece.first_tokens // tier.geometry.chunk_tokens in missing:
+            tier._remove(entry, Removal.EVICTED)
+
+
+def _measured_cost() -> Any:
+    """Estimates as of an engine that has measured: loads are much faster than computing."""
+    from vllm_ascend_kvext.connector.load_cost import LoadCost
+
+    cost = LoadCost()
+    cost.note_copies(1 << 30, 0.05)
+    cost.note_step(8192, 1.0)
+    return cost
+
+
+def measure(num_tokens: int, rounds: int) -> list[Result]:
+    """All cases of one length, in turns."""
+    prompt = random.Random(num_tokens).choices(range(VOCABULARY_TOKENS), k=num_tokens)
+    stock = StockLookup(prompt)
+    lookups: dict[str, HostLookup] = {}
+    for name, missing in missing_chunks(num_tokens // 1024).items():
+        lookups[name] = HostLookup(prompt, missing)
+        lookups[f"{name}, idle"] = HostLookup(prompt, missing, is_idle=True)
+    times_s = _time_in_turns(stock, lookups, rounds)
+    stock_s = statistics.median(times_s[STOCK][0])
+    results = [Result(num_tokens, STOCK, 0, 1e6 * stock_s, 1.0, has_target=False)]
+    for name, lookup in lookups.items():
+        match_s, again_s = map(statistics.median, times_s[name])
+        pairs = zip(times_s[name][0], times_s[STOCK][0], strict=True)
+        ratio = statistics.median(ours_s / stocks_s for ours_s, stocks_s in pairs)
+        has_target = not name.endswith("idle")
+        times_us = 1e6 * match_s, ratio, 1e6 * again_s
+        results.append(Result(num_tokens, name, lookup.num_holes, *times_us, has_target))
+    return results
+
+
+def _time_in_turns(
+    stock: StockLookup, lookups: Mapping[str, HostLookup], rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of first and of later calls, by case."""
+    times_s: dict[str, tuple[list[float], list[float]]] = {
+        name: ([], []) for name in (STOCK, *lookups)
+    }
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(WARM_UP_ROUNDS + rounds):
+            if number == WARM_UP_ROUNDS:
+                for first, later in times_s.values():
+                    first.clear()
+                    later.clear()
+            times_s[STOCK][0].append(stock.time())
+            for name, lookup in lookups.items():
+                match_s, again_s = lookup.time()
+                times_s[name][0].append(match_s)
+                times_s[name][1].append(again_s)
+    finally:
+        gc.enable()
+    return times_s
+
+
+HEAD = f"{'tokens':>8}  {'prompt':44}{'holes':>6}{'µs':>9}{'ratio':>7}{'again, µs':>11}"
+
+
+def line(result: Result) -> str:
+    again = "" if result.again_us is None else f"{result.again_us:.0f}"
+    name = "  " + result.name if result.name != STOCK else result.name
+    return (
+        f"{result.num_tokens:8,}  {name:44}{result.num_holes:6}{result.match_us:9.0f}"
+        f"{result.ratio:7.2f}{again:>11}"
+    )
+
+
+def verdicts(results: Sequence[Result]) -> Iterator[str]:
+    """Whether each row that has a target meets it."""
+    yield f"Target: at most {TARGET_RATIO} times stock's lookup."
+    for result in results:
+        if result.has_target:
+            verdict = "met" if result.is_met else "NOT MET"
+            yield f"{verdict:>8}  {result.ratio:.2f}  {result.num_tokens:,} tokens, {result.name}"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one short prompt, few rounds")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-holes")
+    found = parser.parse_args(arguments)
+    found.rounds = found.rounds or (QUICK_ROUNDS if found.quick else ROUNDS)
+    found.tokens = found.tokens or (QUICK_LENGTHS_TOKENS if found.quick else LENGTHS_TOKENS)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    options = parse_arguments(arguments)
+    init_none_hash(sha256)
+    print(HEAD, flush=True)
+    results: list[Result] = []
+    for num_tokens in options.tokens:
+        rows = measure(num_tokens, options.rounds)
+        print(*map(line, rows), sep="\n", flush=True)
+        results += rows
+    ends = list(verdicts(results))
+    print(*ends, sep="\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = [HEAD, *map(line, results), *ends, ""]
+    (options.out / "admission.txt").write_text("\n".join(table))
+    (options.out / "admission.json").write_text(
+        json.dumps([asdict(result) for result in results], indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of the table: a trace in every variant, behind a small pool.
+
+Each variant has the same pool. Host memory is a share of what the trace leaves in an endless tier.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+
+from host_tier.engine import Engine, HostMemory
+from host_tier.pages import pages_of
+from host_tier.serving import Serving
+from retention.layouts import BenchLayout, get_layout
+from retention.traces import Trace
+
+from holes.results import Result, Row, Variant
+from holes.traces import trace_named
+
+ENDLESS_BYTES = 1 << 50
+"""Counted only; more than a trace stores."""
+
+POOL_SHARE = 0.04
+"""Of the tokens of a trace, each counted once: what the device pool holds."""
+
+LEAST_REQUESTS = 1.5
+"""Of the trace's longest, answers included: what it holds at least."""
+
+
+class Bench:
+    """A trace on a layout, served within ``host_tier.cells.installed``.
+
+    Args:
+        layout_name: See ``get_layout``.
+        trace_name: See ``trace_named``.
+        scale: Factor on the trace's size.
+        store_policy: See ``StorePolicy``.
+    """
+
+    def __init__(self, layout_name: str, trace_name: str, scale: float, store_policy: str) -> None:
+        self.layout = get_layout(layout_name)
+        self.trace = trace_named(trace_name, scale * self.layout.thinning, self.layout.stretch)
+        self.num_blocks = _num_blocks(self.layout, self.trace)
+        self._scale = scale
+        self._store_policy = store_policy
+
+    def rows(self, shares: Sequence[float]) -> Iterator[Row]:
+        """Serve the trace in every variant.
+
+        Args:
+            shares: Of what an endless tier holds in the end: sizes of host memory.
+        """
+        alone = self.serve(Variant.ALONE, 0)
+        endless = self.serve(Variant.PREFIX, ENDLESS_BYTES)
+        for share in shares:
+            host_bytes = int(share * endless.held_bytes)
+            row = Row(
+                self.layout.name, self.trace.name, self._scale, share, self.num_blocks, host_bytes
+            )
+            row.num_requests = len(self.trace.requests)
+            row.prompt_tokens = self.trace.num_prompt_tokens
+            row.endless = endless
+            row.results[Variant.ALONE] = alone
+            for variant in Variant:
+                if variant is not Variant.ALONE:
+                    row.results[variant] = self.serve(variant, host_bytes)
+            yield row
+
+    def serve(self, variant: Variant, host_bytes: int) -> Result:
+        """One variant, with so much host memory."""
+        host = None
+        if variant is not Variant.ALONE:
+            pages = pages_of(self.layout.name, self.num_blocks)
+            host = HostMemory(
+                pages,
+                host_bytes,
+                self._store_policy,
+                variant.fills_holes,
+                variant.eviction.value,
+            )
+        gc.collect()
+        engine = Engine(self.layout, self.num_blocks, host)
+        unit_tokens = self.layout.hash_block_tokens
+        outcome = Serving(engine, self.trace, unit_tokens, unit_tokens).run()
+        result = Result(
+            outcome.computed_tokens,
+            outcome.computed_pairs,
+            outcome.hole_tokens,
+            num_preemptions=outcome.num_preemptions,
+            scheduler_s=outcome.scheduler_s,
+        )
+        side = engine.side
+        if side is not None:
+            tier = side.counters.tier
+            result.held_bytes = tier.bytes_held
+            result.stored_bytes = sum(tier.stored_bytes.values())
+            result.refusals = {why.value: n for why, n in tier.refused_stores.items() if n}
+            result.num_leaks = side.num_references + side.num_pinned
+        return result
+
+
+def _num_blocks(layout: BenchLayout, trace: Trace) -> int:
+    """Of the pool."""
+    most_tokens = max(len(request.answered) for request in trace.requests)
+    used: dict[int, int] = {}
+    for request in trace.requests:
+        for part in request.answered.backwards():
+            index = part.passage.index
+            used[index] = max(part.used_tokens, used.get(index, 0))
+    num_tokens = max(POOL_SHARE * sum(used.values()), LEAST_REQUESTS * most_tokens)
+    return 1 + layout.blocks_without_hits(math.ceil(num_tokens))

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token of a prompt that host memory has in part, on the real engine.
+
+    python benchmarks/holes/first_token.py [--tokens N] [--rounds R] [--model M]
+
+*Holes*: one chunk in ten is missing; all of the prompt is computed, or what lies behind the
+first missing chunk, or the holes alone. *Rows*: what it costs that missing tokens lie apart and
+need a row each, for ``LEAST_RUN_TOKENS``. *Both ends*: nothing is missing, and loads are slowed
+down until they take from a tenth to ten times as long as computing; the prompt is loaded, or
+computed, or both at once. Every row is measured in turns, in one engine; a number is the median of
+the rounds. vLLM's process has one CPU for the model, and another for copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+sys.path[0] = str(ROOT / "benchmarks")
+
+from offload.models import MAX_MODEL_TOKENS, MODELS, VOCABULARY_TOKENS  # noqa: E402
+
+CHUNK_TOKENS = 128
+BLOCK_TOKENS = 128
+STEP_TOKENS = 1024
+SLOWDOWNS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
+"""Time of a load, in units of the time of computing the same."""
+
+GAPS = {"together": 1, "apart": 3}
+"""Chunks from a missing one to the next."""
+
+ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
+    "OMP_NUM_THREADS": "1",
+}
+
+Tokens = list[int]
+
+
+class Engine:
+    """vLLM in this process, with KvextConnector.
+
+    Args:
+        model: Folder.
+        num_tokens: Of the longest prompt.
+    """
+
+    def __init__(self, model: str, num_tokens: int) -> None:
+        from vllm import LLM
+        from vllm.distributed import kv_transfer
+
+        connector = {
+            "kv_connector": "KvextConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "host_memory_gib": 3,
+                "chunk_tokens": CHUNK_TOKENS,
+                "store_policy": "all",
+            },
+        }
+        self._llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            block_size=BLOCK_TOKENS,
+            max_model_len=MAX_MODEL_TOKENS,
+            max_num_batched_tokens=STEP_TOKENS,
+            num_gpu_blocks_override=8 * (num_tokens // BLOCK_TOKENS + 10),
+            disable_hybrid_kv_cache_manager=False,
+            kv_transfer_config=connector,
+        )
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self.parts = scheduler.connector.scheduler_side._parts
+        self.runner = kv_transfer.get_kv_transfer_group().worker_side._runner
+
+    def ask(self, prompt: Tokens) -> float:
+        """Seconds to the first token, when the device knows nothing of the prompt."""
+        from vllm import SamplingParams
+
+        self.forget_local()
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        began_s = time.perf_counter()
+        self._llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        return time.perf_counter() - began_s
+
+    def forget_local(self) -> None:
+        while not self._llm.reset_prefix_cache():
+            time.sleep(0.01)
+
+    def forget_all(self) -> None:
+        while not self._llm.reset_prefix_cache(reset_connector=True):
+            time.sleep(0.01)
+
+    def lose_chunks(self, numbers: Sequence[int]) -> None:
+        """Chunks of rows leave host memory."""
+        from vllm_ascend_kvext.store.counters import Removal
+
+        tier = self.parts.tier
+        for entry in list(tier._entries.values()):
+            piece = entry.piece
+            is_rows = piece.first_tokens < piece.end_tokens
+            if is_rows and piece.first_tokens // CHUNK_TOKENS in numbers:
+                tier._remove(entry, Removal.EVICTED)
+
+    def without_holes(self) -> AbstractContextManager[Any]:
+        return mock.patch.object(self.parts.loads, "_holes", None)
+
+    def loading_everything(self) -> AbstractContextManager[Any]:
+        """Nothing is too dear to be loaded."""
+        return mock.patch.object(self.parts.loads, "_cost", None)
+
+    def without_loads(self) -> AbstractContextManager[Any]:
+        return mock.patch.object(self.parts.loads, "match", return_value=0)
+
+    @contextmanager
+    def slowed(self, s_per_byte: float) -> Iterator[None]:
+        """Let loads take so long. What was measured of others is forgotten."""
+        runner, cost = self.runner, self.parts.loads._cost
+        move = runner._move
+
+        def slow_move(pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any) -> None:
+            began_s = time.perf_counter()
+            move(pools, host, planes, runs, way, **more)
+            if way.name == "HOST_TO_PAGES":
+                num_bytes = _num_bytes(planes, runs)
+                time.sleep(max(0.0, num_bytes * s_per_byte - (time.perf_counter() - began_s)))
+
+        cost._s_per_byte.value = cost._parked_s.value = None
+        with mock.patch.object(runner, "_move", slow_move):
+            yield
+
+
+def _num_bytes(planes: Any, runs: Any) -> int:
+    """Every run of a group times every plane of that group."""
+    from vllm_ascend_kvext.transfer.schema import PlaneColumn, RunColumn
+
+    rows: dict[int, int] = {}
+    for run in runs:
+        group = int(run[RunColumn.GROUP])
+        rows[group] = rows.get(group, 0) + int(run[RunColumn.NUM_ROWS])
+    return sum(
+        rows.get(int(plane[PlaneColumn.GROUP]), 0) * int(plane[PlaneColumn.ROW_BYTES])
+        for plane in planes
+    )
+
+
+def median(rounds: int, measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(rounds))
+
+
+def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
+    """One chunk in ten is missing, the first of them early."""
+    num_chunks = len(prompt) // CHUNK_TOKENS
+    lost = range(2, num_chunks - 1, 10)
+    seconds: dict[str, list[float]] = {"all": [], "behind the first hole": [], "holes": []}
+    for _ in range(rounds):
+        with engine.without_loads():
+            seconds["all"].append(engine.ask(prompt))
+        for name in ("behind the first hole", "holes"):
+            engine.lose_chunks(lost)
+            if name == "holes":
+                seconds[name].append(engine.ask(prompt))
+            else:
+                with engine.without_holes():
+                    seconds[name].append(engine.ask(prompt))
+    hole_tokens = len(lost) * CHUNK_TOKENS
+    print(f"\n{len(prompt):,} tokens, {len(lost)} holes with {hole_tokens:,} of them")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, found in medians.items():
+        print(f"  computed: {name:<22} {found:7.3f} s  {found / medians['holes']:6.1f} x")
+
+
+def measure_rows(engine: Engine, prompt: Tokens, rounds: int) -> None:
+    """As many missing chunks in one place or in several, as far from the beginning in the mean.
+
+    By the CPU time of the model's thread: the copies of both are the same.
+    """
+    num_chunks = len(prompt) // CHUNK_TOKENS
+    num_rows = STEP_TOKENS // CHUNK_TOKENS - 1  # All of them, and the end, fit into a step.
+    numbers = range(-(num_rows // 2), num_rows - num_rows // 2)
+    places = {name: [num_chunks // 2 + gap * n for n in numbers] for name, gap in GAPS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in places}
+    for _ in range(rounds):
+        for name, lost in places.items():
+            engine.lose_chunks(lost)
+            began_s = time.thread_time()
+            engine.ask(prompt)
+            seconds[name].append(time.thread_time() - began_s)
+    together_s, apart_s = (statistics.median(seconds[name]) for name in ("together", "apart"))
+    row_s = (apart_s - together_s) / (num_rows - 1)
+    token_s = together_s / (num_rows * CHUNK_TOKENS)
+    print(
+        f"\n{num_rows * CHUNK_TOKENS} tokens in one row {together_s:.3f} s, in {num_rows} rows "
+        f"{apart_s:.3f} s: a row costs {row_s * 1e3:.2f} ms, as "
+        f"much as {row_s / token_s:.0f} tokens"
+    )
+
+
+def measure_both_ends(engine: Engine, prompt: Tokens, rounds: int) -> None:
+    """A sweep of the time that loads take."""
+    with engine.without_loads():
+        compute_s = median(rounds, lambda: engine.ask(prompt))
+    num_bytes = engine.parts.tier.counters.bytes_held
+    print(f"\n{len(prompt):,} tokens, loads slowed down; computing alone takes {compute_s:.3f} s")
+    print("  load / compute   load alone  compute alone   both ends   against the better one")
+    for slowdown in SLOWDOWNS:
+        with engine.slowed(slowdown * compute_s / num_bytes):
+            times: dict[str, list[float]] = {"load": [], "compute": [], "both": []}
+            for _ in range(rounds):
+                with engine.loading_everything(), engine.without_holes():
+                    times["load"].append(engine.ask(prompt))
+                with engine.without_loads():
+                    times["compute"].append(engine.ask(prompt))
+                times["both"].append(engine.ask(prompt))
+            load_s, computed_s, both_s = (statistics.median(each) for each in times.values())
+        better_s = min(load_s, computed_s)
+        print(
+            f"  {slowdown:14.2f} {load_s:10.3f} s {computed_s:12.3f} s {both_s:9.3f} s "
+            f"{both_s / better_s:14.2f} x",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=6000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS, default="qwen3")
+    parser.add_argument("--without-sweep", action="store_true", help="leave out both ends")
+    arguments = parser.parse_args()
+    os.environ.update(ENVIRON)
+    model = MODELS[arguments.model]
+    prompt = random.Random(0).choices(range(VOCABULARY_TOKENS), k=arguments.tokens)
+    print(f"{model.name}, load average {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder))
+        engine = Engine(folder, arguments.tokens)
+        engine.ask(prompt)  # What it computes is stored.
+        engine.ask(prompt)
+        measure_holes(engine, prompt, arguments.rounds)
+        measure_rows(engine, prompt, 3 * arguments.rounds)
+        if arguments.without_sweep:
+            return
+        engine.forget_all()
+        engine.ask(prompt)
+        engine.forget_local()
+        measure_both_ends(engine, prompt, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

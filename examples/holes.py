@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where host memory has lost the middle of a prompt, shown on the real vLLM engine.
+
+Several long documents are asked about again and again. Neither the device nor host memory has room
+for all of them: sizes are chosen so that each question finds a part of its document. Read up to the
+first missing chunk, all behind it is computed again. With ``hole_reuse``, only what is missing is:
+the *holes*. The model is a tiny Gemma 3 without sliding windows and with random weights, so neither
+an accelerator nor a download is needed:
+
+    pip install "vllm-ascend-kvext[demo]"
+    python examples/holes.py
+
+Each line of the picture is the prompt of one request, from the left to the right. What it shows was
+observed, not planned: `SpanObserver` wraps ``schedule`` of the engine's scheduler and reads what
+every step tells the workers to compute and to load.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload_hybrid import BLOCK_TOKENS, Round, Tokens, ask, random_tokens, start_engine
+from retention import ENGINE_ENVIRON, print_aligned, write_model
+
+NUM_DOCUMENTS = 4
+NUM_QUESTIONS = 20
+INSTRUCTION_TOKENS = 256
+DOCUMENT_TOKENS = (1200, 2200)
+QUESTION_TOKENS = (40, 120)
+
+DEVICE_BLOCKS = 200
+"""Of 16 tokens: room for little more than one prompt."""
+
+HOST_MEMORY_GIB = 0.006
+"""Room for about half of the documents."""
+
+CONNECTOR = {
+    "kv_connector": "KvextConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+HOST_TIER = {
+    "host_memory_gib": HOST_MEMORY_GIB,
+    "chunk_tokens": 128,
+    "store_policy": "all",
+    # So small a model computes a chunk about as fast as it is loaded: this is not about that.
+    "load_if_slower": True,
+}
+REFERENCE = "without connector"
+PICTURED = "holes"
+RUNS: Mapping[str, Mapping[str, Any] | None] = {
+    REFERENCE: None,
+    "up to the first hole": {"hole_reuse": False},
+    PICTURED: {"hole_reuse": True},
+}
+
+TOKENS_PER_SIGN = 32
+ON_DEVICE, LOADED, COMPUTED = ".=#"
+
+Span = tuple[int, int]
+"""First and end token."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt: instructions, a document, and what is asked about it."""
+
+    document: str
+    prompt: Tokens
+
+
+@dataclass
+class Spans:
+    """What became of a prompt.
+
+    Attributes:
+        computed: By steps, in rows of holes and in those of the request itself.
+        holes: Those that were computed in rows of holes.
+        loaded: From host memory.
+    """
+
+    computed: list[Span] = field(default_factory=list)
+    holes: list[Span] = field(default_factory=list)
+    loaded: list[Span] = field(default_factory=list)
+
+    def signs(self, num_tokens: int) -> str:
+        """One sign per token; what was neither computed nor loaded was on the device."""
+        signs = [ON_DEVICE] * num_tokens
+        for sign, spans in ((LOADED, self.loaded), (COMPUTED, self.computed)):
+            for first, end in spans:
+                signs[first:end] = sign * (min(end, num_tokens) - min(first, num_tokens))
+        return "".join(signs)
+
+
+class SpanObserver:
+    """Watches what each step computes and loads, one request at a time.
+
+    It takes the place of ``schedule`` of a scheduler in this process, calls it, and looks at the
+    output that the workers get: at the tokens of each row, and at the loads of the connector.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._schedule = scheduler.schedule
+        self._spans = Spans()
+        scheduler.schedule = self.schedule
+
+    def schedule(self, *args: Any) -> Any:
+        output = self._schedule(*args)
+        for row_id, span in computed_spans(output):
+            self._spans.computed.append(span)
+            if "-hole-" in row_id:
+                self._spans.holes.append(span)
+        if output.kv_connector_metadata is not None:
+            for load in output.kv_connector_metadata.jobs.loads:
+                self._spans.loaded += between(load.tokens, load.holes)
+        return output
+
+    def take(self) -> Spans:
+        """What was seen since the last call."""
+        spans, self._spans = self._spans, Spans()
+        return spans
+
+
+def computed_spans(output: Any) -> Iterator[tuple[str, Span]]:
+    """Each row of a ``SchedulerOutput`` and its tokens."""
+    firsts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    going_on = output.scheduled_cached_reqs
+    firsts.update(zip(going_on.req_ids, going_on.num_computed_tokens, strict=True))
+    for row_id, num_tokens in output.num_scheduled_tokens.items():
+        yield row_id, (firsts[row_id], firsts[row_id] + num_tokens)
+
+
+def between(tokens: Any, holes: Iterable[Any]) -> Iterator[Span]:
+    """What is left of a range without its holes."""
+    first = tokens.first
+    for hole in holes:
+        if first < hole.first:
+            yield first, hole.first
+        first = hole.end
+    if first < tokens.end:
+        yield first, tokens.end
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question that was answered.
+
+    Attributes:
+        question: What was asked.
+        round: Of this prompt alone.
+        signs: One per token of the prompt.
+        hole_tokens: Computed in rows of holes.
+    """
+
+    question: Question
+    round: Round
+    signs: str
+    hole_tokens: int
+
+    @property
+    def picture(self) -> str:
+        return draw(self.signs)
+
+
+def draw(signs: str) -> str:
+    """The same with one sign per `TOKENS_PER_SIGN` tokens: the one that most of them have."""
+    parts = (
+        signs[first : first + TOKENS_PER_SIGN] for first in range(0, len(signs), TOKENS_PER_SIGN)
+    )
+    return "".join(max(COMPUTED + LOADED + ON_DEVICE, key=part.count) for part in parts)
+
+
+def write_questions() -> list[Question]:
+    """Every document is asked about several times, in no order."""
+    rng = random.Random(0)
+    instructions = random_tokens(rng, INSTRUCTION_TOKENS)
+    documents = {
+        chr(ord("A") + number): instructions + random_tokens(rng, rng.randint(*DOCUMENT_TOKENS))
+        for number in range(NUM_DOCUMENTS)
+    }
+    names = list(documents) * (NUM_QUESTIONS // NUM_DOCUMENTS)
+    rng.shuffle(names)
+    return [
+        Question(name, documents[name] + random_tokens(rng, rng.randint(*QUESTION_TOKENS)))
+        for name in names
+    ]
+
+
+def serve(
+    model: Path, questions: Sequence[Question], options: Mapping[str, Any] | None
+) -> list[Answer]:
+    """Answer the questions, one after the other, on a new engine.
+
+    Args:
+        options: Of the connector, besides `HOST_TIER`; None for no connector.
+    """
+    engine: dict[str, Any] = {}
+    if options is not None:
+        extra_config = {**HOST_TIER, **options}
+        engine["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra_config}
+    llm = start_engine(
+        model,
+        max_model_len=BLOCK_TOKENS * DEVICE_BLOCKS,
+        num_gpu_blocks_override=DEVICE_BLOCKS,
+        enable_prefix_caching=True,
+        **engine,
+    )
+    ask(llm, "warm-up", [random_tokens(random.Random(1), 1000)])
+    observer = SpanObserver(llm.llm_engine.engine_core.engine_core.scheduler)
+    answers = [answer(llm, observer, question) for question in questions]
+    llm.llm_engine.engine_core.shutdown()
+    return answers
+
+
+def answer(llm: Any, observer: SpanObserver, question: Question) -> Answer:
+    """Ask one question; what was observed has to add up to what vLLM itself has counted."""
+    observer.take()
+    asked = ask(llm, question.document, [question.prompt])
+    spans = observer.take()
+    signs = spans.signs(len(question.prompt))
+    num_hits = len(signs) - signs.count(COMPUTED)
+    if num_hits != asked.hit_tokens:
+        raise SystemExit(f"Observed {num_hits} tokens that were hit, vLLM has {asked.hit_tokens}.")
+    return Answer(question, asked, signs, sum(end - first for first, end in spans.holes))
+
+
+def print_pictures(answers: Sequence[Answer]) -> None:
+    print(f"\n{PICTURED}; a sign is {TOKENS_PER_SIGN} tokens:")
+    print(f"{ON_DEVICE} cached on the device   {LOADED} loaded from host memory   ", end="")
+    print(f"{COMPUTED} computed\n")
+    for number, each in enumerate(answers, 1):
+        print(f"request {number:>2}, document {each.question.document}  {each.picture}")
+
+
+def print_table(answers: Mapping[str, Sequence[Answer]]) -> None:
+    """Print one row per run: where the tokens of all prompts came from."""
+    rows = [
+        ("", "prompt", "on the", "from host", "", "of these", "", "identical"),
+        ("", "tokens", "device", "memory", "computed", "in holes", "seconds", "outputs"),
+    ]
+    for name, of_run in answers.items():
+        signs = "".join(each.signs for each in of_run)
+        counts = (len(signs), *map(signs.count, (ON_DEVICE, LOADED, COMPUTED)))
+        hole_tokens = sum(each.hole_tokens for each in of_run)
+        seconds = sum(each.round.seconds for each in of_run)
+        is_same = "yes" if has_same_outputs(of_run, answers[REFERENCE]) else "NO"
+        numbers = [f"{count:,}" for count in (*counts, hole_tokens)]
+        rows.append((name, *numbers, f"{seconds:.2f}", is_same))
+    print_aligned(rows)
+
+
+def has_same_outputs(answers: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    return all(
+        mine.round.is_equal(theirs.round) for mine, theirs in zip(answers, expected, strict=True)
+    )
+
+
+def main() -> None:
+    os.environ.update(ENGINE_ENVIRON)
+    questions = write_questions()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), num_window_layers=0)
+        answers = {name: serve(Path(folder), questions, run) for name, run in RUNS.items()}
+    print_pictures(answers[PICTURED])
+    print(f"\n{NUM_QUESTIONS} questions about {NUM_DOCUMENTS} documents:")
+    print_table(answers)
+    if not all(has_same_outputs(of_run, answers[REFERENCE]) for of_run in answers.values()):
+        raise SystemExit("Some outputs differ from those without a connector.")
+    print("\nAll outputs are identical to those without a connector.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers are told of a load: which stored rows go to which pages. Knows no tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from vllm_ascend_kvext.connector.host_layout import HostLayout
+from vllm_ascend_kvext.connector.messages import HoleTails, LoadJob
+from vllm_ascend_kvext.holes.window_blocks import WindowTable
+from vllm_ascend_kvext.layout.row_map import StoredChunk
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.store.entries import Kind
+from vllm_ascend_kvext.store.lookup import Hit
+
+
+class LoadJobs:
+    """Plans the loads of one engine.
+
+    Args:
+        layout: Of the pages.
+        num_groups: KV cache groups of the engine.
+    """
+
+    def __init__(self, layout: HostLayout, num_groups: int) -> None:
+        self._layout = layout
+        self._num_groups = num_groups
+
+    def plan(
+        self,
+        request_id: str,
+        hit: Hit,
+        block_ids: tuple[list[int], ...],
+        hole_tables: Sequence[Mapping[int, WindowTable]],
+        can_lack: bool,
+    ) -> LoadJob:
+        """The job of one request.
+
+        Args:
+            request_id: Whose pages are filled.
+            hit: What is loaded.
+            block_ids: By KV cache group, from the request's first token on.
+            hole_tables: By hole, and by KV cache group with windows. With none, a load that needs
+                some fails.
+            can_lack: Whether rows that cannot be loaded may be left out, and reported.
+        """
+        stored, stored_tokens = self._stored(hit)
+        tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
+        return LoadJob(
+            request_id,
+            tokens,
+            stored,
+            self._parts(tokens, block_ids),
+            tuple(TokenRange(first, end) for first, end in hit.holes),
+            tuple(self._hole_tails(hit, hole_tables)),
+            stored_tokens if can_lack else (),
+        )
+
+    def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:
+        """What is read, and, but for tails, of which tokens.
+
+        Rows that a later entry has, too, are those of another prefix in the earlier one::
+
+            found by the key at 8      rows 0 ── 8 ── 16    of another request
+            found by the key at 24          rows 8 ──────── 24
+
+        Rows of holes are left out: they are being computed, and perhaps read.
+        """
+        stored = []
+        tokens = []
+        for entry, following in itertools.zip_longest(hit.entries, hit.entries[1:]):
+            if entry.piece.kind is Kind.TAILS:
+                stored.append(StoredChunk(entry.row_map, entry.offset_bytes))
+                continue
+            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
+            if following is not None and following.piece.kind is Kind.ROWS:
+                end_tokens = min(end_tokens, following.piece.first_tokens)
+            for run in _between(hit.holes, first_tokens, end_tokens):
+                # The first and the last of them may reach beyond the load.
+                first, end = max(run[0], hit.after_tokens), min(run[1], hit.boundary_tokens)
+                if first >= end:
+                    continue
+                row_map = entry.row_map
+                if run != entry.piece[1:]:
+                    row_map = self._layout.rows_within(row_map, *run)
+                stored.append(StoredChunk(row_map, entry.offset_bytes))
+                tokens.append(TokenRange(first, end))
+        return tuple(stored), tuple(tokens)
+
+    def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:
+        parts = []
+        for group, ids in enumerate(block_ids):
+            tokens_per_page = self._layout.tokens_per_page.get(group)
+            first_page = tokens.first // tokens_per_page if tokens_per_page else len(ids)
+            parts.append(TablePart(first_page, tuple(ids[first_page:])))
+        return tuple(parts)
+
+    def _hole_tails(
+        self, hit: Hit, tables: Sequence[Mapping[int, WindowTable]]
+    ) -> Iterator[HoleTails]:
+        """What the holes of a request need besides rows."""
+        for number, tails in enumerate(hit.hole_tails):
+            if tails is None:
+                continue
+            parts = [TablePart(0, ())] * self._num_groups
+            for group, table in tables[number].items() if tables else ():
+                parts[group] = TablePart(table.first_page, table.block_ids)
+            stored = StoredChunk(tails.row_map, tails.offset_bytes)
+            yield HoleTails(tails.piece.end_tokens, stored, tuple(parts), self._layout.tail_groups)
+
+
+def _between(
+    holes: Sequence[tuple[int, int]], first_tokens: int, end_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """What is left of a range without the holes, which are ascending."""
+    for first, end in holes:
+        if end <= first_tokens:
+            continue
+        if first_tokens < min(first, end_tokens):
+            yield first_tokens, min(first, end_tokens)
+        first_tokens = max(first_tokens, end)
+    if first_tokens < end_tokens:
+        yield first_tokens, end_tokens

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in which holes of models with windows are computed.
+
+A request that is parked has the blocks of its windows only before the place where it goes on. What
+a hole reads and writes of windows lies in blocks of its own, which are nobody else's and are not
+cached. They begin with what is loaded, the tails at the hole's first token, and move on with the
+rows that compute it::
+
+    tokens           ........[ tails ][ hole ......................]........[ tails ]
+    begin            null     T  T                                            R  R
+    first row        null     T  T    n  n  n                                 R  R
+    second row       null               n  n  n  n                            R  R
+
+``T`` is loaded, ``n`` is new, ``R`` is the request's. What a row leaves is freed before the next
+step is planned, as upstream frees what leaves a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_ascend_kvext.holes.span_plan import Run
+
+_NULL_ID = 0
+
+
+class Blocks(Protocol):
+    """Where blocks come from, and go to."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    def allocate(self, num_blocks: int) -> Sequence[Any]: ...
+
+    def release(self, blocks: Sequence[Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class WindowTable:
+    """Part of a block table.
+
+    Attributes:
+        first_page: Pages before this part are null.
+        blocks: From there on.
+    """
+
+    first_page: int
+    blocks: list[Any] = field(default_factory=list)
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + len(self.blocks)
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple([block.block_id for block in self.blocks])
+
+    @property
+    def all_block_ids(self) -> list[int]:
+        """From the request's first page on."""
+        return [_NULL_ID] * self.first_page + [block.block_id for block in self.blocks]
+
+
+_Tables = dict[int, WindowTable]
+"""Of one hole, by KV cache group."""
+
+
+class WindowBlocks:
+    """Of all requests with holes of one engine.
+
+    Args:
+        blocks: Of the pool.
+        window_pages: Of a boundary: first and end page that going on there reads, by KV cache
+            group with windows.
+        tokens_per_page: By KV cache group.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        window_pages: Callable[[int], Mapping[int, tuple[int, int]]],
+        tokens_per_page: Mapping[int, int],
+    ) -> None:
+        self._blocks = blocks
+        self._window_pages = window_pages
+        self._tokens_per_page = tokens_per_page
+        self._holes: dict[str, list[_Tables]] = {}
+        self._leaving: list[Any] = []
+
+    def __len__(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._holes)
+
+    def num_blocks(self, first_tokens: int, end_tokens: int) -> int:
+        """Blocks that a row needs, the windows before its first token included."""
+        return sum(
+            -(-end_tokens // self._tokens_per_page[group]) - first
+            for group, (first, _) in self._window_pages(first_tokens).items()
+        )
+
+    def begin(self, request_id: str, first_tokens: Iterable[int]) -> list[_Tables] | None:
+        """Take blocks for the tails at which the holes of a request begin.
+
+        Returns:
+            By hole, tables of those blocks; None, and nothing is taken, if there are too few.
+        """
+        of_holes = [self._window_pages(tokens) for tokens in first_tokens]
+        num_blocks = sum(end - first for pages in of_holes for first, end in pages.values())
+        if num_blocks > self._blocks.num_free:
+            return None
+        new = iter(self._blocks.allocate(num_blocks))
+        self._holes[request_id] = [
+            {
+                group: WindowTable(first, [next(new) for _ in range(first, end)])
+                for group, (first, end) in pages.items()
+            }
+            for pages in of_holes
+        ]
+        return self._holes[request_id]
+
+    def extend(self, request_id: str, run: Run) -> _Tables | None:
+        """Take blocks for a row of a request's first hole.
+
+        Returns:
+            The hole's tables up to the row's end; None, and nothing is taken, if there are too few.
+        """
+        tables = self._holes[request_id][0]
+        missing = {
+            group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
+            for group, table in tables.items()
+        }
+        num_blocks = sum(missing.values())
+        if num_blocks > self._blocks.num_free:
+            return None
+        new = iter(self._blocks.allocate(num_blocks))
+        for group, table in tables.items():
+            table.blocks += [next(new) for _ in range(missing[group])]
+        return tables
+
+    def leave(self, request_id: str, end_tokens: int, is_end_of_hole: bool) -> None:
+        """A row up to there is in the step that is being planned: what it leaves goes after it."""
+        tables = self._holes[request_id][0]
+        if is_end_of_hole:
+            for table in tables.values():
+                self._leaving += table.blocks
+            del self._holes[request_id][0]
+            return
+        for group, (first_page, _) in self._window_pages(end_tokens).items():
+            table = tables[group]
+            num_blocks = first_page - table.first_page
+            self._leaving += table.blocks[:num_blocks]
+            del table.blocks[:num_blocks]
+            table.first_page = first_page
+
+    def end_step(self) -> None:
+        """The latest step has been handed to the workers: what it left can be used by the next."""
+        leaving, self._leaving = self._leaving, []
+        self._blocks.release(leaving)
+
+    def drop(self, request_id: str) -> None:
+        """A request has no holes any more, and no load fills its blocks."""
+        for tables in self._holes.pop(request_id, ()):
+            for table in tables.values():
+                self._blocks.release(table.blocks)
