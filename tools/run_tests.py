@@ -28,6 +28,9 @@ REPORTS = ROOT / "out" / "tests"
 
 TESTS = ROOT / "tests"
 
+MOST_SUITE_S = 2400
+"""A suite that takes longer hangs outside its tests, where pytest-timeout does not look."""
+
 LONG_FILES = {
     "unit": ("retention",),
     "ops": ("test_fuzz.py", "test_validation.py"),
@@ -179,18 +182,26 @@ def run(suite: Suite) -> Result:
     # Two releases of vLLM that share a cache overwrite what the other one has found out about a
     # model, and every engine that starts finds it out again.
     cache = {"VLLM_CACHE_ROOT": str(ROOT / "out" / "cache" / suite.environment)}
-    finished = subprocess.run(
-        command,
-        cwd=REPORTS,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **cache, **suite.variables},
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    print(f"\n=== {suite.name}\n{finished.stdout}", flush=True)
-    return read_report(report, finished.returncode, time.monotonic() - started_s)
+    # Into a file: a child that outlives the suite would keep a pipe open.
+    log = report.with_suffix(".txt")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPORTS,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **cache, **suite.variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.wait(MOST_SUITE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            output.write(f"\nKilled after {MOST_SUITE_S} s.\n")
+    duration_s = time.monotonic() - started_s
+    text = log.read_text(errors="replace")
+    print(f"\n=== {suite.name}: {duration_s:.0f} s\n{text}", flush=True)
+    return read_report(report, process.returncode, duration_s)
 
 
 def read_report(report: Path, exit_code: int, duration_s: float) -> Result:
