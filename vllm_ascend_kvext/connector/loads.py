@@ -229,7 +229,7 @@ class Loads:
         if self._waits_for_other(request_id, hit):
             return None
         if self._can_split(request, hit):
-            hit = self._from_both_ends(request_id, hit)
+            hit = self._from_both_ends(request, hit)
             if hit.num_tokens <= 0:
                 return 0
         elif self._is_too_dear(request_id, hit):
@@ -278,18 +278,22 @@ class Loads:
             and not self._under_way
         )
 
-    def _from_both_ends(self, request_id: str, hit: Hit) -> Hit:
+    def _from_both_ends(self, request: Request, hit: Hit) -> Hit:
         """The hit with that beginning left out; an empty one if computing all of it is fastest."""
         assert self._cost is not None
         split = best_split(hit, self._cost)
         if split is None or split.tokens == hit.after_tokens:
             return hit
         if split.tokens == hit.boundary_tokens:
-            self._count_too_dear(request_id)
+            self._count_too_dear(request.request_id)
             return replace(
                 hit, boundary_tokens=hit.after_tokens, entries=(), holes=(), hole_tails=()
             )
-        return split_hit(hit, split.tokens)
+        from_both_ends = split_hit(hit, split.tokens)
+        # The windows of the beginning take blocks that the load alone does not.
+        if self._room_for(request, from_both_ends) is Room.NEVER:
+            return hit
+        return from_both_ends
 
     def _holes_need_more_blocks(self, request: Request, hit: Hit) -> bool:
         """Whether there are too few free blocks for the request and the windows of its holes.

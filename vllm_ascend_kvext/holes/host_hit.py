@@ -53,6 +53,7 @@ def beyond_holes(tier: HostTier, hit: Hit, num_tokens: int, least_run_tokens: in
         entries=(*rows, tails[boundary_tokens]) if geometry.needs_tails else rows,
         holes=tuple((hole.first_tokens, hole.end_tokens) for hole in holes),
         hole_tails=tuple(tails.get(hole.first_tokens) for hole in holes),
+        gap_tokens=hit.boundary_tokens,
     )
 
 

@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from vllm_ascend_kvext.errors import FingerprintError
 
@@ -66,6 +66,21 @@ def fingerprint_live(function: object) -> str:
         )
     # Names lie under functools.wraps, the code object does not.
     code = function.__code__
+    _, known = _known.get(id(code), (code, None))
+    if known is None:
+        known = _fingerprint_code(code)
+        _known[id(code)] = code, known
+    return known
+
+
+_known: dict[int, tuple[CodeType, str]] = {}
+"""Fingerprints by the identity of a code object, which stays its own as long as it is held here.
+
+Equal code objects can come from sources that mean different things.
+"""
+
+
+def _fingerprint_code(code: CodeType) -> str:
     for _, definition in _definitions(Path(code.co_filename)):
         if definition.name == code.co_name and _first_line(definition) == code.co_firstlineno:
             return _fingerprint(definition)
@@ -76,7 +91,10 @@ def fingerprint_live(function: object) -> str:
 
 
 def forget_sources() -> None:
-    """Release the parsed files; the syntax trees of a few modules take tens of megabytes."""
+    """Release the parsed files; the syntax trees of a few modules take tens of megabytes.
+
+    The fingerprints that were taken from them stay.
+    """
     _definitions.cache_clear()
 
 

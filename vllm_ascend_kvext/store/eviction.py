@@ -9,6 +9,8 @@ The order, what gives way first first:
    share of the tier; beyond it, the least recently used of them count as never loaded. Without the
    share, what was of use long ago would fill the tier for good (the segmented LRU of R. Karedla,
    J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", 1994).
+   What was loaded behind a hole does not get it: it saves less than a prefix that is whole, and
+   would push such prefixes out.
 
 Within a rank, a rule decides. With `worth.LatestUse`, the least recently used goes first; of one
 use, the end of the prefix goes before its beginning, which more prompts share. With `reuse.Reuse`,

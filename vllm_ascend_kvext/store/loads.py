@@ -28,8 +28,10 @@ class Load:
 
     Attributes:
         entries: Rows in ascending order, then the tails.
+        hits: Those of them whose load makes them give way last.
         has_ended: Whether ``HostTier.end_load`` was called.
     """
 
     entries: tuple[Entry, ...]
+    hits: frozenset[Entry]
     has_ended: bool = False

@@ -55,6 +55,8 @@ class Hit:
         shortfall: Why it is not more; None if there is no later boundary within the limit.
         holes: First and end token of what is computed before the boundary, ascending.
         hole_tails: To load for each hole: the tails at its first token; None where it needs none.
+        gap_tokens: Where it would end if nothing behind what is missing were loaded; None if
+            nothing is missing.
     """
 
     prefix: Prefix
@@ -64,6 +66,7 @@ class Hit:
     shortfall: Shortfall | None
     holes: tuple[tuple[int, int], ...] = ()
     hole_tails: tuple[Entry | None, ...] = ()
+    gap_tokens: int | None = None
 
     @property
     def all_entries(self) -> tuple[Entry, ...]:
@@ -75,6 +78,19 @@ class Hit:
     def num_tokens(self) -> int:
         """Tokens from the device's to the boundary."""
         return self.boundary_tokens - self.after_tokens
+
+    @property
+    def prefix_entries(self) -> tuple[Entry, ...]:
+        """What would be read if nothing behind what is missing were loaded."""
+        gap_tokens = self.gap_tokens
+        if gap_tokens is None:
+            return self.all_entries
+        # Rows may go on behind it; tails at it begin and end there.
+        return tuple(
+            entry
+            for entry in self.all_entries
+            if entry.piece.first_tokens < gap_tokens or entry.piece.end_tokens == gap_tokens
+        )
 
     @property
     def hole_tokens(self) -> int:

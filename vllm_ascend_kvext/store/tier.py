@@ -158,7 +158,7 @@ class HostTier:
         for entry in entries:
             entry.num_pins += 1
             entry.use = max(entry.use, use)
-        return Load(entries)
+        return Load(entries, frozenset(hit.prefix_entries))
 
     def end_load(
         self,
@@ -189,7 +189,8 @@ class HostTier:
             if outcome is LoadOutcome.LOADED and not has_failed:
                 self.counters.hit_entries[entry.piece.kind] += 1
                 self.counters.hit_bytes[entry.piece.kind] += entry.num_bytes
-                self._order.note_hit(entry)
+                if entry in load.hits:
+                    self._order.note_hit(entry)
             if entry.state is EntryState.LEAVING:
                 self._release_if_idle(entry)
             elif has_failed:

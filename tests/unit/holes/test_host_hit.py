@@ -49,6 +49,27 @@ def test_hole_at_the_beginning_begins_where_the_device_ends() -> None:
     assert places(hit) == [(12, 24), (36, 48)]
 
 
+def test_what_is_loaded_behind_a_hole_gets_no_protected_rank() -> None:
+    tier = tier_with((0, 12), (24, 36))
+    load = tier.begin_load(hit_of(tier), tier.next_use())
+    assert load is not None
+    tier.end_load(load)
+    assert [entry.is_hit for entry in load.entries] == [True, False]
+    tier.load(PROMPT[:24])
+    tier.store(PROMPT, Piece.rows(12, 24))
+    tier.load(PROMPT)
+    assert [entry.is_hit for entry in load.entries] == [True, True]
+
+
+def test_tails_that_holes_need_get_no_protected_rank() -> None:
+    tier = tier_with((0, 12), (24, 36), tails=(6, 12, 36))
+    load = tier.begin_load(hit_of(tier), tier.next_use())
+    assert load is not None
+    tier.end_load(load)
+    places = [(*entry.piece[1:], entry.is_hit) for entry in load.entries]
+    assert places == [(0, 12, True), (24, 36, False), (36, 36, False), (12, 12, True)]
+
+
 def test_rows_that_the_device_has_are_no_hole() -> None:
     hit = hit_of(tier_with((24, 36)), after_tokens=24)
     assert (hit.boundary_tokens, hit.holes, places(hit)) == (36, (), [(24, 36)])

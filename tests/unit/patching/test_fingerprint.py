@@ -195,6 +195,37 @@ def test_the_last_definition_of_a_name_is_the_one_that_stays(
     assert fingerprint_of(twice) == fingerprint_of("def function(): return 2\n")
 
 
+def define(path: Path, source: str) -> object:
+    """The function of a new file."""
+    path.write_text(source)
+    forget_sources()
+    defined: dict[str, object] = {}
+    exec(compile(source, str(path), "exec"), defined)
+    return defined["function"]
+
+
+def test_the_source_of_a_function_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "read_once.py"
+    function = define(path, "def function():\n    return 1\n")
+    found = fingerprint_live(function)
+    forget_sources()
+    path.unlink()
+    assert fingerprint_live(function) == found
+
+
+def test_functions_with_equal_code_keep_their_own_fingerprints(tmp_path: Path) -> None:
+    """The annotation of a variable is no part of the code."""
+    path = tmp_path / "equal_code.py"
+    functions, found = [], []
+    for annotation in ("int", "str"):
+        source = f"def function():\n    x: {annotation} = 1\n    return x\n"
+        functions.append(define(path, source))
+        found.append(fingerprint_live(functions[-1]))
+    assert functions[0].__code__ == functions[1].__code__  # type: ignore[attr-defined]
+    assert found[0] != found[1]
+    assert [fingerprint_live(function) for function in functions] == found
+
+
 def test_fingerprints_are_those_that_the_store_was_made_with(sample_root: Path) -> None:
     found = tuple(fingerprint_source(sample_root, name) for name in SAMPLE_NAMES)
     assert found == SAMPLE_FINGERPRINTS
