@@ -21,7 +21,16 @@ TAIL_BLOCKS = -(-(WINDOW_TOKENS - 1) // BLOCK_TOKENS)
 UNTOUCHED = ("first turn", "sent again", "second turn", "edited", "storm", "after the storm")
 
 
-@pytest.fixture(params=SETTINGS)
+ON_EVERY_VERSION = ("stock", "interval 0")
+"""The others start two more engines, and say nothing about the version that these do not."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in ON_EVERY_VERSION else pytest.mark.main_version)
+        for name in SETTINGS
+    ]
+)
 def setting(request, serve) -> Served:
     return serve(SETTINGS[request.param])
 
@@ -72,6 +81,7 @@ def test_interval_0_keeps_no_branch_of_a_first_prompt(latest_only, dense):
     assert latest_only.hit_tokens("first turn") == [0, 0, 0, 0]
 
 
+@pytest.mark.main_version
 def test_checkpoints_let_a_first_prompt_branch(checkpoints):
     reused = 320 // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
     assert checkpoints.hit_tokens("first turn") == [0, reused, reused, reused]
@@ -83,6 +93,7 @@ def test_interval_0_keeps_two_tails_where_dense_caching_keeps_all(latest_only, d
     assert min(latest_only.kept_blocks("empty cache", "window")) >= TAIL_BLOCKS
 
 
+@pytest.mark.main_version
 def test_checkpoints_keep_one_tail_more_each(checkpoints, latest_only):
     num_checkpoints = 400 // CHECKPOINT_TOKENS
     for kept, least in zip(
@@ -135,6 +146,7 @@ def test_engine_core_in_its_own_process(serve, latest_only, uncached):
         assert served.hit_tokens(label) == latest_only.hit_tokens(label)
 
 
+@pytest.mark.main_version
 def test_bad_interval_is_refused_at_start_up(tiny_model, tmp_path):
     text, fault, nearest = "17", "16", "16 and 32"  # of every kind: tests/unit/retention
     report = tmp_path / "report.json"
