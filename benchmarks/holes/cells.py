@@ -18,6 +18,7 @@ from retention.traces import Trace
 
 from holes.results import Result, Row, Variant
 from holes.traces import trace_named
+from vllm_ascend_kvext.store.eviction import EvictionOrder
 
 ENDLESS_BYTES = 1 << 50
 """Counted only; more than a trace stores."""
@@ -76,12 +77,14 @@ class Bench:
             host = HostMemory(
                 pages,
                 host_bytes,
-                self._store_policy,
+                "all" if variant is Variant.LRU else self._store_policy,
                 variant.fills_holes,
                 variant.eviction.value,
             )
         gc.collect()
         engine = Engine(self.layout, self.num_blocks, host)
+        if variant is Variant.LRU:
+            _protect_nothing(engine)
         unit_tokens = self.layout.hash_block_tokens
         outcome = Serving(engine, self.trace, unit_tokens, unit_tokens).run()
         result = Result(
@@ -99,6 +102,12 @@ class Bench:
             result.refusals = {why.value: n for why, n in tier.refused_stores.items() if n}
             result.num_leaks = side.num_references + side.num_pinned
         return result
+
+
+def _protect_nothing(engine: Engine) -> None:
+    """Let what was loaded give way as soon as what was not; no option of ours does that."""
+    tier = engine.side._parts.tier
+    tier._order = EvictionOrder(0, tier._rule)
 
 
 def _num_blocks(layout: BenchLayout, trace: Trace) -> int:

@@ -5,8 +5,9 @@
 
 Traces go through vLLM's real scheduler and the connector's scheduler side, behind a small device
 pool; a stand-in for the worker plans every transfer and moves nothing. Compared are: the device
-alone; a host tier that is read up to the first missing chunk; the same with missing chunks
-computed (``hole_reuse``); and that with the eviction rule for it. Host memory has 50, 25 or 10 % of
+alone; a host tier as others have it (all is stored, LRU, read up to the first missing chunk); ours,
+read up to there too; ours with missing chunks computed (``hole_reuse``); and that with the eviction
+rule for it. Host memory has 50, 25 or 10 % of
 what the trace leaves in an endless tier. What is stored is the default's choice (``second_touch``;
 it stores all of a request that has ended) unless --store-policy says otherwise.
 

@@ -20,7 +20,7 @@ from holes.traces import TRACES, trace_named  # noqa: E402
 def a_row(trace: str = "chat", holes: int = 800, reuse: int = 500, num_leaks: int = 0) -> Row:
     row = Row("full", trace, 0.5, 0.25, 100, 1 << 30)
     row.endless = Result(100_000, 10**9, 0)
-    counts = (900, 800, holes, reuse)
+    counts = (900, 750, 800, holes, reuse)
     for variant, count in zip(Variant, counts, strict=True):
         row.results[variant] = Result(
             1000 * count, count * 10**8, 0, stored_bytes=2 << 30, num_leaks=num_leaks
@@ -31,10 +31,10 @@ def a_row(trace: str = "chat", holes: int = 800, reuse: int = 500, num_leaks: in
 def test_a_line_says_what_was_measured() -> None:
     words = results.line(a_row()).split()
     assert words[:4] == ["full", "chat", "25%", "|"]
-    # Thousands of tokens: endless, device, prefix, holes, reuse; prefix by reuse.
-    assert words[4:11] == ["100", "900", "800", "800", "500", "1.60", "|"]
-    assert words[11:16] == ["80.0", "80.0", "50.0", "1.60", "|"]
-    assert words[16:] == ["2.0", "2.0", "2.0"]
+    # Thousands of tokens: endless, device, lru, prefix, holes, reuse; lru by reuse.
+    assert words[4:12] == ["100", "900", "750", "800", "800", "500", "1.50", "|"]
+    assert words[12:18] == ["75.0", "80.0", "80.0", "50.0", "1.50", "|"]
+    assert words[18:] == ["2.0", "2.0", "2.0", "2.0"]
 
 
 def test_rows_are_summed_by_share() -> None:
@@ -49,10 +49,10 @@ def test_targets_that_are_missed_are_named() -> None:
     lines = list(results.verdicts([a_row(), a_row("agent", holes=801, num_leaks=1)]))
     assert lines[0].endswith("in 1 of 2 rows: agent at 25%")
     assert lines[1].endswith("in 0 of 2 rows: none")
-    assert "1.60 times fewer" in lines[2]
-    assert lines[2].endswith("is met")
-    assert lines[3].endswith(": 4")
-    assert list(results.verdicts([a_row(reuse=600)]))[2].endswith("is missed")
+    assert "1.50 times fewer tokens than lru" in lines[2]
+    assert lines[2].endswith("is met; than prefix, 1.60 times")
+    assert lines[3].endswith(": 5")
+    assert "is missed" in list(results.verdicts([a_row(reuse=600)]))[2]
 
 
 def test_a_row_can_be_written_as_json() -> None:
@@ -78,13 +78,14 @@ def test_holes_are_computed_in_a_small_cell_and_nothing_else_is() -> None:
     with installed("dense"):
         alone = bench.serve(Variant.ALONE, 0)
         endless = bench.serve(Variant.PREFIX, ENDLESS_BYTES)
-        prefix, holes, reuse = (
+        lru, prefix, holes, reuse = (
             bench.serve(variant, endless.held_bytes // 2)
-            for variant in (Variant.PREFIX, Variant.HOLES, Variant.REUSE)
+            for variant in (Variant.LRU, Variant.PREFIX, Variant.HOLES, Variant.REUSE)
         )
+    assert lru.stored_bytes > prefix.stored_bytes
     assert prefix.hole_tokens == 0 < holes.hole_tokens
     assert holes.computed_tokens < prefix.computed_tokens
-    for result in (prefix, holes, reuse):
+    for result in (lru, prefix, holes, reuse):
         assert endless.computed_tokens < result.computed_tokens < alone.computed_tokens
         assert result.hole_tokens < result.computed_tokens
         assert not result.num_leaks
