@@ -66,16 +66,19 @@ def _splits(hit: Hit, cost: Cost) -> Iterator[Split]:
     """From loading all to computing all."""
     rows = [entry for entry in hit.entries if entry.piece.kind is Kind.ROWS]
     num_bytes = sum(entry.num_bytes for entry in hit.all_entries)
-    holes = list(hit.holes)
+    hole_number = 0  # of the first that lies behind the split
+    later_tokens = hit.hole_tokens
     tokens = hit.after_tokens
     for number in range(len(rows)):
         if number:
             num_bytes -= rows[number - 1].num_bytes
             tokens = max(tokens, rows[number].piece.first_tokens)
-        while holes and holes[0][0] <= tokens:
-            tokens = max(tokens, holes.pop(0)[1])
+        while hole_number < len(hit.holes) and hit.holes[hole_number][0] <= tokens:
+            first_tokens, end_tokens = hit.holes[hole_number]
+            tokens = max(tokens, end_tokens)
+            later_tokens -= end_tokens - first_tokens
+            hole_number += 1
         beside_s = max(_compute_s(cost, tokens - hit.after_tokens), cost.load_s(num_bytes))
-        later_tokens = sum(end - first for first, end in holes)
         yield Split(tokens, beside_s + _compute_s(cost, later_tokens))
     yield Split(hit.boundary_tokens, _compute_s(cost, hit.num_tokens))
 
