@@ -19,6 +19,7 @@ from retention.traces import Trace
 from holes.results import Result, Row, Variant
 from holes.traces import trace_named
 from vllm_ascend_kvext.store.eviction import EvictionOrder
+from vllm_ascend_kvext.store.protected_share import ProtectedShare
 
 ENDLESS_BYTES = 1 << 50
 """Counted only; more than a trace stores."""
@@ -107,7 +108,8 @@ class Bench:
 def _protect_nothing(engine: Engine) -> None:
     """Let what was loaded give way as soon as what was not; no option of ours does that."""
     tier = engine.side._parts.tier
-    tier._order = EvictionOrder(0, tier._rule)
+    share = ProtectedShare(0, 0)
+    tier._order = EvictionOrder(share, tier._rule)
 
 
 def _num_blocks(layout: BenchLayout, trace: Trace) -> int:

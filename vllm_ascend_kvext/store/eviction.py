@@ -9,6 +9,7 @@ The order, what gives way first first:
    share of the tier; beyond it, the least recently used of them count as never loaded. Without the
    share, what was of use long ago would fill the tier for good (the segmented LRU of R. Karedla,
    J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", 1994).
+   How large it is, is learned: see ``protected_share``.
    What was loaded behind a hole does not get it: it saves less than a prefix that is whole, and
    would push such prefixes out.
 
@@ -43,6 +44,7 @@ from typing import NamedTuple
 
 from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Worth
+from vllm_ascend_kvext.store.protected_share import ProtectedShare
 from vllm_ascend_kvext.store.worth import WorthRule
 from vllm_ascend_kvext.store.worth_queue import WorthQueue
 
@@ -74,14 +76,14 @@ class EvictionOrder:
     """The entries that may have to go.
 
     Args:
-        protected_bytes: What entries that were loaded may take together and keep their rank.
+        share: What entries that were loaded may take together and keep their rank.
         rule: What an entry is worth.
     """
 
-    __slots__ = ("_protected_bytes", "_version", "hit_bytes", "queue", "rule")
+    __slots__ = ("_version", "hit_bytes", "queue", "rule", "share")
 
-    def __init__(self, protected_bytes: int, rule: WorthRule) -> None:
-        self._protected_bytes = protected_bytes
+    def __init__(self, share: ProtectedShare, rule: WorthRule) -> None:
+        self.share = share
         self.rule = rule
         self.queue = WorthQueue(rule.worth_of)
         self._version = rule.version
@@ -96,6 +98,7 @@ class EvictionOrder:
         """An entry has been loaded."""
         if entry.state is not EntryState.STORED:
             return
+        entry.was_hit = True
         if not entry.is_hit:
             entry.is_hit = True
             entry.num_spared = 0
@@ -103,7 +106,7 @@ class EvictionOrder:
 
     def shrink_hits(self) -> None:
         """See to it that entries of the highest rank take no more than their share."""
-        while self.hit_bytes > self._protected_bytes:
+        while self.hit_bytes > self.share.num_bytes:
             entry = self.queue.first(is_hit=True)
             if entry is None:
                 break  # the others are being loaded, and come here when that ends

@@ -31,6 +31,7 @@ from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
 from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces, present_tokens
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
+from vllm_ascend_kvext.store.protected_share import ProtectedShare
 from vllm_ascend_kvext.store.reuse import Reuse
 from vllm_ascend_kvext.store.runs import StoredRun, find_all_tails, find_runs
 from vllm_ascend_kvext.store.worth import EvictionRule, LatestUse, WorthRule
@@ -54,7 +55,7 @@ class HostTier:
         capacity_bytes: Size of the buffer.
         geometry: Where prefixes are cut, and what a resume needs.
         protected_share: Of the capacity: what entries that were loaded may take and still give way
-            last. From 0 to 1.
+            last, to begin with; see that module. From 0 to 1.
         remembered_keys: Of how many keys of each kind it is known that they were evicted or failed.
         on_removed: Told of every entry that was stored and is not there any more.
         eviction: What gives way first.
@@ -91,7 +92,8 @@ class HostTier:
             self._rule = Reuse(self._index, geometry, self.capacity_bytes, remembered_keys)
         else:
             self._rule = LatestUse(self._index, geometry)
-        self._order = EvictionOrder(int(self.capacity_bytes * protected_share), self._rule)
+        share = ProtectedShare(self.capacity_bytes, protected_share)
+        self._order = EvictionOrder(share, self._rule)
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
         self._entries: dict[int, Entry] = {}
         self._on_removed = on_removed
@@ -278,6 +280,8 @@ class HostTier:
             self._num_entries, piece, keys, _NOWHERE, self._arena.place_bytes(num_bytes), use
         )
         self._rule.note_wanted(entry, prefix)
+        self._order.share.note_wanted(entry)
+        self._order.shrink_hits()
         refusal = self._make_room(prefix, entry)
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
@@ -338,6 +342,7 @@ class HostTier:
         for lost in self._lost.values():
             lost.clear()
         self._rule.clear()
+        self._order.share.forget_evicted()
 
     def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
         stored = self._index.stored(piece.kind, key)
@@ -360,6 +365,7 @@ class HostTier:
         for spared in choice.spared:
             spared.num_spared += 1
         for victim in choice.victims:
+            self._order.share.note_evicted(victim)
             self._remove(victim, Removal.EVICTED)
         return None
 
