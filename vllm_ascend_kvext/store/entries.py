@@ -82,7 +82,8 @@ class Entry:
         is_being_written: Whether its store has not ended, wanted or not.
         num_pins: Loads in progress.
         is_hit: Whether it has been loaded, and not lost that rank since.
-        was_hit: Whether it has been loaded since it was stored.
+        was_loaded: Whether it has been loaded since it was stored.
+        was_hit: Whether the latest load was one that gives that rank.
         saved_tokens: That need not be computed while it is there; see the module of that name.
         chunk_key: By which its chunk is known to ``reuse``.
         row_map: What the store reported: opaque here.
@@ -101,6 +102,7 @@ class Entry:
     is_being_written: bool = True
     num_pins: int = 0
     is_hit: bool = False
+    was_loaded: bool = False
     was_hit: bool = False
     saved_tokens: int = 0
     chunk_key: bytes = b""

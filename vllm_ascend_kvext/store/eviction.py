@@ -98,7 +98,6 @@ class EvictionOrder:
         """An entry has been loaded."""
         if entry.state is not EntryState.STORED:
             return
-        entry.was_hit = True
         if not entry.is_hit:
             entry.is_hit = True
             entry.num_spared = 0

@@ -12,6 +12,8 @@ evicted if its part of the tier had been a little larger::
     evicted, never loaded, stored again      less for what was loaded
     evicted, loaded before, stored again     more for it
 
+What was last loaded behind a hole belongs to neither part, and says nothing.
+
 Both memories are small, and of one size: they measure what a little more room would bring to either
 part (A. Cidon, A. Eisenman, M. Alizadeh and S. Katti, "Cliffhanger: Scaling Performance Cliffs in
 Web Memory Caches", NSDI 2016). With memories as large as the tier, as in ARC, requests for what no
@@ -55,7 +57,10 @@ class ProtectedShare:
 
     def note_evicted(self, entry: Entry) -> None:
         """An entry has given way."""
-        (self._loaded if entry.was_hit else self._never_loaded).put(entry)
+        if entry.was_hit:
+            self._loaded.put(entry)
+        elif not entry.was_loaded:
+            self._never_loaded.put(entry)
 
     def note_wanted(self, entry: Entry) -> None:
         """An entry is going to be stored, perhaps again."""

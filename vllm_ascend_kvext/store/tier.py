@@ -191,7 +191,9 @@ class HostTier:
             if outcome is LoadOutcome.LOADED and not has_failed:
                 self.counters.hit_entries[entry.piece.kind] += 1
                 self.counters.hit_bytes[entry.piece.kind] += entry.num_bytes
-                if entry in load.hits:
+                entry.was_loaded = True
+                entry.was_hit = entry in load.hits
+                if entry.was_hit:
                     self._order.note_hit(entry)
             if entry.state is EntryState.LEAVING:
                 self._release_if_idle(entry)

@@ -69,6 +69,15 @@ def test_what_loses_its_room_gives_way_at_once() -> None:
     assert [entry.is_hit for entry in entries[:2]] == [False, True]
 
 
+def test_what_was_loaded_behind_holes_says_nothing() -> None:
+    share = ProtectedShare(1000, 0.5, remembered_share=0.5)
+    entry = Entry(0, Piece.rows(0, CHUNK_TOKENS), (b"key",), 0, 100, 0)
+    entry.was_loaded = True
+    share.note_evicted(entry)
+    share.note_wanted(entry)
+    assert share.num_bytes == 500
+
+
 def test_an_emptied_tier_has_evicted_nothing() -> None:
     tier = small_tier()
     store(tier, *range(NUM_PLACES + 2))
@@ -92,7 +101,7 @@ def test_agrees_with_lists(history: list[Step], share: float, remembered_share: 
     for number, is_evicted, was_hit, num_places in history:
         num_bytes = num_places * PLACE_BYTES
         entry = Entry(0, Piece.rows(0, 2), (str(number).encode(),), 0, num_bytes, 0)
-        entry.was_hit = was_hit
+        entry.was_loaded = entry.was_hit = was_hit
         if is_evicted:
             found.note_evicted(entry)
             kept = [each for each in evicted[was_hit] if each[0] != number]
