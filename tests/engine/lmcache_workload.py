@@ -4,13 +4,16 @@
     python lmcache_workload.py REPORT PLANS
 
 ``PLANS`` is JSON: by name, what to start and ask: ``model`` is a folder, ``engine`` holds arguments
-of ``LLM``, ``prompts`` are seeds.
+of ``LLM``, ``prompts`` are seeds. ``kills``, if it is there, is the process id of the server, which
+ends when the first load is about to begin.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -51,11 +54,15 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(plan["model"], **common | plan["engine"])
         core = llm.llm_engine.engine_core.engine_core
-        answers = [_ask(llm, seed) for seed in plan["prompts"]]
-        limit_s = time.monotonic() + _TRANSFERS_LIMIT_S
-        while core.scheduler.has_requests() and time.monotonic() < limit_s:
-            llm.llm_engine.step()  # A request's blocks are held until its stores have ended.
-            time.sleep(0.01)
+        if "kills" in plan:
+            _kill_at_the_first_load(plan["kills"])
+        answers = []
+        for seed in plan["prompts"]:
+            answers.append(_ask(llm, seed))
+            limit_s = time.monotonic() + _TRANSFERS_LIMIT_S
+            while core.scheduler.has_requests() and time.monotonic() < limit_s:
+                llm.llm_engine.step()  # A request's blocks are held until its stores have ended.
+                time.sleep(0.01)
         return {
             "asked": {"prompts": {"answers": answers}},
             "num_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
@@ -66,6 +73,20 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+
+
+def _kill_at_the_first_load(process_id: int) -> None:
+    from vllm.distributed import kv_transfer
+
+    adapter = kv_transfer.get_kv_transfer_group().worker_adapter
+    load = adapter.submit_retrieve_request
+
+    def kill_and_load(*args: Any, **more: Any) -> None:
+        adapter.submit_retrieve_request = load
+        os.kill(process_id, signal.SIGKILL)
+        load(*args, **more)
+
+    adapter.submit_retrieve_request = kill_and_load
 
 
 def _ask(llm: Any, seed: int) -> dict[str, Any]:
