@@ -7,7 +7,6 @@ it. Ours are copies that differ in these, made for it alone; LMCache's code stay
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import os
@@ -16,7 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.lmcache.errors import LMCacheError
+from vllm_ascend_kvext.lmcache.hand_over import (
+    limit_farewell,
+    require_name,
+    with_name_and_options,
+)
 from vllm_ascend_kvext.lmcache.handshake import (
     TRANSFER_MODE_KEY,
     TRANSFER_MODE_VARIABLE,
@@ -34,9 +37,9 @@ from vllm_ascend_kvext.lmcache.token_blocks import (
     require_chunks_of_whole_blocks,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patches.lmcache import spec_kinds
+from vllm_ascend_kvext.patches.lmcache import kv_cache_interface as spec_kinds
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE, Switch, parse_lmcache_keys
+from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,9 +78,10 @@ def create_connector(
     name = _object_name(config, kv_cache_config)
     options = dict(transfer_config.kv_connector_extra_config)
     _ask_servers(config, kv_cache_config, options, is_worker=role.name == "WORKER")
-    config = _with_name_and_options(config, name, options)
-    connector = wrapped(config, role, kv_cache_config)
-    _require_name(connector, name)
+    connector = wrapped(with_name_and_options(config, name, options), role, kv_cache_config)
+    if name != config.model_config.model:
+        require_name(connector, name)
+    limit_farewell(connector)
     return connector
 
 
@@ -159,32 +163,6 @@ def _client(url: str) -> Iterator[Any]:
         yield client
     finally:
         client.close()
-
-
-def _with_name_and_options(config: VllmConfig, name: str, options: dict[str, Any]) -> VllmConfig:
-    """A copy for the connector; what it shares with the engine's config is shared."""
-    new_config = copy.copy(config)
-    new_config.model_config = copy.copy(config.model_config)
-    new_config.model_config.model = name
-    new_config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    new_config.kv_transfer_config.kv_connector_extra_config = options
-    return new_config
-
-
-def _require_name(connector: Any, name: str) -> None:
-    """Refuse an LMCache that takes the name of its objects from elsewhere."""
-    adapter = getattr(connector, "scheduler_adapter", None) or getattr(
-        connector, "worker_adapter", None
-    )
-    found = getattr(adapter, "model_name", None)
-    # LMCache adds to it, with decode context parallelism.
-    if found is None or not str(found).startswith(name):
-        raise LMCacheError(
-            f"{NAME}: expected that it names its objects {name!r}, found {found!r}: the installed "
-            "LMCache takes the name from elsewhere, and engines with other KV cache groups could "
-            f"read each other's objects. Use LMCache 0.5.6, or set {LMCACHE_KEYS_VARIABLE}=0 where "
-            "no other engine uses the server"
-        )
 
 
 def _warn_of_children(transfer_config: Any, kv_cache_config: KVCacheConfig) -> None:
