@@ -6,6 +6,7 @@ The groups are those that vllm-ascend plans, the slices are cut by the installed
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -19,18 +20,18 @@ pytest.importorskip(
 )
 
 from ascend_geometry import HIT_UNIT_TOKENS, planned_config
-from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
-from lmcache.integration.vllm.lmcache_mp_metadata import (
-    LMCacheMPRequestMetadata,
-    LMCacheMPRequestState,
-    LMCacheMPRequestTracker,
-)
 from vllm import SamplingParams
 from vllm.config import CacheConfig, VllmConfig
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens, tokens_per_block
+from vllm_ascend_kvext.patches.lmcache.kv_cache_interface import add_missing_names
+
+add_missing_names(kv_cache_interface)  # vLLM 0.20.2 lacks what LMCache imports.
+connector = importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
+metadata = importlib.import_module("lmcache.integration.vllm.lmcache_mp_metadata")
 
 PROMPTS_TOKENS = (1024, 8192, 16384, 17000, 40000)
 
@@ -57,12 +58,14 @@ def stored(
     """What LMCache would store of a prompt that has been computed: tokens, and ids per group."""
     sampling = SamplingParams(max_tokens=1)
     request = Request("a", list(range(prompt_tokens)), sampling, None)
-    tracker = LMCacheMPRequestTracker(request)
-    tracker.state = LMCacheMPRequestState.READY
+    tracker = metadata.LMCacheMPRequestTracker(request)
+    tracker.state = metadata.LMCacheMPRequestState.READY
     tracker.append_block_ids(tuple(group.ids for group in pages))
     tracker.increase_num_scheduled_tokens(prompt_tokens)
-    group_tokens = get_group_tokens_per_block(VllmConfig(cache_config=CacheConfig()), config)
-    found = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, chunk_tokens, group_tokens)
+    group_tokens = connector.get_group_tokens_per_block(
+        VllmConfig(cache_config=CacheConfig()), config
+    )
+    found = metadata.LMCacheMPRequestMetadata.GetStoreMetadata(tracker, chunk_tokens, group_tokens)
     return None if found is None else ((found.op.start, found.op.end), found.op.block_ids)
 
 
@@ -113,7 +116,7 @@ def test_without_it_rows_are_taken_for_tokens() -> None:
 @pytest.mark.parametrize("block_size", HIT_UNIT_TOKENS)
 def test_lmcache_reads_the_tokens_that_we_check_chunks_with(block_size: int) -> None:
     config = planned_config(block_size)
-    found = get_group_tokens_per_block(VllmConfig(), counted_in_tokens(config))
+    found = connector.get_group_tokens_per_block(VllmConfig(), counted_in_tokens(config))
     assert tuple(found) == tokens_per_block(config, 1)
     for old, new in zip(
         config.kv_cache_groups, counted_in_tokens(config).kv_cache_groups, strict=True
