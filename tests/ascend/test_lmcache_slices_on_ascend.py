@@ -21,7 +21,7 @@ pytest.importorskip(
 
 from ascend_geometry import HIT_UNIT_TOKENS, planned_config
 from vllm import SamplingParams
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
@@ -62,9 +62,7 @@ def stored(
     tracker.state = metadata.LMCacheMPRequestState.READY
     tracker.append_block_ids(tuple(group.ids for group in pages))
     tracker.increase_num_scheduled_tokens(prompt_tokens)
-    group_tokens = connector.get_group_tokens_per_block(
-        VllmConfig(cache_config=CacheConfig()), config
-    )
+    group_tokens = connector.get_group_tokens_per_block(VllmConfig(), config)
     found = metadata.LMCacheMPRequestMetadata.GetStoreMetadata(tracker, chunk_tokens, group_tokens)
     return None if found is None else ((found.op.start, found.op.end), found.op.block_ids)
 
