@@ -27,6 +27,7 @@ from vllm_ascend_kvext.lmcache.handshake import (
     chunk_tokens,
 )
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name
+from vllm_ascend_kvext.lmcache.recovery import refuse_other_chunks
 from vllm_ascend_kvext.lmcache.server_addresses import (
     require_listening,
     server_urls,
@@ -82,6 +83,7 @@ def create_connector(
     if name != config.model_config.model:
         require_name(connector, name)
     limit_farewell(connector)
+    refuse_other_chunks(connector)
     return connector
 
 
