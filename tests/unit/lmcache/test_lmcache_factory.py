@@ -73,7 +73,7 @@ class Connector:
 class StubbornConnector(Connector):
     """It takes their name from elsewhere."""
 
-    scheduler_adapter = Adapter("model")  # type: ignore[assignment]
+    scheduler_adapter = Adapter("elsewhere")  # type: ignore[assignment]
 
 
 def name_with(
@@ -127,7 +127,7 @@ def test_engines_without_groups_get_what_they_always_got(groups: KVCacheConfig |
 
 
 def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters() -> None:
-    with pytest.raises(LMCacheError, match="found 'model'"):
+    with pytest.raises(LMCacheError, match="found 'elsewhere'"):
         create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, TWO_GROUPS)
     assert create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, ONE_GROUP)
 
