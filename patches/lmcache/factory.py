@@ -33,6 +33,7 @@ from vllm_ascend_kvext.lmcache.server_addresses import (
     server_urls,
     starts_its_server,
 )
+from vllm_ascend_kvext.lmcache.stalled_server import hold_blocks_of_stalled_server
 from vllm_ascend_kvext.lmcache.token_blocks import (
     counted_in_tokens,
     require_chunks_of_whole_blocks,
@@ -84,6 +85,9 @@ def create_connector(
         require_name(connector, name)
     limit_farewell(connector)
     refuse_other_chunks(connector)
+    urls = server_urls(options)
+    if len(urls) == 1:
+        hold_blocks_of_stalled_server(connector, urls[0])
     return connector
 
 

@@ -45,7 +45,7 @@ def require_listening(urls: Iterable[str]) -> None:
         LMCacheError: At the first of them.
     """
     for url in urls:
-        address = _host_and_port(url)
+        address = host_and_port(url)
         if address is None:
             continue
         try:
@@ -59,7 +59,8 @@ def require_listening(urls: Iterable[str]) -> None:
             ) from error
 
 
-def _host_and_port(url: str) -> tuple[str, int] | None:
+def host_and_port(url: str) -> tuple[str, int] | None:
+    """Of an address that has both, else None."""
     try:
         parts = urlsplit(url)
         if parts.scheme in _WITH_PORTS and parts.hostname and parts.port:
