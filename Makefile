@@ -23,8 +23,10 @@ BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
 LMCACHE_VERSION := 0.5.6
-# With the main vLLM, for `make bench-offload` alone.
+# With the main vLLM, for `make bench-offload` and `make test-lmcache`.
 LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
+# One per vLLM, for `make test-lmcache`. Where they are, `make test` runs its tests, too.
+OTHER_LMCACHE_ENVS := $(patsubst %,$(LMCACHE_ENV)-vllm-%,$(filter-out $(MAIN_VLLM),$(VLLM_VERSIONS)))
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -35,9 +37,10 @@ SOURCES := pyproject.toml README.md LICENSE CMakeLists.txt \
 VLLM_PACKAGES := $(VLLM_VERSIONS:%=.venv/vllm-%/.package)
 PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
-RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %)
+RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
+	--lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo check test test-pythons lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload clean
+.PHONY: help demo check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload clean
 .SECONDARY:
 
 help: ## Show this list
@@ -57,6 +60,9 @@ test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test, o
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
+
+test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server
+	$(RUN_TESTS) --only "LMCache $(LMCACHE_VERSION)"
 
 lint: .venv/lint/.package ## Check style and types
 	.venv/lint/bin/ruff check .
@@ -105,6 +111,10 @@ $(MAIN_ENV)/.made:
 	$(MAKE_ENV) lmcache $(@D) --version $* --like $(MAIN_ENV)
 	@rm -f $@ && touch $@
 
+$(OTHER_LMCACHE_ENVS:%=%/.made): $(LMCACHE_ENV)-vllm-%/.made: .venv/vllm-%/.made
+	$(MAKE_ENV) lmcache $(@D) --version $(LMCACHE_VERSION) --like $(<D)
+	@rm -f $@ && touch $@
+
 .venv/vllm-ascend-%/.unpacked:
 	$(MAKE_ENV) ascend $(@D) --version $*
 	@rm -f $@ && touch $@
@@ -122,7 +132,7 @@ $(MAIN_ENV)/.made:
 	@rm -f $@ && touch $@
 
 .venv/lmcache-%/.package: .venv/lmcache-%/.made $(SOURCES)
-	$(MAKE_ENV) install $(@D) .
+	$(MAKE_ENV) install $(@D) '.[test]'
 	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)

@@ -4,7 +4,14 @@
 One folder per feature, in it one module per upstream module, named after it.
 """
 
-from vllm_ascend_kvext.patches import connector, fast_prefix_cache, metrics, repairs, retention
+from vllm_ascend_kvext.patches import (
+    connector,
+    fast_prefix_cache,
+    lmcache,
+    metrics,
+    repairs,
+    retention,
+)
 from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
@@ -13,4 +20,5 @@ PATCHES: tuple[Patch, ...] = (
     *repairs.PATCHES,
     *metrics.PATCHES,
     *connector.PATCHES,
+    *lmcache.PATCHES,
 )

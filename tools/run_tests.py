@@ -56,6 +56,12 @@ LONG_FILES = {
 }
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
+LMCACHE_FILES = (
+    ("ascend", "test_lmcache_slices_on_ascend.py"),
+    ("engine", "test_lmcache_engine.py"),
+)
+"""Folder and file of the tests that need LMCache."""
+
 SAMPLE = {"KVEXT_TESTS": "sample"}
 """Fewer random cases, and no test that says nothing about the version: `support.sample`."""
 
@@ -121,6 +127,26 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
             on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if folder == "ascend" else f"vLLM {vllm}"
             variables = ascend_sources(ascend) | ({} if vllm == main_vllm else SAMPLE)
             yield from split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables))
+
+
+def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
+    """What needs LMCache and its server, for each vLLM that has an environment with it.
+
+    ``make test-lmcache`` makes them; without them the files skip among the others.
+
+    Args:
+        upstreams: As of `suites`.
+        version: Of LMCache.
+    """
+    for number, upstream in enumerate(upstreams):
+        vllm, _, ascend = upstream.partition(":")
+        environment = f"lmcache-{version}" + (f"-vllm-{vllm}" if number else "")
+        if not (ROOT / ".venv" / environment / ".package").exists():
+            continue
+        variables = ascend_sources(ascend)
+        on = f"LMCache {version}, vLLM {vllm}"
+        for folder, file in LMCACHE_FILES:
+            yield Suite(f"{on}: {folder}", environment, (f"{folder}/{file}",), variables)
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:
@@ -247,11 +273,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--upstream", action="append", default=[], metavar="VLLM:ASCEND")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION")
+    parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
-    known = checks(options.upstream) if options.check else suites(options.upstream, options.python)
+    if options.check:
+        known = [*checks(options.upstream)]
+    else:
+        known = [*suites(options.upstream, options.python)]
+        known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()

@@ -27,7 +27,10 @@ FAST_PREFIX_CACHE = Feature("fast-prefix-cache")
 CONNECTOR = Feature("connector", default_on=True)
 """Changes nothing in an engine that is started without KvextConnector."""
 
-DEFAULTS = (*REPAIRS, CONNECTOR)
+LMCACHE = Feature("lmcache", default_on=True)
+"""Changes nothing in an engine that is started without LMCacheMPConnector."""
+
+DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
 """What is on without being asked for, and can be left out by name."""
 
 FEATURES = (

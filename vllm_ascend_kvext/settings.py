@@ -19,6 +19,7 @@ from vllm_ascend_kvext.features import (
     DEFAULTS,
     FAST_PREFIX_CACHE,
     FEATURES,
+    LMCACHE,
     REPAIRS,
     with_requirements,
 )
@@ -31,6 +32,7 @@ FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
 HOLE_REUSE_VARIABLE = f"{OWN_PREFIX}HOLE_REUSE"
+LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
 BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -109,8 +111,9 @@ VARIABLES = (
         default="unset",
         doc="Repairs of upstream defects to leave out, separated by commas: "
         + ", ".join(f"`{repair.name}`" for repair in REPAIRS)
-        + f". `{CONNECTOR.name}` leaves out KvextConnector: vLLM does not know it then. Unset: all "
-        "of them are in effect.",
+        + f". `{CONNECTOR.name}` leaves out KvextConnector: vLLM does not know it then. "
+        f"`{LMCACHE.name}` leaves LMCacheMPConnector as LMCache has it. Unset: all of them are in "
+        "effect.",
     ),
     Variable(
         name=RETENTION_VARIABLE,
@@ -151,6 +154,15 @@ VARIABLES = (
         "behind it is loaded, and the missing tokens alone are computed. `0`: everything behind it "
         "is computed. The option `hole_reuse` of the connector comes first.",
     ),
+    Variable(
+        name=LMCACHE_KEYS_VARIABLE,
+        default=Switch.AUTO.value,
+        doc="With LMCacheMPConnector. `1`: the names of stored objects say how the engine lays out "
+        "its KV, so that engines with other groups, dtypes, block sizes or parallel sizes never "
+        "read each other's. `auto`: the same for models with several KV cache groups; with one "
+        "group names are LMCache's. `0`: names are LMCache's always, which is safe only where all "
+        "engines of a server are alike.",
+    ),
 )
 
 
@@ -175,6 +187,7 @@ class Settings:
         is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
         uses_ascend_kernel: Value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
         reuses_holes: Value of ``VLLM_ASCEND_KVEXT_HOLE_REUSE``.
+        lmcache_keys: Value of ``VLLM_ASCEND_KVEXT_LMCACHE_KEYS``.
     """
 
     mode: Mode = Mode.SAFE
@@ -185,6 +198,7 @@ class Settings:
     is_bundled: bool = True
     uses_ascend_kernel: bool = False
     reuses_holes: bool = True
+    lmcache_keys: Switch = Switch.AUTO
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -210,6 +224,7 @@ class Settings:
             is_bundled=parse_is_bundled(environ),
             uses_ascend_kernel=parse_uses_ascend_kernel(environ),
             reuses_holes=parse_reuses_holes(environ),
+            lmcache_keys=parse_lmcache_keys(environ),
         )
         settings._refuse_contradictions()
         return settings
@@ -326,6 +341,15 @@ def parse_reuses_holes(environ: Mapping[str, str]) -> bool:
         SettingsError: If it is neither 0 nor 1.
     """
     return _parse_choice(environ, HOLE_REUSE_VARIABLE, HoleReuse.ON) is HoleReuse.ON
+
+
+def parse_lmcache_keys(environ: Mapping[str, str]) -> Switch:
+    """The value of ``VLLM_ASCEND_KVEXT_LMCACHE_KEYS``.
+
+    Raises:
+        SettingsError: If it is not one of `Switch`.
+    """
+    return _parse_choice(environ, LMCACHE_KEYS_VARIABLE, Switch.AUTO)
 
 
 def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:

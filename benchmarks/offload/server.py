@@ -81,6 +81,10 @@ class LMCacheServer:
         self.stop()
         raise SystemExit(f"{self.read_log()[-3000:]}\nLMCache's server did not start; see above.")
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def read_log(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -63,11 +63,18 @@ class Served:
     def logprob_error(self, label: str, reference: Served) -> float:
         """The largest difference of a top-5 log-probability from the reference's."""
         return max(
-            abs(logprob - theirs.get(token, min(theirs.values())))
+            logprob_error(mine, expected)
             for mine, expected in zip(self.answers(label), reference.answers(label), strict=True)
-            for step, theirs in zip(mine.logprobs, expected.logprobs, strict=True)
-            for token, logprob in step.items()
         )
+
+
+def logprob_error(answer: Answer, reference: Answer) -> float:
+    """The largest difference of a top-5 log-probability from the reference's."""
+    return max(
+        abs(logprob - theirs.get(token, min(theirs.values())))
+        for step, theirs in zip(answer.logprobs, reference.logprobs, strict=True)
+        for token, logprob in step.items()
+    )
 
 
 Serve = Callable[..., Served]

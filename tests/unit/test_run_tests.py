@@ -84,3 +84,19 @@ def test_the_suite_that_took_longest_the_last_time_starts_first(
         suite.report.write_text(f'<testsuites><testsuite time="{duration_s}"/></testsuites>')
     newer = run_tests.Suite("newer", "", ())
     assert run_tests.longest_first([short, new, long, newer]) == [newer, new, long, short]
+
+
+def test_lmcache_has_suites_where_it_has_an_environment(
+    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    assert not list(run_tests.lmcache_suites(UPSTREAMS, "3.0"))
+    for name in ("lmcache-3.0-vllm-1.0", "lmcache-3.0-vllm-9.0", "lmcache-4.0"):
+        (tmp_path / ".venv" / name).mkdir(parents=True)
+        (tmp_path / ".venv" / name / ".package").touch()
+    suites = list(run_tests.lmcache_suites(UPSTREAMS, "3.0"))
+    assert {suite.environment for suite in suites} == {"lmcache-3.0-vllm-1.0"}
+    for suite in suites:
+        (path,) = suite.paths
+        assert files_of((path,)) == [TESTS / path]
+        assert "lmcache" in (TESTS / path).read_text()

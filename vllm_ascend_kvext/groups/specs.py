@@ -144,6 +144,12 @@ def cache_group(specs: Sequence[LayerSpec]) -> CacheGroup:
     return first
 
 
+def scheduler_spec(spec: Any) -> Any:
+    """A group's spec as the scheduler has it: of a bundle, the first of its layers."""
+    bundle = getattr(spec, "kv_cache_specs", None)
+    return next(iter(bundle.values())) if bundle else spec
+
+
 def _spec_of_layer(spec: Any, layer_name: str) -> Any:
     bundle = getattr(spec, "kv_cache_specs", None)
     return spec if bundle is None else bundle[layer_name]

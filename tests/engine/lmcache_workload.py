@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with LMCacheMPConnector, one after the other; write what they answered.
+
+    python lmcache_workload.py REPORT PLANS
+
+``PLANS`` is JSON: by name, what to start and ask: ``model`` is a folder, ``engine`` holds arguments
+of ``LLM``, ``prompts`` are seeds. ``kills``, if it is there, is the process id of the server, which
+ends when the first load is about to begin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+VOCABULARY_TOKENS = 512
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 700
+REPLY_TOKENS = 8
+_TRANSFERS_LIMIT_S = 30
+
+
+def serve(plan: dict[str, Any]) -> dict[str, Any]:
+    """Start one engine, ask it, and end it."""
+    import torch
+    from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
+    torch.accelerator.synchronize = lambda *args, **more: None
+    torch.accelerator.empty_cache = lambda *args, **more: None
+    started_s = time.monotonic()
+    common = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 700,
+        "enable_prefix_caching": False,
+        "disable_hybrid_kv_cache_manager": False,
+        "distributed_executor_backend": UniProcExecutor,
+    }
+    llm = None
+    try:
+        llm = LLM(plan["model"], **common | plan["engine"])
+        core = llm.llm_engine.engine_core.engine_core
+        if "kills" in plan:
+            _kill_at_the_first_load(plan["kills"])
+        answers = []
+        for seed in plan["prompts"]:
+            answers.append(_ask(llm, seed))
+            limit_s = time.monotonic() + _TRANSFERS_LIMIT_S
+            while core.scheduler.has_requests() and time.monotonic() < limit_s:
+                llm.llm_engine.step()  # A request's blocks are held until its stores have ended.
+                time.sleep(0.01)
+        return {
+            "asked": {"prompts": {"answers": answers}},
+            "num_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+            "has_requests": core.scheduler.has_requests(),
+        }
+    except Exception:
+        return {"error": traceback.format_exc(), "error_s": time.monotonic() - started_s}
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def _kill_at_the_first_load(process_id: int) -> None:
+    from vllm.distributed import kv_transfer
+
+    adapter = kv_transfer.get_kv_transfer_group().worker_adapter
+    load = adapter.submit_retrieve_request
+
+    def kill_and_load(*args: Any, **more: Any) -> None:
+        adapter.submit_retrieve_request = load
+        os.kill(process_id, signal.SIGKILL)
+        load(*args, **more)
+
+    adapter.submit_retrieve_request = kill_and_load
+
+
+def _ask(llm: Any, seed: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    prompt = [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
+    )
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    return {
+        "prompt_tokens": len(prompt),
+        "hit_tokens": output.num_cached_tokens or 0,
+        "reply": list(output.outputs[0].token_ids),
+        "logprobs": [
+            {token: entry.logprob for token, entry in step.items()}
+            for step in output.outputs[0].logprobs
+        ],
+    }
+
+
+def main() -> None:
+    report, plans = sys.argv[1:]
+    reports = {name: serve(plan) for name, plan in json.loads(plans).items()}
+    Path(report).write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

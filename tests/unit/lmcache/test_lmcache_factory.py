@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets copies of the configs, and with which name: the patch of vLLM's connector factory.
+
+The server is one that the connector starts, so that none is asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.layout.fakes import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, config
+
+from vllm_ascend_kvext.lmcache.errors import LMCacheError
+from vllm_ascend_kvext.patches.lmcache.factory import NAME, create_connector
+from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE
+
+FULL, WINDOW = FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)
+ONE_GROUP = config(9, (FULL, "a"))
+TWO_GROUPS = config(9, (FULL, "a"), (WINDOW, "b"))
+
+
+class Role(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+@dataclass
+class Part:
+    """Any part of vLLM's config: its attributes are those that are read."""
+
+    model: str = "model"
+    cache_dtype: str = "auto"
+    device_type: str = "npu"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    kv_connector: str = NAME
+    kv_connector_extra_config: dict[str, Any] = field(
+        default_factory=lambda: {"lmcache.mp.autostart": True}
+    )
+
+
+@dataclass
+class Config:
+    kv_transfer_config: Part | None = field(default_factory=Part)
+    model_config: Part = field(default_factory=Part)
+    cache_config: Part = field(default_factory=Part)
+    device_config: Part = field(default_factory=Part)
+    parallel_config: Part = field(default_factory=Part)
+
+
+@dataclass
+class Adapter:
+    model_name: str
+
+
+@dataclass
+class Connector:
+    """LMCache's: it names its objects after the model."""
+
+    config: Config
+    role: Role
+    kv_cache_config: KVCacheConfig | None
+
+    @property
+    def scheduler_adapter(self) -> Adapter:
+        return Adapter(self.config.model_config.model)
+
+
+class StubbornConnector(Connector):
+    """It takes their name from elsewhere."""
+
+    scheduler_adapter = Adapter("elsewhere")  # type: ignore[assignment]
+
+
+def name_with(
+    groups: KVCacheConfig, keys: str | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, str]:
+    """Names that both sides of an engine get."""
+    monkeypatch.delenv(LMCACHE_KEYS_VARIABLE, raising=False)
+    if keys is not None:
+        monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
+    scheduler, worker = (
+        create_connector(Connector, object, Config(), role, groups).config.model_config.model
+        for role in Role
+    )
+    return scheduler, worker
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups", "has_layout"),
+    [
+        (None, ONE_GROUP, False),
+        (None, TWO_GROUPS, True),
+        ("auto", TWO_GROUPS, True),
+        ("1", ONE_GROUP, True),
+        ("1", TWO_GROUPS, True),
+        ("0", ONE_GROUP, False),
+        ("0", TWO_GROUPS, False),
+    ],
+)
+def test_the_setting_and_the_groups_decide_who_names_the_layout(
+    keys: str | None, groups: KVCacheConfig, has_layout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, worker = name_with(groups, keys, monkeypatch)
+    assert scheduler == worker
+    assert scheduler.startswith("model##kvext-") if has_layout else scheduler == "model"
+
+
+@pytest.mark.parametrize("name", ["KvextConnector", "ExampleConnector", None])
+def test_other_connectors_get_what_they_always_got(name: str | None) -> None:
+    own = Config(kv_transfer_config=Part(kv_connector=name) if name else None)
+    made = create_connector(Connector, object, own, Role.WORKER, TWO_GROUPS)
+    assert made.config is own
+    assert made.kv_cache_config is TWO_GROUPS
+
+
+@pytest.mark.parametrize("groups", [None, config(9)])
+def test_engines_without_groups_get_what_they_always_got(groups: KVCacheConfig | None) -> None:
+    own = Config()
+    made = create_connector(Connector, object, own, Role.SCHEDULER, groups)
+    assert made.config is own
+    assert made.kv_cache_config is groups
+
+
+def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters() -> None:
+    with pytest.raises(LMCacheError, match="found 'elsewhere'"):
+        create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, TWO_GROUPS)
+    assert create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, ONE_GROUP)
+
+
+def test_below_another_connector_it_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    children = {"connectors": [{"kv_connector": NAME}, {"kv_connector": "ExampleConnector"}]}
+    multi = Part(kv_connector="MultiConnector", kv_connector_extra_config=children)
+    with caplog.at_level(logging.WARNING):
+        create_connector(Connector, object, Config(multi), Role.SCHEDULER, ONE_GROUP)
+        assert not caplog.messages
+        create_connector(Connector, object, Config(multi), Role.SCHEDULER, TWO_GROUPS)
+    (message,) = caplog.messages
+    assert "MultiConnector" in message

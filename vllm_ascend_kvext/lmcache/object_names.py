@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name under which an engine's objects lie in LMCache: the model, and the layout of its KV.
+
+LMCache 0.5.6 keys objects by the hash of their tokens, the model's name, the rank and a salt
+(``ObjectKey`` in ``lmcache/v1/distributed/api.py``). Nothing in it tells engines apart that cut the
+same model into other groups, and each reads what the other has stored.
+
+The scheduler's side looks up what the workers have stored. So the layout fingerprint is made of
+what both know before there is a tensor: the config, and the specs of the groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_ascend_kvext.groups.specs import scheduler_spec
+from vllm_ascend_kvext.lmcache.errors import LMCacheError
+
+FORMAT = 1
+"""Raise when the same description comes to mean other bytes."""
+
+_MARK = "##kvext-"
+"""LMCache marks its own addition to a model's name with ``##``, too."""
+
+_DIGITS = 16
+_CONV_STATE_LAYOUT_VARIABLE = "VLLM_SSM_CONV_STATE_LAYOUT"
+_STAGES_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+
+
+def object_name(model_name: str, fingerprint: str) -> str:
+    """The model's name with the layout of its KV."""
+    return f"{model_name}{_MARK}{fingerprint[:_DIGITS]}"
+
+
+def config_fingerprint(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    versions: Mapping[str, str | None],
+    instruction_set: str,
+    environ: Mapping[str, str],
+) -> str:
+    """SHA-256 as 64 hexadecimal digits; equal for the scheduler and all workers of an engine.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``, of either side.
+        versions: Of the packages that decide how tensors of these specs are laid out: vLLM 0.20.2
+            and 0.23.0 have equal specs, and other pages.
+        instruction_set: For which CPU kernels order a page; empty on devices.
+        environ: Of the process.
+
+    Raises:
+        LMCacheError: If a spec has a value of an unknown type.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_stages = int(parallel.pipeline_parallel_size)
+    description = {
+        "format": FORMAT,
+        "versions": dict(versions),
+        "device_type": str(vllm_config.device_config.device_type),
+        "instruction_set": instruction_set,
+        "conv_state_layout": environ.get(_CONV_STATE_LAYOUT_VARIABLE, ""),
+        # Specs say how wide a number is. A worker's cache_dtype may name its format more closely
+        # than the scheduler's: only what the user has chosen counts, and what specs do not tell.
+        "is_e5m2": "e5m2" in str(vllm_config.cache_config.cache_dtype),
+        "model": {
+            "revision": _text_or_none(getattr(model, "revision", None)),
+            "quantization": _text_or_none(getattr(model, "quantization", None)),
+            # Its layers have pages too.
+            "draft": _text_or_none(
+                getattr(getattr(vllm_config, "speculative_config", None), "model", None)
+            ),
+        },
+        "parallel": {
+            "tensor": int(parallel.tensor_parallel_size),
+            "pipeline": num_stages,
+            "stages": environ.get(_STAGES_VARIABLE, ""),
+            "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
+            "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
+        },
+        "groups": [
+            {
+                "spec": _describe(scheduler_spec(group.kv_cache_spec), f"KV cache group {index}"),
+                # The scheduler's config has the layers of the first stage.
+                "layers": list(group.layer_names) if num_stages == 1 else None,
+            }
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        ],
+    }
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe(spec: Any, where: str) -> dict[str, Any]:
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return {
+        "type": type(spec).__name__,
+        **{name: _plain(value, f"{where}, {name}") for name, value in fields.items()},
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    """As JSON has it, whatever process it comes from."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item, where) for item in value]
+    if str(value).startswith("torch."):  # a dtype
+        return str(value)
+    raise LMCacheError(
+        f"{where}: found a {type(value).__name__} ({value!r}), expected numbers, texts, dtypes and "
+        "sequences of them, which tell layouts apart in every process alike. Report the model and "
+        "the vLLM version; VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 leaves the layout out of the names of "
+        "objects, and is safe where no engine of another layout uses the same server"
+    )
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else str(value)
