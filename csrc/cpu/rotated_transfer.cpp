@@ -28,7 +28,7 @@ class Rotator {
 
   // Of whole heads.
   void operator()(const Copy& copy, const HeadRotation& head) {
-    fetch(copy.source, std::min(copy.num_bytes, kStageBytes));
+    fetch(copy.source, std::min(copy.num_bytes, kAheadBytes));
     do_waiting();
     waiting_ = copy;
     head_ = &head;
@@ -36,9 +36,12 @@ class Rotator {
 
  private:
   static constexpr int64_t kLineBytes = 64;
-  // Stays in the first-level cache until it is streamed to where it belongs, and leaves room there
-  // for what is fetched meanwhile.
-  static constexpr int64_t kStageBytes = 4096;
+  // Rotated in the first-level cache, and then streamed to where it belongs. A little at a time: the
+  // CPU computes the next heads while the stores of the last ones and the reads ahead are under way.
+  static constexpr int64_t kAtOnceBytes = 1024;
+  static constexpr int64_t kAheadBytes = 4096;
+  // Of one head, at most: larger ones are not staged.
+  static constexpr int64_t kStageBytes = 8192;
 
   static void fetch(int64_t source, int64_t num_bytes) {
     for (int64_t at = 0; at < num_bytes; at += kLineBytes) {
@@ -48,8 +51,9 @@ class Rotator {
 
   void do_waiting() {
     if (waiting_.num_bytes == 0) return;
-    const int64_t at_once_bytes = kStageBytes / head_->head_bytes * head_->head_bytes;
-    const bool is_staged = is_streaming_ && at_once_bytes > 0;
+    const bool is_staged = is_streaming_ && head_->head_bytes <= kStageBytes;
+    const int64_t at_once_bytes =
+        std::max<int64_t>(kAtOnceBytes / head_->head_bytes, 1) * head_->head_bytes;
     for (Copy left = waiting_; left.num_bytes > 0;) {
       const int64_t num_bytes = is_staged ? std::min(left.num_bytes, at_once_bytes) : left.num_bytes;
       auto* const destination = reinterpret_cast<uint8_t*>(left.destination);
@@ -57,7 +61,8 @@ class Rotator {
       const int64_t num_heads = num_bytes / head_->head_bytes;
       left = {left.source + num_bytes, left.destination + num_bytes, left.num_bytes - num_bytes};
       if (is_staged) {
-        fetch(left.source, std::min(left.num_bytes, num_bytes));
+        fetch(left.source - num_bytes + kAheadBytes,
+              std::min(left.num_bytes + num_bytes - kAheadBytes, num_bytes));
         rotation_.rotate(stage_, source, num_heads, *head_);
         copying_.stream(destination, stage_, static_cast<size_t>(num_bytes));
       } else {

@@ -40,14 +40,14 @@ struct Float32 {
   KVEXT_INLINE static float narrow(float value) { return value; }
 };
 
-// The upper half of a float32. Rounded to nearest, ties to even; what is no number stays none.
+// The upper half of a float32. Rounded to nearest, ties to even. A NaN stays one: it comes from
+// bfloat16 or from arithmetic, so its lower half is zero, and rounding does not carry.
 struct Bfloat16 {
   using Stored = uint16_t;
   KVEXT_INLINE static float widen(uint32_t half) { return float_of(half << 16); }
   KVEXT_INLINE static uint32_t narrow(float value) {
     const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return value != value ? (bits >> 16 | 0x40) : rounded;
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
   }
 };
 
