@@ -161,10 +161,16 @@ KVEXT_INLINE void rotate_heads(uint8_t* __restrict destination, const uint8_t* _
   const auto front = static_cast<size_t>(offset), back = static_cast<size_t>(head.head_bytes - end);
   const float* const __restrict cosines = head.cosines;
   const float* const __restrict sines = head.sines;
-  if (head.num_pairs == 32 && front + back == 0) {
-    // Heads of 64, rotated in whole: without a loop in a head the angles stay in registers.
+  // Heads of 64 and 128, rotated in whole: without a loop in a head the angles stay in registers.
+  if (front + back == 0 && head.num_pairs == 32) {
     for (int64_t i = 0; i < num_heads; ++i) {
       Pairs::template rotate<32>(destination + i * end, source + i * end, 0, 32, cosines, sines);
+    }
+    return;
+  }
+  if (front + back == 0 && head.num_pairs == 64) {
+    for (int64_t i = 0; i < num_heads; ++i) {
+      Pairs::template rotate<64>(destination + i * end, source + i * end, 0, 64, cosines, sines);
     }
     return;
   }
