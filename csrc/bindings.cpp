@@ -15,6 +15,7 @@
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/placement.h"
+#include "kvext/rotation.h"
 #include "retention/bindings.h"
 
 namespace nb = nanobind;
@@ -97,6 +98,40 @@ class HeldTransfer {
   kvext::Transfer transfer_;
 };
 
+// Frequencies of the caller's, held as long as this lives.
+class HeldFrequencies {
+ public:
+  explicit HeldFrequencies(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) != 0) {
+      PyErr_Clear();
+      refuse("an object without a buffer");
+    }
+    const std::string format = view_.format == nullptr ? "B" : view_.format;
+    if (format != "d" || view_.ndim != 1 || PyBuffer_IsContiguous(&view_, 'C') == 0 ||
+        reinterpret_cast<uintptr_t>(view_.buf) % alignof(double) != 0) {
+      const std::string found = "format '" + format + "', " + std::to_string(view_.ndim) +
+                                " dimensions";
+      PyBuffer_Release(&view_);
+      refuse(found);
+    }
+  }
+  ~HeldFrequencies() { PyBuffer_Release(&view_); }
+  HeldFrequencies(const HeldFrequencies&) = delete;
+  HeldFrequencies& operator=(const HeldFrequencies&) = delete;
+
+  const double* values() const { return static_cast<const double*>(view_.buf); }
+  int64_t size() const { return static_cast<int64_t>(view_.shape[0]); }
+
+ private:
+  [[noreturn]] static void refuse(const std::string& found) {
+    throw kvext::DescriptorError(
+        "frequencies: expected float64, one dimension, contiguous, found " + found +
+        ". Build it with numpy.ascontiguousarray(frequencies, numpy.float64).");
+  }
+
+  Py_buffer view_;
+};
+
 [[noreturn]] void refuse_option(const std::string& message) {
   throw nb::value_error(message.c_str());
 }
@@ -154,6 +189,24 @@ void page_transfer(nb::handle pools, int64_t host_address, int64_t host_bytes, n
   kvext::page_transfer(kvext::CheckedTransfer(held.transfer()), options);
 }
 
+void rotated_page_transfer(nb::handle pools, int64_t host_address, int64_t host_bytes,
+                           nb::handle planes, nb::handle runs, int64_t direction,
+                           nb::handle rotations, nb::handle shifts, nb::handle frequencies,
+                           int64_t num_threads, int64_t streaming, const std::vector<int>& cpus,
+                           int64_t niceness) {
+  const HeldTransfer held(pools, host_address, host_bytes, planes, runs, direction);
+  const HeldTable<kvext::Rotation> held_rotations(rotations, "rotations");
+  const HeldTable<kvext::Shift> held_shifts(shifts, "shifts");
+  const HeldFrequencies held_frequencies(frequencies);
+  const kvext::CopyOptions options = checked_options(num_threads, streaming, cpus, niceness);
+  const nb::gil_scoped_release released;
+  const kvext::CheckedTransfer checked(held.transfer());
+  kvext::rotated_page_transfer(
+      kvext::CheckedRotation(checked, {held_rotations.table(), held_shifts.table(),
+                                       held_frequencies.values(), held_frequencies.size()}),
+      options);
+}
+
 using Column = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
 Column as_array(std::vector<int64_t>&& values) {
@@ -202,6 +255,7 @@ nb::dict describe() {
   described["version"] = KVEXT_VERSION;
   described["instruction_sets"] = description.instruction_sets;
   described["kernel"] = description.kernel;
+  described["rotation_kernel"] = description.rotation_kernel;
   return described;
 }
 
@@ -226,6 +280,10 @@ NB_MODULE(_native, module) {
   module.def("page_transfer", &page_transfer, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a, "num_threads"_a = 1, "streaming"_a = -1, "cpus"_a = nb::tuple(),
              "niceness"_a = 0);
+  module.def("rotated_page_transfer", &rotated_page_transfer, pools, "host_address"_a,
+             "host_bytes"_a, planes, runs, "direction"_a, "rotations"_a.none(), "shifts"_a.none(),
+             "frequencies"_a.none(), "num_threads"_a = 1, "streaming"_a = -1,
+             "cpus"_a = nb::tuple(), "niceness"_a = 0);
   module.def("expand", &expand, pools, "host_address"_a, "host_bytes"_a, planes, runs,
              "direction"_a);
   module.def("copy", &copy, "destination"_a, "source"_a, "num_bytes"_a, "num_threads"_a = 1,

@@ -13,12 +13,13 @@ it runs: that takes less time than waking a thread. ``niceness`` is as of ``nice
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from vllm_ascend_kvext.transfer.schema import Table
+from vllm_ascend_kvext.transfer.schema import Frequencies, Table
 
 class Description(TypedDict):
     version: str
     instruction_sets: list[str]
     kernel: str
+    rotation_kernel: str
 
 def validate(
     pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
@@ -49,6 +50,26 @@ def page_transfer(
         streaming: Stores that go past the caches: 1 on, 0 off, -1 where they pay.
     """
 
+def rotated_page_transfer(
+    pools: Table,
+    host_address: int,
+    host_bytes: int,
+    planes: Table,
+    runs: Table,
+    direction: int,
+    rotations: Table,
+    shifts: Table,
+    frequencies: Frequencies,
+    num_threads: int = 1,
+    streaming: int = -1,
+    cpus: Sequence[int] = (),
+    niceness: int = 0,
+) -> None:
+    """Validate, then copy on the CPU, and rotate the rows of the planes that ``rotations`` names.
+
+    Arguments are those of `page_transfer`, and those of `KeyRotation`.
+    """
+
 def expand(
     pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
 ) -> tuple[Table, Table, Table]:
@@ -76,7 +97,7 @@ def require_cpus(cpus: Sequence[int], niceness: int = 0) -> None:
     """
 
 def describe() -> Description:
-    """The version, the instruction sets this CPU has kernels for, and the kernel used."""
+    """The version, the instruction sets this CPU has kernels for, and the kernels used."""
 
 ReasonTuple = tuple[int, int, int]
 """Origin, step, and how often it has been resumed from."""

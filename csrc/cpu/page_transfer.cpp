@@ -1,43 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kvext/page_transfer.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "copier.h"
 #include "copy_kernels.h"
-#include "copy_threads.h"
 #include "kvext/copies.h"
+#include "rotation_kernels.h"
+#include "split_by_bytes.h"
 
 namespace kvext {
-namespace {
-
-// A thread that takes fewer bytes than this costs more to wake than it saves.
-constexpr int64_t kLeastBytesPerThread = 256 * 1024;
-// Fewer are copied by the caller, wherever it runs: in the time that waking a thread takes.
-constexpr int64_t kLeastHandedOverBytes = 64 * 1024;
-// Several tasks per thread, so that one that is late leaves its share to the others.
-constexpr int64_t kTasksPerThread = 4;
-
-// Calls work(begin, end) for parts of [0, num_bytes), together all of it.
-template <typename Work>
-void split_by_bytes(int64_t num_bytes, const CopyOptions& options, Work&& work) {
-  if (num_bytes < kLeastHandedOverBytes) {
-    work(int64_t{0}, num_bytes);
-    return;
-  }
-  const int64_t num_useful = std::min<int64_t>(
-      options.num_threads, std::max<int64_t>(num_bytes / kLeastBytesPerThread, 1));
-  const int64_t num_tasks = num_useful == 1 ? 1 : num_useful * kTasksPerThread;
-  // Whole lines, so that no two tasks write one.
-  const int64_t task_bytes = (num_bytes / num_tasks / 64 + 1) * 64;
-  run_tasks(options.placement, static_cast<int>(num_useful), num_tasks, [&](int64_t index) {
-    const int64_t begin = std::min(index * task_bytes, num_bytes);
-    work(begin, std::min(begin + task_bytes, num_bytes));
-  });
-}
-
-}  // namespace
 
 void page_transfer(const CheckedTransfer& checked, const CopyOptions& options) {
   const bool is_streaming = streams(checked.num_bytes(), options.streaming);
@@ -68,6 +40,7 @@ Description describe() {
     description.instruction_sets.push_back(kernel.name);
   }
   description.kernel = copy_kernels().front().name;
+  description.rotation_kernel = rotation_kernels().front().name;
   return description;
 }
 

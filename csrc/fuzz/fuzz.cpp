@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Feeds valid and damaged descriptors to the compiled core; meant for AddressSanitizer and
 // UndefinedBehaviorSanitizer, which watch every access. What is accepted must move exactly the bytes
-// that the definition names. Usage: fuzz <seconds> [seed]. Prints "<accepted> <refused>".
+// that the definition names, and rotate those of keys. Usage: fuzz <seconds> [seed]. Prints "<accepted> <refused>".
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,15 +13,19 @@
 #include <vector>
 
 #include "../cpu/copy_kernels.h"
+#include "../cpu/rotation_kernels.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
+#include "kvext/rotation.h"
 
 namespace {
 
 using kvext::Direction;
 using kvext::Plane;
 using kvext::Pool;
+using kvext::Rotation;
 using kvext::Run;
+using kvext::Shift;
 
 std::mt19937_64 engine;
 
@@ -44,6 +50,9 @@ struct Case {
   std::vector<Pool> pool_rows;
   std::vector<Plane> planes;
   std::vector<Run> runs;
+  std::vector<Rotation> rotations;
+  std::vector<Shift> shifts;
+  std::vector<double> frequencies;
   Direction direction;
 
   kvext::Transfer transfer() const {
@@ -54,7 +63,43 @@ struct Case {
             host->num_bytes,
             direction};
   }
+
+  kvext::KeyRotation rotation() const {
+    return {{rotations.data(), static_cast<int64_t>(rotations.size())},
+            {shifts.data(), static_cast<int64_t>(shifts.size())},
+            frequencies.data(),
+            static_cast<int64_t>(frequencies.size())};
+  }
 };
+
+// Rotates some of the planes whose rows are whole elements.
+void add_rotations(Case& made) {
+  for (int64_t i = between(0, 90); i > 0; --i) {
+    made.frequencies.push_back(static_cast<double>(between(0, 1000)) / 1000);
+  }
+  const auto num_frequencies = static_cast<int64_t>(made.frequencies.size());
+  for (size_t i = 0; i < made.planes.size(); ++i) {
+    const int64_t dtype = between(0, 2), unit = dtype == 0 ? 4 : 2;
+    const int64_t row_elements = made.planes[i].row_bytes / unit;
+    int64_t num_heads = between(1, 4);
+    if (row_elements % num_heads != 0) num_heads = 1;
+    const int64_t head_elements = row_elements / num_heads;
+    const int64_t most_pairs = std::min(head_elements / 2, num_frequencies);
+    if (made.planes[i].row_bytes % unit != 0 || most_pairs == 0 || one_in(3)) continue;
+    const int64_t num_pairs = one_in(2) ? most_pairs : between(1, most_pairs);
+    made.rotations.push_back({static_cast<int64_t>(i), static_cast<kvext::RowDtype>(dtype),
+                              static_cast<kvext::PairStyle>(between(0, 1)), num_heads,
+                              head_elements * unit,
+                              between(0, head_elements - 2 * num_pairs) * unit, num_pairs,
+                              between(0, num_frequencies - num_pairs)});
+  }
+  int64_t last_group = -1;
+  for (const Plane& plane : made.planes) {
+    if (plane.group == last_group) continue;
+    last_group = plane.group;
+    made.shifts.push_back({plane.group, one_in(4) ? 0 : between(-1000000, 1000000)});
+  }
+}
 
 // Valid: every page is named once, by one group.
 Case valid_case() {
@@ -87,6 +132,7 @@ Case valid_case() {
   for (const Memory& pool : made.pools) {
     made.pool_rows.push_back({reinterpret_cast<int64_t>(pool.bytes.get()), pool.num_bytes});
   }
+  add_rotations(made);
   return made;
 }
 
@@ -105,16 +151,30 @@ void damage(int64_t& value) {
   }
 }
 
+// The cells of a table as numbers.
+struct Cells {
+  int64_t* first;
+  int64_t num_rows;
+  int64_t num_columns;
+};
+
+template <typename Row>
+Cells cells_of(std::vector<Row>& rows) {
+  return {reinterpret_cast<int64_t*>(rows.data()), static_cast<int64_t>(rows.size()),
+          Row::kColumns};
+}
+
 // Addresses and sizes of pools stay true: no check can tell whether memory is there.
 void damage(Case& made) {
+  const Cells tables[] = {cells_of(made.planes), cells_of(made.runs), cells_of(made.rotations),
+                          cells_of(made.shifts)};
   for (int64_t times = between(1, 3); times > 0; --times) {
-    const bool is_run = !made.runs.empty() && one_in(2);
-    int64_t* const cells = is_run ? &made.runs[0].group : &made.planes[0].group;
-    const auto rows = static_cast<int64_t>(is_run ? made.runs.size() : made.planes.size());
-    const int64_t columns = is_run ? Run::kColumns : Plane::kColumns;
-    int64_t& cell = cells[between(0, rows * columns - 1)];
+    const Cells& table = tables[between(0, 3)];
+    const int64_t num_cells = table.num_rows * table.num_columns;
+    if (num_cells == 0) continue;
+    int64_t& cell = table.first[between(0, num_cells - 1)];
     if (one_in(4)) {
-      cell = cells[between(0, rows * columns - 1)];
+      cell = table.first[between(0, num_cells - 1)];
     } else {
       damage(cell);
     }
@@ -126,16 +186,24 @@ void damage(Case& made) {
   std::abort();
 }
 
-// The definition, row by row, into copies of the memory.
-std::vector<std::vector<uint8_t>> expected(const Case& made) {
+// The definition, row by row, into copies of the memory. Without a rotation all rows stay as they are.
+std::vector<std::vector<uint8_t>> expected(const Case& made,
+                                           const kvext::CheckedRotation* rotation) {
   std::vector<std::vector<uint8_t>> result;
   for (const Memory& pool : made.pools) {
     result.emplace_back(pool.bytes.get(), pool.bytes.get() + pool.num_bytes);
   }
   result.emplace_back(made.host->bytes.get(), made.host->bytes.get() + made.host->num_bytes);
   for (const Run& run : made.runs) {
-    for (const Plane& plane : made.planes) {
+    for (size_t index = 0; index < made.planes.size(); ++index) {
+      const Plane& plane = made.planes[index];
       if (plane.group != run.group) continue;
+      const kvext::HeadRotation* head = nullptr;
+      if (rotation != nullptr) {
+        const auto& order = rotation->transfer().plane_order();
+        const auto place = std::find(order.begin(), order.end(), static_cast<int64_t>(index));
+        head = rotation->head_rotation(place - order.begin());
+      }
       for (int64_t row = 0; row < run.num_rows; ++row) {
         uint8_t* const in_page = &result[plane.pool].at(
             plane.base_bytes + run.page * plane.page_stride_bytes + plane.region_offset_bytes +
@@ -143,7 +211,14 @@ std::vector<std::vector<uint8_t>> expected(const Case& made) {
         uint8_t* const in_host =
             &result.back().at(plane.host_offset_bytes + (run.host_row + row) * plane.row_bytes);
         const bool is_store = made.direction == Direction::kPagesToHost;
-        std::memcpy(is_store ? in_host : in_page, is_store ? in_page : in_host, plane.row_bytes);
+        uint8_t* const to = is_store ? in_host : in_page;
+        const uint8_t* const from = is_store ? in_page : in_host;
+        if (head == nullptr) {
+          std::memcpy(to, from, plane.row_bytes);
+        } else {
+          kvext::rotation_kernels().front().rotate(to, from, plane.row_bytes / head->head_bytes,
+                                                   *head);
+        }
       }
     }
   }
@@ -160,15 +235,24 @@ void run_in_parts(const kvext::CheckedTransfer& checked) {
   }
 }
 
-bool check_case(const Case& made) {
+bool check_case(const Case& made, bool is_rotating) {
   try {
     const kvext::CheckedTransfer checked(made.transfer());
-    const auto wanted = expected(made);
-    if (one_in(3)) {
-      run_in_parts(checked);
+    const kvext::CopyOptions options{static_cast<int>(between(1, 3)),
+                                     static_cast<kvext::Streaming>(between(-1, 1)),
+                                     {}};
+    std::vector<std::vector<uint8_t>> wanted;
+    if (is_rotating) {
+      const kvext::CheckedRotation rotation(checked, made.rotation());
+      wanted = expected(made, &rotation);
+      kvext::rotated_page_transfer(rotation, options);
     } else {
-      kvext::page_transfer(checked, {static_cast<int>(between(1, 3)),
-                                     static_cast<kvext::Streaming>(between(-1, 1)), {}});
+      wanted = expected(made, nullptr);
+      if (one_in(3)) {
+        run_in_parts(checked);
+      } else {
+        kvext::page_transfer(checked, options);
+      }
     }
     for (size_t i = 0; i < made.pools.size(); ++i) {
       if (std::memcmp(made.pools[i].bytes.get(), wanted[i].data(), wanted[i].size()) != 0) {
@@ -225,6 +309,41 @@ void check_kernels() {
   }
 }
 
+// Every kernel against the last one, on numbers: they may differ in the last bit only.
+void check_rotations() {
+  const int64_t num_pairs = between(1, 80), num_heads = between(1, 5);
+  const int64_t front = between(0, 9), back = one_in(2) ? 0 : between(0, 9);
+  std::vector<float> cosines, sines;
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    const double angle = static_cast<double>(between(0, 1000000)) / 1e4;
+    cosines.push_back(static_cast<float>(std::cos(angle)));
+    sines.push_back(static_cast<float>(std::sin(angle)));
+  }
+  for (int64_t style = 0; style < 2; ++style) {
+    const int64_t head_bytes = (front + 2 * num_pairs + back) * 4;
+    const kvext::HeadRotation head{kvext::RowDtype::kFloat32, static_cast<kvext::PairStyle>(style),
+                                   head_bytes, front * 4, num_pairs, cosines.data(), sines.data()};
+    const int64_t num_numbers = num_heads * head_bytes / 4;
+    const int64_t from = between(0, 5), to = between(0, 5);
+    const Memory source(from + num_numbers * 4);
+    for (int64_t i = 0; i < num_numbers; ++i) {
+      const auto number = static_cast<float>(between(-1000, 1000)) / 100;
+      std::memcpy(&source.bytes[from + 4 * i], &number, 4);
+    }
+    std::vector<float> wanted(num_numbers), found(num_numbers);
+    kvext::rotation_kernels().back().rotate(reinterpret_cast<uint8_t*>(wanted.data()),
+                                            &source.bytes[from], num_heads, head);
+    for (const kvext::RotationKernel& kernel : kvext::rotation_kernels()) {
+      const Memory destination(to + num_numbers * 4);
+      kernel.rotate(&destination.bytes[to], &source.bytes[from], num_heads, head);
+      std::memcpy(found.data(), &destination.bytes[to], num_numbers * 4);
+      for (int64_t i = 0; i < num_numbers; ++i) {
+        if (!(std::fabs(found[i] - wanted[i]) <= 1e-5f)) fail("kernels rotate to other keys");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -235,16 +354,23 @@ int main(int argc, char** argv) {
   int64_t num_accepted = 0, num_refused = 0;
   while (std::chrono::steady_clock::now() < end) {
     Case made = valid_case();
-    if (!check_case(made)) fail("a valid transfer has been refused");
+    for (const bool is_rotating : {false, true}) {
+      if (!check_case(made, is_rotating)) fail("a valid transfer has been refused");
+    }
     for (int times = 0; times < 8; ++times) {
       const auto planes = made.planes;
       const auto runs = made.runs;
+      const auto rotations = made.rotations;
+      const auto shifts = made.shifts;
       damage(made);
-      ++(check_case(made) ? num_accepted : num_refused);
+      ++(check_case(made, one_in(2)) ? num_accepted : num_refused);
       made.planes = planes;
       made.runs = runs;
+      made.rotations = rotations;
+      made.shifts = shifts;
     }
     check_kernels();
+    check_rotations();
   }
   std::printf("%lld %lld\n", static_cast<long long>(num_accepted),
               static_cast<long long>(num_refused));

@@ -21,6 +21,7 @@ FOLDERS = [Path(folder) for folder in vllm_ascend_kvext.__path__]
 """Of an installed package one; of a checkout also the one in which ``patches/`` lies."""
 
 ALLOWED = {
+    "blending": {"transfer", "errors"},
     "compat": set(),
     "errors": set(),
     "features": {"patching"},
@@ -39,6 +40,7 @@ ALLOWED = {
 """What each part of the package may import; parts that are not listed may import all of these."""
 
 NO_VLLM = (
+    "blending",
     "groups",
     "holes",
     "layout",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that describe a transfer: one row per plane, per run and per pool.
+"""The tables that describe a transfer: one row per plane, per run and per pool; where keys are
+rotated on the way, also per plane that is, and per group.
 
 All tables are numpy arrays of `DTYPE`, two-dimensional and C-contiguous; the enumerations are their
-columns, in order. The C++ side reads the same columns (``csrc/include/kvext/descriptors.h``).
+columns, in order. The C++ side reads the same columns (``csrc/include/kvext/descriptors.h``,
+``csrc/include/kvext/rotation.h``).
 Which rows are valid is decided there, in one place.
 """
 
@@ -17,6 +19,7 @@ DTYPE = np.int64
 HOST_ALIGNMENT_BYTES = 64
 
 Table = npt.NDArray[np.int64]
+Frequencies = npt.NDArray[np.float64]
 
 
 class Direction(IntEnum):
@@ -64,3 +67,52 @@ class PoolColumn(IntEnum):
 
     ADDRESS = 0
     NUM_BYTES = 1
+
+
+class RowDtype(IntEnum):
+    """The types of keys that can be rotated; float32 is computed with for all of them."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self is RowDtype.FLOAT32 else 2
+
+
+class PairStyle(IntEnum):
+    """Which two elements of a rotated part of ``n`` pairs are pair ``i``."""
+
+    HALVES = 0
+    """``i`` and ``n + i``: NeoX."""
+    NEIGHBOURS = 1
+    """``2 * i`` and ``2 * i + 1``: GPT-J."""
+
+
+class RotationColumn(IntEnum):
+    """Columns of ``rotations``, shape ``[num_rotations, 8]``: one plane whose rows are keys.
+
+    A row of the plane is ``NUM_HEADS`` heads of ``HEAD_BYTES``. In each of them ``NUM_PAIRS`` pairs
+    from byte ``OFFSET_BYTES`` on are rotated, by the frequencies from ``FIRST_FREQUENCY`` on.
+    ``PLANE`` is a row of ``planes``; what no row names moves as it is.
+    """
+
+    PLANE = 0
+    DTYPE = 1
+    PAIR_STYLE = 2
+    NUM_HEADS = 3
+    HEAD_BYTES = 4
+    OFFSET_BYTES = 5
+    NUM_PAIRS = 6
+    FIRST_FREQUENCY = 7
+
+
+class ShiftColumn(IntEnum):
+    """Columns of ``shifts``, shape ``[num_shifts, 2]``: by how many positions a group's keys move.
+
+    Ascending by group. Every group that moves rotated planes has one; 0 keeps every bit.
+    """
+
+    GROUP = 0
+    POSITIONS = 1

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "kvext/checked_transfer.h"
 
@@ -15,21 +16,27 @@ struct Copy {
   int64_t num_bytes;
 };
 
-// Calls visit(Copy) for the bytes [begin, end) of a transfer, counted plane after plane and run after
-// run. What is adjacent at both ends becomes one copy.
+// What one run moves in one plane, or a part of that.
+struct PlaneRunPart {
+  int64_t place;  // of the plane, in CheckedTransfer::plane_order
+  int64_t row_bytes;
+  int64_t first_byte;  // of the run's bytes in this plane
+  Copy copy;
+};
+
+// Calls visit(PlaneRunPart) for the bytes [begin, end) of a transfer, counted plane after plane and
+// run after run.
 template <typename Visit>
-void for_each_copy(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
+void for_each_part(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
   const Transfer& transfer = checked.transfer();
   const bool is_store = transfer.direction == Direction::kPagesToHost;
-  Copy pending{0, 0, 0};
   int64_t position = 0;
   for (const Group& group : checked.groups()) {
     const Run* const runs = transfer.runs.rows + group.first_run;
-    const int64_t* const planes = checked.plane_order().data() + group.first_plane;
-    for (int64_t index = 0; index < group.num_planes; ++index) {
-      const Plane& plane = transfer.planes[planes[index]];
+    for (int64_t place = group.first_plane; place < group.first_plane + group.num_planes; ++place) {
+      const Plane& plane = transfer.planes[checked.plane_order()[place]];
       const int64_t plane_bytes = group.num_rows * plane.row_bytes;
-      if (position >= end) break;
+      if (position >= end) return;
       if (position + plane_bytes <= begin) {
         position += plane_bytes;
         continue;
@@ -49,17 +56,44 @@ void for_each_copy(const CheckedTransfer& checked, int64_t begin, int64_t end, V
         const int64_t in_host = host + run.host_row * plane.row_bytes + skipped;
         const int64_t source = is_store ? in_page : in_host;
         const int64_t destination = is_store ? in_host : in_page;
-        if (source == pending.source + pending.num_bytes &&
-            destination == pending.destination + pending.num_bytes) {
-          pending.num_bytes += num_bytes;
-          continue;
-        }
-        if (pending.num_bytes > 0) visit(pending);
-        pending = Copy{source, destination, num_bytes};
+        visit(PlaneRunPart{place, plane.row_bytes, skipped, {source, destination, num_bytes}});
       }
     }
   }
-  if (pending.num_bytes > 0) visit(pending);
+}
+
+// Joins copies that follow each other: what is adjacent at both ends becomes one copy.
+template <typename Visit>
+class Joiner {
+ public:
+  explicit Joiner(Visit& visit) : visit_(visit) {}
+
+  void operator()(const Copy& copy) {
+    if (copy.source == pending_.source + pending_.num_bytes &&
+        copy.destination == pending_.destination + pending_.num_bytes) {
+      pending_.num_bytes += copy.num_bytes;
+      return;
+    }
+    flush();
+    pending_ = copy;
+  }
+
+  void flush() {
+    if (pending_.num_bytes > 0) visit_(pending_);
+    pending_.num_bytes = 0;
+  }
+
+ private:
+  Visit& visit_;
+  Copy pending_{0, 0, 0};
+};
+
+// Calls visit(Copy) for the bytes [begin, end) of a transfer, counted as for_each_part does.
+template <typename Visit>
+void for_each_copy(const CheckedTransfer& checked, int64_t begin, int64_t end, Visit&& visit) {
+  Joiner<std::remove_reference_t<Visit>> join(visit);
+  for_each_part(checked, begin, end, [&](const PlaneRunPart& part) { join(part.copy); });
+  join.flush();
 }
 
 }  // namespace kvext

@@ -8,6 +8,7 @@
 
 #include "kvext/checked_transfer.h"
 #include "kvext/placement.h"
+#include "kvext/rotation.h"
 
 namespace kvext {
 
@@ -23,12 +24,16 @@ struct CopyOptions {
 // Moves every byte of a transfer. Throws PlacementError before the first one moves.
 void page_transfer(const CheckedTransfer& checked, const CopyOptions& options);
 
+// The same, and rotates keys on their way.
+void rotated_page_transfer(const CheckedRotation& rotation, const CopyOptions& options);
+
 // One plain copy with the same threads, front to back: what a transfer is measured against.
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
 
 struct Description {
   std::vector<std::string> instruction_sets;  // that this build has kernels for and this CPU runs
   std::string kernel;                         // the one that is used
+  std::string rotation_kernel;
 };
 
 Description describe();

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer op that rotates keys beside the one that does not, and torch: ratios of one run.
+
+    python benchmarks/key_rotation.py [--quick] [--json FILE]
+
+Every round loads the same number of keys by every method in turn, each time from host memory and
+into pages that no cache holds. One thread is timed by its CPU time, two by the clock. A ratio is
+the median over the rounds of (method / plain copy of the same bytes in the same round). Torch
+rotates a plane of keys in float32, and writes it into its pages with ``index_copy_``; its cosines
+and views are made outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from transfer.geometry import ColdMemory, Job, Layout, PlaneShape
+from transfer.methods import Copy, PageTransfer
+
+from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
+from vllm_ascend_kvext.native import native
+from vllm_ascend_kvext.transfer.key_rotation import KeyRotation, rotated_page_transfer
+from vllm_ascend_kvext.transfer.schema import Direction, PairStyle, RowDtype
+
+MOST_RATIO = 1.5
+SHIFT = 12_345
+NUM_LAYERS = 32
+TOKENS = 256
+ROUNDS = 30
+DTYPES = {RowDtype.FLOAT32: torch.float32, RowDtype.BFLOAT16: torch.bfloat16}
+
+PLAIN = "page_transfer, not rotated"
+OURS = "rotated_page_transfer"
+TORCH = "torch: rotate, index_copy_ per plane"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one kind of model: every layer has one plane of them.
+
+    Attributes:
+        name: As printed.
+        signature: How they turn.
+        num_heads: Heads of a row.
+        rows_per_page: Tokens of a page.
+    """
+
+    name: str
+    signature: RotarySignature
+    num_heads: int
+    rows_per_page: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        signature = self.signature
+        row_bytes = self.num_heads * signature.head_elements * signature.dtype.element_bytes
+        shape = PlaneShape(row_bytes, self.rows_per_page)
+        return Layout(self.name, (shape,), NUM_LAYERS, TOKENS // self.rows_per_page)
+
+    @cached_property
+    def rotation(self) -> KeyRotation:
+        planes = [KeyPlane(plane, self.signature, self.num_heads) for plane in range(NUM_LAYERS)]
+        return key_rotation(planes, {0: SHIFT})
+
+
+def frequencies(num_pairs: int) -> tuple[float, ...]:
+    return tuple(500_000.0 ** (-pair / num_pairs) for pair in range(num_pairs))
+
+
+def keys_of(dtype: RowDtype) -> list[Keys]:
+    name = dtype.name.lower()
+    halves, neighbours = PairStyle.HALVES, PairStyle.NEIGHBOURS
+    heads = [
+        Keys(
+            f"{name}, 8 heads of {size}, {words}",
+            RotarySignature(frequencies(size // 2), style, size, 0, dtype),
+            num_heads=8,
+            rows_per_page=16,
+        )
+        for size in (64, 128)
+        for style, words in ((halves, "halves"), (neighbours, "neighbours"))
+    ]
+    latent = RotarySignature(frequencies(32), neighbours, 576, 512, dtype)
+    return [*heads, Keys(f"{name}, MLA rows of 576, 64 of them rotated", latent, 1, 64)]
+
+
+class Rotated:
+    """The op, from registered pools and descriptors to the last byte."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.name = OURS
+        self._keys = keys
+
+    def prepare(self, job: Job) -> Copy:
+        return lambda: rotated_page_transfer(
+            job.memory.pools,
+            job.host,
+            job.memory.plane_table,
+            job.runs,
+            job.direction,
+            self._keys.rotation,
+            num_threads=job.num_threads,
+        )
+
+
+class TorchRotation:
+    """The same in torch, plane by plane."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.name = TORCH
+        self._keys = keys
+        angles = SHIFT * torch.tensor(keys.signature.frequencies, dtype=torch.float64)
+        self._cosines, self._sines = angles.cos().float(), angles.sin().float()
+
+    def prepare(self, job: Job) -> Copy:
+        ids = torch.from_numpy(job.pages)
+        planes = [self._views(job, plane) for plane in range(NUM_LAYERS)]
+
+        def copy() -> None:
+            for in_pages, in_host in planes:
+                in_pages.index_copy_(0, ids, self._rotated(in_host))
+
+        return copy
+
+    def _views(self, job: Job, plane: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages and host rows, shape ``[pages, rows, heads, head_elements]``."""
+        signature, layout = self._keys.signature, job.memory.layout
+        first, num_bytes = (
+            layout.host_offsets[plane],
+            layout.planes[plane].page_bytes * len(job.pages),
+        )
+        shape = -1, self._keys.rows_per_page, self._keys.num_heads, signature.head_elements
+        in_pages, in_host = (
+            side.view(DTYPES[signature.dtype]).view(shape)
+            for side in (job.memory.tensors[plane], job.host[first : first + num_bytes])
+        )
+        return in_pages, in_host
+
+    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        signature = self._keys.signature
+        begin = signature.offset_elements
+        part = rows[..., begin : begin + signature.rotary_elements].float()
+        if signature.pair_style == PairStyle.HALVES:
+            a, b = part.chunk(2, -1)
+        else:
+            a, b = part[..., ::2], part[..., 1::2]
+        turned = a * self._cosines - b * self._sines, b * self._cosines + a * self._sines
+        if signature.pair_style == PairStyle.HALVES:
+            together = torch.cat(turned, -1)
+        else:
+            together = torch.stack(turned, -1).flatten(-2)
+        if signature.rotary_elements == signature.head_elements:
+            return together.to(rows.dtype)
+        result = rows.clone()
+        result[..., begin : begin + signature.rotary_elements] = together
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table; times in milliseconds per load."""
+
+    keys: str
+    mb: float
+    num_threads: int
+    method: str
+    time_ms: float
+    gb_per_s: float
+    plain_ratio: float
+
+
+def fill(memory: ColdMemory, dtype: torch.dtype) -> None:
+    """With numbers: arithmetic on what is none, or nearly zero, takes another time."""
+    numbers = torch.randn(1 << 20).to(dtype).view(torch.uint8)
+    for whole in (memory.arena, memory.host):
+        whole.view(-1, len(numbers)).copy_(numbers)
+
+
+def check(memory: ColdMemory, keys: Keys) -> None:
+    """Refuse to time what does not rotate the keys.
+
+    Raises:
+        SystemExit: Ours differ from torch's by more than rounding.
+    """
+    job = Job.next(memory, Direction.HOST_TO_PAGES, True, 1)
+    ids = torch.from_numpy(job.pages)
+    reference = TorchRotation(keys)
+    Rotated(keys).prepare(job)()
+    limit = 1e-5 if keys.signature.dtype == RowDtype.FLOAT32 else 2e-2
+    for plane in range(NUM_LAYERS):
+        in_pages, in_host = reference._views(job, plane)
+        if not torch.allclose(in_pages[ids], reference._rotated(in_host), rtol=limit, atol=limit):
+            raise SystemExit(f"{keys.name}: the rotated keys of plane {plane} are not torch's")
+
+
+def measure(memory: ColdMemory, keys: Keys, num_threads: int, rounds: int) -> list[Result]:
+    """Time every method in every round."""
+    clock_ns: Callable[[], int] = time.thread_time_ns if num_threads == 1 else time.perf_counter_ns
+    torch.set_num_threads(num_threads)
+    methods = (PageTransfer(PLAIN), Rotated(keys), TorchRotation(keys))
+    times_ns: dict[str, list[int]] = {method.name: [] for method in methods}
+    for index in range(rounds):
+        # Whoever comes first in a round has no advantage over the rounds.
+        for method in methods if index % 2 else methods[::-1]:
+            copy = method.prepare(Job.next(memory, Direction.HOST_TO_PAGES, True, num_threads))
+            started_ns = clock_ns()
+            copy()
+            times_ns[method.name].append(clock_ns() - started_ns)
+    num_bytes = keys.layout.chunk_bytes
+    return [
+        Result(
+            keys=keys.name,
+            mb=num_bytes / 1e6,
+            num_threads=num_threads,
+            method=name,
+            time_ms=statistics.median(spent_ns) / 1e6,
+            gb_per_s=2 * num_bytes / statistics.median(spent_ns),
+            plain_ratio=statistics.median(
+                one / plain for one, plain in zip(spent_ns, times_ns[PLAIN], strict=True)
+            ),
+        )
+        for name, spent_ns in times_ns.items()
+    ]
+
+
+def print_table(results: list[Result]) -> None:
+    print(f"\n{'GB/s, time / plain copy':48}{'1 thread':>18}{'2 threads':>18}")
+    for keys in dict.fromkeys(result.keys for result in results):
+        of_keys = [result for result in results if result.keys == keys]
+        print(f"{keys}, {of_keys[0].mb:.1f} MB")
+        for method in dict.fromkeys(result.method for result in of_keys):
+            cells = [result for result in of_keys if result.method == method]
+            print(
+                f"  {method:46}"
+                + "".join(f"{cell.gb_per_s:10.1f} {cell.plain_ratio:6.2f}x" for cell in cells)
+            )
+
+
+def print_target(results: list[Result]) -> None:
+    """What the project promises, and what was measured."""
+    ours = [result for result in results if result.method == OURS]
+    worst = max(ours, key=lambda result: result.plain_ratio)
+    gains = [
+        other.plain_ratio / own.plain_ratio
+        for own in ours
+        for other in results
+        if (other.keys, other.num_threads, other.method) == (own.keys, own.num_threads, TORCH)
+    ]
+    print(
+        f"\nTarget: at most {MOST_RATIO} x the plain copy. Worst: {worst.plain_ratio:.2f} x "
+        f"({worst.keys}, threads: {worst.num_threads}). Faster than torch: "
+        f"{min(gains):.1f} to {max(gains):.1f} x."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    described = native().describe()
+    print(
+        f"kernels {described['kernel']}, {described['rotation_kernel']}; "
+        f"load average {os.getloadavg()[0]:.1f}"
+    )
+    results = []
+    for dtype, as_torch in DTYPES.items():
+        for keys in keys_of(dtype):
+            memory = ColdMemory(keys.layout)
+            fill(memory, as_torch)
+            check(memory, keys)
+            rounds = 8 if options.quick else ROUNDS
+            for num_threads in (1, 2):
+                results += measure(memory, keys, num_threads, rounds)
+            del memory
+    print_table(results)
+    print_target(results)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()

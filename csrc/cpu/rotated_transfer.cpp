@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "copier.h"
+#include "kvext/copies.h"
+#include "kvext/page_transfer.h"
+#include "kvext/rotation.h"
+#include "rotation_kernels.h"
+#include "split_by_bytes.h"
+
+namespace kvext {
+namespace {
+
+// Does the rotated copies of one thread. Each waits for the next one, whose first bytes come from
+// memory meanwhile: the CPU's own prefetching does not know where it begins.
+class Rotator {
+ public:
+  explicit Rotator(bool is_streaming)
+      : rotation_(rotation_kernels().front()),
+        copying_(copy_kernels().front()),
+        is_streaming_(is_streaming) {}
+  ~Rotator() {
+    do_waiting();
+    copying_.fence();
+  }
+  Rotator(const Rotator&) = delete;
+  Rotator& operator=(const Rotator&) = delete;
+
+  // Of whole heads.
+  void operator()(const Copy& copy, const HeadRotation& head) {
+    fetch(copy.source, std::min(copy.num_bytes, kAheadBytes));
+    do_waiting();
+    waiting_ = copy;
+    head_ = &head;
+  }
+
+ private:
+  static constexpr int64_t kLineBytes = 64;
+  // Rotated in the first-level cache, and then streamed to where it belongs. A little at a time: the
+  // CPU computes the next heads while the stores of the last ones and the reads ahead are under way.
+  static constexpr int64_t kAtOnceBytes = 1024;
+  static constexpr int64_t kAheadBytes = 4096;
+  // Of one head, at most: larger ones are not staged.
+  static constexpr int64_t kStageBytes = 8192;
+
+  static void fetch(int64_t source, int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += kLineBytes) {
+      __builtin_prefetch(reinterpret_cast<const void*>(source + at), 0, 3);
+    }
+  }
+
+  void do_waiting() {
+    if (waiting_.num_bytes == 0) return;
+    const bool is_staged = is_streaming_ && head_->head_bytes <= kStageBytes;
+    const int64_t at_once_bytes =
+        std::max<int64_t>(kAtOnceBytes / head_->head_bytes, 1) * head_->head_bytes;
+    for (Copy left = waiting_; left.num_bytes > 0;) {
+      const int64_t num_bytes = is_staged ? std::min(left.num_bytes, at_once_bytes) : left.num_bytes;
+      auto* const destination = reinterpret_cast<uint8_t*>(left.destination);
+      const auto* const source = reinterpret_cast<const uint8_t*>(left.source);
+      const int64_t num_heads = num_bytes / head_->head_bytes;
+      left = {left.source + num_bytes, left.destination + num_bytes, left.num_bytes - num_bytes};
+      if (is_staged) {
+        fetch(left.source - num_bytes + kAheadBytes,
+              std::min(left.num_bytes + num_bytes - kAheadBytes, num_bytes));
+        rotation_.rotate(stage_, source, num_heads, *head_);
+        copying_.stream(destination, stage_, static_cast<size_t>(num_bytes));
+      } else {
+        rotation_.rotate(destination, source, num_heads, *head_);
+      }
+    }
+    waiting_.num_bytes = 0;
+  }
+
+  const RotationKernel& rotation_;
+  const CopyKernel& copying_;
+  const bool is_streaming_;
+  Copy waiting_{0, 0, 0};
+  const HeadRotation* head_ = nullptr;
+  alignas(64) uint8_t stage_[kStageBytes];
+};
+
+// The rows of a part that begin in it: each row belongs to one part, and so to one thread.
+Copy whole_rows(const PlaneRunPart& part) {
+  const int64_t before_bytes =
+      (part.row_bytes - part.first_byte % part.row_bytes) % part.row_bytes;
+  const int64_t num_rows =
+      (part.copy.num_bytes - before_bytes + part.row_bytes - 1) / part.row_bytes;
+  return {part.copy.source + before_bytes, part.copy.destination + before_bytes,
+          std::max<int64_t>(num_rows, 0) * part.row_bytes};
+}
+
+}  // namespace
+
+void rotated_page_transfer(const CheckedRotation& rotation, const CopyOptions& options) {
+  const CheckedTransfer& checked = rotation.transfer();
+  const bool is_streaming = streams(checked.num_bytes(), options.streaming);
+  split_by_bytes(checked.num_bytes(), options, [&](int64_t begin, int64_t end) {
+    Copier copier(is_streaming);
+    Joiner<Copier> join(copier);
+    Rotator rotate(is_streaming);
+    for_each_part(checked, begin, end, [&](const PlaneRunPart& part) {
+      const HeadRotation* const head = rotation.head_rotation(part.place);
+      if (head == nullptr) {
+        join(part.copy);
+      } else {
+        rotate(whole_rows(part), *head);
+      }
+    });
+    join.flush();
+  });
+}
+
+}  // namespace kvext

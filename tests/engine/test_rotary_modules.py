@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rotary class of the installed vLLM: keys are moved as it would move them, or refused."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
+    LinearScalingRotaryEmbedding,
+)
+
+from vllm_ascend_kvext.blending import rotation_check
+from vllm_ascend_kvext.blending.errors import RotationError
+from vllm_ascend_kvext.blending.rotary import READERS, REFUSED, read_rotary_signature
+from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
+from vllm_ascend_kvext.blending.rotation_check import check_rotation, positions_to_compare
+from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
+
+HEAD = 128
+POSITIONS = 4096
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
+ROPES = {
+    "base": {"rope_theta": 10_000.0},
+    "base, Gemma 3's local layers": {"rope_theta": 10_000.0, "rope_type": "default"},
+    "partial": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    "partial, by width": {"rope_theta": 10_000.0, "rope_dim": 32},
+    "linear, Gemma 3's global layers": {
+        "rope_type": "linear",
+        "rope_theta": 1_000_000.0,
+        "factor": 8.0,
+    },
+    "Llama 3": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "NTK": {"rope_type": "ntk", "rope_theta": 10_000.0, "factor": 4.0},
+    "NTK, mixed": {"rope_type": "ntk", "rope_theta": 10_000.0, "factor": 4.0, "mixed_b": 0.6},
+    "YaRN": {"rope_type": "yarn", "rope_theta": 10_000.0, **YARN},
+    "YaRN, gpt-oss": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "YaRN, attention factor": {"rope_type": "yarn", **YARN, "attn_factor": 1.4},
+    "TeleChat 3": {"rope_type": "telechat3-yarn", **YARN},
+    "DeepSeek": {"rope_type": "deepseek_yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "DeepSeek, attention factor": {"rope_type": "deepseek_yarn", **YARN, "mscale": 0.707},
+    "Gemma 4": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "Gemma 4, whole": {"rope_type": "proportional", "rope_theta": 1e6},
+}
+
+
+@pytest.fixture(autouse=True)
+def current_config() -> Iterator[None]:
+    """Modules of vLLM choose their implementation by it."""
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def rope(
+    name: str, dtype: torch.dtype = torch.float32, is_neox_style: bool = True
+) -> RotaryEmbedding:
+    return get_rope(HEAD, POSITIONS, is_neox_style, dict(ROPES[name]), dtype)
+
+
+def classes_of_vllm() -> dict[str, type]:
+    """By full name: every module of torch that the package defines."""
+    found = {}
+    for info in pkgutil.iter_modules(rotary_embedding.__path__):
+        module = importlib.import_module(f"{rotary_embedding.__name__}.{info.name}")
+        for item in vars(module).values():
+            is_module = isinstance(item, type) and issubclass(item, torch.nn.Module)
+            if is_module and item.__module__ == module.__name__:
+                found[f"{item.__module__}.{item.__qualname__}"] = item
+    return found
+
+
+NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
+"""Turns by angles that it is handed."""
+
+
+def test_every_class_is_read_or_refused() -> None:
+    assert set(classes_of_vllm()) == set(READERS) | set(REFUSED) | NOT_EMBEDDINGS
+    assert not set(READERS) & set(REFUSED)
+
+
+def test_every_class_that_is_read_is_checked_below() -> None:
+    checked = {type(rope(name)) for name in ROPES}
+    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in checked} == set(READERS)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_the_other_classes_are_refused_with_the_reason(name: str) -> None:
+    cls = classes_of_vllm()[name]
+    # Some of them cannot be built without an accelerator; the class decides.
+    with pytest.raises(RotationError) as caught:
+        read_rotary_signature(cls.__new__(cls), torch.bfloat16)
+    assert str(caught.value).startswith(
+        f"{name}: expected an embedding that turns keys by one angle"
+    )
+    assert f"found that {REFUSED[name]}. Serve this model without blending." in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("name", ROPES)
+def test_keys_are_moved_as_the_module_would(name: str, is_neox_style: bool, dtype) -> None:
+    module = rope(name, dtype, is_neox_style)
+    signature = read_rotary_signature(module, dtype)
+    assert signature.pair_style == (PairStyle.HALVES if is_neox_style else PairStyle.NEIGHBOURS)
+    check_rotation(module, signature)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_the_rotated_part_of_a_latent_is_moved(dtype: torch.dtype) -> None:
+    """Of an MLA row: the module knows its 64 elements only, which lie behind 512 others."""
+    module = get_rope(64, POSITIONS, False, dict(ROPES["DeepSeek, attention factor"]), dtype)
+    signature = read_rotary_signature(module, dtype, head_elements=576, offset_elements=512)
+    assert signature.rotary_elements == 64
+    check_rotation(module, signature)
+
+
+def wrong_signatures(module: RotaryEmbedding, dtype: torch.dtype) -> dict[str, RotarySignature]:
+    """What a reader that is wrong would return."""
+    right = read_rotary_signature(module, dtype)
+    half = len(right.frequencies) // 2
+    return {
+        "not rotated": replace(right, frequencies=(0.0,) * len(right.frequencies)),
+        "the other pairs": replace(right, pair_style=PairStyle(1 - right.pair_style)),
+        "not scaled": replace(
+            right,
+            frequencies=tuple(
+                10_000.0 ** (-2 * i / module.rotary_dim) for i in range(module.rotary_dim // 2)
+            ),
+        ),
+        "half the width": replace(right, frequencies=right.frequencies[:half]),
+        "the other end": replace(right, frequencies=right.frequencies[::-1]),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", ["not rotated", "the other pairs", "not scaled", "half the width",
+                                   "the other end"])  # fmt: skip
+@pytest.mark.parametrize("name", ["Llama 3", "YaRN", "linear, Gemma 3's global layers", "Gemma 4"])
+def test_a_wrong_signature_is_found(name: str, wrong: str, dtype: torch.dtype) -> None:
+    module = rope(name, dtype)
+    with pytest.raises(RotationError, match="expected"):
+        check_rotation(module, wrong_signatures(module, dtype)[wrong])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("positions", [1, -1])
+def test_a_difference_that_is_off_by_one_is_found(monkeypatch, positions: int, dtype) -> None:
+    right = rotation_check._moved
+
+    def off_by_one(rows, signature, of, shifts):
+        return right(rows, signature, of, [shift + positions for shift in shifts])
+
+    monkeypatch.setattr(rotation_check, "_moved", off_by_one)
+    module = rope("base", dtype)
+    with pytest.raises(RotationError, match="moved from position 0 to 1, pair "):
+        check_rotation(module, read_rotary_signature(module, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["YaRN", "YaRN, attention factor", "DeepSeek, attention factor"])
+def test_an_attention_factor_that_is_applied_again_is_found(monkeypatch, name: str, dtype) -> None:
+    """It is in stored keys: a difference of positions has none."""
+    module = rope(name, dtype)
+    signature = read_rotary_signature(module, dtype)
+    assert signature.attention_factor > 1.05
+    right = rotation_check._moved
+
+    def applied_again(rows, of_rows, dtype_of_rows, shifts):
+        moved = right(rows, of_rows, dtype_of_rows, shifts)
+        moved[..., : of_rows.rotary_elements] *= signature.attention_factor
+        return moved
+
+    monkeypatch.setattr(rotation_check, "_moved", applied_again)
+    with pytest.raises(RotationError, match="expected the module's own within"):
+        check_rotation(module, signature)
+
+
+def test_what_is_not_rotated_must_stay(monkeypatch) -> None:
+    right = rotation_check._moved
+
+    def with_one_other(rows, *others):
+        moved = right(rows, *others)
+        moved[-1, -1, -1, -1] += 1
+        return moved
+
+    monkeypatch.setattr(rotation_check, "_moved", with_one_other)
+    module = rope("partial")
+    with pytest.raises(RotationError, match="elements outside the rotated part"):
+        check_rotation(module, read_rotary_signature(module, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_module_is_left_as_it_was(dtype: torch.dtype) -> None:
+    """Asked for bfloat16 keys, vLLM rounds the module's table, and does not get it back."""
+    module = rope("base", dtype)
+    table, bits = module.cos_sin_cache, module.cos_sin_cache.clone()
+    for row in DTYPES:
+        check_rotation(module, read_rotary_signature(module, row))
+    assert module.cos_sin_cache is table
+    assert torch.equal(module.cos_sin_cache, bits)
+
+
+@pytest.mark.parametrize("num_positions", [2, 3, 10, 1000, 131_072, 1_048_576])
+def test_modules_of_any_length_are_checked(num_positions: int) -> None:
+    moves = positions_to_compare(num_positions)
+    assert moves and all(old != new for old, new in moves)
+    assert {position for move in moves for position in move} <= set(range(num_positions))
+    module = get_rope(16, num_positions, True, {"rope_theta": 10_000.0}, torch.bfloat16)
+    check_rotation(module, read_rotary_signature(module, torch.bfloat16))
+
+
+@pytest.mark.parametrize("num_positions", [0, 1])
+def test_a_module_without_positions_is_refused(num_positions: int) -> None:
+    with pytest.raises(RotationError, match=f"expected at least 2, found {num_positions}"):
+        positions_to_compare(num_positions)
+
+
+def test_several_scaling_factors_are_refused() -> None:
+    module = LinearScalingRotaryEmbedding(64, 64, 128, 10_000.0, True, [1.0, 4.0], torch.float32)
+    with pytest.raises(RotationError, match=r"expected one scaling factor, found \[1.0, 4.0\]"):
+        read_rotary_signature(module, torch.float32)
+
+
+def test_a_subclass_is_not_the_class() -> None:
+    class Mine(RotaryEmbedding):
+        pass
+
+    module = Mine(64, 64, 128, 10_000.0, True, torch.float32)
+    with pytest.raises(
+        RotationError, match=r"Mine: expected one of .*RotaryEmbedding, found a cla"
+    ):
+        read_rotary_signature(module, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float64])
+def test_keys_of_other_types_are_refused(dtype: torch.dtype) -> None:
+    found = str(dtype).removeprefix("torch.")
+    with pytest.raises(RotationError, match=f"float32, bfloat16 or float16, found {found}: quanti"):
+        read_rotary_signature(rope("base"), dtype)
+
+
+@pytest.mark.parametrize(("head_elements", "offset"), [(HEAD - 1, 0), (HEAD, 1), (576, -1)])
+def test_a_part_outside_the_head_is_refused(head_elements: int, offset: int) -> None:
+    with pytest.raises(
+        RotationError, match=f"expected a head of {head_elements} elements that has"
+    ):
+        read_rotary_signature(
+            rope("base"), torch.float32, head_elements=head_elements, offset_elements=offset
+        )
+
+
+def test_a_module_whose_frequencies_do_not_fit_is_refused(monkeypatch) -> None:
+    module = rope("partial")
+    monkeypatch.setattr(module, "rotary_dim", module.rotary_dim + 2)
+    monkeypatch.setattr(type(module), "_compute_inv_freq", lambda self, base: torch.ones(3))
+    with pytest.raises(RotationError, match="rotated elements of 128, found 3 frequencies"):
+        read_rotary_signature(module, torch.float32)
+
+
+def test_signatures_say_what_decides_keys() -> None:
+    """Two layers of one model, and one model twice."""
+    local = read_rotary_signature(rope("base, Gemma 3's local layers"), torch.bfloat16)
+    again = read_rotary_signature(rope("base"), torch.bfloat16)
+    far = read_rotary_signature(rope("linear, Gemma 3's global layers"), torch.bfloat16)
+    assert local == again and local.fingerprint == again.fingerprint
+    assert far.fingerprint != local.fingerprint
+    assert local.dtype == RowDtype.BFLOAT16

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with moving keys to other positions."""
+
+from __future__ import annotations
+
+from vllm_ascend_kvext.errors import KvextError
+
+
+class RotationError(KvextError, ValueError):
+    """A model's keys cannot be moved by a rotation, or the rotation is not the model's."""

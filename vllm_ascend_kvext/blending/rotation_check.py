@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the transfer op moves keys to where the model's own rotary module would have put them.
+
+What a process asks before it moves keys: the op runs as it will, on keys that the module has
+rotated, and is compared with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_ascend_kvext.blending.errors import RotationError
+from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
+from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
+from vllm_ascend_kvext.transfer.schema import (
+    DTYPE,
+    HOST_ALIGNMENT_BYTES,
+    Direction,
+    PairStyle,
+    RowDtype,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS = 5
+_HEADS = 2
+_ROWS_PER_PAGE = 4
+_FIRST_ROW = 3
+"""Of a page, so that the rows of one shift lie in three pages."""
+_PAGES_PER_SHIFT = 3
+
+# Relative to the length of a pair: cosine and sine, two products and a sum on the module's side at
+# both positions, and one rounding on ours; each half a unit in the last place.
+_ROUNDINGS = 8
+_HALF_UNITS = {
+    RowDtype.FLOAT32: 2.0**-24,
+    RowDtype.BFLOAT16: 2.0**-8,
+    RowDtype.FLOAT16: 2.0**-11,
+}
+
+
+def check_rotation(module: Any, signature: RotarySignature) -> None:
+    """Compare the op with the module that ``signature`` was read from.
+
+    Random keys are rotated by the module to one position, moved by the op, and compared with what
+    the module makes of them at the other position: several positions, near and far, both ways; in
+    the keys' type, and in float32 where the module is in host memory. The module is left as it was.
+
+    Raises:
+        RotationError: They differ by more than rounding explains.
+    """
+    device = module.cos_sin_cache.device
+    dtypes = {signature.dtype} | ({RowDtype.FLOAT32} if device.type == "cpu" else set())
+    moves = positions_to_compare(len(module.cos_sin_cache))
+    for dtype in sorted(dtypes):
+        _check(module, signature, dtype, moves)
+
+
+def positions_to_compare(num_positions: int) -> list[tuple[int, int]]:
+    """From where to where keys are moved, for a module that knows so many positions.
+
+    Raises:
+        RotationError: There are too few of them to move a key.
+    """
+    last = num_positions - 1
+    if last < 1:
+        raise RotationError(
+            f"positions of the rotary module: expected at least 2, found {num_positions}. Serve "
+            "this model without blending."
+        )
+    # The errors of float32 angles grow with the position: most of these are small.
+    candidates = [
+        (0, 1),
+        (1, 0),
+        (3, 7),
+        (40, 11),
+        (5, 1000),
+        (1024, 17),
+        (2000, 2300),
+        (last // 3, last // 2),
+        (0, last),
+        (last, last // 7),
+    ]
+    within = ((min(old, last), min(new, last)) for old, new in candidates)
+    return list(dict.fromkeys(move for move in within if move[0] != move[1]))
+
+
+def _check(
+    module: Any, signature: RotarySignature, dtype: RowDtype, moves: list[tuple[int, int]]
+) -> None:
+    import torch
+
+    element = {
+        RowDtype.FLOAT32: torch.float32,
+        RowDtype.BFLOAT16: torch.bfloat16,
+        RowDtype.FLOAT16: torch.float16,
+    }
+    half_unit = max(
+        _HALF_UNITS[dtype],
+        *(_HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
+    )
+    random = torch.Generator().manual_seed(1)
+    # shape: [moves, rows, heads, head_elements]
+    shape = len(moves), _ROWS, _HEADS, signature.head_elements
+    rows = torch.randn(shape, generator=random).to(element[dtype])
+    before, wanted = (
+        _rotated_by(module, signature, rows, [move[side] for move in moves]) for side in (0, 1)
+    )
+    found = _moved(before, signature, dtype, [new - old for old, new in moves])
+    rotated = slice(
+        signature.offset_elements, signature.offset_elements + signature.rotary_elements
+    )
+    keys, exact, got = (_pairs(part[..., rotated], signature) for part in (before, wanted, found))
+    frequencies = np.array(signature.frequencies)
+    lengths = np.hypot(*keys)
+    differences = np.hypot(exact[0] - got[0], exact[1] - got[1])
+    for index, (old, new) in enumerate(moves):
+        # The module multiplies position and frequency in float32.
+        angle_error = (old + new) * frequencies * 2.0**-23
+        limits = lengths[index] * (_ROUNDINGS * half_unit + angle_error)
+        excess = differences[index] - limits
+        if not np.all(excess <= 0):
+            worst = np.unravel_index(np.argmax(excess), excess.shape)
+            raise RotationError(
+                f"{type(module).__qualname__}, keys of {dtype.name.lower()} moved from position "
+                f"{old} to {new}, pair {worst[-1]}: expected the module's own within "
+                f"{limits[worst]:.3g}, found them {differences[index][worst]:.3g} away. Serve this "
+                "model without blending, and report it."
+            )
+    if not torch.equal(_without(found, rotated), _without(rows, rotated)):
+        raise RotationError(
+            f"{type(module).__qualname__}: expected elements outside the rotated part of a key to "
+            "stay as they are, found others. Serve this model without blending, and report it."
+        )
+
+
+def _rotated_by(
+    module: Any, signature: RotarySignature, rows: torch.Tensor, positions: list[int]
+) -> torch.Tensor:
+    """What the module makes of rows; those of one move have one position.
+
+    Args:
+        rows: shape: [moves, rows, heads, head_elements].
+    """
+    import torch
+
+    given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
+    device = module.cos_sin_cache.device
+    keys = rows[..., given].reshape(-1, _HEADS, module.head_size).to(device, copy=True)
+    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS)
+    with torch.no_grad(), _buffers_kept(module):
+        _, rotated = module(repeated, torch.zeros_like(keys), keys)
+    result = rows.clone()
+    result[..., given] = rotated.reshape(*rows.shape[:-1], -1).to("cpu")
+    return result
+
+
+@contextmanager
+def _buffers_kept(module: Any) -> Iterator[None]:
+    """A rotary module turns its table into the type of what it is given, and rounds it for good."""
+    buffers = dict(module.named_buffers(recurse=False))
+    try:
+        yield
+    finally:
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer)
+
+
+def _moved(
+    rows: torch.Tensor, signature: RotarySignature, dtype: RowDtype, shifts: list[int]
+) -> torch.Tensor:
+    """Rows through the op: a group per move, from a host buffer into pages, and read from there."""
+    import torch
+
+    row_bytes = _HEADS * signature.head_elements * dtype.element_bytes
+    page_bytes = _ROWS_PER_PAGE * row_bytes
+    extent_bytes = -(-_ROWS * row_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
+    num_pages = 1 + _PAGES_PER_SHIFT * len(shifts)
+    host = torch.zeros(extent_bytes * len(shifts), dtype=torch.uint8)
+    pool = torch.zeros(num_pages * page_bytes, dtype=torch.uint8)
+    in_host = host.view(len(shifts), extent_bytes)[:, : _ROWS * row_bytes]
+    in_host.copy_(rows.reshape(len(shifts), -1).view(torch.uint8))
+    planes, runs = [], []
+    for group in range(len(shifts)):
+        planes.append(
+            (
+                *(group, 0, 0, page_bytes, 0, row_bytes),
+                *(_ROWS_PER_PAGE, num_pages, group * extent_bytes),
+            )
+        )
+        row = 0
+        while row < _ROWS:
+            page, in_page = divmod(_FIRST_ROW + row, _ROWS_PER_PAGE)
+            count = min(_ROWS_PER_PAGE - in_page, _ROWS - row)
+            runs.append((group, 1 + _PAGES_PER_SHIFT * group + page, in_page, count, row))
+            row += count
+    in_dtype = RotarySignature(
+        signature.frequencies,
+        signature.pair_style,
+        signature.head_elements,
+        signature.offset_elements,
+        dtype,
+    )
+    rotated_page_transfer(
+        [pool],
+        host,
+        np.array(planes, DTYPE),
+        np.array(runs, DTYPE),
+        Direction.HOST_TO_PAGES,
+        key_rotation(
+            [KeyPlane(plane, in_dtype, _HEADS) for plane in range(len(planes))],
+            dict(enumerate(shifts)),
+        ),
+    )
+    of_shift = pool[page_bytes:].view(len(shifts), -1)
+    first = _FIRST_ROW * row_bytes
+    moved = of_shift[:, first : first + _ROWS * row_bytes].contiguous()
+    return moved.view(rows.dtype).reshape(rows.shape)
+
+
+def _pairs(part: torch.Tensor, signature: RotarySignature) -> tuple[Any, Any]:
+    """First and second elements of pairs, float64, shape ``[..., num_pairs]``."""
+    numbers = part.double().numpy()
+    if signature.pair_style == PairStyle.NEIGHBOURS:
+        return numbers[..., ::2], numbers[..., 1::2]
+    half = numbers.shape[-1] // 2
+    return numbers[..., :half], numbers[..., half:]
+
+
+def _without(rows: torch.Tensor, rotated: slice) -> torch.Tensor:
+    import torch
+
+    return torch.cat((rows[..., : rotated.start], rows[..., rotated.stop :]), -1)
