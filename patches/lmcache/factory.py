@@ -62,21 +62,25 @@ def create_connector(
     factory: type,
     config: VllmConfig,
     role: KVConnectorRole,
-    kv_cache_config: KVCacheConfig | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> KVConnectorBase:
     """Create a connector; LMCache's with copies of the configs.
+
+    What follows is ``kv_cache_config``, which vLLM 0.20.2 may leave out.
 
     Raises:
         LMCacheError: If the server is not there or does not fit, or the installed LMCache names its
             objects in another way.
     """
     transfer_config = config.kv_transfer_config
-    if transfer_config is None or kv_cache_config is None or not kv_cache_config.kv_cache_groups:
-        return wrapped(config, role, kv_cache_config)
+    given_config: KVCacheConfig | None = args[0] if args else kwargs.get("kv_cache_config")
+    if transfer_config is None or given_config is None or not given_config.kv_cache_groups:
+        return wrapped(config, role, *args, **kwargs)
     if transfer_config.kv_connector != NAME:
-        _warn_of_children(transfer_config, kv_cache_config)
-        return wrapped(config, role, kv_cache_config)
-    kv_cache_config = counted_in_tokens(kv_cache_config)
+        _warn_of_children(transfer_config, given_config)
+        return wrapped(config, role, *args, **kwargs)
+    kv_cache_config = counted_in_tokens(given_config)
     name = _object_name(config, kv_cache_config)
     options = dict(transfer_config.kv_connector_extra_config)
     _ask_servers(config, kv_cache_config, options, is_worker=role.name == "WORKER")
