@@ -33,7 +33,6 @@ from vllm_ascend_kvext.lmcache.server_addresses import (
     server_urls,
     starts_its_server,
 )
-from vllm_ascend_kvext.lmcache.stalled_server import hold_blocks_of_stalled_server
 from vllm_ascend_kvext.lmcache.token_blocks import (
     counted_in_tokens,
     require_chunks_of_whole_blocks,
@@ -89,9 +88,6 @@ def create_connector(
         require_name(connector, name)
     limit_farewell(connector)
     refuse_other_chunks(connector)
-    urls = server_urls(options)
-    if len(urls) == 1:
-        hold_blocks_of_stalled_server(connector, urls[0])
     return connector
 
 
@@ -144,6 +140,8 @@ def _ask_servers(
     if starts_its_server(options):
         return
     urls = server_urls(options)
+    if is_worker and len(urls) > 1:
+        return  # It uses that of its own host, and may not reach the others.
     require_listening(urls)
     context_parallel_size = int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
     group_tokens = tokens_per_block(kv_cache_config, context_parallel_size)

@@ -60,6 +60,7 @@ def config_fingerprint(
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_stages = int(parallel.pipeline_parallel_size)
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     description = {
         "format": FORMAT,
         "versions": dict(versions),
@@ -68,8 +69,14 @@ def config_fingerprint(
         "conv_state_layout": environ.get(_CONV_STATE_LAYOUT_VARIABLE, ""),
         # Specs say how wide a number is. A worker's cache_dtype may name its format more closely
         # than the scheduler's: only what the user has chosen counts, and what specs do not tell.
-        "is_e5m2": "e5m2" in str(vllm_config.cache_config.cache_dtype),
+        "is_e5m2": "e5m2" in cache_dtype,
+        # With several stages specs say too little.
+        "is_8_bit": num_stages > 1 and "8" in cache_dtype,
+        "unquantised_layers": sorted(
+            map(str, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ())
+        ),
         "model": {
+            "dtype": _text_or_none(getattr(model, "dtype", None)),
             "revision": _text_or_none(getattr(model, "revision", None)),
             "quantization": _text_or_none(getattr(model, "quantization", None)),
             # Its layers have pages too.
@@ -85,16 +92,24 @@ def config_fingerprint(
             "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
         },
         "groups": [
-            {
-                "spec": _describe(scheduler_spec(group.kv_cache_spec), f"KV cache group {index}"),
-                # The scheduler's config has the layers of the first stage.
-                "layers": list(group.layer_names) if num_stages == 1 else None,
-            }
+            _describe_group(group, f"KV cache group {index}", num_stages)
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
         ],
     }
     text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe_group(group: Any, where: str, num_stages: int) -> dict[str, Any]:
+    """What all stages know alike of a group.
+
+    The scheduler has the layers of the first stage, and where specs of a group differ, the spec of
+    the first layer is another one in each stage.
+    """
+    if num_stages > 1:
+        return {"block_size": int(group.kv_cache_spec.block_size)}
+    spec = scheduler_spec(group.kv_cache_spec)
+    return {"spec": _describe(spec, where), "layers": list(group.layer_names)}
 
 
 def _describe(spec: Any, where: str) -> dict[str, Any]:

@@ -44,16 +44,25 @@ class ProtectedShare:
         num_bytes: What entries that were loaded may take together.
     """
 
-    __slots__ = ("_capacity_bytes", "_loaded", "_never_loaded", "num_bytes")
+    __slots__ = (
+        "_capacity_bytes",
+        "_first_bytes",
+        "_largest_bytes",
+        "_loaded",
+        "_never_loaded",
+        "_remembered_bytes",
+        "num_bytes",
+    )
 
     def __init__(
         self, capacity_bytes: int, share: float, remembered_share: float = REMEMBERED_SHARE
     ) -> None:
         self._capacity_bytes = capacity_bytes
-        self.num_bytes = int(share * capacity_bytes)
-        remembered_bytes = int(remembered_share * capacity_bytes)
-        self._never_loaded = _Evicted(remembered_bytes)
-        self._loaded = _Evicted(remembered_bytes)
+        self._first_bytes = self.num_bytes = int(share * capacity_bytes)
+        self._remembered_bytes = int(remembered_share * capacity_bytes)
+        self._largest_bytes = 0
+        self._never_loaded = _Evicted(self._remembered_bytes)
+        self._loaded = _Evicted(self._remembered_bytes)
 
     def note_evicted(self, entry: Entry) -> None:
         """An entry has given way."""
@@ -67,12 +76,19 @@ class ProtectedShare:
         if self._never_loaded.take(entry):
             self.num_bytes = max(0, self.num_bytes - entry.num_bytes)
         if self._loaded.take(entry):
-            self.num_bytes = min(self._capacity_bytes, self.num_bytes + entry.num_bytes)
+            self.num_bytes += entry.num_bytes
+        # New entries keep some room. Without any, all stores would be refused, nothing would be
+        # evicted, and nothing be learned.
+        self._largest_bytes = max(self._largest_bytes, entry.num_bytes)
+        room_bytes = max(self._remembered_bytes, self._largest_bytes)
+        most_bytes = max(self._first_bytes, self._capacity_bytes - room_bytes)
+        self.num_bytes = min(self.num_bytes, most_bytes)
 
-    def forget_evicted(self) -> None:
-        """What is stored from now on is not stored again because it was evicted."""
+    def clear(self) -> None:
+        """The tier is emptied: begin anew."""
         self._never_loaded.clear()
         self._loaded.clear()
+        self.num_bytes = self._first_bytes
 
 
 class _Evicted:

@@ -344,7 +344,7 @@ class HostTier:
         for lost in self._lost.values():
             lost.clear()
         self._rule.clear()
-        self._order.share.forget_evicted()
+        self._order.share.clear()
 
     def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
         stored = self._index.stored(piece.kind, key)

@@ -141,3 +141,12 @@ def test_below_another_connector_it_is_warned_of(caplog: pytest.LogCaptureFixtur
         create_connector(Connector, object, Config(multi), Role.SCHEDULER, TWO_GROUPS)
     (message,) = caplog.messages
     assert "MultiConnector" in message
+
+
+def test_of_several_servers_a_worker_asks_none() -> None:
+    """It uses that of its own host; here nobody listens at either."""
+    servers = {"lmcache.mp.server_urls": "tcp://127.0.0.1:1,tcp://127.0.0.1:2"}
+    own = Config(Part(kv_connector_extra_config=servers))
+    assert create_connector(Connector, object, own, Role.WORKER, ONE_GROUP)
+    with pytest.raises(LMCacheError, match=r"127\.0\.0\.1:1"):
+        create_connector(Connector, object, own, Role.SCHEDULER, ONE_GROUP)

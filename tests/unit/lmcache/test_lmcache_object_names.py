@@ -102,6 +102,17 @@ def test_all_stages_of_a_pipeline_agree() -> None:
     assert engine.fingerprint(first) == engine.fingerprint(second)
 
 
+def test_stages_agree_whose_first_layers_have_other_specs() -> None:
+    """The scheduler is handed one spec of a group, and a worker those of its own layers."""
+    engine = Engine(parallel_config=Parallel(pipeline_parallel_size=2))
+    other = replace(FULL, num_kv_heads=2)
+    assert engine.fingerprint(config(9, (FULL, "a"))) == engine.fingerprint(config(9, (other, "b")))
+    smaller = replace(FULL, block_size=FULL.block_size // 2)
+    assert engine.fingerprint(config(9, (FULL, "a"))) != engine.fingerprint(
+        config(9, (smaller, "b"))
+    )
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, SmallTier
@@ -78,12 +80,49 @@ def test_what_was_loaded_behind_holes_says_nothing() -> None:
     assert share.num_bytes == 500
 
 
-def test_an_emptied_tier_has_evicted_nothing() -> None:
+def test_an_emptied_tier_begins_anew() -> None:
     tier = small_tier()
     store(tier, *range(NUM_PLACES + 2))
-    tier.clear()
     store(tier, 0)
+    assert protected_places(tier) == 3
+    tier.clear()
+    store(tier, 1)
     assert protected_places(tier) == 4
+
+
+def test_new_entries_keep_the_room_of_the_largest() -> None:
+    share = ProtectedShare(1000, 0.5, remembered_share=0.25)
+    loaded = [Entry(n, Piece.rows(0, CHUNK_TOKENS), (bytes([n]),), 0, 100, 0) for n in range(9)]
+    for entry in loaded:
+        entry.was_loaded = entry.was_hit = True
+        share.note_evicted(entry)
+        share.note_wanted(entry)
+    assert share.num_bytes == 750
+    share.note_wanted(Entry(9, Piece.rows(0, CHUNK_TOKENS), (b"large",), 0, 400, 0))
+    assert share.num_bytes == 600
+
+
+def test_a_tier_of_what_was_of_use_takes_in_what_becomes_so() -> None:
+    """More documents than fit are asked for twice each, in turns; then others are."""
+    tier = SmallTier(100)
+    rng = random.Random(0)
+
+    def ask(number: int) -> bool:
+        text = text_of(number)
+        if tier.find(text).num_tokens == len(text):
+            tier.load(text)
+            return True
+        entry = tier.begin(text, Piece.rows(0, CHUNK_TOKENS))
+        if isinstance(entry, Entry):
+            tier.finish_store(entry)
+        return False
+
+    for _ in range(4000):
+        number = rng.randrange(110)
+        ask(number)
+        ask(number)
+    hits = [ask(200 + rng.randrange(20)) for _ in range(2000)]
+    assert sum(hits[1000:]) > 900
 
 
 Step = tuple[int, bool, bool, int]
@@ -96,7 +135,7 @@ steps = st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans(), st.i
 def test_agrees_with_lists(history: list[Step], share: float, remembered_share: float) -> None:
     capacity_bytes = NUM_PLACES * PLACE_BYTES
     found = ProtectedShare(capacity_bytes, share, remembered_share)
-    expected_bytes = int(share * capacity_bytes)
+    expected_bytes, largest_bytes = int(share * capacity_bytes), 0
     evicted: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for number, is_evicted, was_hit, num_places in history:
         num_bytes = num_places * PLACE_BYTES
@@ -114,5 +153,9 @@ def test_agrees_with_lists(history: list[Step], share: float, remembered_share: 
         for of_hit, sign in ((False, -1), (True, 1)):
             if any(each[0] == number for each in evicted[of_hit]):
                 evicted[of_hit] = [each for each in evicted[of_hit] if each[0] != number]
-                expected_bytes = min(capacity_bytes, max(0, expected_bytes + sign * num_bytes))
+                expected_bytes = max(0, expected_bytes + sign * num_bytes)
+        largest_bytes = max(largest_bytes, num_bytes)
+        room_bytes = max(int(remembered_share * capacity_bytes), largest_bytes)
+        most_bytes = max(int(share * capacity_bytes), capacity_bytes - room_bytes)
+        expected_bytes = min(expected_bytes, most_bytes)
         assert found.num_bytes == expected_bytes
