@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from support.connector.offload_run import check_nothing_is_left, offloading_inst
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA
 from support.connector.scripted_transfers import TransferScript
+from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.connector import loads
@@ -30,21 +32,27 @@ def patches_installed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def engine_with_a_hole(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, RequestPlan]]:
+    """An engine of a model with windows, and a request whose hole needs blocks for them."""
+    monkeypatch.setattr(loads, "LEAST_RUN_TOKENS", 0)
+    prompt = tokens(random.Random(5), 40)
+    with engines.engine_of(
+        GEMMA, offloading=offloading(GEMMA, hole_reuse=True), reserve_full_prompt=False
+    ) as engine:
+        serve(engine, plan_of("short", prompt[:16], max_tokens=1))
+        serve(engine, plan_of("first", prompt, max_tokens=1))
+        make_holes(engine, (24, 32))
+        yield engine, plan_of("second", [*prompt, *tokens(random.Random(6), 20)])
+
+
 def test_a_hit_that_waits_for_its_admission_still_needs_blocks_for_its_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found with enough free blocks, not admitted in that step; then there are fewer."""
-    monkeypatch.setattr(loads, "LEAST_RUN_TOKENS", 0)
-    prompt = tokens(random.Random(5), 40)
-    following = plan_of("second", [*prompt, *tokens(random.Random(6), 20)])
     used_blocks: list[int] = []
     for num_missing in (0, 1):
-        with engines.engine_of(
-            GEMMA, offloading=offloading(GEMMA, hole_reuse=True), reserve_full_prompt=False
-        ) as engine:
-            serve(engine, plan_of("short", prompt[:16], max_tokens=1))
-            serve(engine, plan_of("first", prompt, max_tokens=1))
-            make_holes(engine, (24, 32))
+        with engine_with_a_hole(monkeypatch) as (engine, following):
             pool = engine.block_pool
             num_free = pool.get_num_free_blocks()
             engine.add_request(following)
@@ -104,15 +112,7 @@ def test_a_request_that_lacked_blocks_once_has_its_holes_when_there_are_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits for its turn since: upstream asks nobody while as many run as may."""
-    monkeypatch.setattr(loads, "LEAST_RUN_TOKENS", 0)
-    prompt = tokens(random.Random(5), 40)
-    following = plan_of("second", [*prompt, *tokens(random.Random(6), 20)])
-    with engines.engine_of(
-        GEMMA, offloading=offloading(GEMMA, hole_reuse=True), reserve_full_prompt=False
-    ) as engine:
-        serve(engine, plan_of("short", prompt[:16], max_tokens=1))
-        serve(engine, plan_of("first", prompt, max_tokens=1))
-        make_holes(engine, (24, 32))
+    with engine_with_a_hole(monkeypatch) as (engine, following):
         pool = engine.block_pool
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
         engine.add_request(following)
