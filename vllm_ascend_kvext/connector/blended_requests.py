@@ -19,7 +19,6 @@ from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix
 from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.blending.segments import (
     Segment,
-    is_to_be_stored,
     named_segments,
     separated_segments,
 )
