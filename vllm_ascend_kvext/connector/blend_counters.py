@@ -22,6 +22,9 @@ class BlendRefusal(enum.Enum):
     UNCHECKED_KEYS = "unchecked_keys"
     """It is not known yet that this model's keys turn with their positions alone."""
 
+    NO_WINDOW = "no_window"
+    """The model has windows, and host memory does not hold those at the end of what is exact."""
+
     ROOM = "room"
     """The device's pool, or host memory, is too small for it."""
 

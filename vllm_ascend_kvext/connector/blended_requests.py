@@ -27,16 +27,27 @@ from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.span_plan import Run
+from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
+from vllm_ascend_kvext.store.tier import HostTier
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 
 @dataclass(frozen=True, slots=True)
 class BlendOptions:
-    """What is reused; see ``ConnectorOptions``."""
+    """What is reused; see ``ConnectorOptions``.
+
+    Attributes:
+        head_tokens: First tokens of each reused segment that are computed.
+        least_head_tokens: The same, whatever the length of a segment: of models with windows, so
+            many tokens read across its beginning.
+        min_tokens: A shorter segment, or rest of one, is computed.
+        separator_ids: What stands between segments; empty finds none.
+    """
 
     head_tokens: int
+    least_head_tokens: int
     min_tokens: int
     separator_ids: tuple[int, ...]
 
@@ -66,6 +77,7 @@ class BlendedRequests:
 
     Args:
         engine: The scheduler's parts.
+        tier: Of the engine.
         store: What is stored of segments.
         options: What is reused.
         counters: Of the engine.
@@ -77,11 +89,14 @@ class BlendedRequests:
     def __init__(
         self,
         engine: Engine,
+        tier: HostTier,
         store: SegmentStore,
         options: BlendOptions,
         counters: BlendCounters,
     ) -> None:
         self._engine = engine
+        self._tier = tier
+        self._needs_tails = tier.geometry.needs_tails
         self._store = store
         self._options = options
         self._counters = counters
@@ -135,6 +150,10 @@ class BlendedRequests:
             self._refuse(request_id, BlendRefusal.UNCHECKED_KEYS)
             return None
         exact_tokens = hit.boundary_tokens
+        exact_tails = self._tails_at(hit)
+        if self._needs_tails and exact_tokens and exact_tails is None:
+            self._refuse(request_id, BlendRefusal.NO_WINDOW)
+            return None
         found: list[PlacedRows] = []
         candidates: list[Run] = []
         for segment, prefix in known:
@@ -142,7 +161,7 @@ class BlendedRequests:
                 continue
             rows = self._store.find(prefix, segment.first_tokens)
             stored_tokens = rows[-1].end_tokens - segment.first_tokens if rows else 0
-            run = behind_head(segment, stored_tokens, self._options.head_tokens)
+            run = self._reusable(segment, stored_tokens)
             if run is not None:
                 found += rows
                 candidates.append(run)
@@ -152,11 +171,29 @@ class BlendedRequests:
         return replace(
             hit,
             boundary_tokens=plan.resume_tokens,
+            entries=tuple(entry for entry in hit.entries if entry is not exact_tails),
             holes=plan.holes,
             hole_tails=(None,) * len(plan.holes),
             placed=tuple(_cut(found, plan.reused)),
             exact_tokens=exact_tokens,
+            exact_tails=exact_tails,
         )
+
+    def _reusable(self, segment: Segment, stored_tokens: int) -> Run | None:
+        run = behind_head(segment, stored_tokens, self._options.head_tokens)
+        if run is None:
+            return None
+        first_tokens = max(run.first_tokens, segment.first_tokens + self._options.least_head_tokens)
+        return Run(first_tokens, run.end_tokens) if first_tokens < run.end_tokens else None
+
+    def _tails_at(self, hit: Hit) -> Entry | None:
+        """The tails where a hit ends, which may be where the device's own ends."""
+        if not self._needs_tails or not hit.boundary_tokens:
+            return None
+        if hit.entries:
+            return hit.entries[-1]
+        tails = self._tier.find_all_tails(hit.prefix, hit.boundary_tokens, hit.boundary_tokens)
+        return tails[0] if tails else None
 
     def begin(self, request: Request, hit: Hit) -> None:
         """A request has got blocks for what `find` has found."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from vllm_ascend_kvext.blending.segment_store import rows_to_load
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.messages import HoleTails, LoadJob
-from vllm_ascend_kvext.holes.window_blocks import WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowTable
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
@@ -48,8 +48,6 @@ class LoadJobs:
                 some fails.
             can_lack: Whether rows that cannot be loaded may be left out, and reported.
         """
-        if hit.placed:
-            return self._plan_blended(request_id, hit, block_ids)
         stored, stored_tokens = self._stored(hit)
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
         return LoadJob(
@@ -62,22 +60,43 @@ class LoadJobs:
             stored_tokens if can_lack else (),
         )
 
-    def _plan_blended(self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]) -> LoadJob:
-        """The job of a request of which rows are placed behind what is exact."""
+    def plan_blended(
+        self,
+        request_id: str,
+        hit: Hit,
+        block_ids: tuple[list[int], ...],
+        dense: Mapping[int, DenseTable],
+    ) -> LoadJob:
+        """The job of a request of which rows are placed behind what is exact.
+
+        Args:
+            dense: By KV cache group with windows. Where one is missing, the load fails.
+        """
         whole = TokenRange(hit.after_tokens, hit.boundary_tokens)
         tokens = whole
         holes: tuple[TokenRange, ...] = (whole,)
         stored: tuple[StoredChunk, ...] = ()
         if hit.exact_tokens > hit.after_tokens:
             tokens, holes = TokenRange(hit.after_tokens, hit.exact_tokens), ()
-            exact = replace(hit, boundary_tokens=hit.exact_tokens, holes=(), placed=())
+            # The tails once more, for the part of them that the device has not.
+            entries = (*hit.entries, *([hit.exact_tails] if hit.exact_tails is not None else ()))
+            exact = replace(hit, boundary_tokens=hit.exact_tokens, entries=entries, holes=())
             stored, _ = self._stored(exact)
+        parts = list(self._parts(whole, block_ids))
+        for group, table in dense.items():
+            parts[group] = TablePart(table.first_page, table.block_ids)
+        tails: tuple[HoleTails, ...] = ()
+        if hit.exact_tails is not None:
+            chunk = StoredChunk(hit.exact_tails.row_map, hit.exact_tails.offset_bytes)
+            groups = self._layout.tail_groups
+            tails = (HoleTails(hit.exact_tokens, chunk, tuple(parts), groups),)
         return LoadJob(
             request_id,
             tokens,
             stored,
-            self._parts(whole, block_ids),
+            tuple(parts),
             holes,
+            tails,
             segments=tuple(map(rows_to_load, hit.placed)),
         )
 

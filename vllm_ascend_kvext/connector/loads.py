@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.host_hit import beyond_holes
 from vllm_ascend_kvext.holes.span_plan import Run, union
-from vllm_ascend_kvext.holes.window_blocks import WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowTable
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
@@ -166,8 +166,9 @@ class Loads:
 
     def tails_of(self, request_id: str) -> Entry | None:
         """The tails that a load under way reads; None if its model has none."""
-        tails = self._under_way[request_id].hit.entries[-1]
-        return tails if tails.piece.kind is Kind.TAILS else None
+        hit = self._under_way[request_id].hit
+        tails = hit.exact_tails if hit.placed else hit.entries[-1]
+        return tails if tails is not None and tails.piece.kind is Kind.TAILS else None
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """How many tokens past those on the device can be loaded.
@@ -264,7 +265,12 @@ class Loads:
         if self._blended is None:
             return None
         blended = self._blended.find(request, hit)
-        if blended is not None and self._room_for(request, blended) is Room.NEVER:
+        if blended is None:
+            return None
+        has_waited_long = self._has_waited_long(request.request_id)
+        if (has_waited_long and self._too_few_blocks(request, blended)) or (
+            self._room_for(request, blended) is Room.NEVER
+        ):
             self._blended.refuse_for_room(request.request_id)
             return None
         return blended
@@ -332,9 +338,13 @@ class Loads:
 
     def _too_few_blocks(self, request: Request, hit: Hit) -> int:
         """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
-        if not any(hit.hole_tails):
+        windows = self._holes.windows if self._holes is not None else None
+        has_dense_windows = bool(hit.placed) and windows is not None
+        if not any(hit.hole_tails) and not has_dense_windows:
             return 0
         free_blocks = self._room.blocks_of_load(request.num_tokens, hit.boundary_tokens, hit.holes)
+        if windows is not None and has_dense_windows:
+            free_blocks += windows.num_blocks(hit.exact_tokens, hit.boundary_tokens)
         return free_blocks if free_blocks > self._room.num_free else 0
 
     def _has_waited_long(self, request_id: str) -> bool:
@@ -384,9 +394,24 @@ class Loads:
             self._blended.begin(request, hit)
         num_request_tokens = request.num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
+        if hit.placed:
+            dense = self._begin_dense(request_id, hit, block_ids)
+            return self._jobs.plan_blended(request_id, hit, block_ids, dense)
         tables = self._begin_holes(request_id, hit)
-        can_lack = not hit.placed and self._can_lack(request_id)
-        return self._jobs.plan(request_id, hit, block_ids, tables, can_lack)
+        return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
+
+    def _begin_dense(
+        self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]
+    ) -> Mapping[int, DenseTable]:
+        """By KV cache group with windows; nothing where there are none, or no blocks for them."""
+        assert self._holes is not None
+        if not hit.holes and self._holes.windows is None:
+            return {}
+        holes = [Run(*hole) for hole in hit.holes]
+        dense = self._holes.begin_dense(
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids
+        )
+        return dense or {}
 
     def _begin_holes(self, request_id: str, hit: Hit) -> list[dict[int, WindowTable]]:
         if not hit.holes or self._holes is None:

@@ -48,6 +48,8 @@ class ConnectorOptions:
         blending: Whether segments are reused wherever they stand in a prompt: approximate.
         blend_head_tokens: First tokens of each reused segment that are computed.
         blend_min_tokens: A shorter segment, or rest of one, is computed.
+        blend_across_windows: Whether tokens are reused whose windows reach across the beginning of
+            their segment.
         segment_separator: What stands between segments: text, or token ids; None finds none.
         segment_sink: Token ids that segments are computed behind; None takes the model's own token
             for the beginning of a sequence, if it has one.
@@ -67,6 +69,7 @@ class ConnectorOptions:
     blending: bool = False
     blend_head_tokens: int = 16
     blend_min_tokens: int = 32
+    blend_across_windows: bool = False
     segment_separator: str | tuple[int, ...] | None = None
     segment_sink: tuple[int, ...] | None = None
     load_if_slower: bool = False
@@ -353,6 +356,13 @@ OPTIONS = (
         "blend_min_tokens",
         _parse_positive_integer,
         "With `blending`: where fewer tokens of a segment could be reused, they are computed.",
+    ),
+    Option(
+        "blend_across_windows",
+        _parse_flag,
+        "With `blending`, where a model has sliding windows. `false`: the first tokens of a reused "
+        "segment are computed for as long as a window still reaches across its beginning. `true`: "
+        "only `blend_head_tokens` are.",
     ),
     Option(
         "segment_separator",

@@ -401,11 +401,13 @@ class SchedulerSide:
         if self._parts is None or self._engine is None:
             return StepJobs(has_forward=bool(num_tokens))
         stores = self._parts.stores
+        blending = self._parts.blending
         for request_id in preempted_ids:
             stores.preempted(request_id)
+            if blending is not None:
+                blending.stores.preempted(request_id)
         requests = self._engine.requests
         room = self._parts.room
-        blending = self._parts.blending
         segment_jobs: list[StoreJob] = []
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if room.num_parked:
@@ -513,11 +515,13 @@ class SchedulerSide:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         if self._parts is not None:
             self._parts.stores.release_all_held()
+            if self._parts.blending is not None:
+                self._parts.blending.stores.release_all_held()
 
     def abandon_stores(self) -> None:
         """Let go of all pages at once: what is being stored is lost."""
         if self._parts is not None:
-            self._parts.stores.release_all_held()
+            self.release_pages()
             self._parts.stores.abandon()
             if self._parts.blending is not None:
                 self._parts.blending.stores.abandon()
@@ -567,8 +571,10 @@ class SchedulerSide:
             tier, of_workers[0], fingerprint.hexdigest(), self._segment_tokens.sink_ids
         )
         counters = self.counters.blending
+        window_tokens = max(each.window_tokens for each in of_workers)
         options = BlendOptions(
             self._options.blend_head_tokens,
+            0 if self._options.blend_across_windows else max(0, window_tokens - 1),
             self._options.blend_min_tokens,
             self._segment_tokens.separator_ids,
         )
@@ -577,14 +583,15 @@ class SchedulerSide:
             "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
             "without their first %d. It is approximate.",
             len(store.sink_ids),
-            options.head_tokens,
+            max(options.head_tokens, options.least_head_tokens),
         )
         return Blending(
-            BlendedRequests(self._engine, store, options, counters),
+            BlendedRequests(self._engine, tier, store, options, counters),
             SegmentStores(
                 self._engine,
                 store,
                 layout.tokens_per_page,
+                layout.window_pages(0).keys(),
                 self._references,
                 numbers,
                 len(workers),
@@ -601,8 +608,6 @@ class SchedulerSide:
                 return f"worker {rank}: {worker.segment_refusal}"
         if len({worker.segments.row_bytes for worker in workers if worker.segments}) > 1:
             return "the rows of its workers differ in size"
-        if layout.geometry.needs_tails:
-            return "the model has sliding windows"
         if self._engine.has_other_connectors:
             return "other connectors of a MultiConnector would take approximate KV for exact"
         return None

@@ -3,14 +3,14 @@
 
 The prompt is computed behind the sink and nothing else: whatever the client sends, the sink is put
 before it, and nothing is read from a cache. After the step that ends it, its rows are stored, in
-one job.
+one job. Until then the pages that leave its windows are held.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_kvext.blending.errors import SegmentError
@@ -28,8 +28,27 @@ from vllm_ascend_kvext.store.entries import Entry
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
+_NULL_ID = 0
+
 MOST_REFERENCED_SHARE = 0.75
 """Of the pool's blocks: what stores under way hold at most."""
+
+
+_Pages = dict[tuple[int, int], Block]
+"""By KV cache group and page of the request."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A segment that is being computed.
+
+    Attributes:
+        token_ids: Of the segment.
+        held: Pages of its windows.
+    """
+
+    token_ids: tuple[int, ...]
+    held: _Pages = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -50,6 +69,7 @@ class SegmentStores:
         engine: The scheduler's parts.
         store: What is stored of segments.
         tokens_per_page: By KV cache group.
+        window_groups: Those with windows.
         references: To pages.
         numbers: Of jobs.
         num_workers: That make every store.
@@ -61,6 +81,7 @@ class SegmentStores:
         engine: Engine,
         store: SegmentStore,
         tokens_per_page: dict[int, int],
+        window_groups: Collection[int],
         references: BlockReferences,
         numbers: Iterator[int],
         num_workers: int,
@@ -69,11 +90,12 @@ class SegmentStores:
         self._engine = engine
         self._store = store
         self._tokens_per_page = tokens_per_page
+        self._window_groups = window_groups
         self._references = references
         self._numbers = numbers
         self._num_workers = num_workers
         self._counters = counters
-        self._wanted: dict[str, tuple[int, ...]] = {}  # segments, by request
+        self._wanted: dict[str, _Wanted] = {}
         self._under_way: dict[int, _UnderWay] = {}
 
     @property
@@ -105,30 +127,37 @@ class SegmentStores:
 
     def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
         """A request computes in the step that is being planned; what is stored after it."""
-        token_ids = self._wanted.get(request.request_id)
-        if token_ids is None:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None:
             return None
+        token_ids = wanted.token_ids
         num_tokens = len(self._store.sink_ids) + len(token_ids)
-        if request.num_computed_tokens + num_scheduled_tokens < num_tokens:
+        computed_tokens = request.num_computed_tokens + num_scheduled_tokens
+        if not self._hold_windows(request, wanted, min(computed_tokens, num_tokens)):
+            self._give_up(request.request_id)
             return None
-        del self._wanted[request.request_id]
-        parts, blocks = self._pages(request.request_id, num_tokens)
-        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks
-        if self._references.num_references + len(blocks) > most_blocks:
-            self._counters.refusals[BlendRefusal.ROOM] += 1
+        if computed_tokens < num_tokens:
             return None
         prefix = self._store.prefix(token_ids, request.cache_salt)
+        pages = self._pages(request.request_id, wanted, num_tokens)
+        new = [block for key, block in pages.items() if key not in wanted.held]
+        if self._has_too_many_references(len(new)):
+            self._give_up(request.request_id)
+            return None
         entries = self._store.begin_store(prefix)
         if isinstance(entries, Refusal):
-            self._counters.refusals[BlendRefusal.ROOM] += 1
+            self._give_up(request.request_id)
             return None
         if not entries:
+            self.forget(request.request_id)
             return None
-        self._references.take(blocks)
+        del self._wanted[request.request_id]
+        self._references.take(new)
         number = next(self._numbers)
+        blocks = [*wanted.held.values(), *new]
         self._under_way[number] = _UnderWay(prefix, entries, blocks, self._num_workers)
         rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
-        return StoreJob(number, (), parts, rows)
+        return StoreJob(number, (), self._parts(pages, num_tokens), rows)
 
     def end(self, number: int, num_workers: int, has_failed: bool) -> None:
         """So many workers have ended a job; nothing if it is not one of these."""
@@ -154,9 +183,51 @@ class SegmentStores:
             self._references.release(job.blocks)
             job.blocks, job.has_failed = [], True
 
+    def preempted(self, request_id: str) -> None:
+        """A request begins again: its pages are gone."""
+        wanted = self._wanted.get(request_id)
+        if wanted is not None:
+            self._release(wanted)
+
+    def release_all_held(self) -> None:
+        """Let go of the pages that no store reads yet: they are not stored then."""
+        for request_id in list(self._wanted):
+            self._release(self._wanted[request_id])
+
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
-        self._wanted.pop(request_id, None)
+        """A request has ended, or is not stored."""
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None:
+            self._release(wanted)
+
+    def _give_up(self, request_id: str) -> None:
+        self._counters.refusals[BlendRefusal.ROOM] += 1
+        self.forget(request_id)
+
+    def _release(self, wanted: _Wanted) -> None:
+        self._references.release(list(wanted.held.values()))
+        wanted.held = {}
+
+    def _has_too_many_references(self, num_new: int) -> bool:
+        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks
+        return self._references.num_references + num_new > most_blocks
+
+    def _hold_windows(self, request: Request, wanted: _Wanted, end_tokens: int) -> bool:
+        """Hold the pages of windows that a step writes; False if that is too many."""
+        held: _Pages = {}
+        for group in self._window_groups:
+            tokens_per_page = self._tokens_per_page[group]
+            first_page = request.num_computed_tokens // tokens_per_page
+            end_page = -(-end_tokens // tokens_per_page)
+            found = self._engine.blocks(request.request_id, group, first_page, end_page)
+            for page, block in enumerate(found, first_page):
+                if not block.is_null and (group, page) not in wanted.held:
+                    held[group, page] = block
+        if self._has_too_many_references(len(held)):
+            return False
+        self._references.take(list(held.values()))
+        wanted.held |= held
+        return True
 
     def _prepare(self, request: Any) -> BlendRefusal | None:
         if why_no_holes(request) is not None:
@@ -173,19 +244,30 @@ class SegmentStores:
         if not has_sink:
             _put_before(request, sink)
         request.skip_reading_prefix_cache = True
-        self._wanted[request.request_id] = tuple(segment)
+        self._wanted[request.request_id] = _Wanted(tuple(segment))
         return None
 
-    def _pages(self, request_id: str, num_tokens: int) -> tuple[tuple[TablePart, ...], list[Block]]:
-        """The tables of a request up to a token, and all blocks in them."""
-        parts = []
-        blocks: list[Block] = []
+    def _pages(self, request_id: str, wanted: _Wanted, num_tokens: int) -> _Pages:
+        """The blocks of a request up to a token."""
+        pages = dict(wanted.held)
         for group in range(len(self._engine.managers)):
             end_page = -(-num_tokens // self._tokens_per_page[group])
-            found = self._engine.blocks(request_id, group, 0, end_page)
-            blocks += [block for block in found if not block.is_null]
-            parts.append(TablePart(0, tuple([block.block_id for block in found])))
-        return tuple(parts), blocks
+            for page, block in enumerate(self._engine.blocks(request_id, group, 0, end_page)):
+                if not block.is_null:
+                    pages[group, page] = block
+        return pages
+
+    def _parts(self, pages: _Pages, num_tokens: int) -> tuple[TablePart, ...]:
+        """Tables from the first page on; null where a page is not there, which a store refuses."""
+        parts = []
+        for group in range(len(self._engine.managers)):
+            end_page = -(-num_tokens // self._tokens_per_page[group])
+            ids = [
+                pages[group, page].block_id if (group, page) in pages else _NULL_ID
+                for page in range(end_page)
+            ]
+            parts.append(TablePart(0, tuple(ids)))
+        return tuple(parts)
 
 
 def _put_before(request: Any, token_ids: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.holes.span_plan import Run, union
-from vllm_ascend_kvext.holes.window_blocks import WindowBlocks, WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowBlocks, WindowTable
 
 _NOWHERE = -1
 
@@ -90,6 +90,34 @@ class HoleQueue:
                 after_tokens = _NOWHERE  # The window before it is loaded.
         if tables is None:
             return []
+        self._parked[request_id] = _Parked(list(holes), after_tokens)
+        return tables
+
+    def begin_dense(
+        self,
+        request_id: str,
+        holes: Sequence[Run],
+        after_tokens: int,
+        first_tokens: int,
+        own_ids: Sequence[Sequence[int]],
+    ) -> Mapping[int, DenseTable] | None:
+        """The same where segments lie between the holes, whose windows have no tails.
+
+        Args:
+            first_tokens: Where the request is exact no more.
+            own_ids: Its block ids, by KV cache group.
+
+        Returns:
+            By KV cache group with windows: where windows are loaded and computed. None if there are
+            no blocks for them: the load has to fail then.
+        """
+        tables: Mapping[int, DenseTable] | None = {}
+        if self.windows is not None:
+            tables = self.windows.begin_dense(request_id, first_tokens, own_ids)
+            if after_tokens:
+                after_tokens = _NOWHERE  # The window before it is loaded.
+        if tables is None:
+            return None
         self._parked[request_id] = _Parked(list(holes), after_tokens)
         return tables
 

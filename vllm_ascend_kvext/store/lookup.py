@@ -77,6 +77,7 @@ class Hit:
         placed: Rows that are not of this prefix; ascending. What lies between and before them, from
             the end of the rows on, is in ``holes``.
         exact_tokens: Where the rows of this prefix end, if some are placed.
+        exact_tails: The tails there; None if it needs none.
     """
 
     prefix: Prefix
@@ -89,11 +90,12 @@ class Hit:
     gap_tokens: int | None = None
     placed: tuple[PlacedRows, ...] = ()
     exact_tokens: int = 0
+    exact_tails: Entry | None = None
 
     @property
     def all_entries(self) -> tuple[Entry, ...]:
         """Everything that is read for it; what is read twice is there once."""
-        tails = [entry for entry in self.hole_tails if entry is not None]
+        tails = [entry for entry in (*self.hole_tails, self.exact_tails) if entry is not None]
         placed = [rows.entry for rows in self.placed]
         return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
 

@@ -21,7 +21,7 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.store.worth import EvictionRule
 
 KEYS = [option.key for option in OPTIONS]
-FLAGS = ("swap_on_preemption", "hole_reuse", "blending", "load_if_slower")
+FLAGS = ("swap_on_preemption", "hole_reuse", "blending", "blend_across_windows", "load_if_slower")
 GIB = 1 << 30
 
 
@@ -49,6 +49,7 @@ def test_nothing_given_is_the_defaults() -> None:
         blending=False,
         blend_head_tokens=16,
         blend_min_tokens=32,
+        blend_across_windows=False,
         segment_separator=None,
         segment_sink=None,
         load_if_slower=False,
@@ -75,6 +76,7 @@ def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
         "blending": "false",
         "blend_head_tokens": "16",
         "blend_min_tokens": "32",
+        "blend_across_windows": "false",
         "segment_separator": "unset",
         "segment_sink": "unset",
         "load_if_slower": "false",
@@ -96,6 +98,7 @@ def test_everything_given() -> None:
         blending=True,
         blend_head_tokens=0,
         blend_min_tokens=8,
+        blend_across_windows=True,
         segment_separator=" # # ",
         segment_sink=[1, 2],
         load_if_slower=True,
@@ -113,6 +116,7 @@ def test_everything_given() -> None:
         blending=True,
         blend_head_tokens=0,
         blend_min_tokens=8,
+        blend_across_windows=True,
         segment_separator=" # # ",
         segment_sink=(1, 2),
         load_if_slower=True,
@@ -151,6 +155,7 @@ WRONG = {
     "blending": (1, 0, "1", "yes", "", [True]),
     "blend_head_tokens": (-1, True, "16", 16.0),
     "blend_min_tokens": (0, -1, True, "16", 16.0),
+    "blend_across_windows": (1, 0, "1", "yes", "", [True]),
     "segment_separator": ("", [], 5, [True], [-1], ["a"], {}),
     "segment_sink": (1, "1", [True], [-1], [1.0], {}),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
