@@ -281,7 +281,9 @@ def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> RowOrder
         power *= _BASE
     places = np.flatnonzero(is_touched)
     first = _PROBED_PAGE * scratch.page_elements
-    is_in_page = len(places) > 0 and places[0] >= first and places[-1] < first + scratch.page_elements
+    is_in_page = (
+        len(places) > 0 and places[0] >= first and places[-1] < first + scratch.page_elements
+    )
     if not is_in_page or not np.array_equal(np.sort(found[places]), numbers.reshape(-1)):
         raise BlendingError(
             f"layer {name}: expected the attention backend to write the {numbers.size} elements of "

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
-from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
+from vllm_ascend_kvext.blending.rotation_check import HALF_UNITS
+from vllm_ascend_kvext.transfer.schema import PairStyle
 
 Numbers = npt.NDArray[np.float64]
 ReadRows = Callable[[Sequence[int]], Numbers]
@@ -34,11 +35,6 @@ MOST_PAIRS = 64
 # rounding, each by half a unit; and both keys of a pair are. What float32 adds comes from sums of
 # thousands of products in another order.
 _ROUNDINGS = 10
-_HALF_UNITS = {
-    RowDtype.FLOAT32: 2.0**-24,
-    RowDtype.BFLOAT16: 2.0**-8,
-    RowDtype.FLOAT16: 2.0**-11,
-}
 _OTHER_ORDER_OF_SUMS = 1e-4
 _ANGLE_ERROR = 2.0**-23
 """Per position: the module multiplies position and frequency in float32."""
@@ -99,7 +95,7 @@ def check_keys(
     differences = _differences(turned, wanted, signature)
     compared = [("keys", differences - 2 * last_positions * _ANGLE_ERROR)]
     compared += [("values", _relative(read(ones), read(others))) for read in read_values]
-    limit = _ROUNDINGS * _HALF_UNITS[signature.dtype] + _OTHER_ORDER_OF_SUMS
+    limit = _ROUNDINGS * HALF_UNITS[signature.dtype] + _OTHER_ORDER_OF_SUMS
     for what, found in compared:
         worst = int(np.argmax(np.where(np.isfinite(found), found, np.inf)))
         if not found[worst] <= limit:

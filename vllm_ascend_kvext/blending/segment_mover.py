@@ -50,9 +50,10 @@ class BlockTable(Protocol):
 
 
 class _Staged(NamedTuple):
-    """Some tokens of a segment, and their first row in staging."""
+    """Some tokens of a segment, counted from its first, and their first row in staging."""
 
     rows: SegmentRows
+    slots: Slots
     first_token: int
     num_tokens: int
     staging_row: int
@@ -148,16 +149,10 @@ class SegmentMover:
         _require_disjoint(rows)
         if not rows:
             return 0
-        first_slot = dict(zip(map(id, rows), slots, strict=True))
         with self._loading:
-            for batch in self._batches(rows):
+            for batch in self._batches(rows, slots):
                 staged = self._stage(pages, batch)
-                of_batch = {
-                    group: np.concatenate([first_slot[id(part.rows)][group][_tokens_of(part)]
-                                           for part in batch])
-                    for group in pages.tokens_per_page
-                }
-                pages.write(of_batch, staged)
+                pages.write(_slots_of(batch), staged)
         return self._num_bytes(rows)
 
     def check_keys(self, rows: SegmentRows) -> KeyCheck:
@@ -227,15 +222,17 @@ class SegmentMover:
         )
         return HostRows(staging, [before + offset for offset in offsets[:-1]])
 
-    def _batches(self, rows: Sequence[SegmentRows]) -> Iterator[list[_Staged]]:
+    def _batches(
+        self, rows: Sequence[SegmentRows], slots: Sequence[Slots]
+    ) -> Iterator[list[_Staged]]:
         """The tokens in their order, as many at a time as staging holds."""
         batch: list[_Staged] = []
         num_tokens = 0
-        for each in rows:
+        for each, of_rows in zip(rows, slots, strict=True):
             first = 0
             while first < each.num_tokens:
                 count = min(each.num_tokens - first, self._most_tokens - num_tokens)
-                batch.append(_Staged(each, first, count, num_tokens))
+                batch.append(_Staged(each, of_rows, first, count, num_tokens))
                 first += count
                 num_tokens += count
                 if num_tokens == self._most_tokens:
@@ -263,25 +260,37 @@ class SegmentMover:
         """Refuse what does not fit; else the slots of the tokens."""
         if not 0 <= rows.first_tokens < rows.end_tokens:
             raise _refused(
-                rows, "tokens", "at least one", f"{rows.first_tokens} to {rows.end_tokens - 1}",
+                rows,
+                "tokens",
+                "at least one",
+                f"{rows.first_tokens} to {rows.end_tokens - 1}",
                 "Leave out empty segments.",
             )
         if rows.offset_bytes < 0 or rows.offset_bytes % HOST_ALIGNMENT_BYTES:
             raise _refused(
-                rows, "section", f"an offset that is a multiple of {HOST_ALIGNMENT_BYTES}",
-                rows.offset_bytes, "Allocate sections in whole units of that.",
+                rows,
+                "section",
+                f"an offset that is a multiple of {HOST_ALIGNMENT_BYTES}",
+                rows.offset_bytes,
+                "Allocate sections in whole units of that.",
             )
         end_row = rows.first_row + rows.num_tokens
         if rows.first_row < 0 or end_row > rows.section_rows:
             raise _refused(
-                rows, "section", f"rows within its {rows.section_rows}",
-                f"{rows.first_row} to {end_row - 1}", "Name the rows of the stored tokens.",
+                rows,
+                "section",
+                f"rows within its {rows.section_rows}",
+                f"{rows.first_row} to {end_row - 1}",
+                "Name the rows of the stored tokens.",
             )
         end_bytes = rows.offset_bytes + self.layout.num_bytes(rows.section_rows)
         if end_bytes > self._host.numel():
             raise _refused(
-                rows, "section", f"an end within the {self._host.numel()} bytes of the host buffer",
-                end_bytes, "Pass the section where it was allocated.",
+                rows,
+                "section",
+                f"an end within the {self._host.numel()} bytes of the host buffer",
+                end_bytes,
+                "Pass the section where it was allocated.",
             )
         return {
             group: _slots(rows, group, tokens_per_page, pages.num_pages, block_ids)
@@ -317,7 +326,10 @@ def _slots(
             rows, what, "a table of every group", f"{len(block_ids)} tables", _PASS_THE_TABLES
         )
     table = block_ids[group]
-    first_page, end_page = rows.first_tokens // tokens_per_page, -(-rows.end_tokens // tokens_per_page)
+    first_page, end_page = (
+        rows.first_tokens // tokens_per_page,
+        -(-rows.end_tokens // tokens_per_page),
+    )
     if first_page < table.first_page or end_page > table.first_page + len(table.ids):
         raise _refused(
             rows,
@@ -353,13 +365,25 @@ def _require_disjoint(rows: Sequence[SegmentRows]) -> None:
     for one, other in pairwise(ordered):
         if other.first_tokens < one.end_tokens:
             raise _refused(
-                other, "tokens", f"none before {one.end_tokens}, where another segment ends",
-                other.first_tokens, "Load every token once.",
+                other,
+                "tokens",
+                f"none before {one.end_tokens}, where another segment ends",
+                other.first_tokens,
+                "Load every token once.",
             )
 
 
-def _tokens_of(part: _Staged) -> slice:
-    return slice(part.first_token, part.first_token + part.num_tokens)
+def _slots_of(batch: Sequence[_Staged]) -> Slots:
+    """Of all tokens of a batch."""
+    return {
+        group: np.concatenate(
+            [
+                part.slots[group][part.first_token : part.first_token + part.num_tokens]
+                for part in batch
+            ]
+        )
+        for group in batch[0].slots
+    }
 
 
 def _refused(

@@ -23,8 +23,10 @@ class Request(Protocol):
     sampling_params: Any
     skip_reading_prefix_cache: bool
     pooling_params: Any
+    prompt_token_ids: Any
     prompt_embeds: Any
     mm_features: Any
+    cache_salt: str | None
     status: Any
 
     @property
@@ -63,6 +65,8 @@ class Engine:
         looks_ahead: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
+        has_other_connectors: Whether other connectors see the same requests.
+        most_request_tokens: Of a prompt and its answer.
     """
 
     requests: Mapping[str, Request]
@@ -77,6 +81,8 @@ class Engine:
     looks_ahead: bool = False
     num_lookahead_tokens: int = 0
     recomputes_failed_loads: bool = True
+    has_other_connectors: bool = False
+    most_request_tokens: int = 1 << 60
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from vllm_ascend_kvext.blending.segment_store import rows_to_load
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.messages import HoleTails, LoadJob
 from vllm_ascend_kvext.holes.window_blocks import WindowTable
@@ -46,6 +48,8 @@ class LoadJobs:
                 some fails.
             can_lack: Whether rows that cannot be loaded may be left out, and reported.
         """
+        if hit.placed:
+            return self._plan_blended(request_id, hit, block_ids)
         stored, stored_tokens = self._stored(hit)
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
         return LoadJob(
@@ -56,6 +60,24 @@ class LoadJobs:
             tuple(TokenRange(first, end) for first, end in hit.holes),
             tuple(self._hole_tails(hit, hole_tables)),
             stored_tokens if can_lack else (),
+        )
+
+    def _plan_blended(self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]) -> LoadJob:
+        """The job of a request of which rows are placed behind what is exact."""
+        whole = TokenRange(hit.after_tokens, hit.boundary_tokens)
+        tokens, holes = whole, (whole,)
+        stored: tuple[StoredChunk, ...] = ()
+        if hit.exact_tokens > hit.after_tokens:
+            tokens, holes = TokenRange(hit.after_tokens, hit.exact_tokens), ()
+            exact = replace(hit, boundary_tokens=hit.exact_tokens, holes=(), placed=())
+            stored, _ = self._stored(exact)
+        return LoadJob(
+            request_id,
+            tokens,
+            stored,
+            self._parts(whole, block_ids),
+            holes,
+            segments=tuple(map(rows_to_load, hit.placed)),
         )
 
     def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:

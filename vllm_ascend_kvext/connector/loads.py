@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from vllm_ascend_kvext.connector.blended_requests import BlendedRequests
 from vllm_ascend_kvext.connector.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.errors import ConnectorError
@@ -113,6 +114,7 @@ class Loads:
         counters: Of the connector.
         clock: Seconds that only grow.
         holes: Where holes wait to be computed; None stops at the first one.
+        blended: Requests with segments; None reuses none.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Loads:
         counters: ConnectorCounters,
         clock: Callable[[], float],
         holes: HoleQueue | None = None,
+        blended: BlendedRequests | None = None,
     ) -> None:
         self._engine = engine
         self._tier = tier
@@ -135,6 +138,7 @@ class Loads:
         self._counters = counters
         self._clock = clock
         self._holes = holes
+        self._blended = blended
         self._prospects: dict[str, _Prospect] = {}
         self._under_way: dict[str, LoadUnderWay] = {}
         # What can be hit on the device once a load is there: by the key of its end.
@@ -180,6 +184,8 @@ class Loads:
         if self._still_lacks_room(request, local_tokens):
             return None
         self._later.pop(request_id, None)
+        if self._blended is not None:
+            self._blended.restart(request_id)
         num_tokens = self._match(request, local_tokens)
         if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
             self._later[request_id] = _Later(local_tokens, None)
@@ -222,13 +228,18 @@ class Loads:
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
         self._shortfalls[request_id] = hit.shortfall
-        if self._holes is not None and request_id not in self._hole_refusals:
+        blended = self._with_segments(request, hit)
+        if blended is not None:
+            hit = blended
+        elif self._holes is not None and request_id not in self._hole_refusals:
             hit = self._beyond_holes(request, hit)
         if hit.num_tokens <= 0:
             return 0
-        if self._waits_for_other(request_id, hit):
+        if blended is not None:
+            pass  # What it reuses is estimated by nobody, and awaited by nobody.
+        elif self._waits_for_other(request_id, hit):
             return None
-        if self._can_split(request, hit):
+        elif self._can_split(request, hit):
             hit = self._from_both_ends(request, hit)
             if hit.num_tokens <= 0:
                 return 0
@@ -247,6 +258,16 @@ class Loads:
             return 0
         self._prospects[request_id] = _Prospect(hit, load)
         return hit.num_tokens
+
+    def _with_segments(self, request: Request, hit: Hit) -> Hit | None:
+        """The hit with segments behind it, if there are some, and it could have room."""
+        if self._blended is None:
+            return None
+        blended = self._blended.find(request, hit)
+        if blended is not None and self._room_for(request, blended) is Room.NEVER:
+            self._blended.refuse_for_room(request.request_id)
+            return None
+        return blended
 
     def _beyond_holes(self, request: Request, hit: Hit) -> Hit:
         """The hit that goes on behind holes, if it costs less than it saves and could have room."""
@@ -358,10 +379,14 @@ class Loads:
         num_bytes = _num_bytes(hit)
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
-        num_request_tokens = self._engine.requests[request_id].num_tokens
+        request = self._engine.requests[request_id]
+        if hit.placed and self._blended is not None:
+            self._blended.begin(request, hit)
+        num_request_tokens = request.num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
         tables = self._begin_holes(request_id, hit)
-        return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
+        can_lack = not hit.placed and self._can_lack(request_id)
+        return self._jobs.plan(request_id, hit, block_ids, tables, can_lack)
 
     def _begin_holes(self, request_id: str, hit: Hit) -> list[dict[int, WindowTable]]:
         if not hit.holes or self._holes is None:
@@ -403,6 +428,8 @@ class Loads:
                 self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
+            if self._blended is not None:
+                self._blended.restart(request_id)
             self._remember_failure(request_id)
             return []
         runs = union(Run(*tokens) for tokens in lacking)
@@ -455,7 +482,7 @@ class Loads:
 
     def _expect(self, request_id: str, hit: Hit) -> None:
         """Others may wait for what this load leaves on the device, if they can hit all of it."""
-        if not self._engine.caches_prefixes or self._engine.looks_ahead:
+        if not self._engine.caches_prefixes or self._engine.looks_ahead or hit.placed:
             return
         boundary = hit.boundary_tokens
         if any(boundary % tokens for tokens in self._layout.tokens_per_page.values()):

@@ -45,6 +45,12 @@ class ConnectorOptions:
         swap_on_preemption: Whether a preempted request's KV goes to host memory and comes back.
         hole_reuse: Whether what is stored behind a missing chunk is loaded.
         eviction: What gives way when the host memory is full.
+        blending: Whether segments are reused wherever they stand in a prompt: approximate.
+        blend_head_tokens: First tokens of each reused segment that are computed.
+        blend_min_tokens: A shorter segment, or rest of one, is computed.
+        segment_separator: What stands between segments: text, or token ids; None finds none.
+        segment_sink: Token ids that segments are computed behind; None takes the model's own token
+            for the beginning of a sequence, if it has one.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
         copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
@@ -58,6 +64,11 @@ class ConnectorOptions:
     swap_on_preemption: bool = False
     hole_reuse: bool = True
     eviction: EvictionRule = EvictionRule.LATEST_USE
+    blending: bool = False
+    blend_head_tokens: int = 16
+    blend_min_tokens: int = 32
+    segment_separator: str | tuple[int, ...] | None = None
+    segment_sink: tuple[int, ...] | None = None
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = None
@@ -140,6 +151,13 @@ def parse_options(
         values["state_policy"] = _aliased_state_policy(environ)
     values.setdefault("hole_reuse", parse_reuses_holes(environ))
     options = ConnectorOptions(world_size=world_size, **values)
+    if options.blending and not options.hole_reuse:
+        raise _wrong(
+            "blending",
+            True,
+            "hole_reuse, by which the tokens between segments are computed",
+            "Set hole_reuse to true, or leave blending out.",
+        )
     if not options.host_memory_bytes_per_worker:
         raise _wrong(
             "host_memory_gib",
@@ -178,6 +196,26 @@ def _parse_positive_integer(key: str, value: Any) -> int:
     if not _is_integer(value) or value < 1:
         raise _wrong(key, value, "an integer of at least 1, without quotes")
     return int(value)
+
+
+def _parse_natural_number(key: str, value: Any) -> int:
+    if not _is_integer(value) or value < 0:
+        raise _wrong(key, value, "an integer of at least 0, without quotes")
+    return int(value)
+
+
+def _parse_token_ids(key: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(_is_integer(token) and token >= 0 for token in value):
+        raise _wrong(key, value, "a list of token ids")
+    return tuple(value)
+
+
+def _parse_separator(key: str, value: Any) -> str | tuple[int, ...]:
+    found = value if isinstance(value, str) else _parse_token_ids(key, value)
+    if not found:
+        raise _wrong(key, value, "a text, or a list of token ids, that is not empty")
+    return found
 
 
 def _parse_flag(key: str, value: Any) -> bool:
@@ -296,6 +334,38 @@ OPTIONS = (
         "of one prompt, its end before its beginning. `reuse`: experimental, with `hole_reuse`: "
         "what is expected to bring the fewest hits for the time it stays, as learned from when "
         "chunks are asked for again.",
+    ),
+    Option(
+        "blending",
+        _parse_flag,
+        "`true`: segments (documents whose KV was stored by themselves) are reused wherever they "
+        "stand in a prompt, with their keys rotated to the new positions. **Approximate**: a "
+        "reused token has not seen what stands before its segment, and answers change. See "
+        "`docs/blending.md`.",
+    ),
+    Option(
+        "blend_head_tokens",
+        _parse_natural_number,
+        "With `blending`: so many first tokens of each reused segment are computed, and segments "
+        "shorter than twice that are computed whole. `0` reuses segments as they are.",
+    ),
+    Option(
+        "blend_min_tokens",
+        _parse_positive_integer,
+        "With `blending`: where fewer tokens of a segment could be reused, they are computed.",
+    ),
+    Option(
+        "segment_separator",
+        _parse_separator,
+        "With `blending`: what stands between two of these separators in a prompt is a segment, "
+        "where a request names none. A text, which is tokenized once, without special tokens, or "
+        "a list of token ids. Unset: only segments that a request names are reused.",
+    ),
+    Option(
+        "segment_sink",
+        _parse_token_ids,
+        "With `blending`: token ids that segments are computed behind, such as a system prompt. "
+        "Unset: the model's token for the beginning of a sequence, if it has one; `[]` is nothing.",
     ),
     Option(
         "load_if_slower",

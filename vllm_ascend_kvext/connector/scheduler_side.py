@@ -13,13 +13,17 @@ then ``note_output`` with what the workers report, and ``finish`` for requests t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.blending.segment_store import SegmentStore, is_segment
+from vllm_ascend_kvext.connector.blended_requests import BlendedRequests, BlendOptions
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
 from vllm_ascend_kvext.connector.counters import ConnectorCounters, Report
@@ -37,6 +41,7 @@ from vllm_ascend_kvext.connector.messages import (
 )
 from vllm_ascend_kvext.connector.options import ConnectorOptions
 from vllm_ascend_kvext.connector.room import PoolRoom
+from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
@@ -65,6 +70,26 @@ class _Parts:
     room: PoolRoom
     loads: Loads
     stores: Stores
+    blending: Blending | None
+
+
+class Blending(NamedTuple):
+    """What exists of segments, where they are reused."""
+
+    requests: BlendedRequests
+    stores: SegmentStores
+
+
+class SegmentTokens(NamedTuple):
+    """Token ids that segments depend on, see ``ConnectorOptions``.
+
+    Attributes:
+        sink_ids: What segments are computed behind.
+        separator_ids: What stands between them; nothing if only requests name segments.
+    """
+
+    sink_ids: tuple[int, ...] = ()
+    separator_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -98,6 +123,7 @@ class SchedulerSide:
             layout, a choice is refused.
         events: Of the tier.
         clock: Seconds that only grow.
+        segment_tokens: With ``blending``.
     """
 
     def __init__(
@@ -106,8 +132,10 @@ class SchedulerSide:
         has_chosen_chunk: bool,
         events: Events,
         clock: Callable[[], float] = time.monotonic,
+        segment_tokens: SegmentTokens = SegmentTokens(),
     ) -> None:
         self._options = options
+        self._segment_tokens = segment_tokens
         self._has_chosen_chunk = has_chosen_chunk
         self._events = events
         self._clock = clock
@@ -128,6 +156,7 @@ class SchedulerSide:
         self._hole_tokens = 0  # of the step that is being scheduled
         self._has_warned = False
         self._has_news = False
+        self._key_checks_missing = 0
 
     def bind(self, engine: Engine) -> None:
         """The scheduler is there."""
@@ -185,6 +214,10 @@ class SchedulerSide:
             engine.num_running,
             engine.block_pool.get_num_free_blocks,
         )
+        numbers = itertools.count(1)
+        blending = None
+        if self._options.blending:
+            blending = self._make_blending(layout, tier, workers, numbers)
         loads = Loads(
             engine,
             tier,
@@ -194,6 +227,7 @@ class SchedulerSide:
             self.counters,
             self._clock,
             self._holes,
+            blending.requests if blending is not None else None,
         )
         stores = Stores(
             engine,
@@ -203,12 +237,13 @@ class SchedulerSide:
             chooser,
             self._references,
             self._events,
+            numbers,
             num_workers=len(workers),
             can_swap=self._options.swap_on_preemption,
         )
         self.counters.tier = tier.counters
         self.counters.capacity_bytes = tier.capacity_bytes
-        self._parts = _Parts(tier, layout, chooser, room, loads, stores)
+        self._parts = _Parts(tier, layout, chooser, room, loads, stores, blending)
         logger.info(
             "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
             "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
@@ -231,6 +266,7 @@ class SchedulerSide:
         parts = self._parts
         return parts is not None and bool(
             parts.stores.num_under_way
+            or (parts.blending is not None and parts.blending.stores.num_under_way)
             or parts.loads.num_under_way
             or self._step_loads
             or self._swaps
@@ -247,6 +283,27 @@ class SchedulerSide:
         return self._parts.loads.num_pinned if self._parts else 0
 
     # Admission.
+
+    @property
+    def blends(self) -> bool:
+        """Whether segments are asked for; not whether they can be had."""
+        return self._options.blending
+
+    def note_new(self, request: Request) -> None:
+        """A request has arrived, and nobody has looked at it yet. It may be changed."""
+        blending = self._parts.blending if self._parts is not None else None
+        if blending is not None and not blending.stores.note_new(request):
+            blending.requests.note_new(request)
+
+    def exact_tokens(self, request_id: str) -> int | None:
+        """Before which token the KV of a request is exact; None if all of it is."""
+        blending = self._parts.blending if self._parts is not None else None
+        return None if blending is None else blending.requests.exact_tokens(request_id)
+
+    def params(self, request: Request) -> dict[str, int] | None:
+        """What the response is to say of a request that ends: see ``BlendedRequests.params``."""
+        blending = self._parts.blending if self._parts is not None else None
+        return None if blending is None else blending.requests.params(request)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
@@ -345,10 +402,18 @@ class SchedulerSide:
             stores.preempted(request_id)
         requests = self._engine.requests
         room = self._parts.room
+        blending = self._parts.blending
+        segment_jobs: list[StoreJob] = []
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if room.num_parked:
                 room.unpark(request_id)
-            stores.note_step(requests[request_id], num_new_tokens)
+            request = requests[request_id]
+            if blending is not None:
+                job = blending.stores.note_step(request, num_new_tokens)
+                segment_jobs += [job] if job is not None else []
+                if blending.requests.exact_tokens(request_id) is not None:
+                    continue  # What it computes depends on what is approximate.
+            stores.note_step(request, num_new_tokens)
         room.end_step()
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
@@ -357,7 +422,8 @@ class SchedulerSide:
         self._has_news = False
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
-        return StepJobs(swaps, loads, stores.take_jobs(), bool(num_tokens), wants_stats)
+        jobs = (*stores.take_jobs(), *segment_jobs)
+        return StepJobs(swaps, loads, jobs, bool(num_tokens), wants_stats)
 
     def note_output(
         self, results: JobResults | None, finished_load_ids: Iterable[str]
@@ -385,7 +451,12 @@ class SchedulerSide:
             moved = results.traffic["load"]
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
-                parts.stores.end(number, num_workers, number in results.failed_stores)
+                has_failed = number in results.failed_stores
+                parts.stores.end(number, num_workers, has_failed)
+                if parts.blending is not None:
+                    parts.blending.stores.end(number, num_workers, has_failed)
+            if results.key_checks or results.key_check_failure:
+                self._note_key_check(results)
         with_holes = set()
         for request_id in finished_load_ids:
             self._end_load(parts, request_id)
@@ -411,13 +482,19 @@ class SchedulerSide:
         # While a load is under way, its pages do not hold what the request's count says.
         is_loading = parts.loads.is_under_way(request_id)
         parts.loads.forget(request_id)
-        parts.stores.finish(request, is_end_of_turn and not is_loading)
+        is_exact = self.exact_tokens(request_id) is None
+        parts.stores.finish(request, is_end_of_turn and is_exact and not is_loading)
+        if parts.blending is not None:
+            parts.blending.stores.forget(request_id)
+            parts.blending.requests.forget(request_id)
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
         parts = self._parts
         if parts is None or not self._options.swap_on_preemption:
             return
+        if self.exact_tokens(request.request_id) is not None:
+            return  # It is planned anew.
         num_bytes = parts.stores.swap_bytes(request)
         compute_s = self._cost.compute_s(request.num_computed_tokens)
         # Out and back.
@@ -439,6 +516,8 @@ class SchedulerSide:
         if self._parts is not None:
             self._parts.stores.release_all_held()
             self._parts.stores.abandon()
+            if self._parts.blending is not None:
+                self._parts.blending.stores.abandon()
 
     def clear(self) -> None:
         """Forget what is stored; transfers under way end by themselves."""
@@ -467,6 +546,78 @@ class SchedulerSide:
             return "draft tokens would be computed beyond the end of a hole"
         return None
 
+    def _make_blending(
+        self,
+        layout: HostLayout,
+        tier: HostTier,
+        workers: Sequence[WorkerLayout],
+        numbers: Iterator[int],
+    ) -> Blending | None:
+        assert self._engine is not None and self._references is not None
+        refusal = self._why_no_blending(layout, workers)
+        if refusal is not None:
+            logger.warning("KvextConnector: blending is off: %s.", refusal)
+            return None
+        of_workers = [each.segments for each in workers if each.segments is not None]
+        fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
+        store = SegmentStore(
+            tier, of_workers[0], fingerprint.hexdigest(), self._segment_tokens.sink_ids
+        )
+        counters = self.counters.blending
+        options = BlendOptions(
+            self._options.blend_head_tokens,
+            self._options.blend_min_tokens,
+            self._segment_tokens.separator_ids,
+        )
+        self._key_checks_missing = len(workers)
+        logger.info(
+            "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
+            "without their first %d. It is approximate.",
+            len(store.sink_ids),
+            options.head_tokens,
+        )
+        return Blending(
+            BlendedRequests(self._engine, store, options, counters),
+            SegmentStores(
+                self._engine,
+                store,
+                layout.tokens_per_page,
+                self._references,
+                numbers,
+                len(workers),
+                counters,
+            ),
+        )
+
+    def _why_no_blending(self, layout: HostLayout, workers: Sequence[WorkerLayout]) -> str | None:
+        assert self._engine is not None
+        if self._holes is None:
+            return "the tokens between segments are computed as holes, and hole_reuse is off"
+        for rank, worker in enumerate(workers):
+            if worker.segments is None:
+                return f"worker {rank}: {worker.segment_refusal}"
+        if len({worker.segments.row_bytes for worker in workers if worker.segments}) > 1:
+            return "the rows of its workers differ in size"
+        if layout.geometry.needs_tails:
+            return "the model has sliding windows"
+        if self._engine.has_other_connectors:
+            return "other connectors of a MultiConnector would take approximate KV for exact"
+        return None
+
+    def _note_key_check(self, results: JobResults) -> None:
+        """Workers have compared keys of equal tokens in a segment, see ``blending.key_check``."""
+        assert self._parts is not None and self._parts.blending is not None
+        if results.key_check_failure:
+            self._key_checks_missing = -1  # for good
+            self._parts.blending.requests.keys_are_checked = False
+            logger.error(
+                "KvextConnector: blending is off: %s. Requests are computed as without segments.",
+                results.key_check_failure,
+            )
+        elif self._key_checks_missing > 0:
+            self._key_checks_missing -= results.key_checks
+            self._parts.blending.requests.keys_are_checked = self._key_checks_missing <= 0
+
     def _window_blocks(self, layout: HostLayout) -> WindowBlocks | None:
         """Where holes compute what they have in windows."""
         if not layout.geometry.needs_tails:
@@ -482,7 +633,7 @@ class SchedulerSide:
         return -(-options.chunk_tokens // unit_tokens) * unit_tokens
 
     def _note_removed(self, entry: Entry, removal: Removal) -> None:
-        if self._parts is not None:
+        if self._parts is not None and not is_segment(entry):  # No key of it was reported.
             self._parts.stores.note_removed(entry, removal)
 
     def _measure_step(self) -> None:

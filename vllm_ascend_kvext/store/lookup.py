@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_ascend_kvext.store.entries import Entry, Kind
 from vllm_ascend_kvext.store.index import Index
@@ -43,6 +44,22 @@ Lost = RememberedKeys[Shortfall]
 """Why a key leads nowhere: EVICTED or FAILED."""
 
 
+class PlacedRows(NamedTuple):
+    """Rows of another prefix that are loaded to a place of their own.
+
+    Attributes:
+        entry: That has them.
+        first_tokens: Where they go.
+        end_tokens: Where they end there.
+        entry_tokens: Of the entry's prefix, before the first of them.
+    """
+
+    entry: Entry
+    first_tokens: int
+    end_tokens: int
+    entry_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What can be loaded.
@@ -57,6 +74,9 @@ class Hit:
         hole_tails: To load for each hole: the tails at its first token; None where it needs none.
         gap_tokens: Where it would end if nothing behind what is missing were loaded; None if
             nothing is missing.
+        placed: Rows that are not of this prefix; ascending. What lies between and before them, from
+            the end of the rows on, is in ``holes``.
+        exact_tokens: Where the rows of this prefix end, if some are placed.
     """
 
     prefix: Prefix
@@ -67,12 +87,15 @@ class Hit:
     holes: tuple[tuple[int, int], ...] = ()
     hole_tails: tuple[Entry | None, ...] = ()
     gap_tokens: int | None = None
+    placed: tuple[PlacedRows, ...] = ()
+    exact_tokens: int = 0
 
     @property
     def all_entries(self) -> tuple[Entry, ...]:
         """Everything that is read for it; what is read twice is there once."""
         tails = [entry for entry in self.hole_tails if entry is not None]
-        return tuple(dict.fromkeys((*self.entries, *tails)))
+        placed = [rows.entry for rows in self.placed]
+        return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
 
     @property
     def num_tokens(self) -> int:

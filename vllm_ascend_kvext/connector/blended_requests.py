@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in whose prompts segments are reused, and requests that store one.
+
+A blended request is loaded and computed like one with holes: what is reused is loaded, all between
+is a hole. From its first reused token on its KV is approximate, and kept from everyone else: see
+``exact_tokens`` and ``private_hashes``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from vllm_ascend_kvext.blending.blend_plan import behind_head, plan_blend
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix
+from vllm_ascend_kvext.blending.segment_store import SegmentStore
+from vllm_ascend_kvext.blending.segments import (
+    Segment,
+    named_segments,
+    separated_segments,
+)
+from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
+from vllm_ascend_kvext.connector.engine import Engine, Request
+from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
+from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.holes.span_plan import Run
+from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOptions:
+    """What is reused; see ``ConnectorOptions``."""
+
+    head_tokens: int
+    min_tokens: int
+    separator_ids: tuple[int, ...]
+
+
+class _KnownSegment(NamedTuple):
+    segment: Segment
+    prefix: SegmentPrefix
+
+
+@dataclass(slots=True)
+class _Blended:
+    """A request of which something is reused.
+
+    Attributes:
+        exact_tokens: Before it, everything is exact.
+        reused_tokens: That are not computed.
+        hashes: Of what is not exact.
+    """
+
+    exact_tokens: int
+    reused_tokens: int
+    hashes: PrivateHashes
+
+
+class BlendedRequests:
+    """The segments of one engine's requests.
+
+    Args:
+        engine: The scheduler's parts.
+        store: What is stored of segments.
+        options: What is reused.
+        counters: Of the engine.
+
+    Attributes:
+        keys_are_checked: Whether this model's keys are known to turn with their positions alone.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: SegmentStore,
+        options: BlendOptions,
+        counters: BlendCounters,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._options = options
+        self._counters = counters
+        self._known: dict[str, list[_KnownSegment]] = {}
+        self._blended: dict[str, _Blended] = {}
+        self._refused: set[str] = set()
+        self.keys_are_checked = False
+
+    def note_new(self, request: Request) -> None:
+        """A request has arrived: find its segments."""
+        token_ids = request.prompt_token_ids
+        if token_ids is None or request.sampling_params is None:
+            return
+        try:
+            segments = named_segments(request.sampling_params.extra_args, len(token_ids))
+        except SegmentError as error:
+            self._refuse(request.request_id, BlendRefusal.WRONG_SEGMENTS)
+            logger.warning("Request %s: %s", request.request_id, error)
+            return
+        if segments is None:
+            separator_ids = self._options.separator_ids
+            segments = separated_segments(token_ids, separator_ids) if separator_ids else []
+        long_enough = [each for each in segments if each.num_tokens >= self._options.min_tokens]
+        if not long_enough:
+            return
+        if why_no_holes(request) is not None:
+            self._refuse(request.request_id, BlendRefusal.UNSUITED_REQUEST)
+            return
+        self._known[request.request_id] = [
+            _KnownSegment(
+                segment, self._store.prefix(token_ids[slice(*segment)], request.cache_salt)
+            )
+            for segment in long_enough
+        ]
+
+    def find(self, request: Request, hit: Hit) -> Hit | None:
+        """What can be loaded of a request if segments are reused behind what is exact.
+
+        Args:
+            request: That is to be admitted.
+            hit: What can be loaded of its own prefix; perhaps nothing.
+
+        Returns:
+            None if nothing is reused.
+        """
+        request_id = request.request_id
+        known = self._known.get(request_id)
+        if not known:
+            return None
+        if not self.keys_are_checked:
+            self._refuse(request_id, BlendRefusal.UNCHECKED_KEYS)
+            return None
+        exact_tokens = hit.boundary_tokens
+        found: list[PlacedRows] = []
+        candidates: list[Run] = []
+        for segment, prefix in known:
+            if segment.end_tokens <= exact_tokens:
+                continue
+            rows = self._store.find(prefix, segment.first_tokens)
+            stored_tokens = rows[-1].end_tokens - segment.first_tokens if rows else 0
+            run = behind_head(segment, stored_tokens, self._options.head_tokens)
+            if run is not None:
+                found += rows
+                candidates.append(run)
+        plan = plan_blend(request.num_tokens, exact_tokens, candidates, self._options.min_tokens)
+        if plan is None:
+            return None
+        return replace(
+            hit,
+            boundary_tokens=plan.resume_tokens,
+            holes=plan.holes,
+            hole_tails=(None,) * len(plan.holes),
+            placed=tuple(_cut(found, plan.reused)),
+            exact_tokens=exact_tokens,
+        )
+
+    def begin(self, request: Request, hit: Hit) -> None:
+        """A request has got blocks for what `find` has found."""
+        known = self._known[request.request_id]
+        reused_tokens = sum(rows.end_tokens - rows.first_tokens for rows in hit.placed)
+        starts = {rows.first_tokens - rows.entry_tokens for rows in hit.placed}
+        hits = [each.segment for each in known if each.segment.first_tokens in starts]
+        counters = self._counters
+        counters.hit_segments += len(hits)
+        counters.missed_segments += sum(
+            each.segment.end_tokens > hit.exact_tokens for each in known
+        ) - len(hits)
+        counters.reused_tokens += reused_tokens
+        counters.recomputed_tokens += (
+            sum(each.end_tokens - max(each.first_tokens, hit.exact_tokens) for each in hits)
+            - reused_tokens
+        )
+        hashes = PrivateHashes(request, hit.exact_tokens, self._engine.hash_tokens)
+        self._blended[request.request_id] = _Blended(hit.exact_tokens, reused_tokens, hashes)
+
+    def restart(self, request_id: str) -> None:
+        """A request has lost its blocks, or its load has failed: nothing of it is approximate."""
+        blended = self._blended.pop(request_id, None)
+        if blended is not None:
+            blended.hashes.take_back()
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._known.pop(request_id, None)
+        self._blended.pop(request_id, None)
+        self._refused.discard(request_id)
+
+    def exact_tokens(self, request_id: str) -> int | None:
+        """Before which token the KV of a request is exact; None if all of it is."""
+        blended = self._blended.get(request_id)
+        return None if blended is None else blended.exact_tokens
+
+    def params(self, request: Request) -> dict[str, int] | None:
+        """What the response says of a request: its mark. None if all of it is exact."""
+        blended = self._blended.get(request.request_id)
+        if blended is None:
+            return None
+        computed_tokens = request.num_prompt_tokens - blended.exact_tokens - blended.reused_tokens
+        return {
+            "kvext_exact_tokens": blended.exact_tokens,
+            "kvext_reused_tokens": blended.reused_tokens,
+            "kvext_recomputed_tokens": computed_tokens,
+        }
+
+    def refuse_for_room(self, request_id: str) -> None:
+        """There is no room for what was found."""
+        self._refuse(request_id, BlendRefusal.ROOM)
+
+    def _refuse(self, request_id: str, refusal: BlendRefusal) -> None:
+        if request_id not in self._refused:  # It may be asked about in every step.
+            self._refused.add(request_id)
+            self._counters.refusals[refusal] += 1
+
+
+def _cut(found: Sequence[PlacedRows], runs: Sequence[Run]) -> list[PlacedRows]:
+    """What lies in some runs. Both ascend."""
+    cut = []
+    for rows in found:
+        for run in runs:
+            first = max(rows.first_tokens, run.first_tokens)
+            end = min(rows.end_tokens, run.end_tokens)
+            if first < end:
+                entry_tokens = rows.entry_tokens + first - rows.first_tokens
+                cut.append(PlacedRows(rows.entry, first, end, entry_tokens))
+    return cut
