@@ -12,15 +12,18 @@ Angles are computed here in float64, without the transfer op. Knows neither page
 from __future__ import annotations
 
 import enum
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
 from vllm_ascend_kvext.blending.rotation_check import HALF_UNITS
+from vllm_ascend_kvext.blending.segment_rows import SegmentRows
 from vllm_ascend_kvext.transfer.schema import PairStyle
 
 Numbers = npt.NDArray[np.float64]
@@ -63,6 +66,31 @@ class KeyCheck:
 
     outcome: KeyCheckOutcome
     message: str
+
+
+class KeyGate:
+    """Checks the keys of stores until a check has passed or failed. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._is_settled = False
+        self._checking = threading.Lock()
+
+    def check(
+        self, check: Callable[[SegmentRows], KeyCheck], segments: Sequence[SegmentRows]
+    ) -> KeyCheck | None:
+        """Check the segments of a store, one after the other, until that says something.
+
+        Returns:
+            None if an earlier store has settled it.
+        """
+        found = None
+        with self._checking:
+            for rows in segments:
+                if self._is_settled:
+                    break
+                found = check(rows)
+                self._is_settled = found.outcome is not KeyCheckOutcome.NOT_CHECKED
+        return found
 
 
 def check_keys(
@@ -128,7 +156,7 @@ def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
         if len(of_token) > 1
         for pair in (
             (of_token[0], of_token[-1]),
-            *zip(of_token, of_token[1:], strict=False),
+            *pairwise(of_token),
         )
     }
     return sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:MOST_PAIRS]
@@ -151,7 +179,7 @@ def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64
     else:
         of_pair = slice(first, end, 2), slice(first + 1, end, 2)
     left, right = keys[..., of_pair[0]], keys[..., of_pair[1]]
-    turned = keys.copy()
+    turned: Numbers = keys.copy()
     turned[..., of_pair[0]] = left * np.cos(angles) - right * np.sin(angles)
     turned[..., of_pair[1]] = right * np.cos(angles) + left * np.sin(angles)
     return turned
@@ -163,12 +191,15 @@ def _differences(turned: Numbers, wanted: Numbers, signature: RotarySignature) -
     first = signature.offset_elements
     rotated[first : first + signature.rotary_elements] = True
     whole = _SMALL_PART * np.linalg.norm(wanted, axis=-1)
-    found = [
-        _relative(turned[..., part], wanted[..., part], whole)
-        for part in (rotated, ~rotated)
-        if part.any()
-    ]
-    return np.max(found, axis=0)
+    largest: Numbers = np.max(
+        [
+            _relative(turned[..., part], wanted[..., part], whole)
+            for part in (rotated, ~rotated)
+            if part.any()
+        ],
+        axis=0,
+    )
+    return largest
 
 
 def _relative(rows: Numbers, wanted: Numbers, least: Numbers | float = 0.0) -> Numbers:
@@ -176,4 +207,5 @@ def _relative(rows: Numbers, wanted: Numbers, least: Numbers | float = 0.0) -> N
     lengths = np.maximum(np.linalg.norm(wanted, axis=-1), least)
     differences = np.linalg.norm(rows - wanted, axis=-1)
     tiny = np.finfo(np.float64).tiny
-    return np.asarray((differences / np.maximum(lengths, tiny)).max(axis=-1))
+    found: Numbers = (differences / np.maximum(lengths, tiny)).max(axis=-1)
+    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,7 +23,13 @@ from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.key_check import KeyCheck, check_keys
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, key_rotation
 from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
-from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPages, numbers_of
+from vllm_ascend_kvext.blending.token_pages import (
+    HostRows,
+    Slots,
+    TokenPages,
+    TokenPlane,
+    numbers_of,
+)
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -163,27 +170,14 @@ class SegmentMover:
         planes = self._require_pages().planes
         section = self._section(rows)
         layer_name = planes[0].layer_name
-        of_layer = [i for i, plane in enumerate(planes) if plane.layer_name == layer_name]
-        memory = section.memory.numpy()
-
-        def numbers(index: int, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
-            plane = planes[index]
-            first = section.plane_offsets_bytes[index] + section.first_row * plane.row_bytes
-            found = memory[first : first + rows.num_tokens * plane.row_bytes]
-            of_tokens = found.reshape(rows.num_tokens, plane.row_bytes)[list(tokens)]
-            return numbers_of(of_tokens, plane.dtype).reshape(
-                len(tokens), plane.num_heads, plane.head_elements
-            )
-
+        keys, *values = (
+            partial(_numbers, section, index, plane, rows.num_tokens)
+            for index, plane in enumerate(planes)
+            if plane.layer_name == layer_name
+        )
         signature = planes[0].keys
         assert signature is not None, "keys come before values"
-        return check_keys(
-            rows.token_ids,
-            rows.first_tokens,
-            signature,
-            lambda tokens: numbers(0, tokens),
-            [lambda tokens, index=index: numbers(index, tokens) for index in of_layer[1:]],
-        )
+        return check_keys(rows.token_ids, rows.first_tokens, signature, keys, values)
 
     def _stage(self, pages: TokenPages, batch: Sequence[_Staged]) -> HostRows:
         """Bring the rows of some tokens to staging, rotated."""
@@ -192,7 +186,9 @@ class SegmentMover:
         # A page as large as the largest plane may lie before the first row.
         before = max(end - first for first, end in pairwise(offsets))
         staging = self._staging_of(before + offsets[-1])
-        planes, runs, key_planes = [], [], []
+        planes: list[tuple[int, ...]] = []
+        runs: list[tuple[int, ...]] = []
+        key_planes: list[KeyPlane] = []
         for group, part in enumerate(batch):
             section = self._section(part.rows)
             for index, plane in enumerate(pages.planes):
@@ -309,6 +305,17 @@ class SegmentMover:
         return self._token_bytes * sum(each.num_tokens for each in rows)
 
 
+def _numbers(
+    section: HostRows, index: int, plane: TokenPlane, num_tokens: int, tokens: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Rows of some tokens in one plane. shape: [tokens, heads, head_elements]."""
+    first = section.plane_offsets_bytes[index] + section.first_row * plane.row_bytes
+    found = section.memory.numpy()[first : first + num_tokens * plane.row_bytes]
+    of_tokens = found.reshape(num_tokens, plane.row_bytes)[list(tokens)]
+    shape = len(tokens), plane.num_heads, plane.head_elements
+    return numbers_of(of_tokens, plane.dtype).reshape(shape)
+
+
 _STORE_AS_IT_IS = "Store tokens as they are; a load moves them."
 
 
@@ -353,7 +360,8 @@ def _slots(
         )
     tokens = np.arange(rows.first_tokens, rows.end_tokens, dtype=DTYPE)
     pages, in_page = np.divmod(tokens, tokens_per_page)
-    return ids[pages - first_page] * tokens_per_page + in_page
+    slots: npt.NDArray[np.int64] = ids[pages - first_page] * tokens_per_page + in_page
+    return slots
 
 
 _PASS_THE_TABLES = "Pass the part of each table that the tokens need."

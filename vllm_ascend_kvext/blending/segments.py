@@ -16,14 +16,7 @@ from vllm_ascend_kvext.blending.errors import SegmentError
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
 # The OpenAI server turns true into a number or a text. A number equals the truth value.
-_TRUTHS: dict[Any, bool] = {
-    True: True,
-    False: False,
-    "true": True,
-    "false": False,
-    "1": True,
-    "0": False,
-}
+_TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
 
 class Segment(NamedTuple):
@@ -102,7 +95,9 @@ def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> li
     """
     starts = _find_all(token_ids, separator)
     width = len(separator)
-    return [Segment(first + width, end) for first, end in pairwise(starts) if first + width < end]
+    return [
+        Segment(first + width, end) for first, end in pairwise(starts) if first + width < end
+    ]
 
 
 def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
