@@ -101,6 +101,8 @@ class ConnectedScheduler:
                 looks_ahead=bool(manager.coordinator.eagle_group_ids),
                 num_lookahead_tokens=scheduler.num_lookahead_tokens,
                 recomputes_failed_loads=scheduler.recompute_kv_load_failures,
+                has_other_connectors=scheduler.connector is not connector,
+                most_request_tokens=scheduler.max_model_len,
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
@@ -124,19 +126,39 @@ class ConnectedScheduler:
             methods.append(self._preempt_request)
         if connector.options.hole_reuse:
             methods.append(self.schedule)
+        self._add_request = scheduler.add_request
+        self._cache_blocks = manager.coordinator.cache_blocks
+        if connector.options.blending:
+            methods.append(self.add_request)
+            manager.coordinator.cache_blocks = self.cache_blocks
         self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
         manager.get_num_common_prefix_blocks = self.get_num_common_prefix_blocks
 
     def take_back(self) -> None:
-        vars(self._scheduler.kv_cache_manager).pop("get_num_common_prefix_blocks", None)
+        manager = self._scheduler.kv_cache_manager
+        vars(manager).pop("get_num_common_prefix_blocks", None)
+        vars(manager.coordinator).pop("cache_blocks", None)
         for name in self._replaced:
             vars(self._scheduler).pop(name, None)
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""
         return self._has_finished_requests() or self._side.has_work or bool(self._row_ids)
+
+    def add_request(self, request: Request) -> None:
+        """Take note of a request's segments. The sink is put before one that is to be stored."""
+        if request.request_id not in self._scheduler.requests:  # Not the update of a session.
+            self._side.note_new(request)
+        self._add_request(request)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Cache blocks up to where a request's KV is exact."""
+        exact_tokens = self._side.exact_tokens(request.request_id)
+        if exact_tokens is not None:
+            num_computed_tokens = min(num_computed_tokens, exact_tokens)
+        self._cache_blocks(request, num_computed_tokens)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Blocks with which all running requests begin, for cascade attention.
@@ -423,9 +445,13 @@ PATCHES = (
             f"{_SCHEDULER}.update_from_output",
             f"{_SCHEDULER}._update_request_as_session",
             f"{_SCHEDULER}._mamba_block_aligned_split",
+            f"{_SCHEDULER}.add_request",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+            "vllm.v1.request:Request.__init__",
+            "vllm.v1.request:Request.update_block_hashes",
             "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",

@@ -15,8 +15,11 @@ from vllm_ascend_kvext.blending.errors import SegmentError
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
-# The OpenAI server turns true into a number or a text. A number equals the truth value.
-_TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+# The OpenAI server turns true into a number or a text. Numbers equal truth values.
+_TRUTHS: dict[Any, bool] = {
+    **{True: True, False: False},
+    **{"true": True, "1": True, "false": False, "0": False},
+}
 
 
 class Segment(NamedTuple):
@@ -95,16 +98,14 @@ def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> li
     """
     starts = _find_all(token_ids, separator)
     width = len(separator)
-    return [
-        Segment(first + width, end) for first, end in pairwise(starts) if first + width < end
-    ]
+    return [Segment(first + width, end) for first, end in pairwise(starts) if first + width < end]
 
 
 def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
     """Where a separator begins, from the left; those that overlap one before are left out."""
     wanted = list(separator)
     tokens = list(token_ids)
-    found = []
+    found: list[int] = []
     position = 0
     while True:
         try:

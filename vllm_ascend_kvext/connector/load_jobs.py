@@ -62,12 +62,11 @@ class LoadJobs:
             stored_tokens if can_lack else (),
         )
 
-    def _plan_blended(
-        self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]
-    ) -> LoadJob:
+    def _plan_blended(self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]) -> LoadJob:
         """The job of a request of which rows are placed behind what is exact."""
         whole = TokenRange(hit.after_tokens, hit.boundary_tokens)
-        tokens, holes = whole, (whole,)
+        tokens = whole
+        holes: tuple[TokenRange, ...] = (whole,)
         stored: tuple[StoredChunk, ...] = ()
         if hit.exact_tokens > hit.after_tokens:
             tokens, holes = TokenRange(hit.after_tokens, hit.exact_tokens), ()

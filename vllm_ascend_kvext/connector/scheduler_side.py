@@ -92,6 +92,9 @@ class SegmentTokens(NamedTuple):
     separator_ids: tuple[int, ...] = ()
 
 
+NO_SEGMENT_TOKENS = SegmentTokens()
+
+
 @dataclass(slots=True)
 class _Step:
     """A step that computes something and whose output has not come."""
@@ -132,7 +135,7 @@ class SchedulerSide:
         has_chosen_chunk: bool,
         events: Events,
         clock: Callable[[], float] = time.monotonic,
-        segment_tokens: SegmentTokens = SegmentTokens(),
+        segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
     ) -> None:
         self._options = options
         self._segment_tokens = segment_tokens
