@@ -12,3 +12,7 @@ class RotationError(KvextError, ValueError):
 
 class SegmentError(KvextError, ValueError):
     """What a request says of its segments is wrong, or a segment cannot be stored or placed."""
+
+
+class BlendingError(KvextError, ValueError):
+    """Segments cannot be stored or placed with this model, or in pages as these are."""

@@ -37,11 +37,12 @@ _PAGES_PER_SHIFT = 3
 # Relative to the length of a pair: cosine and sine, two products and a sum on the module's side at
 # both positions, and one rounding on ours; each half a unit in the last place.
 _ROUNDINGS = 8
-_HALF_UNITS = {
+HALF_UNITS = {
     RowDtype.FLOAT32: 2.0**-24,
     RowDtype.BFLOAT16: 2.0**-8,
     RowDtype.FLOAT16: 2.0**-11,
 }
+"""Half of the distance between numbers, relative to them, at most."""
 
 
 def check_rotation(module: Any, signature: RotarySignature) -> None:
@@ -101,8 +102,8 @@ def _check(
         RowDtype.FLOAT16: torch.float16,
     }
     half_unit = max(
-        _HALF_UNITS[dtype],
-        *(_HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
+        HALF_UNITS[dtype],
+        *(HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
     )
     random = torch.Generator().manual_seed(1)
     # shape: [moves, rows, heads, head_elements]

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_ascend_kvext.connector.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.events import TierEvents
@@ -124,7 +125,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 segment_tokens=segment_tokens_of(vllm_config.model_config, options),
             )
         else:
-            self.worker_side = WorkerSide(vllm_config, kv_cache_config, options)
+            self.worker_side = WorkerSide(
+                vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
+            )
 
     # Scheduler side.
 

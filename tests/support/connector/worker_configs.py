@@ -67,3 +67,4 @@ class Options:
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = 1
     state_policy: StatePolicy = StatePolicy.EXACT
+    blending: bool = False
