@@ -229,7 +229,7 @@ def plan_job(
             return [], []
         store = planner.plan_store(job.chunks, job.block_ids)
         return [store], [rows for of_chunk in store.missing for rows in of_chunk]
-    if not job.stored and _is_covered(job.tokens, job.holes):
+    if not job.stored and not job.hole_tails and _is_covered(job.tokens, job.holes):
         return [], []
     load = planner.plan_load(job.stored, job.tokens, job.block_ids)
     missing = [rows for rows in load.missing if not _is_in(rows, job.holes)]
