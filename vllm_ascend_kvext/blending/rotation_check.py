@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import RotationError
+from vllm_ascend_kvext.blending.rotary import takes_heads
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.schema import (
@@ -152,7 +153,8 @@ def _rotated_by(
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
     device = module.cos_sin_cache.device
-    keys = rows[..., given].reshape(-1, _HEADS, module.head_size).to(device, copy=True)
+    of_token = (_HEADS, module.head_size) if takes_heads(module) else (_HEADS * module.head_size,)
+    keys = rows[..., given].reshape(-1, *of_token).to(device, copy=True)
     repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS)
     with torch.no_grad(), _buffers_kept(module):
         _, rotated = module(repeated, torch.zeros_like(keys), keys)

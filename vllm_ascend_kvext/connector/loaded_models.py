@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that this process has loaded. vLLM does not hand a connector the model it works for.
 
-They are held weakly: a model that is thrown away is forgotten. ``patches.connector.model_loader``
-tells of them. Imports nothing of vLLM.
+They are held weakly: a model that is thrown away is forgotten.
+``patches.connector.gpu_model_runner`` tells of them. Imports nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/model_executor/model_loader/base_loader.py``: a worker's connector gets to know the model.
+"""``vllm/v1/worker/gpu_model_runner.py``: a worker's connector gets to know the model.
 
 How keys turn with their positions is read from the model's own modules.
 """
@@ -13,23 +13,21 @@ from vllm_ascend_kvext.connector import loaded_models
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 def remember_model(
-    wrapped: Callable[..., torch.nn.Module], loader: BaseModelLoader, *args: Any, **kwargs: Any
-) -> torch.nn.Module:
-    """Load a model, and remember it for as long as it lives."""
-    model = wrapped(*args, **kwargs)
-    loaded_models.remember(model)
-    return model
+    wrapped: Callable[..., None], runner: GPUModelRunner, *args: Any, **kwargs: Any
+) -> None:
+    """Remember the model, for as long as it lives, before the connector is handed its KV caches."""
+    loaded_models.remember(runner.get_model())
+    wrapped(*args, **kwargs)
 
 
 PATCHES = (
     Patch(
         id="KVX-404",
-        target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
         kind=Kind.WRAP,
         feature="connector",
         vllm=("==0.20.2.*", "==0.23.0.*"),
