@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/model_executor/model_loader/base_loader.py``: a worker's connector gets to know the model.
 
-How keys turn with their positions is read from the model's own modules.
+How keys turn with their positions is read from the model's own modules. The loader shows each model
+that it has built to a function that may log it. ``load_model`` itself cannot be told from a wrapper
+of somebody else where OpenTelemetry is installed: upstream then wraps it.
 """
 
 from __future__ import annotations
@@ -14,22 +16,20 @@ from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     import torch
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 
 def remember_model(
-    wrapped: Callable[..., torch.nn.Module], loader: BaseModelLoader, *args: Any, **kwargs: Any
-) -> torch.nn.Module:
-    """Load a model, and remember it for as long as it lives."""
-    model = wrapped(*args, **kwargs)
+    wrapped: Callable[..., None], instance: None, model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Remember a model that has been built, for as long as it lives."""
+    wrapped(model, *args, **kwargs)
     loaded_models.remember(model)
-    return model
 
 
 PATCHES = (
     Patch(
         id="KVX-404",
-        target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+        target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         kind=Kind.WRAP,
         feature="connector",
         vllm=("==0.20.2.*", "==0.23.0.*"),

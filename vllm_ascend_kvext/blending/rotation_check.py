@@ -152,8 +152,9 @@ def _rotated_by(
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
     device = module.cos_sin_cache.device
-    keys = rows[..., given].reshape(-1, _HEADS, module.head_size).to(device, copy=True)
-    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS)
+    # Each head by itself: vLLM's op for CPUs takes heads side by side, that of DeepSeek does not.
+    keys = rows[..., given].reshape(-1, 1, module.head_size).to(device, copy=True)
+    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS * _HEADS)
     with torch.no_grad(), _buffers_kept(module):
         _, rotated = module(repeated, torch.zeros_like(keys), keys)
     result = rows.clone()
