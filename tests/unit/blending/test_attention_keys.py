@@ -108,9 +108,7 @@ def test_a_subclass_is_found_and_refused() -> None:
     class Mine(RotaryEmbedding):
         pass
 
-    with pytest.raises(
-        RotationError, match=r"Mine: expected one of .*, found a class whose angles"
-    ):
+    with pytest.raises(RotationError, match=r"Mine: expected one of .*, found a class whose"):
         read(small_model(Mine()))
 
 
@@ -143,9 +141,7 @@ def test_a_model_that_leaves_some_layers_unrotated_is_refused() -> None:
 
 def test_a_layer_of_another_model_is_refused() -> None:
     model = small_model(RotaryEmbedding())
-    with pytest.raises(
-        RotationError, match=r"draft\.attn: expected a part of Module, found one of"
-    ):
+    with pytest.raises(RotationError, match=r"draft\.attn: expected a part of Module, found"):
         read(model, attention_of(model) | {"draft.attn": attention()})
 
 
