@@ -4,7 +4,12 @@
 Nothing is changed in an engine that is started without the connector.
 """
 
-from vllm_ascend_kvext.patches.connector import core, factory, scheduler
+from vllm_ascend_kvext.patches.connector import computed_token_gaps, core, factory, scheduler
 from vllm_ascend_kvext.patching.declaration import Patch
 
-PATCHES: tuple[Patch, ...] = (*factory.PATCHES, *scheduler.PATCHES, *core.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *factory.PATCHES,
+    *scheduler.PATCHES,
+    *core.PATCHES,
+    *computed_token_gaps.PATCHES,
+)
