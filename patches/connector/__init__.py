@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvextConnector: vLLM knows it by name, and it knows the scheduler that it works for.
 
-Nothing is changed in an engine that is started without the connector.
+And connectors of others may have gaps in what they match. Nothing is changed in an engine that is
+started without any of these.
 """
 
 from vllm_ascend_kvext.patches.connector import computed_token_gaps, core, factory, scheduler

@@ -332,6 +332,8 @@ class GapScheduler:
 _serving: WeakSet[GapScheduler] = WeakSet()
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+_ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 
 PATCHES = (
     Patch(
@@ -348,12 +350,20 @@ PATCHES = (
         relies_on=(
             f"{_SCHEDULER}.has_finished_requests",
             f"{_SCHEDULER}.schedule",
+            f"{_SCHEDULER}.finish_requests",
             f"{_SCHEDULER}._free_blocks",
             f"{_SCHEDULER}._update_from_kv_xfer_finished",
             f"{_SCHEDULER}.update_from_output",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_BALANCE}.__init__",
+            f"{_ASCEND_BALANCE}.schedule",
+            f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
+            f"{_ASCEND_LIFETIME}:_patched_update_from_output",
+            "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
         ),
     ),
 )

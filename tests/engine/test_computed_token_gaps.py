@@ -154,6 +154,7 @@ GAPS = {
     "adjacent, not in order": [(48, 56), (40, 48)],
     "at the end": [(112, 120)],
     "beyond the end": [(112, 140)],
+    "nearly a step": [(8, 71)],
 }
 
 
