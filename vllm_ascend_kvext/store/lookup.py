@@ -57,6 +57,7 @@ class Hit:
         hole_tails: To load for each hole: the tails at its first token; None where it needs none.
         gap_tokens: Where it would end if nothing behind what is missing were loaded; None if
             nothing is missing.
+        left_out: Entries that are there, and whose rows are computed because that is faster.
     """
 
     prefix: Prefix
@@ -67,6 +68,7 @@ class Hit:
     holes: tuple[tuple[int, int], ...] = ()
     hole_tails: tuple[Entry | None, ...] = ()
     gap_tokens: int | None = None
+    left_out: tuple[Entry, ...] = ()
 
     @property
     def all_entries(self) -> tuple[Entry, ...]:
