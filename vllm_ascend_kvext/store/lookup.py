@@ -8,7 +8,10 @@ where tails are looked for; how much is stored does not matter.
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_ascend_kvext.store.entries import Entry, Kind
 from vllm_ascend_kvext.store.index import Index
@@ -43,6 +46,20 @@ Lost = RememberedKeys[Shortfall]
 """Why a key leads nowhere: EVICTED or FAILED."""
 
 
+class ReadRows(NamedTuple):
+    """Rows of an entry that a hit reads.
+
+    Attributes:
+        entry: It may have more of them.
+        first_tokens: Tokens before them.
+        end_tokens: Tokens up to their end.
+    """
+
+    entry: Entry
+    first_tokens: int
+    end_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What can be loaded.
@@ -75,6 +92,24 @@ class Hit:
         """Everything that is read for it; what is read twice is there once."""
         tails = [entry for entry in self.hole_tails if entry is not None]
         return tuple(dict.fromkeys((*self.entries, *tails)))
+
+    @property
+    def read_rows(self) -> Iterator[ReadRows]:
+        """What is read of each entry with rows, ascending. Holes are not left out.
+
+        Rows that a later entry has, too, are those of another prefix in the earlier one::
+
+            found by the key at 8      rows 0 ── 8 ── 16    of another request
+            found by the key at 24          rows 8 ──────── 24
+
+        The first and the last may begin before what is loaded, or end behind it.
+        """
+        rows = [entry for entry in self.entries if entry.piece.kind is Kind.ROWS]
+        for entry, following in itertools.zip_longest(rows, rows[1:]):
+            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
+            if following is not None:
+                end_tokens = min(end_tokens, following.piece.first_tokens)
+            yield ReadRows(entry, first_tokens, end_tokens)
 
     @property
     def num_tokens(self) -> int:
