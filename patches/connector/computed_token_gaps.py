@@ -265,7 +265,7 @@ class GapScheduler:
             return self._refuse(request_id, self._engine_refusal)
         refusal = why_no_holes(request)
         if refusal is not None:
-            return self._refuse(request_id, f"it has {refusal.value}, which rows of gaps have not")
+            return self._refuse(request_id, refusal.text)
         if not between_steps:
             answer = self._in_steps.ask(
                 request_id,
