@@ -14,7 +14,6 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -463,7 +462,7 @@ class Loads:
             self._remember_failure(request_id)
             return []
         runs = union(Run(*tokens) for tokens in lacking)
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit.entries, runs))
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit, runs))
         loaded = replace(hit, holes=union([*map(Run._make, hit.holes), *runs]))
         self._counters.hit_tokens += loaded.loaded_tokens
         self._counters.hit_requests += 1
@@ -566,20 +565,14 @@ def _num_bytes(hit: Hit) -> int:
     return sum(entry.num_bytes for entry in hit.all_entries)
 
 
-def _entries_in(entries: Sequence[Entry], runs: Sequence[Run]) -> set[Entry]:
-    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch.
-
-    Each is read up to where the next one begins.
-    """
+def _entries_in(hit: Hit, runs: Sequence[Run]) -> set[Entry]:
+    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch."""
     found: set[Entry] = set()
     if not runs:
         return found
     ends = [run.end_tokens for run in runs]
-    for entry, following in itertools.zip_longest(entries, entries[1:]):
-        end_tokens = entry.piece.end_tokens
-        if following is not None:
-            end_tokens = min(end_tokens, following.piece.first_tokens)
-        place = bisect.bisect_right(ends, entry.piece.first_tokens)
+    for entry, first_tokens, end_tokens in hit.read_rows:
+        place = bisect.bisect_right(ends, first_tokens)
         if place < len(runs) and runs[place].first_tokens < end_tokens:
             found.add(entry)
     return found

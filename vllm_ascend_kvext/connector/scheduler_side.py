@@ -43,6 +43,7 @@ from vllm_ascend_kvext.connector.options import ConnectorOptions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.stores import Events, Stores
+from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
@@ -208,7 +209,7 @@ class SchedulerSide:
             if refusal is None:
                 self._holes = HoleQueue(self._window_blocks(layout))
             else:
-                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
+                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal.text)
         if self._holes is None and self._options.eviction.leaves_holes:
             raise ConnectorError(
                 "KvextConnector: expected eviction=latest_use where holes are not computed, found "
@@ -546,17 +547,17 @@ class SchedulerSide:
         """What has been counted since the last call."""
         return self.counters.take()
 
-    def _why_no_holes(self, layout: HostLayout) -> str | None:
+    def _why_no_holes(self, layout: HostLayout) -> EngineRefusal | None:
         engine = self._engine
         assert engine is not None
         if not layout.geometry.needs_rows:
-            return "the model has no full attention: what lies before a window need not be computed"
+            return EngineRefusal.NO_ROWS
         if any(group.is_snapshot for group in layout.all_groups):
-            return "the model has recurrent states, which are not kept where holes begin"
+            return EngineRefusal.STATES
         if self._options.state_policy is StatePolicy.SKIP:
-            return "holes are exact, and state_policy=skip is not"
+            return EngineRefusal.SKIPPED_STATES
         if engine.looks_ahead or engine.num_lookahead_tokens:
-            return "draft tokens would be computed beyond the end of a hole"
+            return EngineRefusal.DRAFTS
         return None
 
     def _make_blending(
