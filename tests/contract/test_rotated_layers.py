@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,19 +31,19 @@ HARMLESS = {
     f"{_MODELS}.gemma4.Gemma4Attention",
     # Its attention modules are in a list: no rotary module beside them.
     f"{_MODELS}.iquest_loopcoder.LoopCoderAttention",
-    # Recurrent states; an image encoder.
-    f"{_MODELS}.bailing_linear_attn.BailingMoELinearAttention",
+    # Recurrent states.
     f"{_MODELS}.bailing_moe_linear.BailingMoELinearAttention",
+    # An image encoder.
     f"{_MODELS}.keye.KeyeSiglipEncoder",
 }
+
+_OTHER_MODULES = ("model_executor/layers/mla.py",)
 
 
 def conditional_rotations(node: ast.AST, owner: str, is_conditional: bool) -> Iterator[str]:
     """Classes that call a rotary module of their own under a condition."""
-    if isinstance(node, ast.Call) and is_conditional:
-        called = ast.unparse(node.func)
-        if called.startswith("self.") and "rotary" in called:
-            yield owner
+    if isinstance(node, ast.Call) and is_conditional and _is_rotation(node):
+        yield owner
     for name, field in ast.iter_fields(node):
         below = is_conditional or (isinstance(node, (ast.If, ast.IfExp)) and name != "test")
         for child in field if isinstance(field, list) else [field]:
@@ -54,6 +53,10 @@ def conditional_rotations(node: ast.AST, owner: str, is_conditional: bool) -> It
                 yield from conditional_rotations(child, owner, False)
             elif isinstance(child, ast.AST):
                 yield from conditional_rotations(child, owner, below)
+
+
+def _is_rotation(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "self.rotary_emb"
 
 
 def test_a_condition_is_seen() -> None:
@@ -75,11 +78,12 @@ def test_models_that_leave_some_layers_unrotated_are_known() -> None:
     if folder is None:
         pytest.skip("vLLM is not installed")
     found = set()
-    for part in ("models", "layers"):
-        for path in Path(folder, "model_executor", part).rglob("*.py"):
-            module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found |= {f"{module}.{owner}" for owner in conditional_rotations(tree, "", False)}
+    paths = [*(folder / "model_executor/models").rglob("*.py"), *_OTHER_MODULES]
+    for path in paths:
+        path = folder / path
+        module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found |= {f"{module}.{owner}" for owner in conditional_rotations(tree, "", False)}
     assert len(found) > 10
     assert found <= SOMETIMES_ROTATED | NO_MODULE_WHERE_NOT_ROTATED | HARMLESS
     assert SOMETIMES_ROTATED & found, "as they are called in this version"
