@@ -4,12 +4,12 @@
 Nothing is changed in an engine that is started without the connector.
 """
 
-from vllm_ascend_kvext.patches.connector import core, factory, gpu_model_runner, scheduler
+from vllm_ascend_kvext.patches.connector import core, factory, model_loader, scheduler
 from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
     *factory.PATCHES,
     *scheduler.PATCHES,
     *core.PATCHES,
-    *gpu_model_runner.PATCHES,
+    *model_loader.PATCHES,
 )

@@ -11,6 +11,7 @@ Only a scheduler that has the connector is changed, in its own methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,6 +24,8 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_to
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -103,6 +106,7 @@ class ConnectedScheduler:
                 recomputes_failed_loads=scheduler.recompute_kv_load_failures,
                 has_other_connectors=scheduler.connector is not connector,
                 most_request_tokens=scheduler.max_model_len,
+                cached_blocks=partial(_cached_blocks, manager),
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
@@ -382,6 +386,26 @@ class ConnectedScheduler:
         self._preempt(request, timestamp)
 
 
+def _cached_blocks(
+    manager: KVCacheManager, request: Request, group: int, first_page: int, end_page: int
+) -> list[KVCacheBlock] | None:
+    """Blocks of the local prefix cache with some pages of a request; None if it lacks one."""
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    hashes: Sequence[Any] = request.block_hashes
+    pool = manager.block_pool
+    page_tokens = manager.coordinator.single_type_managers[group].block_size
+    if page_tokens != pool.hash_block_size:
+        hashes = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, page_tokens)
+    blocks = []
+    for page in range(first_page, end_page):
+        found = pool.get_cached_block(hashes[page], [group])
+        if not found:
+            return None
+        blocks.append(found[0])
+    return blocks
+
+
 def _require_intact_pages(scheduler: Scheduler) -> None:
     """Refuse a runner that zeroes new pages before workers can store what was in them.
 
@@ -453,6 +477,7 @@ PATCHES = (
             "vllm.v1.request:Request.__init__",
             "vllm.v1.request:Request.update_block_hashes",
             "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ),

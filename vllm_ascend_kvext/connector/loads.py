@@ -394,12 +394,11 @@ class Loads:
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
         request = self._engine.requests[request_id]
-        if hit.placed and self._blended is not None:
-            self._blended.begin(request, hit)
         num_request_tokens = request.num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
-        if hit.placed:
+        if hit.placed and self._blended is not None:
             dense = self._begin_dense(request_id, hit, block_ids)
+            self._blended.begin(request, hit)
             return self._jobs.plan_blended(request_id, hit, block_ids, dense)
         tables = self._begin_holes(request_id, hit)
         return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
@@ -412,8 +411,14 @@ class Loads:
         if not hit.holes and self._holes.windows is None:
             return {}
         holes = [Run(*hole) for hole in hit.holes]
+        cached = None
+        if self._blended is not None and hit.exact_tails is None:
+            request = self._engine.requests[request_id]
+            cached = self._blended.cached_windows(request, hit.exact_tokens)
+            if cached is None:
+                return {}  # It is gone since: the load fails.
         dense = self._holes.begin_dense(
-            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}
         )
         return dense or {}
 

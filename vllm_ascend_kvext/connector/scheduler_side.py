@@ -79,6 +79,11 @@ class Blending(NamedTuple):
     requests: BlendedRequests
     stores: SegmentStores
 
+    def stores_prompt(self, request_id: str) -> bool:
+        """Whether KV of a request may be stored as that of a prompt."""
+        is_exact = self.requests.exact_tokens(request_id) is None
+        return is_exact and not self.stores.is_segment(request_id)
+
 
 class SegmentTokens(NamedTuple):
     """Token ids that segments depend on, see ``ConnectorOptions``.
@@ -417,8 +422,8 @@ class SchedulerSide:
             if blending is not None:
                 job = blending.stores.note_step(request, num_new_tokens)
                 segment_jobs += [job] if job is not None else []
-                if blending.requests.exact_tokens(request_id) is not None:
-                    continue  # What it computes depends on what is approximate.
+                if not blending.stores_prompt(request_id):
+                    continue
             stores.note_step(request, num_new_tokens)
         room.end_step()
         swaps, self._swaps = tuple(self._swaps), []
@@ -488,11 +493,12 @@ class SchedulerSide:
         # While a load is under way, its pages do not hold what the request's count says.
         is_loading = parts.loads.is_under_way(request_id)
         parts.loads.forget(request_id)
-        is_exact = self.exact_tokens(request_id) is None
-        parts.stores.finish(request, is_end_of_turn and is_exact and not is_loading)
-        if parts.blending is not None:
-            parts.blending.stores.forget(request_id)
-            parts.blending.requests.forget(request_id)
+        blending = parts.blending
+        is_prompt = blending is None or blending.stores_prompt(request_id)
+        parts.stores.finish(request, is_end_of_turn and is_prompt and not is_loading)
+        if blending is not None:
+            blending.stores.forget(request_id)
+            blending.requests.forget(request_id)
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
@@ -587,7 +593,7 @@ class SchedulerSide:
             max(options.head_tokens, options.least_head_tokens),
         )
         return Blending(
-            BlendedRequests(self._engine, tier, store, options, counters),
+            BlendedRequests(self._engine, layout.window_pages, store, options, counters),
             SegmentStores(
                 self._engine,
                 store,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/worker/gpu_model_runner.py``: a worker's connector gets to know the model.
+"""``vllm/model_executor/model_loader/base_loader.py``: a worker's connector gets to know the model.
 
-How keys turn with their positions is read from the model's own modules.
+How keys turn with their positions is read from the model's own modules. The loader shows each model
+that it has built to a function that may log it. ``load_model`` itself cannot be told from a wrapper
+of somebody else where OpenTelemetry is installed: upstream then wraps it.
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from vllm_ascend_kvext.connector import loaded_models
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    import torch
 
 
 def remember_model(
-    wrapped: Callable[..., None], runner: GPUModelRunner, *args: Any, **kwargs: Any
+    wrapped: Callable[..., None], instance: None, model: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Remember the model, for as long as it lives, before the connector is handed its KV caches."""
-    loaded_models.remember(runner.get_model())
-    wrapped(*args, **kwargs)
+    """Remember a model that has been built, for as long as it lives."""
+    wrapped(model, *args, **kwargs)
+    loaded_models.remember(model)
 
 
 PATCHES = (
     Patch(
         id="KVX-404",
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
+        target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         kind=Kind.WRAP,
         feature="connector",
         vllm=("==0.20.2.*", "==0.23.0.*"),
