@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector import loads
 from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.transfer.errors import BackendError
 
 FULL_WINDOW_ROWS = paged(layouts.FULL_WINDOW, ROWS)
 LAYOUTS = {
@@ -142,6 +144,20 @@ class Watch:
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         engine.runner.execute = self.execute  # type: ignore[method-assign]
         engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
+        self.surprises: list[Exception] = []
+        for worker in engine.workers:
+            runner = worker.side._runner
+            runner.run = partial(self._run_job, runner.run)  # type: ignore[method-assign]
+
+    def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
+        """A worker carries out a job: it fails where the script says so."""
+        try:
+            return run(job, recorded)
+        except BackendError:
+            raise
+        except Exception as error:
+            self.surprises.append(error)
+            raise
 
     def execute(self, scheduled: Any) -> Any:
         """A step."""
@@ -460,7 +476,8 @@ class BlendMachine(RuleBasedStateMachine):
 
     def _check_nothing_is_remembered(self, live: set[str]) -> None:
         requests, stores = self.engine.parts.blending
-        for books in (requests._known, requests._blended, requests._refused, stores._wanted):
+        remembered = (requests._known, requests._blended, requests._refused)
+        for books in (*remembered, stores._wanted, stores._segment_ids):
             assert set(books) <= live, f"requests that are gone are remembered: {books}"
 
     def _step(self, taken: list[Any] | None = None) -> None:
@@ -471,6 +488,8 @@ class BlendMachine(RuleBasedStateMachine):
         if taken is not None:
             engine.block_pool.free_blocks(taken)
         check_blocks(engine)
+        if self.watch.surprises:
+            raise self.watch.surprises[0]
         self.contents.check()
         self.watch.check_hits()
         self._check_nothing_is_remembered(set(engine.scheduler.requests))
