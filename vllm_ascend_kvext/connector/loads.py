@@ -163,6 +163,10 @@ class Loads:
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._under_way
 
+    def hole_tokens_of(self, request_id: str) -> int:
+        """Tokens of a load under way that are computed before its end."""
+        return self._under_way[request_id].hit.hole_tokens
+
     def tails_of(self, request_id: str) -> Entry | None:
         """The tails that a load under way reads; None if its model has none."""
         hit = self._under_way[request_id].hit

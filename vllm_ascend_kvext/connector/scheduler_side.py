@@ -336,8 +336,9 @@ class SchedulerSide:
         if job is None:
             return
         self._step_loads.append(job)
-        if job.holes:
-            hole_tokens = sum(hole.num_tokens for hole in job.holes)
+        # Not those of the job, whose holes are what workers find no rows of prompts for.
+        hole_tokens = self._parts.loads.hole_tokens_of(request.request_id)
+        if hole_tokens:
             self._new_holes.append(NewHoles(request.request_id, hole_tokens, is_planned=True))
         tails = self._parts.loads.tails_of(request.request_id)
         if tails is not None:
