@@ -37,8 +37,8 @@ ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
 SWAPPED = (4, 5)
 HEADS_TOKENS = (0, 16, 32)
 
-CROWD_POOL_BLOCKS = 300
-CROWD_REPLY_TOKENS = 64
+CROWD_POOL_BLOCKS = 200
+CROWD_REPLY_TOKENS = 100
 CROWD = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
@@ -48,6 +48,7 @@ CROWD = {
 
 MIXED_ROUNDS = 5
 MIXED_CONVERSATIONS = 5
+MIXED_ORDERS = ((0, 1), (0, 3), (2, 0), (MISSING, 1), (3, 1, 2), (3, 4), (5, 0, 2))
 """In a round, each is a blended request and then three plain ones: 100 in all."""
 
 Tokens = list[int]
@@ -300,11 +301,13 @@ class Engine:
         """A page of each layer of a group."""
         layers = self.scheduler.kv_cache_config.kv_cache_groups[group].layer_names
         modules = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        num_blocks = self.scheduler.kv_cache_config.num_blocks
         pages = {}
         for name in layers:
             cache = modules[name].kv_cache
             cache = cache[0] if isinstance(cache, list) else cache
-            pages[name] = cache[:, block_id].clone()
+            dimension = list(cache.shape).index(num_blocks)
+            pages[name] = cache.select(dimension, block_id).clone()
         return pages
 
     def _generate(
@@ -364,9 +367,14 @@ def documents(rng: random.Random) -> list[Tokens]:
     return [random_tokens(rng, length) for length in (*STORED_LENGTHS, 155)]
 
 
-def in_order(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:
+def in_order(
+    rng: random.Random,
+    texts: Sequence[Tokens],
+    order: Sequence[int],
+    instructions: Tokens | None = None,
+) -> Prompt:
     """Instructions, documents with a few tokens behind each, and a question."""
-    token_ids = random_tokens(rng, rng.randrange(5, 70))
+    token_ids = list(instructions or random_tokens(rng, rng.randrange(5, 70)))
     segments = []
     for index in order:
         segments.append([len(token_ids), len(token_ids) + len(texts[index])])
@@ -453,11 +461,12 @@ def mixed(engine: Engine) -> None:
     rng = random.Random(3)
     texts = documents(rng)
     engine.store(texts[:MISSING])
+    instructions = [random_tokens(rng, length) for length in (21, 64)]
     kept: list[KeptBlock] = []
     for number in range(MIXED_ROUNDS):
         blended = [
-            in_order(rng, texts, rng.sample(range(len(texts)), k=rng.randrange(1, 4)))
-            for _ in range(MIXED_CONVERSATIONS)
+            in_order(rng, texts, order, rng.choice(instructions))
+            for order in rng.sample(MIXED_ORDERS, k=MIXED_CONVERSATIONS)
         ]
         replies = engine.ask("blended", blended)
         plain = []

@@ -158,9 +158,7 @@ class Oracle:
                 cosines, sines = cosines[:, :half], sines[:, :half]
             turns.append(_Turns(cosines, sines))
 
-        hooks = [
-            layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers
-        ]
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers]
         self._compute(torch.ones(num_positions, dtype=int), torch.arange(num_positions), None)
         for hook in hooks:
             hook.remove()
@@ -181,9 +179,7 @@ def _turned(
         sines = -sines
     pairs = cosines.shape[-1]
     left, right, rest = keys.split([pairs, pairs, keys.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat(
-        [left * cosines - right * sines, right * cosines + left * sines, rest], dim=-1
-    )
+    return torch.cat([left * cosines - right * sines, right * cosines + left * sines, rest], dim=-1)
 
 
 def _attend(
