@@ -63,17 +63,6 @@ READERS: dict[str, Callable[[Any], Frequencies]] = {
 }
 """By full name; each returns radians per position, one number per pair."""
 
-_BY_HEAD = frozenset({f"{_PACKAGE}.deepseek_scaling_rope.DeepseekScalingRotaryEmbedding"})
-
-
-def takes_heads(module: Any) -> bool:
-    """Whether models hand a module keys of three axes: tokens, heads, elements.
-
-    Else heads and elements are one axis. On a CPU, vLLM's op turns keys of three axes otherwise.
-    """
-    return _name(type(module)) in _BY_HEAD
-
-
 _SEVERAL_POSITIONS = "a token has several positions, such as a time, a row and a column"
 _LENGTH_DECIDES = "its frequencies depend on the length that is served"
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import RotationError
-from vllm_ascend_kvext.blending.rotary import takes_heads
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.schema import (
@@ -153,9 +152,9 @@ def _rotated_by(
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
     device = module.cos_sin_cache.device
-    of_token = (_HEADS, module.head_size) if takes_heads(module) else (_HEADS * module.head_size,)
-    keys = rows[..., given].reshape(-1, *of_token).to(device, copy=True)
-    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS)
+    # Each head by itself: vLLM's op for CPUs takes heads side by side, that of DeepSeek does not.
+    keys = rows[..., given].reshape(-1, 1, module.head_size).to(device, copy=True)
+    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS * _HEADS)
     with torch.no_grad(), _buffers_kept(module):
         _, rotated = module(repeated, torch.zeros_like(keys), keys)
     result = rows.clone()

@@ -2,7 +2,7 @@
 """The models that this process has loaded. vLLM does not hand a connector the model it works for.
 
 They are held weakly: a model that is thrown away is forgotten.
-``patches.connector.gpu_model_runner`` tells of them. Imports nothing of vLLM.
+``patches.connector.model_loader`` tells of them. Imports nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_ascend_kvext.holes.span_plan import Run, union
 from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowBlocks, WindowTable
@@ -100,12 +101,14 @@ class HoleQueue:
         after_tokens: int,
         first_tokens: int,
         own_ids: Sequence[Sequence[int]],
+        cached: Mapping[int, Sequence[Any]],
     ) -> Mapping[int, DenseTable] | None:
         """The same where segments lie between the holes, whose windows have no tails.
 
         Args:
             first_tokens: Where the request is exact no more.
             own_ids: Its block ids, by KV cache group.
+            cached: See ``WindowBlocks.begin_dense``.
 
         Returns:
             By KV cache group with windows: where windows are loaded and computed. None if there are
@@ -113,8 +116,8 @@ class HoleQueue:
         """
         tables: Mapping[int, DenseTable] | None = {}
         if self.windows is not None:
-            tables = self.windows.begin_dense(request_id, first_tokens, own_ids)
-            if after_tokens:
+            tables = self.windows.begin_dense(request_id, first_tokens, own_ids, cached)
+            if after_tokens and not cached:
                 after_tokens = _NOWHERE  # The window before it is loaded.
         if tables is None:
             return None
