@@ -5,8 +5,8 @@
 
 ``PLANS`` is JSON: by name, what to serve: ``model`` is a folder, ``engine`` holds arguments of
 ``LLM``, ``scenarios`` names functions below. One engine follows the other in this process. With
-``blending`` (options of the connector) an engine blends; without, ``prompts`` are asked one after
-the other: by label, lists of token ids.
+``blending`` (options of the connector) an engine blends; without, ``prompts`` are asked: by label,
+lists of token ids, and how many tokens their replies have.
 """
 
 from __future__ import annotations
@@ -520,10 +520,10 @@ def recomputed(engine: Engine) -> None:
 
 
 def plain(engine: Engine) -> None:
-    """Prompts one after the other."""
+    """Prompts, each for itself: there is no prefix cache."""
     for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
-        for prompt in prompts:
-            engine.ask(label, [Prompt(prompt, [])], reply_tokens, is_plain=True)
+        asked = [Prompt(token_ids, []) for token_ids in prompts]
+        engine.ask(label, asked, reply_tokens, is_plain=True)
 
 
 SCENARIOS = {

@@ -169,6 +169,10 @@ class Loads:
         tails = hit.exact_tails if hit.placed else hit.entries[-1]
         return tails if tails is not None and tails.piece.kind is Kind.TAILS else None
 
+    def hole_tokens_of(self, request_id: str) -> int:
+        """How many tokens in the range of a load under way are computed."""
+        return sum(end - first for first, end in self._under_way[request_id].hit.holes)
+
     def match(self, request: Request, local_tokens: int) -> int | None:
         """How many tokens past those on the device can be loaded.
 

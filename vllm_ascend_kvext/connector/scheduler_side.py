@@ -336,8 +336,8 @@ class SchedulerSide:
         if job is None:
             return
         self._step_loads.append(job)
-        if job.holes:
-            hole_tokens = sum(hole.num_tokens for hole in job.holes)
+        hole_tokens = self._parts.loads.hole_tokens_of(request.request_id)
+        if hole_tokens:
             self._new_holes.append(NewHoles(request.request_id, hole_tokens, is_planned=True))
         tails = self._parts.loads.tails_of(request.request_id)
         if tails is not None:
