@@ -27,7 +27,9 @@ VARIANTS: tuple[Variant, ...] = ("full", "window", "mla")
 SERVED_VARIANTS: tuple[Variant, ...] = ("full", "window")
 """Those that vLLM serves on a CPU."""
 
-WINDOW_TOKENS = 32
+WINDOW_TOKENS = 8
+"""About half a document: a token's window mostly lies inside its document."""
+
 NORM_EPSILON = 1e-5
 ROPE_THETA = 10_000.0
 MAX_MODEL_TOKENS = 512

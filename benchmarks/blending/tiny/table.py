@@ -161,7 +161,7 @@ def main() -> None:
     print(f"of {task.MOST_DOCUMENTS} documents with {task.DOCUMENT_TOKENS} tokens each\n{HEAD}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for variant in arguments.variant or VARIANTS:
-        for seed in arguments.seed or SEEDS:
+        for seed in arguments.seed or SEEDS[variant]:
             model = Model(variant, seed, arguments.questions, arguments.weights, device)
             print(*lines(model, f"{variant}-{seed}"), sep="\n", flush=True)
 

@@ -100,10 +100,30 @@ def _documents(rng: np.random.Generator, facts: np.ndarray) -> np.ndarray:
     return documents.reshape(len(facts), num_documents, DOCUMENT_TOKENS)
 
 
-def make_repeats(rng: np.random.Generator, num_prompts: int, num_tokens: int) -> np.ndarray:
-    """Random tokens and the same tokens again, shape: [prompts, 1 + 2 * num_tokens]."""
-    tokens = rng.integers(FIRST_NOISE, VOCABULARY_TOKENS, (num_prompts, num_tokens))
-    return np.concatenate([np.full((num_prompts, 1), BOS), tokens, tokens], axis=1)
+def make_repeats(
+    rng: np.random.Generator, num_prompts: int, periods: tuple[int, int], num_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens that repeat, each prompt with a period of its own.
+
+    With one period for all, a model learns to read at a distance, and not to look for its token.
+
+    Args:
+        rng: Draws.
+        num_prompts: How many.
+        periods: The shortest, and the longest.
+        num_tokens: Of a prompt, behind its beginning-of-sequence token.
+
+    Returns:
+        Tokens, shape: [prompts, 1 + num_tokens], and which of them the tokens before them tell.
+    """
+    period = rng.integers(periods[0], periods[1] + 1, (num_prompts, 1))
+    base = rng.integers(FIRST_NOISE, VOCABULARY_TOKENS, (num_prompts, periods[1]))
+    place = np.arange(num_tokens)[None, :]
+    tokens = np.take_along_axis(base, place % period, 1)
+    bos = np.full((num_prompts, 1), BOS)
+    # The first one of the second round cannot be known.
+    is_told = np.concatenate([bos < 0, place > period], axis=1)
+    return np.concatenate([bos, tokens], axis=1), is_told
 
 
 def _distinct(rng: np.random.Generator, num_rows: int, num_choices: int) -> np.ndarray:

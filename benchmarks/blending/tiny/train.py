@@ -3,11 +3,18 @@
 
     python benchmarks/blending/tiny/train.py [--variant V] [--seed S] [--out FOLDER]
 
-Options may be repeated; left out, they stand for all variants and three seeds. First the model
-learns to copy: random tokens that repeat, until 9 in 10 of the second half are right. Without
+Options may be repeated; left out, they stand for all variants and their seeds. First the model
+learns to copy: random tokens that repeat, until 9 in 10 of what can be known are right. Without
 that it never learns the task. Then the task, from one document to eight: one more whenever 98 % of
-the answers are right. On one CPU a model takes about five minutes; on a GPU, which is used where
-torch finds one, a few seconds.
+the answers are right.
+
+A model that has not learned eight documents in `MOST_STEPS` is given up. Those that take longer
+spread what a reference refers to over several tokens, or look references up when they are asked;
+blending then damages something else than one token. Of the seeds 0 to 5, three with full attention
+learn it in time (2, 3, 5), and two with MLA (4, 5); with windows all of 0 to 2 do.
+
+On a CPU a model takes from four minutes on; on a GPU, which is used where torch finds one, one. The
+weights differ from one kind of machine to the other.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +36,23 @@ sys.path[0] = str(ROOT / "benchmarks")
 from blending.tiny import task  # noqa: E402
 from blending.tiny.model import VARIANTS, Shape, Variant, forward, initial_weights  # noqa: E402
 
-SEEDS = (0, 1, 2)
+SEEDS: Mapping[Variant, tuple[int, ...]] = {
+    "full": (2, 3, 5),
+    "window": (0, 1, 2),
+    "mla": (4, 5, 6),
+}
+"""Of models that learn in time."""
+
 BATCH = 64
 QUESTIONS_PER_PROMPT = 8
-REPEATED_TOKENS = 48
-MOST_STEPS = 6000
+PERIODS = (8, 64)
+COPIED_TOKENS = 128
+MOST_STEPS = 1100
 LAST_STEPS = 400
 """With all documents, after the last one was learned; the learning rate falls to nothing."""
+
+NOTHING = -100
+"""Where nothing is to be predicted."""
 
 COPIES = 0.90
 ANSWERS = 0.98
@@ -66,23 +83,23 @@ class Trainer:
         )
         self.num_steps = 0
 
-    def step(self, tokens: np.ndarray, first: int, stride: int, factor: float) -> float:
+    def step(self, tokens: np.ndarray, wanted: np.ndarray, factor: float) -> float:
         """Train on some tokens, given all before them.
 
         Args:
             tokens: Shape: [prompts, tokens].
-            first: Index of the first token that is to be predicted.
-            stride: To the next one.
+            wanted: What each token is to predict, or `NOTHING`, shape: [prompts, tokens].
             factor: On the learning rate.
 
         Returns:
-            The share of them that came out right.
+            The share of the predictions that came out right.
         """
-        batch = torch.from_numpy(tokens).to(self._device)
-        logits = forward(self.weights, self.shape, batch[:, :-1]).logits
+        logits = forward(self.weights, self.shape, torch.from_numpy(tokens).to(self._device)).logits
         assert logits is not None
-        predicted, wanted = logits[:, first - 1 :: stride], batch[:, first::stride]
-        loss = functional.cross_entropy(predicted.flatten(0, 1), wanted.flatten())
+        labels = torch.from_numpy(wanted).to(self._device)
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=NOTHING
+        )
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
@@ -91,30 +108,33 @@ class Trainer:
             group["lr"] = LEARNING_RATE * warm_up * factor
         self._optimizer.step()
         self.num_steps += 1
-        return (predicted.argmax(dim=-1) == wanted).float().mean().item()
+        is_right = logits.argmax(dim=-1) == labels
+        return (is_right.sum() / (labels != NOTHING).sum()).item()
 
     def copy(self, factor: float = 1.0) -> float:
-        tokens = task.make_repeats(self._rng, BATCH, REPEATED_TOKENS)
-        # The first token of the second half cannot be known.
-        return self.step(tokens, REPEATED_TOKENS + 2, 1, factor)
+        tokens, is_told = task.make_repeats(self._rng, BATCH, PERIODS, COPIED_TOKENS)
+        wanted = np.full_like(tokens, NOTHING)
+        wanted[:, :-1] = np.where(is_told, tokens, NOTHING)[:, 1:]
+        return self.step(tokens, wanted, factor)
 
     def answer(self, num_documents: int, factor: float = 1.0) -> float:
         prompts = task.make_prompts(self._rng, BATCH, num_documents)
         return self.step(*asked(self._rng, prompts), factor)
 
 
-def asked(rng: np.random.Generator, prompts: task.Prompts) -> tuple[np.ndarray, int, int]:
+def asked(rng: np.random.Generator, prompts: task.Prompts) -> tuple[np.ndarray, np.ndarray]:
     """Prompts with several questions and their answers, for `Trainer.step`."""
     num_prompts, num_facts = prompts.keys.shape
     num_questions = min(QUESTIONS_PER_PROMPT, num_facts)
     chosen = rng.random((num_prompts, num_facts)).argsort(axis=1)[:, :num_questions]
-    keys, answers = (
-        np.take_along_axis(each, chosen, 1) for each in (prompts.keys, prompts.answers)
-    )
+    keys = np.take_along_axis(prompts.keys, chosen, 1)
+    answers = np.take_along_axis(prompts.answers, chosen, 1)
     questions = np.stack([np.full_like(keys, task.ASK), keys, answers], axis=2)
     contexts = prompts.contexts
     tokens = np.concatenate([contexts, questions.reshape(num_prompts, -1)], axis=1)
-    return tokens, contexts.shape[1] + 2, 3
+    wanted = np.full_like(tokens, NOTHING)
+    wanted[:, contexts.shape[1] + 1 :: 3] = answers
+    return tokens, wanted
 
 
 def train(variant: Variant, seed: int, device: torch.device) -> Iterator[str]:
@@ -166,7 +186,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for variant in arguments.variant or VARIANTS:
-        for seed in arguments.seed or SEEDS:
+        for seed in arguments.seed or SEEDS[variant]:
             began_s = time.monotonic()
             progress = train(variant, seed, device)
             while True:
