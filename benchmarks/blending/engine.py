@@ -26,6 +26,8 @@ ANSWER_TOKENS = 8
 TOP_TOKENS = 50
 MAX_MODEL_TOKENS = 4096
 FORCED = "bench_forced_tokens"
+WARM_UP = tuple(range(10, 100))
+"""No prompt begins like this."""
 
 ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--reference", type=Path, help="answers of full recompute")
     parser.add_argument("--host-gib", type=float, default=2)
+    parser.add_argument("--max-model-tokens", type=int, default=MAX_MODEL_TOKENS)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     mode = MODES[arguments.mode]
@@ -230,9 +233,11 @@ def main() -> None:
         parser.error(f"--reference: expected for every mode but {FULL.name!r}, and for these only")
     workload = Workload.read(arguments.workload)
     reference = Answers.read(arguments.reference) if arguments.reference else None
-    engine = Engine(mode, arguments.model, arguments.host_gib)
-    # Memory is used for the first time; no prompt begins like this.
-    engine.ask(Prompt(tuple(range(100, 612)), (), workload.prompts[0].kind, 0, ""))
+    engine = Engine(
+        mode, arguments.model, arguments.host_gib, max_model_len=arguments.max_model_tokens
+    )
+    # Memory is used for the first time.
+    engine.ask(Prompt(WARM_UP, (), workload.prompts[0].kind, 0, ""))
     serve(engine, mode, workload, reference).write(arguments.out)
 
 

@@ -181,7 +181,7 @@ def _segment_share(scored: Sequence[_Scored]) -> float | None:
 
 HEAD = (
     f"{'mode':15} {'missing':>7} {'n':>4} | {'computed':>8} {'of segments':>11} | {'EM':>4} "
-    f"{'difference':>17} {'F1':>4} {'difference':>17} {'recovered':>22} | {'KL':>6} {'top-1':>5} | "
+    f"{'difference':>20} {'F1':>4} {'difference':>20} {'recovered':>20} | {'KL':>6} {'top-1':>5} | "
     f"{'p50':>7} {'p99':>7} | EM by kind"
 )
 
@@ -190,13 +190,13 @@ def line(row: Row) -> str:
     """One row of the table."""
     kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in row.exact_of_kind.items())
     of_segments = "" if row.segment_share is None else f"{row.segment_share:.1%}"
+    exact, f1s = f"{row.exact_difference:+.0%}", f"{row.f1_difference:+.0%}"
     regained = "" if row.exact_recovered is None else f"{row.exact_recovered:.0%}"
     return (
         f"{row.mode:15} {row.num_missing:7} {row.num_prompts:4} | {row.computed_share:8.1%} "
-        f"{of_segments:>11} | {row.exact:4.0%} {row.exact_difference:+.0%}".ljust(71)
-        + f" {row.f1:4.0%} {row.f1_difference:+.0%}".ljust(23)
-        + f" {regained:>22} | {row.divergence:6.3f} {row.same_top:5.0%} | {row.p50_s:6.2f}s "
-        f"{row.p99_s:6.2f}s | {kinds}"
+        f"{of_segments:>11} | {row.exact:4.0%} {exact:>20} {row.f1:4.0%} {f1s:>20} {regained:>20} "
+        f"| {row.divergence:6.3f} {row.same_top:5.0%} | {row.p50_s:6.2f}s {row.p99_s:6.2f}s | "
+        f"{kinds}"
     )
 
 
@@ -205,8 +205,8 @@ def storing(workload: Workload, answers: Answers) -> str:
     num_tokens = sum(map(len, workload.stored))
     seconds = sum(answers.store_s)
     return (
-        f"stored before: {len(workload.stored)} documents, {num_tokens:,} tokens, in {seconds:.1f} s"
-        f" ({num_tokens / seconds:.0f} tokens/s)"
+        f"stored before: {len(workload.stored)} documents, {num_tokens:,} tokens, in "
+        f"{seconds:.1f} s ({num_tokens / seconds:.0f} tokens/s)"
     )
 
 

@@ -24,6 +24,13 @@ Variant = Literal["full", "window", "mla"]
 Weights = Mapping[str, torch.Tensor]
 
 VARIANTS: tuple[Variant, ...] = ("full", "window", "mla")
+SEEDS: Mapping[Variant, tuple[int, ...]] = {
+    "full": (2, 3, 5),
+    "window": (0, 1, 2),
+    "mla": (4, 5, 6),
+}
+"""Of models that learn in time, see `train.py`."""
+
 SERVED_VARIANTS: tuple[Variant, ...] = ("full", "window")
 """Those that vLLM serves on a CPU."""
 

@@ -22,9 +22,8 @@ ROOT = Path(__file__).parents[3]
 sys.path[0] = str(ROOT / "benchmarks")
 
 from blending.tiny import spans, task  # noqa: E402
-from blending.tiny.model import VARIANTS, Rows, Shape, Variant, Weights, load  # noqa: E402
+from blending.tiny.model import SEEDS, VARIANTS, Rows, Shape, Variant, Weights, load  # noqa: E402
 from blending.tiny.spans import Asked, Selector  # noqa: E402
-from blending.tiny.train import SEEDS  # noqa: E402
 
 RATIOS = (0.10, 0.15, 0.25)
 CALIBRATION_SEED = 1_000_000

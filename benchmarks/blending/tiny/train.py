@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +34,7 @@ ROOT = Path(__file__).parents[3]
 sys.path[0] = str(ROOT / "benchmarks")
 
 from blending.tiny import task  # noqa: E402
-from blending.tiny.model import VARIANTS, Shape, Variant, forward, initial_weights  # noqa: E402
-
-SEEDS: Mapping[Variant, tuple[int, ...]] = {
-    "full": (2, 3, 5),
-    "window": (0, 1, 2),
-    "mla": (4, 5, 6),
-}
-"""Of models that learn in time."""
+from blending.tiny.model import SEEDS, VARIANTS, Shape, Variant, forward, initial_weights  # noqa: E402
 
 BATCH = 64
 QUESTIONS_PER_PROMPT = 8
