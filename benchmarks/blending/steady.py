@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether blending stays as good as it begins: prompts that never repeat, over the same documents.
 
-    python benchmarks/blending/steady.py [--prompts N] [--mode M] [--out FOLDER]
+    python benchmarks/blending/steady.py [--quick] [--prompts N] [--mode M] [--out FOLDER]
 
 A tiny model gets random documents that were stored before, six of them in a new order per prompt.
 By hundreds of prompts: the share of the documents' tokens that is reused, the tokens computed of a
@@ -176,10 +176,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="200 prompts")
     parser.add_argument("--mode", choices=MODES, default=HEADS_16.name)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-blending")
     arguments = parser.parse_args()
-    found = run(MODES[arguments.mode], arguments.prompts)
+    found = run(MODES[arguments.mode], 200 if arguments.quick else arguments.prompts)
     lines = [HEAD, *map(line, found), *verdicts(found)]
     print(*lines[1 + len(found) :], sep="\n")
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,16 @@ ROOT = Path(__file__).parents[3]
 sys.path[0] = str(ROOT / "benchmarks")
 
 from blending.tiny import spans, task  # noqa: E402
-from blending.tiny.model import SEEDS, VARIANTS, Rows, Shape, Variant, Weights, load  # noqa: E402
+from blending.tiny.model import (  # noqa: E402
+    SEEDS,
+    VARIANTS,
+    Rows,
+    Shape,
+    Variant,
+    Weights,
+    load,
+    weights_path,
+)
 from blending.tiny.spans import Asked, Selector  # noqa: E402
 
 RATIOS = (0.10, 0.15, 0.25)
@@ -156,11 +165,14 @@ def main() -> None:
     parser.add_argument("--seed", action="append", type=int)
     parser.add_argument("--questions", type=int, default=512)
     parser.add_argument("--weights", type=Path, help="folder; by default the shipped ones")
+    parser.add_argument("--shipped", action="store_true", help="only models with shipped weights")
     arguments = parser.parse_args()
     print(f"of {task.MOST_DOCUMENTS} documents with {task.DOCUMENT_TOKENS} tokens each\n{HEAD}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for variant in arguments.variant or VARIANTS:
         for seed in arguments.seed or SEEDS[variant]:
+            if arguments.shipped and not weights_path(variant, seed).is_file():
+                continue
             model = Model(variant, seed, arguments.questions, arguments.weights, device)
             print(*lines(model, f"{variant}-{seed}"), sep="\n", flush=True)
 
