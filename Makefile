@@ -40,7 +40,7 @@ ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	--lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending clean
+.PHONY: help demo demo-blending check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending clean
 .SECONDARY:
 
 help: ## Show this list
@@ -51,6 +51,9 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and with
 	$(MAIN_PYTHON) examples/retention.py
 	$(MAIN_PYTHON) examples/offload_hybrid.py
 	$(MAIN_PYTHON) examples/holes.py
+
+demo-blending: $(MAIN_ENV)/.package ## Reuse documents in changing order, with a small language model (93 MB); approximate
+	$(MAIN_PYTHON) examples/blending.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
