@@ -225,9 +225,8 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
             return output
 
         engine.scheduler.schedule = watch  # type: ignore[method-assign]
-        model_config = mock.Mock(uses_mrope=looks_at_prompts, uses_xdrope_dim=0)
-        vllm_config = mock.Mock(wraps=engine.scheduler.vllm_config, model_config=model_config)
-        with mock.patch.object(engine.scheduler, "vllm_config", vllm_config):
+        of_model = type(engine.scheduler.vllm_config.model_config)
+        with mock.patch.object(of_model, "uses_mrope", looks_at_prompts):
             serve(engine, plan_of("second", prompt))
         assert len(found) > 3
         assert {type(each) for each in found} == {list if looks_at_prompts else array}
