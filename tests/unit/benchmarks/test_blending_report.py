@@ -24,7 +24,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 def an_answer(said: int, seconds: float, computed: int, **marks: int) -> Answer:
     other = BLUE if said == RED else RED
-    top = [{said: -0.2, other: -2.0}, {DOT: -0.1}, {RED: -0.1}]
+    top = [{said: -0.2, other: -2.0}, {DOT: -0.1}, {said: -0.1}]
     return Answer([said, DOT, RED], top, seconds, computed, **marks)
 
 
