@@ -31,25 +31,39 @@ from retention import ENGINE_ENVIRON, print_aligned
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
-COLORS = {
-    "piano": "red",
-    "boat": "green",
-    "lamp": "white",
-    "door": "yellow",
-    "bicycle": "blue",
+NOTES = {
+    "piano": (
+        "red",
+        "The weather was mild for most of that week. It took several months until all was in "
+        "order. A short report about it appeared in the local newspaper. A doctor from the next "
+        "town bought two chairs and a small table, and carried them home through the rain.",
+    ),
+    "boat": (
+        "green",
+        "Most of the visitors came by train and stayed for two days. The price of bread went up "
+        "again, and then it went down again. There was a small party in the garden, and somebody "
+        "told a long story about a winter in which the whole lake was frozen.",
+    ),
+    "lamp": (
+        "white",
+        "Nobody was surprised to hear about it. The old building near the river was repaired last "
+        "spring. A few photographs of that day can still be seen in the hallway. In the afternoon "
+        "the teacher showed her pupils how to fold a hat out of a newspaper.",
+    ),
+    "bicycle": (
+        "blue",
+        "At the end of the month the shops closed an hour earlier. The children picked chestnuts "
+        "and sold them at the market. A new clock was ordered, but it arrived late. The mayor said "
+        "a few words about the bridge, and then everybody went to have soup.",
+    ),
 }
-NOTE = (
-    " The {thing} is painted {color}. It stood in the garden behind the old house for many years. "
-    "The neighbors had talked about this for quite some time, and nobody was surprised to hear about "
-    "it. Most of the visitors came by train and stayed for two days. A few photographs of that day "
-    "can still be seen in the hallway."
-)
+"""By thing: its color, and remarks."""
 SYSTEM = (
     "<|im_start|>system\nYou answer questions about the given stories with a few words.<|im_end|>\n"
     "<|im_start|>user\nStories:"
 )
 QUESTION = "\n\nWhat color is the {thing}?<|im_end|>\n<|im_start|>assistant\nThe {thing} is painted"
-NUM_PROMPTS = 5
+NUM_PROMPTS = 8
 ANSWER_TOKENS = 2
 
 CONNECTOR = {
@@ -111,13 +125,13 @@ class BlendObserver(SpanObserver):
 def write_prompts(tokenizer: Any) -> tuple[list[Tokens], list[Prompt]]:
     """The notes, and prompts with them in changing order: a note has the same tokens in all."""
     notes = {
-        thing: encode(tokenizer, NOTE.format(thing=thing, color=color))
-        for thing, color in COLORS.items()
+        thing: encode(tokenizer, f" The {thing} is painted {color}. {remarks}")
+        for thing, (color, remarks) in NOTES.items()
     }
     rng = random.Random(0)
     prompts = []
     for number in range(NUM_PROMPTS):
-        things = list(COLORS)
+        things = list(NOTES)
         asked = things[number % len(things)]
         rng.shuffle(things)
         tokens = encode(tokenizer, SYSTEM)
@@ -126,7 +140,7 @@ def write_prompts(tokenizer: Any) -> tuple[list[Tokens], list[Prompt]]:
             segments.append((len(tokens), len(tokens) + len(notes[thing])))
             tokens = tokens + notes[thing]
         tokens += encode(tokenizer, QUESTION.format(thing=asked))
-        prompts.append(Prompt(tokens, segments, COLORS[asked]))
+        prompts.append(Prompt(tokens, segments, NOTES[asked][0]))
     return list(notes.values()), prompts
 
 
