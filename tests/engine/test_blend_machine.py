@@ -58,8 +58,10 @@ BLOCKS_OF_LONGEST = (MOST_PROMPT_TOKENS + MOST_NEW_TOKENS) // BLOCK_TOKENS + 2
 MOST_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MOST_LIVE_REQUESTS = 12
-NUM_EXAMPLES = sampled(20)
+NUM_EXAMPLES = sampled(40)
 """Of each kind of layout."""
+
+_GIB = 1 << 30
 
 SEPARATOR = 62
 """Nothing that is sampled, and in no document."""
@@ -93,7 +95,9 @@ CONNECTORS = st.fixed_dictionaries(
         "blend_min_tokens": st.sampled_from([1, 6, 20]),
         "blend_across_windows": st.booleans(),
         "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
-        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(lambda n: n / (1 << 30)),
+        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
+            lambda n: n / (1 << 30)
+        ),
     }
 )
 SCRIPTS = st.builds(
@@ -380,9 +384,12 @@ class BlendMachine(RuleBasedStateMachine):
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
         """Somebody else has the free blocks of the pool: what runs is preempted."""
-        pool = self.engine.block_pool
-        taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
-        self._step(taken)
+        self._step(self._take_free_blocks(left))
+
+    @rule()
+    def use_free_blocks(self) -> None:
+        """Somebody else has had them for a while."""
+        self.engine.block_pool.free_blocks(self._take_free_blocks(0))
 
     @rule(state=st.sampled_from([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
     def step_paused(self, state: PauseState) -> None:
@@ -537,6 +544,13 @@ class BlendMachine(RuleBasedStateMachine):
         self.engine.add_request(plan)
         self.contents.expect(plan)
         return plan
+
+    def _take_free_blocks(self, left: int) -> list[Any]:
+        pool = self.engine.block_pool
+        taken: list[Any] = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
+        for worker in self.engine.workers:
+            worker.contents.overwrite([block.block_id for block in taken])
+        return taken
 
     def _evict_on_device(self, share: float, rng: random.Random) -> None:
         pool = self.engine.block_pool
