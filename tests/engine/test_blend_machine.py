@@ -268,7 +268,7 @@ class BlendMachine(RuleBasedStateMachine):
         self.engine.parts.loads._clock = lambda: self.num_steps * STEP_S
         self.is_well = True
         for document in stored:
-            self.store(document, salt=None, has_sink=False, priority=0)
+            self.store(document, salt=None, has_sink=False, priority=0, are_lost=False)
         for _ in range(40):
             self._step()
         self.ask([4, 0, 1, 3], num_own=9, max_tokens=3, salt=None, named=True, priority=0)
@@ -281,9 +281,14 @@ class BlendMachine(RuleBasedStateMachine):
         salt=SALTS,
         has_sink=st.booleans(),
         priority=st.integers(0, 2),
+        are_lost=st.booleans(),
     )
-    def store(self, document: int, salt: str | None, has_sink: bool, priority: int) -> None:
+    def store(
+        self, document: int, salt: str | None, has_sink: bool, priority: int, are_lost: bool
+    ) -> None:
         """A segment is to be stored, once more perhaps."""
+        if are_lost:
+            self._evict(1.0, random.Random(0))
         token_ids = DOCUMENTS[document]
         prompt = (*self.engine.sink_ids, *token_ids) if has_sink else token_ids
         plan = self._add(prompt, 1, priority, salt, {STORE_KEY: True})
@@ -403,11 +408,7 @@ class BlendMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
     def evict(self, share: float, seed: int) -> None:
-        rng = random.Random(seed)
-        tier = self.engine.tier
-        for entry in list(tier._entries.values()):
-            if entry.is_evictable and rng.random() < share:
-                tier._remove(entry, Removal.EVICTED)
+        self._evict(share, random.Random(seed))
 
     @precondition(lambda self: self.engine.options.caching)
     @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
@@ -551,6 +552,12 @@ class BlendMachine(RuleBasedStateMachine):
         for worker in self.engine.workers:
             worker.contents.overwrite([block.block_id for block in taken])
         return taken
+
+    def _evict(self, share: float, rng: random.Random) -> None:
+        tier = self.engine.tier
+        for entry in list(tier._entries.values()):
+            if entry.is_evictable and rng.random() < share:
+                tier._remove(entry, Removal.EVICTED)
 
     def _evict_on_device(self, share: float, rng: random.Random) -> None:
         pool = self.engine.block_pool
