@@ -58,8 +58,10 @@ BLOCKS_OF_LONGEST = (MOST_PROMPT_TOKENS + MOST_NEW_TOKENS) // BLOCK_TOKENS + 2
 MOST_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MOST_LIVE_REQUESTS = 12
-NUM_EXAMPLES = sampled(20)
+NUM_EXAMPLES = sampled(35)
 """Of each kind of layout."""
+
+_GIB = 1 << 30
 
 SEPARATOR = 62
 """Nothing that is sampled, and in no document."""
@@ -266,7 +268,7 @@ class BlendMachine(RuleBasedStateMachine):
         self.engine.parts.loads._clock = lambda: self.num_steps * STEP_S
         self.is_well = True
         for document in stored:
-            self.store(document, salt=None, has_sink=False, priority=0)
+            self.store(document, salt=None, has_sink=False, priority=0, are_lost=False)
         for _ in range(40):
             self._step()
         self.ask([4, 0, 1, 3], num_own=9, max_tokens=3, salt=None, named=True, priority=0)
@@ -279,9 +281,14 @@ class BlendMachine(RuleBasedStateMachine):
         salt=SALTS,
         has_sink=st.booleans(),
         priority=st.integers(0, 2),
+        are_lost=st.booleans(),
     )
-    def store(self, document: int, salt: str | None, has_sink: bool, priority: int) -> None:
+    def store(
+        self, document: int, salt: str | None, has_sink: bool, priority: int, are_lost: bool
+    ) -> None:
         """A segment is to be stored, once more perhaps."""
+        if are_lost:
+            self._evict(1.0, random.Random(0))
         token_ids = DOCUMENTS[document]
         prompt = (*self.engine.sink_ids, *token_ids) if has_sink else token_ids
         plan = self._add(prompt, 1, priority, salt, {STORE_KEY: True})
@@ -382,9 +389,12 @@ class BlendMachine(RuleBasedStateMachine):
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
         """Somebody else has the free blocks of the pool: what runs is preempted."""
-        pool = self.engine.block_pool
-        taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
-        self._step(taken)
+        self._step(self._take_free_blocks(left))
+
+    @rule()
+    def use_free_blocks(self) -> None:
+        """Somebody else has had them for a while."""
+        self.engine.block_pool.free_blocks(self._take_free_blocks(0))
 
     @rule(state=st.sampled_from([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
     def step_paused(self, state: PauseState) -> None:
@@ -398,11 +408,7 @@ class BlendMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
     def evict(self, share: float, seed: int) -> None:
-        rng = random.Random(seed)
-        tier = self.engine.tier
-        for entry in list(tier._entries.values()):
-            if entry.is_evictable and rng.random() < share:
-                tier._remove(entry, Removal.EVICTED)
+        self._evict(share, random.Random(seed))
 
     @precondition(lambda self: self.engine.options.caching)
     @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
@@ -540,6 +546,19 @@ class BlendMachine(RuleBasedStateMachine):
         self.contents.expect(plan)
         return plan
 
+    def _take_free_blocks(self, left: int) -> list[Any]:
+        pool = self.engine.block_pool
+        taken: list[Any] = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
+        for worker in self.engine.workers:
+            worker.contents.overwrite([block.block_id for block in taken])
+        return taken
+
+    def _evict(self, share: float, rng: random.Random) -> None:
+        tier = self.engine.tier
+        for entry in list(tier._entries.values()):
+            if entry.is_evictable and rng.random() < share:
+                tier._remove(entry, Removal.EVICTED)
+
     def _evict_on_device(self, share: float, rng: random.Random) -> None:
         pool = self.engine.block_pool
         cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
@@ -589,4 +608,4 @@ def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts["cached blocks"] and counts["segments"] and counts["rows"] and counts["tails"]
     if not IS_SAMPLE:  # Half as many examples may well miss one of these.
         assert counts["aborts of blended requests"] and counts["failed loads"]
-        assert counts["preemptions of blended requests"] and counts["resets of blended requests"]
+        assert counts["preemptions"] and counts["resets of blended requests"]

@@ -25,6 +25,7 @@ Shifts = np.ndarray[Any, np.dtype[np.int64]]
 """By token: by how many positions its row was moved."""
 
 _SHIFT_BYTES = 251
+_OF_SOMEBODY_ELSE = 0xA7
 
 
 class WrongBytesError(AssertionError):
@@ -102,6 +103,11 @@ class PageContents:
             if tensor.group == group:
                 tensor.check(np.asarray(table, np.int64), digests, first, end)
 
+    def overwrite(self, pages: Sequence[int]) -> None:
+        """Somebody else writes to these pages."""
+        for tensor in self._tensors:
+            tensor.overwrite(pages)
+
     def row_bytes(self, digests: Digests) -> list[Any]:
         """What each tensor has of tokens that were not moved. shape: [num_tokens, row_bytes]."""
         return [tensor.row_bytes(digests) for tensor in self._tensors]
@@ -169,6 +175,9 @@ class _TensorContents:
             f"entries before token {end} are not the request's own, those of tokens {wrong[0]} to "
             f"{wrong[-1]}, in blocks {sorted(set(pages[differs].tolist()))}"
         )
+
+    def overwrite(self, pages: Sequence[int]) -> None:
+        self._bytes[pages] = _OF_SOMEBODY_ELSE
 
     def row_bytes(self, digests: Digests) -> Any:
         entries = self._entries(0, len(digests))
