@@ -37,8 +37,9 @@ ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
 SWAPPED = (4, 5)
 HEADS_TOKENS = (0, 16, 32)
 
-CROWD_POOL_BLOCKS = 200
+CROWD_POOL_BLOCKS = 150
 CROWD_REPLY_TOKENS = 100
+ALONE_REPLY_TOKENS = 24
 CROWD = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
@@ -448,7 +449,7 @@ def crowd(engine: Engine) -> None:
     plain = [Prompt(shared + random_tokens(rng, 60 + 31 * number), []) for number in range(8)]
     for prompt in blended:
         engine.reset()
-        engine.ask("alone", [prompt], CROWD_REPLY_TOKENS)
+        engine.ask("alone", [prompt], ALONE_REPLY_TOKENS)
     engine.reset()
     counted = engine.count_preemptions()
     outputs = [prompt for pair in zip(blended, plain, strict=True) for prompt in pair]

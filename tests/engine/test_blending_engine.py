@@ -51,6 +51,7 @@ class Setting:
         heads: Tokens.
         blending: Options of the connector.
         engine: Arguments of ``LLM``.
+        environ: Of its process.
         window_tokens: Where tokens are computed because a window reaches across.
         is_main_only: Whether it says nothing about other versions of vLLM.
     """
@@ -60,6 +61,7 @@ class Setting:
     heads: Sequence[int] = (16,)
     blending: Mapping[str, Any] | None = None
     engine: Mapping[str, Any] | None = None
+    environ: Mapping[str, str] | None = None
     window_tokens: int = 0
     is_main_only: bool = False
 
@@ -77,12 +79,19 @@ class Setting:
 ACROSS = {"blend_across_windows": True}
 ALL_SETTINGS = {
     "llama": Setting("llama", ("orders", "exact", "controls"), HEADS_TOKENS),
-    "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}),
+    "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
     "gemma3": Setting("gemma3", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
     "gemma3, across windows": Setting("gemma3", blending=ACROSS),
     "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
-    "gpt-oss, across windows": Setting("gpt-oss", blending=ACROSS),
+    "gpt-oss, across windows": Setting("gpt-oss", blending=ACROSS, is_main_only=True),
     "crowd": Setting("llama", ("crowd",), engine=CROWD),
+    "crowd, two workers": Setting(
+        "llama",
+        ("crowd",),
+        engine={**CROWD, "tensor_parallel_size": 2},
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        is_main_only=True,
+    ),
     "mixed": Setting("llama", ("mixed",), blending={"store_policy": "all"}),
     "mixed, gemma3": Setting(
         "gemma3",
@@ -98,6 +107,7 @@ SETTINGS = {
     if not (IS_SAMPLE and setting.is_main_only)
 }
 MIXED = [name for name in SETTINGS if "mixed" in SETTINGS[name].scenarios]
+CROWDS = [name for name in SETTINGS if "crowd" in SETTINGS[name].scenarios]
 REPLIES = {"crowd": CROWD_REPLY_TOKENS}
 """By label, where they are not of the usual length."""
 
@@ -135,12 +145,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-Run = Callable[[Mapping[str, Any], Mapping[str, str]], Reports]
+Run = Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def run(plans: Mapping[str, Any], environ: Mapping[str, str]) -> Reports:
+    def run(plans: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("plans")
         plans_path, report_path = folder / "plans.json", folder / "report.json"
         plans_path.write_text(json.dumps(plans))
@@ -149,7 +159,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
         if ended.exit_code:
             pytest.fail(f"exit code {ended.exit_code} with {environ}:\n{ended.log[-6000:]}")
-        reports: Reports = json.loads(report_path.read_text())
+        reports: dict[str, dict[str, Any]] = json.loads(report_path.read_text())
         for name, report in reports.items():
             if "error" in report:
                 pytest.fail(f"{name}: {report['error']}\n{ended.log[-3000:]}")
@@ -162,7 +172,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def reports(models: Mapping[str, Path], run: Run) -> Reports:
     """Of all engines that blend, and of those that compute anew what their caches held."""
     plans: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, setting in SETTINGS.items():
+        if setting.environ is not None:
+            found |= run({name: setting.plan(models)}, setting.environ)
+            continue
         plans[name] = setting.plan(models)
         if name in MIXED:
             plans[f"{name}, recomputed"] = {
@@ -171,7 +185,7 @@ def reports(models: Mapping[str, Path], run: Run) -> Reports:
                 "of": name,
                 "engine": {},
             }
-    return run(plans, {})
+    return found | run(plans, {})
 
 
 @pytest.fixture(scope="module")
@@ -248,12 +262,12 @@ def oracle_error(oracle: Oracle, answer: Answer, reused: Sequence[Reused]) -> fl
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """The largest difference of a top-5 log-probability."""
+    """The largest difference of a top-5 log-probability. The first reply may be a shorter one."""
     assert one.prompt == other.prompt
-    assert one.reply == other.reply
+    assert one.reply == other.reply[: len(one.reply)]
     return max(
         abs(logprob - theirs.get(token, min(theirs.values())))
-        for step, theirs in zip(one.logprobs, other.logprobs, strict=True)
+        for step, theirs in zip(one.logprobs, other.logprobs, strict=False)
         for token, logprob in step.items()
     )
 
@@ -306,7 +320,7 @@ def test_tokens_of_a_response_add_up(reports: Reports, name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_exact_and_what_is_reused_counts_as_cached(reports: Reports, name: str) -> None:
     for label in reports[name]["asked"]:
-        if label in ("crowd", "alone"):  # Where a request was preempted, all of it may be cached.
+        if label == "crowd":  # A request that was preempted may find more.
             continue
         for answer in answers(reports, name, label):
             if answer.params is not None:
@@ -353,29 +367,35 @@ def test_a_segment_where_it_was_computed_is_exact(
 # Beside others.
 
 
-def test_requests_of_the_crowd_were_preempted(reports: Reports) -> None:
-    preemptions = reports["crowd"]["facts"]["preemptions"]
+@pytest.mark.parametrize("name", CROWDS)
+def test_requests_of_the_crowd_were_preempted(reports: Reports, name: str) -> None:
+    preemptions = reports[name]["facts"]["preemptions"]
     assert preemptions["blended"] > 0
     assert preemptions["plain"] > 0
 
 
-def test_blended_requests_of_a_crowd_answer_as_alone(reports: Reports, oracles: Oracles) -> None:
-    alone = answers(reports, "crowd", "alone")
-    crowd = [answer for answer in answers(reports, "crowd", "crowd") if answer.segments]
-    assert len(crowd) == 8
-    assert max(differences(crowd, alone)) <= SAME_TOLERANCE
-    for answer in crowd:
-        reused = expected_reuse(answer, SETTINGS["crowd"], 16)
-        assert oracle_error(oracles("crowd"), answer, reused) <= ORACLE_TOLERANCE
-
-
-def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
-    reports: Reports, references: Reports
+@pytest.mark.parametrize("name", CROWDS)
+def test_blended_requests_of_a_crowd_answer_as_alone(
+    reports: Reports, oracles: Oracles, name: str
 ) -> None:
-    crowd = unblended(reports, "crowd", "crowd")
+    alone = answers(reports, name, "alone")
+    crowd = [answer for answer in answers(reports, name, "crowd") if answer.segments]
+    assert len(crowd) == len(alone) == 8
+    assert max(differences(alone, crowd)) <= SAME_TOLERANCE
+    for answer in crowd:
+        reused = expected_reuse(answer, SETTINGS[name], 16)
+        assert answer.reused_tokens == num_tokens(reused) > 0
+        assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
+    reports: Reports, references: Reports, name: str
+) -> None:
+    crowd = unblended(reports, name, "crowd")
     assert len(crowd) == 8
     assert all(answer.params is None for answer in crowd)
-    assert max(differences(crowd, answers(references, "crowd", "crowd"))) <= SAME_TOLERANCE
+    assert max(differences(crowd, answers(references, name, "crowd"))) <= SAME_TOLERANCE
 
 
 # Leaks.
