@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import RotationError
+from vllm_ascend_kvext.blending.rotary import is_of_ascend
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.schema import (
@@ -155,8 +156,10 @@ def _rotated_by(
     # Each head by itself: vLLM's op for CPUs takes heads side by side, that of DeepSeek does not.
     keys = rows[..., given].reshape(-1, 1, module.head_size).to(device, copy=True)
     repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS * _HEADS)
+    # vLLM-Ascend's kernels need what is there during a forward. The same angles in plain torch.
+    rotate = module.forward_native if is_of_ascend(module) else module
     with torch.no_grad(), _buffers_kept(module):
-        _, rotated = module(repeated, torch.zeros_like(keys), keys)
+        _, rotated = rotate(repeated, torch.zeros_like(keys), keys)
     result = rows.clone()
     result[..., given] = rotated.reshape(*rows.shape[:-1], -1).to("cpu")
     return result

@@ -76,6 +76,7 @@ class SegmentMover:
         layout: Of the sections.
         placement: Where rotations run; None is the default of `rotated_page_transfer`.
         staging_bytes: At most, of the rows that one call rotates.
+        is_staging_pinned: Whether a device copies from it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SegmentMover:
         placement: CopyPlacement | None = None,
         *,
         staging_bytes: int = MOST_STAGING_BYTES,
+        is_staging_pinned: bool = False,
     ) -> None:
         self.layout = layout
         self._pages: TokenPages | None = None
@@ -94,6 +96,7 @@ class SegmentMover:
         self._token_bytes = sum(layout.row_bytes)
         self._most_tokens = max(1, staging_bytes // self._token_bytes)
         self._staging: torch.Tensor | None = None
+        self._is_staging_pinned = is_staging_pinned
         self._loading = threading.Lock()  # There is one staging.
         self.renew(pages)
 
@@ -253,7 +256,9 @@ class SegmentMover:
         import torch
 
         if self._staging is None or self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8)
+            self._staging = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=self._is_staging_pinned
+            )
         return self._staging
 
     def _section(self, rows: SegmentRows) -> HostRows:

@@ -9,23 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys, read_layer_keys, shares_pages
 from vllm_ascend_kvext.blending.cpu_token_pages import CpuLayer, CpuTokenPages
+from vllm_ascend_kvext.blending.device_token_pages import DeviceTokenPages, PlacedPlane
 from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
-from vllm_ascend_kvext.blending.token_pages import TokenPages
+from vllm_ascend_kvext.blending.token_pages import TokenPages, TokenPlane
 from vllm_ascend_kvext.connector.cpu_backend import PagedBackend
 from vllm_ascend_kvext.connector.loaded_models import model_with
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
+from vllm_ascend_kvext.layout.views import tensors_of
+from vllm_ascend_kvext.transfer.ascend.device import npu
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
 
 if TYPE_CHECKING:
     import torch
 
+_PLANES_OF_LAYER = 2
 _TOKEN_KINDS = (GroupKind.FULL, GroupKind.WINDOW)
 
 
@@ -36,8 +42,9 @@ class WorkerSegments:
         vllm_config: vLLM's ``VllmConfig``, as the worker has it.
         layout: Of the pages.
         kv_caches: By layer name, as registered.
-        device_type: That has the pages.
-        backend: How kernels write the pages, where they are on a CPU.
+        pools: The storages of the layout, renewed by the caller.
+        placement: Where copies and rotations run.
+        backend: How kernels write the pages, where these are not addressed by token: on a CPU.
 
     Raises:
         BlendingError: Segments cannot be stored or placed in these pages.
@@ -49,10 +56,11 @@ class WorkerSegments:
         vllm_config: Any,
         layout: KVLayout,
         kv_caches: Mapping[str, Any],
-        device_type: str,
+        pools: Pools,
+        placement: CopyPlacement | None,
         backend: PagedBackend | None,
     ) -> None:
-        self._backend = _require_cpu(device_type, backend)
+        self._pools, self._placement, self._backend = pools, placement, backend
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -64,20 +72,21 @@ class WorkerSegments:
         Raises:
             BlendingError: The pages are not what is expected of these layers.
         """
-        return CpuTokenPages(
-            [self._cpu_layer(name, keys, kv_caches[name]) for name, keys in self._keys.items()],
-            self._backend.write_rows,
-        )
+        if all(_has_token_rows(group) for group in self._group_of_layer.values()):
+            return self._device_pages()
+        backend = _require_cpu(self._pools.device_types, self._backend)
+        layers = [
+            self._cpu_layer(backend, name, keys, kv_caches[name])
+            for name, keys in self._keys.items()
+        ]
+        return CpuTokenPages(layers, backend.write_rows)
 
-    def mover(
-        self, worker_fingerprint: str, host: torch.Tensor, placement: CopyPlacement | None
-    ) -> SegmentMover:
+    def mover(self, worker_fingerprint: str, host: torch.Tensor) -> SegmentMover:
         """What moves tokens between the pages and a host buffer.
 
         Args:
             worker_fingerprint: See `worker_identity`.
             host: dtype: uint8, shape: [num_bytes].
-            placement: Where rotations run.
         """
         windows = [group.window_tokens for group in self._group_of_layer.values()]
         windows += [keys.window_tokens for keys in self._keys.values()]
@@ -86,11 +95,36 @@ class WorkerSegments:
             segment_fingerprint(worker_fingerprint, self.pages),
             max(windows),
         )
-        return SegmentMover(self.pages, host, layout, placement)
+        return SegmentMover(
+            self.pages, host, layout, self._placement, is_staging_pinned=self._is_on_device
+        )
 
-    def _cpu_layer(self, name: str, keys: LayerKeys, registered: Any) -> CpuLayer:
+    @property
+    def _is_on_device(self) -> bool:
+        return self._pools.device_types != ("cpu",)
+
+    def _device_pages(self) -> DeviceTokenPages:
+        return DeviceTokenPages(
+            [
+                placed
+                for name, keys in self._keys.items()
+                for placed in placed_planes(name, keys, self._group_of_layer[name])
+            ],
+            {
+                group.scheduler_group: group.tokens_per_page
+                for group in self._group_of_layer.values()
+            },
+            self._num_pages,
+            self._pools,
+            self._placement,
+            _wait_for_npu if self._is_on_device else _do_not_wait,
+        )
+
+    def _cpu_layer(
+        self, backend: PagedBackend, name: str, keys: LayerKeys, registered: Any
+    ) -> CpuLayer:
         group = self._group_of_layer[name]
-        key_cache, value_cache = self._backend.caches_of(name, registered)
+        key_cache, value_cache = backend.caches_of(name, registered)
         expected = [
             self._num_pages,
             keys.num_heads,
@@ -122,11 +156,72 @@ def segment_fingerprint(worker_fingerprint: str, pages: TokenPages) -> str:
     return hashlib.sha256(json.dumps([worker_fingerprint, planes]).encode()).hexdigest()
 
 
-def _require_cpu(device_type: str, backend: PagedBackend | None) -> PagedBackend:
-    if device_type != "cpu" or backend is None:
+def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[PlacedPlane]:
+    """The planes of a layer that registers keys and values, or latents and what is rotated.
+
+    Raises:
+        BlendingError: They are no rows of such tensors.
+    """
+    found = [plane for plane in group.planes if plane.layer_name == name]
+    signature = keys.signature
+    element_bytes = signature.dtype.element_bytes
+    head_elements = signature.head_elements
+    if not keys.has_values:
+        # The latent and what is rotated of it are tensors of their own here, in this order.
+        found.reverse()
+        head_elements = signature.head_elements - signature.offset_elements
+        signature = replace(signature, head_elements=head_elements, offset_elements=0)
+    expected = keys.num_heads * head_elements * element_bytes
+    head_bytes = keys.num_heads * element_bytes
+    dtype = signature.dtype.name.lower()
+    if (
+        len(found) != _PLANES_OF_LAYER
+        or found[0].row_bytes != expected
+        or found[1].row_bytes % head_bytes
+        or any(plane.dtype != dtype or plane.is_packed for plane in found)
+    ):
+        described = ", ".join(f"{plane.row_bytes} bytes of {plane.dtype}" for plane in found)
         raise BlendingError(
-            f"pages: expected some on a CPU, whose rows of tokens can be addressed, found some on "
-            f"{device_type}. Serve without blending there."
+            f"layer {name}: expected rows of {expected} bytes of {dtype} that are rotated, beside "
+            f"such of values, found {described}. Serve this model without blending."
+        )
+    return [
+        PlacedPlane(
+            TokenPlane(
+                name,
+                group.scheduler_group,
+                keys.num_heads,
+                plane.row_bytes // head_bytes,
+                signature.dtype,
+                signature if plane is found[0] else None,
+            ),
+            plane.storage,
+            plane.base_bytes,
+            plane.page_stride_bytes,
+            plane.region_offset_bytes,
+        )
+        for plane in found
+    ]
+
+
+def _has_token_rows(group: LayoutGroup) -> bool:
+    return group.tokens_per_row == 1
+
+
+def _wait_for_npu() -> None:
+    npu().current_stream().synchronize()
+
+
+def _do_not_wait() -> None:
+    """Copies on the host are done when their call returns."""
+
+
+def _require_cpu(device_types: tuple[str, ...], backend: PagedBackend | None) -> PagedBackend:
+    if device_types != ("cpu",) or backend is None:
+        raise BlendingError(
+            "pages: expected some whose rows of tokens can be addressed, or that vLLM's CPU "
+            f"attention writes, found others on {', '.join(device_types)}. Serve without blending "
+            "there."
         )
     return backend
 
@@ -156,21 +251,13 @@ def _groups_by_layer(layout: KVLayout) -> dict[str, LayoutGroup]:
 def _read_keys(
     vllm_config: Any, kv_caches: Mapping[str, Any], groups: Mapping[str, LayoutGroup]
 ) -> dict[str, LayerKeys]:
-    import torch
-
     modules = vllm_config.compilation_config.static_forward_context
     for name in groups:
-        registered = kv_caches[name]
         if name not in modules or shares_pages(modules[name]):
             raise BlendingError(
                 f"layer {name}: expected an attention module that has the pages of its own, found "
                 f"{'none' if name not in modules else 'one that shares those of another layer'}. "
                 "Serve this model without blending."
-            )
-        if not isinstance(registered, torch.Tensor):
-            raise BlendingError(
-                f"layer {name}: expected pages in one tensor, found "
-                f"{type(registered).__qualname__}. Serve this model without blending."
             )
     attention = {name: modules[name] for name in groups}
     first = next(iter(attention.values()))
@@ -181,4 +268,6 @@ def _read_keys(
             "found none: its rotary modules are not known. Load it in another format (not GGUF or "
             "tensorizer), or serve it without blending."
         )
-    return read_layer_keys(model, attention, {name: kv_caches[name].dtype for name in groups})
+    # Keys, or the only tensor, come first.
+    dtypes = {name: next(tensors_of(kv_caches[name])).dtype for name in groups}
+    return read_layer_keys(model, attention, dtypes)

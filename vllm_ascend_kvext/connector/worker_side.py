@@ -185,21 +185,22 @@ class WorkerSide:
             layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
         )
         if self._options.blending:
-            self._make_segments(self._runner, kv_caches, host.tensor, device.type)
+            self._make_segments(self._runner, kv_caches, host.tensor)
 
     def _make_segments(
-        self,
-        runner: JobRunner,
-        kv_caches: Mapping[str, Any],
-        host: torch.Tensor,
-        device_type: str,
+        self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
     ) -> None:
         """Hand the runner what moves tokens of segments, or note why there is nothing."""
         try:
             segments = WorkerSegments(
-                self._vllm_config, runner.layout, kv_caches, device_type, self._cpu_backend
+                self._vllm_config,
+                runner.layout,
+                kv_caches,
+                runner.pools,
+                self._placement,
+                self._cpu_backend,
             )
-            runner.segments = segments.mover(self._fingerprint, host, self._placement)
+            runner.segments = segments.mover(self._fingerprint, host)
             self._segments = segments
         except Exception as error:
             self._segment_refusal = _refusal_of(error)

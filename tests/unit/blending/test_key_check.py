@@ -166,15 +166,18 @@ def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) ->
 
 def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
     """Of MLA: the latent is most of a row's length."""
+    signature = signature_of(RowDtype.BFLOAT16, num_pairs=4, offset=8)
 
-    class Latent(ScaledByPosition):
+    class Latent(Model):
         def stored_keys(self) -> np.ndarray:
             keys = super().stored_keys()
-            keys[..., :8] = 30 * self.keys[self.token_ids][..., :8]
-            keys[..., 8:] *= 10
+            keys[..., :8] *= 8
+            keys[..., 8:] *= 1 + 0.1 * (np.arange(NUM_TOKENS) % 2)[:, None, None]
             return keys
 
-    assert Latent(signature_of(num_pairs=4, offset=8)).check().outcome is FAILED
+    found = Latent(signature).check()
+    assert found.outcome is FAILED
+    assert float(found.message.partition("found ")[2].partition(";")[0]) > 0.05
 
 
 def test_rounding_of_angles_far_away_is_allowed() -> None:

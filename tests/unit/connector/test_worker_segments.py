@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from support.connector.worker_configs import (  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
 from vllm_ascend_kvext.blending.segment_rows import SegmentRows  # noqa: E402
-from vllm_ascend_kvext.connector import loaded_models  # noqa: E402
+from vllm_ascend_kvext.connector import loaded_models, worker_side  # noqa: E402
 from vllm_ascend_kvext.connector.messages import (  # noqa: E402
     JobResults,
     LoadJob,
@@ -42,6 +43,8 @@ from vllm_ascend_kvext.connector.messages import (  # noqa: E402
     WorkerLayout,
 )
 from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide  # noqa: E402
+from vllm_ascend_kvext.layout.build import build_layout  # noqa: E402
+from vllm_ascend_kvext.layout.model import RowAddressing  # noqa: E402
 from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402
 from vllm_ascend_kvext.layout.row_map import StoredChunk  # noqa: E402
 from vllm_ascend_kvext.layout.rows import TokenRange  # noqa: E402
@@ -282,7 +285,10 @@ def test_no_backend_is_refused(make_worker) -> None:
         worker.side._vllm_config, worker.side._kv_cache_config, Options(blending=True)
     )
     side.register(worker.kv_caches)
-    assert "expected some on a CPU" in side.describe().segment_refusal
+    assert (
+        "expected some whose rows of tokens can be addressed, or that"
+        in side.describe().segment_refusal
+    )
     side.shutdown()
 
 
@@ -431,3 +437,96 @@ def test_loads_and_stores_without_segments_check_nothing(make_worker) -> None:
     worker = make_worker()
     results = worker.run(StoreJob(1, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1])).results
     assert results.key_checks == 0 and not results.key_check_failure
+
+
+# Pages that are addressed by token, as on NPUs; here in host memory.
+
+
+class TokenWorker:
+    """A worker whose layers register keys and values, or latents and what is rotated of them.
+
+    Args:
+        sizes: Heads and elements of a head, of both tensors.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, int], **attributes: Any):
+        rotary = RotaryEmbedding()
+        self.model = small_model(rotary, rotary, **attributes)
+        loaded_models.remember(self.model)
+        modules = attention_of(self.model)
+        self.kv_caches = {
+            name: tuple(torch.zeros(NUM_PAGES, BLOCK, *size) for size in sizes) for name in modules
+        }
+        spec = FullAttentionSpec(
+            block_size=BLOCK,
+            num_kv_heads=sizes[0][0],
+            head_size=sum(size[1] for size in sizes) // 2,
+            dtype=torch.float32,
+        )
+        self.rotary = rotary
+        by_token = partial(build_layout, addressing=RowAddressing.TOKENS)
+        monkeypatch.setattr(worker_side, "build_layout", by_token)
+        self.side = WorkerSide(
+            VllmConfig(compilation_config=CompilationConfig(modules)),
+            config(NUM_PAGES, (spec, *modules)),
+            Options(blending=True),
+        )
+        self.side.register(self.kv_caches)
+
+    run = Worker.run
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_rows_of_tokens_are_stored_and_placed(
+    is_latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is rotated is the first tensor, or of latents the second."""
+    loaded_models.forget_all()
+    rank = {"kv_lora_rank": 24, "qk_rope_head_dim": HEAD} if is_latent else {}
+    sizes = [(1, 24), (1, HEAD)] if is_latent else [(HEADS, HEAD)] * 2
+    worker = TokenWorker(monkeypatch, *sizes, **rank)
+    assert worker.side.describe().segment_refusal == ""
+    of_token = [torch.randn(8, *size) for size in sizes]
+    turning = int(is_latent)
+
+    def rows_at(first: int) -> list[Any]:
+        rows = [tensor[list(STORED.token_ids)] for tensor in of_token]
+        positions = torch.arange(first, first + 33)
+        rows[turning] = worker.rotary(positions, rows[turning], rows[turning])[1]
+        return rows
+
+    def rows_in(table: TablePart, first: int) -> list[list[Any]]:
+        positions = torch.arange(first, first + 33)
+        ids = torch.tensor(table.ids)[positions // BLOCK]
+        return [
+            [tensor[ids, positions % BLOCK] for tensor in both]
+            for both in worker.kv_caches.values()
+        ]
+
+    positions = torch.arange(3, 36)
+    ids = torch.tensor(SOURCE[0].ids)[positions // BLOCK]
+    for both in worker.kv_caches.values():
+        for tensor, rows in zip(both, rows_at(3), strict=True):
+            tensor[ids, positions % BLOCK] = rows
+    results = worker.run(StoreJob(7, (), SOURCE[:1], (STORED,))).results
+    assert not results.failed_stores and results.key_checks == 1
+    assert not worker.run(load_of(PLACED, tables=TARGET[:1])).results.failed_loads
+    for found in rows_in(TARGET[0], 5):
+        for got, wanted in zip(found, rows_at(5), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        copied = found[1 - turning]
+        assert torch.equal(copied, rows_at(5)[1 - turning])
+    worker.side.shutdown()
+    loaded_models.forget_all()
+
+
+def test_rows_that_are_not_keys_and_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_models.forget_all()
+    worker = TokenWorker(monkeypatch, (HEADS, 2 * HEAD), (HEADS, HEAD))
+    refusal = worker.side.describe().segment_refusal
+    worker.side.shutdown()
+    loaded_models.forget_all()
+    assert (
+        "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
+    )
+    assert "found 256 bytes of float32, 128 bytes of float32" in refusal
