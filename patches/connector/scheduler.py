@@ -242,23 +242,27 @@ class ConnectedScheduler:
 
         With one token more than the last row has, each is a part of a prompt: nothing is sampled.
         """
-        end_tokens: dict[str, int] = {}
-        for row in rows:  # ascending
-            end_tokens[row.request_id] = row.run.end_tokens
-        requests = self._scheduler.requests
-        return {
-            request_id: list(requests[request_id].all_token_ids[: end + 1])
-            for request_id, end in end_tokens.items()
-        }
+        last_rows = {row.request_id: row for row in rows}  # Those of a request ascend.
+        prompts = {}
+        for request_id, row in last_rows.items():
+            token_ids = self._scheduler.requests[request_id].all_token_ids
+            if row.is_probe:
+                probed = list(token_ids[-row.run.num_tokens :])
+                prompts[request_id] = [
+                    *token_ids[: row.run.first_tokens],
+                    *probed,
+                    probed[-1],
+                ]
+            else:
+                prompts[request_id] = list(token_ids[: row.run.end_tokens + 1])
+        return prompts
 
     def _request_of(self, row: HoleRow, token_ids: list[int]) -> NewRequestData:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
         scheduler = self._scheduler
-        block_ids = list(scheduler.kv_cache_manager.get_block_ids(row.request_id))
-        for group, ids in row.window_ids.items():
-            block_ids[group] = list(ids)
+        block_ids = row.tables(scheduler.kv_cache_manager.get_block_ids(row.request_id))
         is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
         return NewRequestData(
             req_id=row.row_id,
@@ -266,7 +270,7 @@ class ConnectedScheduler:
             mm_features=[],
             sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
             pooling_params=None,
-            block_ids=tuple(block_ids),
+            block_ids=block_ids,
             num_computed_tokens=row.run.first_tokens,
             lora_request=None,
             prefill_token_ids=token_ids if is_second_runner else None,

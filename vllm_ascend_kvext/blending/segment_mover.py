@@ -221,10 +221,17 @@ class SegmentMover:
     def _batches(
         self, rows: Sequence[SegmentRows], slots: Sequence[Slots]
     ) -> Iterator[list[_Staged]]:
-        """The tokens in their order, as many at a time as staging holds."""
+        """The tokens in their order, as many at a time as staging holds.
+
+        The op takes no section twice: of a segment that stands in two places, one comes after the
+        other.
+        """
         batch: list[_Staged] = []
         num_tokens = 0
         for each, of_rows in zip(rows, slots, strict=True):
+            if any(part.rows.offset_bytes == each.offset_bytes for part in batch):
+                yield batch
+                batch, num_tokens = [], 0
             first = 0
             while first < each.num_tokens:
                 count = min(each.num_tokens - first, self._most_tokens - num_tokens)

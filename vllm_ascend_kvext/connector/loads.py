@@ -161,6 +161,10 @@ class Loads:
         """Requests that hold pins."""
         return len(self._under_way) + len(self._prospects)
 
+    def hole_tokens(self, request_id: str) -> int:
+        """Tokens that a load under way leaves out."""
+        return self._under_way[request_id].hit.hole_tokens
+
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._under_way
 
@@ -405,11 +409,14 @@ class Loads:
     ) -> Mapping[int, DenseTable]:
         """By KV cache group with windows; nothing where there are none, or no blocks for them."""
         assert self._holes is not None
-        if not hit.holes and self._holes.windows is None:
+        probe = None
+        if self._blended is not None:
+            probe = self._blended.probe(self._engine.requests[request_id], hit)
+        if not hit.holes and self._holes.windows is None and probe is None:
             return {}
         holes = [Run(*hole) for hole in hit.holes]
         dense = self._holes.begin_dense(
-            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, probe
         )
         return dense or {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys, read_layer_keys, shares_pages
@@ -19,6 +20,7 @@ from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
 from vllm_ascend_kvext.blending.token_pages import TokenPages
 from vllm_ascend_kvext.connector.cpu_backend import PagedBackend
 from vllm_ascend_kvext.connector.loaded_models import model_with
+from vllm_ascend_kvext.connector.question_probe import QuestionProbe, check_layer_of
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
@@ -53,6 +55,7 @@ class WorkerSegments:
         backend: PagedBackend | None,
     ) -> None:
         self._backend = _require_cpu(device_type, backend)
+        self._compilation = vllm_config.compilation_config
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -87,6 +90,19 @@ class WorkerSegments:
             max(windows),
         )
         return SegmentMover(self.pages, host, layout, placement)
+
+    def probe(self, check_layer: int | None) -> QuestionProbe:
+        """What compares questions with segments.
+
+        Args:
+            check_layer: At which layer; see `question_probe.check_layer_of`.
+
+        Raises:
+            BlendingError: They cannot be compared.
+        """
+        layer = check_layer_of(self._compilation, self._keys, check_layer)
+        slots_of_step = partial(self._backend.slots_of_step, layer.name)
+        return QuestionProbe(layer, self.pages, slots_of_step)
 
     def _cpu_layer(self, name: str, keys: LayerKeys, registered: Any) -> CpuLayer:
         group = self._group_of_layer[name]
