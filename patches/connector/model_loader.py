@@ -28,7 +28,7 @@ def remember_model(
 
 PATCHES = (
     Patch(
-        id="KVX-404",
+        id="KVX-405",
         target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         kind=Kind.WRAP,
         feature="connector",

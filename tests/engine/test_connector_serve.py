@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,11 @@ CONNECTOR = {
         "chunk_tokens": CHUNK_TOKENS,
         "load_if_slower": True,
         "swap_on_preemption": True,
+        "blending": True,
+        "segment_sink": [2],
     },
 }
+"""With blending: nothing changes for requests that name no segments."""
 COMMON_ARGUMENTS = (
     *("--served-model-name", MODEL_NAME, "--skip-tokenizer-init", "--enforce-eager"),
     *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
@@ -129,9 +134,11 @@ class Client:
                 metrics[".".join(parts)] = float(value)
         return metrics
 
-    def _answer(self, prompt: Tokens, reply_tokens: int) -> dict[str, Any]:
+    def complete(self, prompt: Tokens, reply_tokens: int, **extra_args: Any) -> dict[str, Any]:
+        """What a client is sent."""
         body = {
             "model": MODEL_NAME,
+            "vllm_xargs": extra_args,
             "prompt": prompt,
             "max_tokens": reply_tokens,
             "temperature": 0,
@@ -139,7 +146,11 @@ class Client:
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        response = json.loads(self._post("/v1/completions", body))
+        response: dict[str, Any] = json.loads(self._post("/v1/completions", body))
+        return response
+
+    def _answer(self, prompt: Tokens, reply_tokens: int) -> dict[str, Any]:
+        response = self.complete(prompt, reply_tokens)
         (choice,) = response["choices"]
         details = response["usage"].get("prompt_tokens_details") or {}
         return {
@@ -202,7 +213,7 @@ def client(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [
-        *(sys.executable, "-I", "-c", VLLM_COMMAND, "serve", str(model)),
+        *(sys.executable, "-P", "-c", VLLM_COMMAND, "serve", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *COMMON_ARGUMENTS,
         *arguments,
@@ -284,3 +295,44 @@ def test_requests_were_preempted(client: Client) -> None:
     metrics = client.read_metrics()
     assert metrics["num_preemptions_total"] > 0
     assert metrics["kvext_host_swapped_requests_total"] > 0
+
+
+def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
+    """In its old place a segment is exact; elsewhere it is not, and the response says so."""
+    rng = random.Random("segments")
+    document, question = ([rng.randrange(100, 400) for _ in range(n)] for n in (203, 21))
+    document[100:140] = document[:40]  # Equal tokens, by which keys are checked.
+    stored = client.complete(document, 1, kvext_store_segment=True)
+    assert stored["kv_transfer_params"] is None
+    deadline_s = time.monotonic() + 60
+    while not client.read_metrics()["kvext_blend_stored_segments_total"]:
+        assert time.monotonic() < deadline_s
+        client.complete(question, 1)  # Reports come with steps.
+    client.reset(is_host_too=False)  # The device has the document, too, behind the sink.
+    in_place, elsewhere = [2, *document, *question], [*question, *document, *question]
+    answers = {}
+    for name, prompt in (("in place", in_place), ("elsewhere", elsewhere)):
+        first = prompt.index(document[0])
+        segments = json.dumps([[first, first + len(document)]])
+        blended = client.complete(prompt, REPLY_TOKENS, kvext_segments=segments)
+        plain = client.complete(prompt, REPLY_TOKENS)
+        assert plain["kv_transfer_params"] is None
+        said = blended["kv_transfer_params"]
+        assert said is not None, name
+        assert sum(said.values()) == len(prompt), (name, said)
+        assert said["kvext_reused_tokens"] == len(document) - (served.WINDOW_TOKENS - 1)
+        answers[name] = [
+            each["choices"][0]["logprobs"]["token_logprobs"] for each in (blended, plain)
+        ]
+    error = {name: max(map(abs, map(sub, *both))) for name, both in answers.items()}
+    assert error["in place"] <= LOGPROB_TOLERANCE < 1e-2 < error["elsewhere"]
+
+
+def test_wrong_segments_are_computed_and_counted(client: Client) -> None:
+    prompt = list(range(100, 180))
+    response = client.complete(prompt, 1, kvext_segments="[[0, 200]]")
+    assert response["kv_transfer_params"] is None
+    deadline_s = time.monotonic() + 60
+    while not client.read_metrics()["kvext_blend_refusals_total.wrong_segments"]:
+        assert time.monotonic() < deadline_s
+        client.complete(prompt, 1)

@@ -21,6 +21,7 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import Drafter
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_ascend_kvext.patches.connector import scheduler
 from vllm_ascend_kvext.store.counters import Removal
 
 PROMPT_TOKENS = 400
@@ -195,8 +196,7 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
     """That takes time in proportion to the requests."""
     prompt = tokens(random.Random(9), PROMPT_TOKENS)
     with engines.engine_of(FULL, offloading=OFFLOADING) as engine:
-        connected = engine.scheduler.schedule.__self__
-        with mock.patch.object(connected, "_budget_of_holes", side_effect=AssertionError):
+        with mock.patch.object(scheduler, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", prompt))
             serve(engine, plan_of("second", prompt))
         make_holes(engine, (64, 192))

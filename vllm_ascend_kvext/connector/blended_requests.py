@@ -9,7 +9,7 @@ is a hole. From its first reused token on its KV is approximate, and kept from e
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.blending.segments import (
     separated_segments,
 )
 from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
-from vllm_ascend_kvext.connector.engine import Engine, Request
+from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.questions import Questions
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
@@ -32,7 +32,6 @@ from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.span_plan import Run
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
-from vllm_ascend_kvext.store.tier import HostTier
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
@@ -80,7 +79,8 @@ class BlendedRequests:
 
     Args:
         engine: The scheduler's parts.
-        tier: Of the engine.
+        window_pages: Of a boundary: first and end page that going on there reads, by KV cache
+            group with windows.
         store: What is stored of segments.
         options: What is reused.
         counters: Of the engine.
@@ -93,15 +93,15 @@ class BlendedRequests:
     def __init__(
         self,
         engine: Engine,
-        tier: HostTier,
+        window_pages: Callable[[int], Mapping[int, tuple[int, int]]],
         store: SegmentStore,
         options: BlendOptions,
         counters: BlendCounters,
         questions: Questions | None = None,
     ) -> None:
         self._engine = engine
-        self._tier = tier
-        self._needs_tails = tier.geometry.needs_tails
+        self._window_pages = window_pages
+        self._needs_tails = bool(window_pages(0))
         self._store = store
         self._options = options
         self._counters = counters
@@ -157,7 +157,12 @@ class BlendedRequests:
             return None
         exact_tokens = hit.boundary_tokens
         exact_tails = self._tails_at(hit)
-        if self._needs_tails and exact_tokens and exact_tails is None:
+        if (
+            self._needs_tails
+            and exact_tokens
+            and exact_tails is None
+            and (hit.entries or self.cached_windows(request, exact_tokens) is None)
+        ):
             self._refuse(request_id, BlendRefusal.NO_WINDOW)
             return None
         found: list[PlacedRows] = []
@@ -194,13 +199,24 @@ class BlendedRequests:
         return Run(first_tokens, run.end_tokens) if first_tokens < run.end_tokens else None
 
     def _tails_at(self, hit: Hit) -> Entry | None:
-        """The tails where a hit ends, which may be where the device's own ends."""
-        if not self._needs_tails or not hit.boundary_tokens:
-            return None
-        if hit.entries:
-            return hit.entries[-1]
-        tails = self._tier.find_all_tails(hit.prefix, hit.boundary_tokens, hit.boundary_tokens)
-        return tails[0] if tails else None
+        """The tails where a hit ends; None where that is where the device's own rows end."""
+        return hit.entries[-1] if self._needs_tails and hit.entries else None
+
+    def cached_windows(
+        self, request: Request, exact_tokens: int
+    ) -> dict[int, Sequence[Block]] | None:
+        """What the device has of the windows before a token, by KV cache group with windows.
+
+        Returns:
+            None if it lacks some of it.
+        """
+        cached: dict[int, Sequence[Block]] = {}
+        for group, (first_page, end_page) in self._window_pages(exact_tokens).items():
+            blocks = self._engine.cached_blocks(request, group, first_page, end_page)
+            if blocks is None:
+                return None
+            cached[group] = blocks
+        return cached
 
     def begin(self, request: Request, hit: Hit) -> None:
         """A request has got blocks for what `find` has found."""

@@ -42,6 +42,11 @@ class Block(Protocol):
     is_null: bool
 
 
+CachedBlocks = Callable[["Request", int, int, int], Sequence["Block"] | None]
+"""Of a request, a KV cache group, a first and an end page: what the local prefix cache has of them;
+None if it lacks one."""
+
+
 class GroupManager(Protocol):
     """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
 
@@ -67,6 +72,7 @@ class Engine:
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
         has_other_connectors: Whether other connectors see the same requests.
         most_request_tokens: Of a prompt and its answer.
+        cached_blocks: Asks the local prefix cache. What it names may be reallocated.
     """
 
     requests: Mapping[str, Request]
@@ -83,6 +89,7 @@ class Engine:
     recomputes_failed_loads: bool = True
     has_other_connectors: bool = False
     most_request_tokens: int = 1 << 60
+    cached_blocks: CachedBlocks = lambda *asked: None
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

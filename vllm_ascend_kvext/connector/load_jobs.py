@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -103,22 +102,11 @@ class LoadJobs:
     def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:
         """What is read, and, but for tails, of which tokens.
 
-        Rows that a later entry has, too, are those of another prefix in the earlier one::
-
-            found by the key at 8      rows 0 ── 8 ── 16    of another request
-            found by the key at 24          rows 8 ──────── 24
-
         Rows of holes are left out: they are being computed, and perhaps read.
         """
         stored = []
         tokens = []
-        for entry, following in itertools.zip_longest(hit.entries, hit.entries[1:]):
-            if entry.piece.kind is Kind.TAILS:
-                stored.append(StoredChunk(entry.row_map, entry.offset_bytes))
-                continue
-            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
-            if following is not None and following.piece.kind is Kind.ROWS:
-                end_tokens = min(end_tokens, following.piece.first_tokens)
+        for entry, first_tokens, end_tokens in hit.read_rows:
             for run in _between(hit.holes, first_tokens, end_tokens):
                 # The first and the last of them may reach beyond the load.
                 first, end = max(run[0], hit.after_tokens), min(run[1], hit.boundary_tokens)
@@ -129,6 +117,11 @@ class LoadJobs:
                     row_map = self._layout.rows_within(row_map, *run)
                 stored.append(StoredChunk(row_map, entry.offset_bytes))
                 tokens.append(TokenRange(first, end))
+        stored += [
+            StoredChunk(entry.row_map, entry.offset_bytes)
+            for entry in hit.entries
+            if entry.piece.kind is Kind.TAILS
+        ]
         return tuple(stored), tuple(tokens)
 
     def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:

@@ -14,7 +14,6 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -161,12 +160,12 @@ class Loads:
         """Requests that hold pins."""
         return len(self._under_way) + len(self._prospects)
 
-    def hole_tokens(self, request_id: str) -> int:
-        """Tokens that a load under way leaves out."""
-        return self._under_way[request_id].hit.hole_tokens
-
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._under_way
+
+    def hole_tokens_of(self, request_id: str) -> int:
+        """Tokens of a load under way that are computed before its end."""
+        return self._under_way[request_id].hit.hole_tokens
 
     def tails_of(self, request_id: str) -> Entry | None:
         """The tails that a load under way reads; None if its model has none."""
@@ -394,12 +393,11 @@ class Loads:
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
         request = self._engine.requests[request_id]
-        if hit.placed and self._blended is not None:
-            self._blended.begin(request, hit)
         num_request_tokens = request.num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
-        if hit.placed:
+        if hit.placed and self._blended is not None:
             dense = self._begin_dense(request_id, hit, block_ids)
+            self._blended.begin(request, hit)
             return self._jobs.plan_blended(request_id, hit, block_ids, dense)
         tables = self._begin_holes(request_id, hit)
         return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
@@ -415,8 +413,14 @@ class Loads:
         if not hit.holes and self._holes.windows is None and probe is None:
             return {}
         holes = [Run(*hole) for hole in hit.holes]
+        cached = None
+        if self._blended is not None and hit.exact_tails is None:
+            request = self._engine.requests[request_id]
+            cached = self._blended.cached_windows(request, hit.exact_tokens)
+            if cached is None:
+                return {}  # It is gone since: the load fails.
         dense = self._holes.begin_dense(
-            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, probe
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}, probe
         )
         return dense or {}
 
@@ -465,7 +469,7 @@ class Loads:
             self._remember_failure(request_id)
             return []
         runs = union(Run(*tokens) for tokens in lacking)
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit.entries, runs))
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit, runs))
         loaded = replace(hit, holes=union([*map(Run._make, hit.holes), *runs]))
         self._counters.hit_tokens += loaded.loaded_tokens
         self._counters.hit_requests += 1
@@ -568,20 +572,14 @@ def _num_bytes(hit: Hit) -> int:
     return sum(entry.num_bytes for entry in hit.all_entries)
 
 
-def _entries_in(entries: Sequence[Entry], runs: Sequence[Run]) -> set[Entry]:
-    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch.
-
-    Each is read up to where the next one begins.
-    """
+def _entries_in(hit: Hit, runs: Sequence[Run]) -> set[Entry]:
+    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch."""
     found: set[Entry] = set()
     if not runs:
         return found
     ends = [run.end_tokens for run in runs]
-    for entry, following in itertools.zip_longest(entries, entries[1:]):
-        end_tokens = entry.piece.end_tokens
-        if following is not None:
-            end_tokens = min(end_tokens, following.piece.first_tokens)
-        place = bisect.bisect_right(ends, entry.piece.first_tokens)
+    for entry, first_tokens, end_tokens in hit.read_rows:
+        place = bisect.bisect_right(ends, first_tokens)
         if place < len(runs) and runs[place].first_tokens < end_tokens:
             found.add(entry)
     return found

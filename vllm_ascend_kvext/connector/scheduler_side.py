@@ -46,6 +46,7 @@ from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.stores import Events, Stores
+from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
@@ -84,6 +85,11 @@ class Blending(NamedTuple):
 
     requests: BlendedRequests
     stores: SegmentStores
+
+    def stores_prompt(self, request_id: str) -> bool:
+        """Whether KV of a request may be stored as that of a prompt."""
+        is_exact = self.requests.exact_tokens(request_id) is None
+        return is_exact and not self.stores.is_segment(request_id)
 
 
 class SegmentTokens(NamedTuple):
@@ -211,7 +217,7 @@ class SchedulerSide:
             if refusal is None:
                 self._holes = HoleQueue(self._window_blocks(layout))
             else:
-                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
+                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal.text)
         if self._holes is None and self._options.eviction.leaves_holes:
             raise ConnectorError(
                 "KvextConnector: expected eviction=latest_use where holes are not computed, found "
@@ -338,7 +344,8 @@ class SchedulerSide:
         if job is None:
             return
         self._step_loads.append(job)
-        hole_tokens = self._parts.loads.hole_tokens(request.request_id)
+        # Not those of the job, whose holes are what workers find no rows of prompts for.
+        hole_tokens = self._parts.loads.hole_tokens_of(request.request_id)
         if hole_tokens:
             self._new_holes.append(NewHoles(request.request_id, hole_tokens, is_planned=True))
         tails = self._parts.loads.tails_of(request.request_id)
@@ -446,8 +453,8 @@ class SchedulerSide:
             if blending is not None:
                 job = blending.stores.note_step(request, num_new_tokens)
                 segment_jobs += [job] if job is not None else []
-                if blending.requests.exact_tokens(request_id) is not None:
-                    continue  # What it computes depends on what is approximate.
+                if not blending.stores_prompt(request_id):
+                    continue
             stores.note_step(request, num_new_tokens)
         room.end_step()
         swaps, self._swaps = tuple(self._swaps), []
@@ -532,11 +539,12 @@ class SchedulerSide:
         # While a load is under way, its pages do not hold what the request's count says.
         is_loading = parts.loads.is_under_way(request_id)
         parts.loads.forget(request_id)
-        is_exact = self.exact_tokens(request_id) is None
-        parts.stores.finish(request, is_end_of_turn and is_exact and not is_loading)
-        if parts.blending is not None:
-            parts.blending.stores.forget(request_id)
-            parts.blending.requests.forget(request_id)
+        blending = parts.blending
+        is_prompt = blending is None or blending.stores_prompt(request_id)
+        parts.stores.finish(request, is_end_of_turn and is_prompt and not is_loading)
+        if blending is not None:
+            blending.stores.forget(request_id)
+            blending.requests.forget(request_id)
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
@@ -585,17 +593,17 @@ class SchedulerSide:
         """What has been counted since the last call."""
         return self.counters.take()
 
-    def _why_no_holes(self, layout: HostLayout) -> str | None:
+    def _why_no_holes(self, layout: HostLayout) -> EngineRefusal | None:
         engine = self._engine
         assert engine is not None
         if not layout.geometry.needs_rows:
-            return "the model has no full attention: what lies before a window need not be computed"
+            return EngineRefusal.NO_ROWS
         if any(group.is_snapshot for group in layout.all_groups):
-            return "the model has recurrent states, which are not kept where holes begin"
+            return EngineRefusal.STATES
         if self._options.state_policy is StatePolicy.SKIP:
-            return "holes are exact, and state_policy=skip is not"
+            return EngineRefusal.SKIPPED_STATES
         if engine.looks_ahead or engine.num_lookahead_tokens:
-            return "draft tokens would be computed beyond the end of a hole"
+            return EngineRefusal.DRAFTS
         return None
 
     def _make_blending(
@@ -633,7 +641,7 @@ class SchedulerSide:
             "" if questions is None else ", and without what the question attends to",
         )
         return Blending(
-            BlendedRequests(self._engine, tier, store, options, counters, questions),
+            BlendedRequests(self._engine, layout.window_pages, store, options, counters, questions),
             SegmentStores(
                 self._engine,
                 store,

@@ -96,11 +96,16 @@ class SegmentStores:
         self._num_workers = num_workers
         self._counters = counters
         self._wanted: dict[str, _Wanted] = {}
+        self._segment_ids: set[str] = set()  # of requests
         self._under_way: dict[int, _UnderWay] = {}
 
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
+
+    def is_segment(self, request_id: str) -> bool:
+        """Whether the prompt of a request is one: it is not stored once more as a prompt."""
+        return request_id in self._segment_ids
 
     def note_new(self, request: Any) -> bool:
         """A request has arrived. If its prompt is to be stored, the sink is put before it.
@@ -148,10 +153,10 @@ class SegmentStores:
         if isinstance(entries, Refusal):
             self._give_up(request.request_id)
             return None
-        if not entries:
-            self.forget(request.request_id)
-            return None
         del self._wanted[request.request_id]
+        if not entries:
+            self._release(wanted)
+            return None
         self._references.take(new)
         number = next(self._numbers)
         blocks = [*wanted.held.values(), *new]
@@ -195,14 +200,15 @@ class SegmentStores:
             self._release(self._wanted[request_id])
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, or is not stored."""
+        """A request has ended."""
+        self._segment_ids.discard(request_id)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
             self._release(wanted)
 
     def _give_up(self, request_id: str) -> None:
         self._counters.refusals[BlendRefusal.ROOM] += 1
-        self.forget(request_id)
+        self._release(self._wanted.pop(request_id))
 
     def _release(self, wanted: _Wanted) -> None:
         self._references.release(list(wanted.held.values()))
@@ -245,6 +251,7 @@ class SegmentStores:
             _put_before(request, sink)
         request.skip_reading_prefix_cache = True
         self._wanted[request.request_id] = _Wanted(tuple(segment))
+        self._segment_ids.add(request.request_id)
         return None
 
     def _pages(self, request_id: str, wanted: _Wanted, num_tokens: int) -> _Pages:

@@ -37,6 +37,8 @@ class Blocks(Protocol):
 
     def allocate(self, num_blocks: int) -> Sequence[Any]: ...
 
+    def take(self, blocks: Sequence[Any]) -> None: ...
+
     def release(self, blocks: Sequence[Any]) -> None: ...
 
 
@@ -121,14 +123,24 @@ class WindowBlocks:
         """Requests that hold blocks."""
         return len(self._holes) + len(self._dense)
 
+    def window_pages(self, first_tokens: int) -> Mapping[int, tuple[int, int]]:
+        """First and end page that going on from a token reads, by KV cache group with windows."""
+        return self._window_pages(first_tokens)
+
     def begin_dense(
-        self, request_id: str, first_tokens: int, own_ids: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        first_tokens: int,
+        own_ids: Sequence[Sequence[int]],
+        cached: Mapping[int, Sequence[Any]],
     ) -> dict[int, DenseTable] | None:
         """Take blocks for all windows from a token on, as far as a request has none of its own.
 
         Args:
             first_tokens: Where it begins; the window before it is in the tables, too.
             own_ids: The request's block ids, by KV cache group, nulls included.
+            cached: By KV cache group: blocks that have the whole window before it already. They are
+                held, and only read.
 
         Returns:
             By KV cache group with windows; None, and nothing is taken, if there are too few blocks.
@@ -138,13 +150,23 @@ class WindowBlocks:
             ids = own_ids[group]
             first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
             ranges[group] = min(first_page, first_own), first_own
-        num_blocks = sum(end - first for first, end in ranges.values())
+        kept = {
+            group: list(cached.get(group, ()))[: end - first]
+            for group, (first, end) in ranges.items()
+        }
+        for blocks in kept.values():
+            self._blocks.take(blocks)
+        num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
         if num_blocks > self._blocks.num_free:
+            for blocks in kept.values():
+                self._blocks.release(blocks)
             return None
         new = iter(self._blocks.allocate(num_blocks))
         self._dense[request_id] = {
             group: DenseTable(
-                first, [next(new) for _ in range(first, end)], tuple(own_ids[group][end:])
+                first,
+                [*kept[group], *(next(new) for _ in range(first + len(kept[group]), end))],
+                tuple(own_ids[group][end:]),
             )
             for group, (first, end) in ranges.items()
         }
