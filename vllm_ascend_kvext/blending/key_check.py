@@ -118,30 +118,39 @@ def check_keys(
         )
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
     shifts = np.array(others) - np.array(ones)
-    turned, wanted = turn(read_keys(ones), signature, shifts), read_keys(others)
-    last_positions = first_position + np.array(others)
-    differences = _differences(turned, wanted, signature)
-    compared = [("keys", differences - 2 * last_positions * _ANGLE_ERROR)]
-    compared += [("values", _relative(read(ones), read(others))) for read in read_values]
+    wanted = read_keys(others)
     limit = _ROUNDINGS * HALF_UNITS[signature.dtype] + _OTHER_ORDER_OF_SUMS
-    for what, found in compared:
-        worst = int(np.argmax(np.where(np.isfinite(found), found, np.inf)))
-        if not found[worst] <= limit:
+    angle_errors = 2 * (first_position + np.array(others)) * _ANGLE_ERROR
+    compared = [
+        (
+            "keys",
+            _differences(turn(read_keys(ones), signature, shifts), wanted, signature),
+            limit + angle_errors,
+        )
+    ]
+    compared += [
+        ("values", _relative(read(ones), read(others)), np.full(len(pairs), limit))
+        for read in read_values
+    ]
+    for what, found, limits in compared:
+        is_wrong = ~(found <= limits)  # Also of what is no number.
+        if is_wrong.any():
+            worst = int(np.argmax(np.where(is_wrong, np.nan_to_num(found, nan=np.inf), -1)))
             one, other = pairs[worst]
             return KeyCheck(
                 KeyCheckOutcome.FAILED,
                 f"{what} of the first layer, token {token_ids[one]} at positions "
                 f"{first_position + one} and {first_position + other}: expected them equal within "
-                f"{limit:.2g} of their length once one is turned to the other, found "
-                f"{found[worst]:.2g}; in {int((~(found <= limit)).sum())} of {len(pairs)} pairs. "
-                "What the model does to them depends on more than their token and a rotation. "
-                "Serve it without blending.",
+                f"{limits[worst]:.2g} of their length, keys once one is turned to the other, found "
+                f"{found[worst]:.2g}; so in {int(is_wrong.sum())} of {len(pairs)} pairs. What the "
+                "model does to them depends on more than their token and a rotation. Serve it "
+                "without blending.",
             )
-    most = max(float(found.max()) for _, found in compared)
+    most = max(float(found.max()) for _, found, _ in compared)
     return KeyCheck(
         KeyCheckOutcome.PASSED,
-        f"{len(pairs)} pairs of equal tokens differ by at most {max(0.0, most):.2g} of their "
-        f"length, {limit:.2g} is allowed",
+        f"{len(pairs)} pairs of equal tokens differ by at most {most:.2g} of their length, "
+        f"{limit:.2g} is allowed",
     )
 
 

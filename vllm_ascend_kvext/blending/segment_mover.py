@@ -11,9 +11,10 @@ Everything that is named is checked before the first byte moves. Knows no queue 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -153,7 +154,7 @@ class SegmentMover:
         """
         pages = self._require_pages()
         slots = [self._check(pages, each, block_ids) for each in rows]
-        _require_disjoint(rows)
+        _require_disjoint(self.layout, rows)
         if not rows:
             return 0
         with self._loading:
@@ -189,31 +190,37 @@ class SegmentMover:
         planes: list[tuple[int, ...]] = []
         runs: list[tuple[int, ...]] = []
         key_planes: list[KeyPlane] = []
-        for group, part in enumerate(batch):
-            section = self._section(part.rows)
+        shifts: dict[int, int] = {}
+        by_section = groupby(batch, key=lambda part: part.rows.offset_bytes)
+        for group, (_, parts) in enumerate(by_section):
+            of_section = list(parts)
+            section = self._section(of_section[0].rows)
+            first_row = of_section[0].staging_row
+            num_rows = sum(part.num_tokens for part in of_section)
+            shifts[group] = of_section[0].rows.shift_tokens
             for index, plane in enumerate(pages.planes):
-                row_bytes = plane.row_bytes
-                page_bytes = part.num_tokens * row_bytes
-                place = before + offsets[index] + part.staging_row * row_bytes
+                page_bytes = num_rows * plane.row_bytes
+                place = before + offsets[index] + first_row * plane.row_bytes
                 if plane.keys is not None:
                     key_planes.append(KeyPlane(len(planes), plane.keys, plane.num_heads))
                 planes.append(
                     (
-                        *(group, 0, place - _STAGED_PAGE * page_bytes, page_bytes, 0, row_bytes),
-                        *(part.num_tokens, _STAGED_PAGE + 1, section.plane_offsets_bytes[index]),
+                        *(group, 0, place - _STAGED_PAGE * page_bytes, page_bytes, 0),
+                        *(plane.row_bytes, num_rows, _STAGED_PAGE + 1),
+                        section.plane_offsets_bytes[index],
                     )
                 )
-            host_row = part.rows.first_row + part.first_token
-            runs.append((group, _STAGED_PAGE, 0, part.num_tokens, host_row))
+            for part in of_section:
+                host_row = part.rows.first_row + part.first_token
+                row = part.staging_row - first_row
+                runs.append((group, _STAGED_PAGE, row, part.num_tokens, host_row))
         rotated_page_transfer(
             Pools.of([staging]),
             self._host,
             np.array(planes, DTYPE),
             np.array(runs, DTYPE),
             Direction.HOST_TO_PAGES,
-            key_rotation(
-                key_planes, {group: part.rows.shift_tokens for group, part in enumerate(batch)}
-            ),
+            key_rotation(key_planes, shifts),
             placement=self._placement,
         )
         return HostRows(staging, [before + offset for offset in offsets[:-1]])
@@ -221,28 +228,26 @@ class SegmentMover:
     def _batches(
         self, rows: Sequence[SegmentRows], slots: Sequence[Slots]
     ) -> Iterator[list[_Staged]]:
-        """The tokens in their order, as many at a time as staging holds.
+        """The tokens, as many at a time as staging holds; those of one section side by side.
 
-        The op takes no section twice: of a segment that stands in two places, one comes after the
-        other.
+        One call of the transfer op reads a section with one shift: a text that a prompt has twice
+        is read by two.
         """
-        batch: list[_Staged] = []
-        num_tokens = 0
-        for each, of_rows in zip(rows, slots, strict=True):
-            if any(part.rows.offset_bytes == each.offset_bytes for part in batch):
+        for of_round in _rounds(rows, slots):
+            batch: list[_Staged] = []
+            num_tokens = 0
+            for each, of_rows in of_round:
+                first = 0
+                while first < each.num_tokens:
+                    count = min(each.num_tokens - first, self._most_tokens - num_tokens)
+                    batch.append(_Staged(each, of_rows, first, count, num_tokens))
+                    first += count
+                    num_tokens += count
+                    if num_tokens == self._most_tokens:
+                        yield batch
+                        batch, num_tokens = [], 0
+            if batch:
                 yield batch
-                batch, num_tokens = [], 0
-            first = 0
-            while first < each.num_tokens:
-                count = min(each.num_tokens - first, self._most_tokens - num_tokens)
-                batch.append(_Staged(each, of_rows, first, count, num_tokens))
-                first += count
-                num_tokens += count
-                if num_tokens == self._most_tokens:
-                    yield batch
-                    batch, num_tokens = [], 0
-        if batch:
-            yield batch
 
     def _staging_of(self, num_bytes: int) -> torch.Tensor:
         import torch
@@ -374,10 +379,9 @@ def _slots(
 _PASS_THE_TABLES = "Pass the part of each table that the tokens need."
 
 
-def _require_disjoint(rows: Sequence[SegmentRows]) -> None:
-    """Refuse a token that would be written twice: which one stays nobody knows."""
-    ordered = sorted(rows, key=lambda each: each.first_tokens)
-    for one, other in pairwise(ordered):
+def _require_disjoint(layout: SegmentLayout, rows: Sequence[SegmentRows]) -> None:
+    """Refuse a token that would be written twice, and sections that share bytes."""
+    for one, other in pairwise(sorted(rows, key=lambda each: each.first_tokens)):
         if other.first_tokens < one.end_tokens:
             raise _refused(
                 other,
@@ -386,6 +390,36 @@ def _require_disjoint(rows: Sequence[SegmentRows]) -> None:
                 other.first_tokens,
                 "Load every token once.",
             )
+    for one, other in pairwise(sorted(rows, key=lambda each: each.offset_bytes)):
+        end_bytes = one.offset_bytes + layout.num_bytes(one.section_rows)
+        section = one.offset_bytes, one.section_rows
+        if other.offset_bytes < end_bytes and section != (other.offset_bytes, other.section_rows):
+            raise _refused(
+                other,
+                "section",
+                f"another one than at {one.offset_bytes}, which has {one.section_rows} rows and "
+                f"ends at {end_bytes}",
+                f"{other.section_rows} rows at {other.offset_bytes}",
+                "Name a section by where it was allocated.",
+            )
+
+
+def _rounds(
+    rows: Sequence[SegmentRows], slots: Sequence[Slots]
+) -> list[list[tuple[SegmentRows, Slots]]]:
+    """Rows by section, each section with one shift at a time."""
+    rounds: list[list[tuple[SegmentRows, Slots]]] = []
+    shifts: dict[int, list[int]] = defaultdict(list)
+    pairs = zip(rows, slots, strict=True)
+    for each, of_rows in sorted(pairs, key=lambda pair: (pair[0].offset_bytes, pair[0].first_row)):
+        known = shifts[each.offset_bytes]
+        if each.shift_tokens not in known:
+            known.append(each.shift_tokens)
+        number = known.index(each.shift_tokens)
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append((each, of_rows))
+    return rounds
 
 
 def _slots_of(batch: Sequence[_Staged]) -> Slots:
