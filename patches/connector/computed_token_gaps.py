@@ -147,7 +147,7 @@ class GapScheduler:
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""
-        return self._has_finished_requests() or bool(self._row_ids) or bool(self._parked)
+        return self._has_finished_requests() or bool(self._row_ids)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Upstream compares references with the number of requests, and rows are none."""
@@ -194,15 +194,22 @@ class GapScheduler:
         return output
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """End requests: upstream takes one that waits for its gaps for one that still receives."""
-        if request_ids is not None and not isinstance(request_ids, str):
-            request_ids = list(request_ids)
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        for request_id in list(self._first_gap_tokens) if ids is None else ids:
+        """End requests: upstream takes one that waits for its gaps for one that still receives.
+
+        Args:
+            request_ids: One, several, or None for all.
+            finished_status: As upstream's.
+        """
+        if request_ids is None:
+            request_ids = list(self._scheduler.requests)
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
+            self._found.pop(request_id, None)
+            self._in_steps.drop(request_id)
             if self._parked.restart(request_id):
                 del self._first_gap_tokens[request_id]
                 self._scheduler.finished_recving_kv_req_ids.add(request_id)
-        return self._finish_requests(request_ids, finished_status)
+        return self._finish_requests(ids, finished_status)
 
     def _row(self, request_id: str, gap: Run) -> HoleRow:
         requests = self._scheduler.requests

@@ -8,12 +8,17 @@ nothing of it. What is here is the same for whoever knows the holes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.scheduler_side import NewHoles
     from vllm_ascend_kvext.holes.hole_queue import HoleRow
@@ -57,10 +62,11 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
     Args:
         rows: Ascending, those of one request.
     """
-    # One list for all rows of a request, as the last one has it.
+    # The same for all rows of a request, as the last one has it.
+    beginning_of = _list_of if _needs_lists(scheduler) else _array_of
     last_rows = {row.request_id: row for row in rows}
     prompts = {
-        request_id: _prompt_of(row, scheduler.requests[request_id].all_token_ids)
+        request_id: _prompt_of(row, scheduler.requests[request_id], beginning_of)
         for request_id, row in last_rows.items()
     }
     for row in rows:
@@ -69,15 +75,50 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
         output.total_num_scheduled_tokens += row.run.num_tokens
 
 
-def _prompt_of(row: HoleRow, token_ids: Sequence[int]) -> list[int]:
+def _prompt_of(
+    row: HoleRow, request: Request, beginning_of: Callable[[Request, int], MutableSequence[int]]
+) -> Sequence[int]:
     """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
     if not row.is_probe:
-        return list(token_ids[: row.run.end_tokens + 1])
-    probed = token_ids[-row.run.num_tokens :]
-    return [*token_ids[: row.run.first_tokens], *probed, probed[-1]]
+        return beginning_of(request, row.run.end_tokens + 1)
+    prompt = beginning_of(request, row.run.first_tokens)
+    probed = request.all_token_ids[-row.run.num_tokens :]
+    prompt.extend([*probed, probed[-1]])
+    return prompt
 
 
-def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: list[int]) -> NewRequestData:
+def _needs_lists(scheduler: Scheduler) -> bool:
+    """Whether the workers look at prompts, and do not only copy and count their tokens."""
+    model_config = scheduler.vllm_config.model_config
+    return (
+        getattr(scheduler, "use_v2_model_runner", False)
+        or model_config.uses_mrope
+        or bool(model_config.uses_xdrope_dim)
+    )
+
+
+def _list_of(request: Request, num_tokens: int) -> MutableSequence[int]:
+    return list(request.all_token_ids[:num_tokens])
+
+
+def _array_of(request: Request, num_tokens: int) -> MutableSequence[int]:
+    """The first tokens of a request, as what a worker copies in no time.
+
+    It copies all of them for each row; from a list of 131,072 numbers, that takes milliseconds.
+    The holes of a request may take many steps: its list is read once. Of tokens that are computed,
+    none changes.
+    """
+    tokens = _arrays.get(request)
+    if tokens is None or len(tokens) < num_tokens:
+        tokens = _arrays[request] = array("i")
+        tokens.frombytes(np.array(request.all_token_ids[:], np.int32).tobytes())
+    return tokens[:num_tokens]
+
+
+_arrays: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
+
+
+def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) -> NewRequestData:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 

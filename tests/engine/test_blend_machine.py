@@ -93,7 +93,9 @@ CONNECTORS = st.fixed_dictionaries(
         "blend_min_tokens": st.sampled_from([1, 6, 20]),
         "blend_across_windows": st.booleans(),
         "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
-        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(lambda n: n / (1 << 30)),
+        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
+            lambda n: n / (1 << 30)
+        ),
     }
 )
 SCRIPTS = st.builds(

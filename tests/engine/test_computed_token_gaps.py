@@ -266,9 +266,13 @@ def test_abort_at_any_step_leaves_nothing(
             step = engine.step()
             num_rows += len([each for each in step.scheduled if "-hole-" in each.request_id])
         engine.abort(plan.request_id)
+        serving = engine.scheduler.schedule.__self__
+        assert not serving._found
+        assert not serving._in_steps
         for _ in range(20):
             engine.step()
         assert not engine.has_work()
+        assert not serving._first_gap_tokens
         pool = engine.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         engine.shutdown()

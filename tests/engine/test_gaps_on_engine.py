@@ -29,6 +29,19 @@ def connected(**extra: Any) -> dict[str, Any]:
     }
 
 
+def one_of_several() -> dict[str, Any]:
+    part = connected(between_steps=False)["kv_transfer_config"]
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [part]},
+        },
+        # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
+        "disable_log_stats": True,
+    }
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "cold": {"engine": {"enable_prefix_caching": False}},
     "within a step": {"engine": connected(between_steps=False)},
@@ -41,6 +54,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "no prefix caching": {
         "engine": {**connected(between_steps=False), "enable_prefix_caching": False}
     },
+    "one of several": {"engine": one_of_several()},
     "not computed within a step": {
         "engine": connected(between_steps=False),
         "leaves_out_gaps": True,
@@ -83,7 +97,9 @@ def test_answers_are_those_of_a_cold_run(reports: dict[str, Served], name: str) 
         assert report.logprob_error(label, reports["cold"]) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["within a step", "between steps", "no prefix caching"])
+@pytest.mark.parametrize(
+    "name", ["within a step", "between steps", "no prefix caching", "one of several"]
+)
 def test_gaps_and_ends_alone_are_computed(reports: dict[str, Served], name: str) -> None:
     computed = reports[name].report["computed"]
     of_gaps = sum(n for step in computed for id, n in step.items() if "-hole-" in id)

@@ -136,7 +136,7 @@ class ExactContents:
                 self._known_in_events[maybe_convert_block_hash(block_hash)] = known
 
     def _check_hashes(self) -> None:
-        """Requests have the hashes of their tokens as far as they are exact, and then private ones."""
+        """Requests have hashes of their tokens as far as they are exact, and then private ones."""
         for request_id, request in self._engine.scheduler.requests.items():
             if request.is_finished():
                 continue  # Its load is still under way.
@@ -257,6 +257,4 @@ class _Scratch:
             first = tokens.first
             if not is_rows:
                 first = self._groups[group].first_read_position(tokens.end)
-            self._contents.check_group(
-                group, self._parts[group].ids, digests, first, tokens.end
-            )
+            self._contents.check_group(group, self._parts[group].ids, digests, first, tokens.end)

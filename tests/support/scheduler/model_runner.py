@@ -167,7 +167,7 @@ class ModelRunner:
     def _update_states(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             state = _RequestState(self._stream_of(new), new.num_computed_tokens)
-            if state.stream.tokens != new.prompt_token_ids:
+            if state.stream.tokens != list(new.prompt_token_ids):
                 raise AssertionError(f"{new.req_id}: unexpected prompt {new.prompt_token_ids}")
             state.block_tables = [list(ids) for ids in new.block_ids]
             self._states[new.req_id] = state
