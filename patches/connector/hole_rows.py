@@ -9,7 +9,7 @@ nothing of it. What is here is the same for whoever knows the holes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -62,18 +62,29 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
     Args:
         rows: Ascending, those of one request.
     """
-    end_tokens = {row.request_id: row.run.end_tokens for row in rows}
-    # The same for all rows of a request. With one token more than the last row has, each is a part
-    # of a prompt: nothing is sampled.
+    # The same for all rows of a request, as the last one has it.
     beginning_of = _list_of if _needs_lists(scheduler) else _array_of
+    last_rows = {row.request_id: row for row in rows}
     prompts = {
-        request_id: beginning_of(scheduler.requests[request_id], end + 1)
-        for request_id, end in end_tokens.items()
+        request_id: _prompt_of(row, scheduler.requests[request_id], beginning_of)
+        for request_id, row in last_rows.items()
     }
     for row in rows:
         output.scheduled_new_reqs.append(_request_of(scheduler, row, prompts[row.request_id]))
         output.num_scheduled_tokens[row.row_id] = row.run.num_tokens
         output.total_num_scheduled_tokens += row.run.num_tokens
+
+
+def _prompt_of(
+    row: HoleRow, request: Request, beginning_of: Callable[[Request, int], MutableSequence[int]]
+) -> Sequence[int]:
+    """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
+    if not row.is_probe:
+        return beginning_of(request, row.run.end_tokens + 1)
+    prompt = beginning_of(request, row.run.first_tokens)
+    probed = request.all_token_ids[-row.run.num_tokens :]
+    prompt.extend([*probed, probed[-1]])
+    return prompt
 
 
 def _needs_lists(scheduler: Scheduler) -> bool:
@@ -86,11 +97,11 @@ def _needs_lists(scheduler: Scheduler) -> bool:
     )
 
 
-def _list_of(request: Request, num_tokens: int) -> Sequence[int]:
-    return request.all_token_ids[:num_tokens]
+def _list_of(request: Request, num_tokens: int) -> MutableSequence[int]:
+    return list(request.all_token_ids[:num_tokens])
 
 
-def _array_of(request: Request, num_tokens: int) -> Sequence[int]:
+def _array_of(request: Request, num_tokens: int) -> MutableSequence[int]:
     """The first tokens of a request, as what a worker copies in no time.
 
     It copies all of them for each row; from a list of 131,072 numbers, that takes milliseconds.
@@ -111,9 +122,7 @@ def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) ->
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 
-    block_ids = list(scheduler.kv_cache_manager.get_block_ids(row.request_id))
-    for group, ids in row.window_ids.items():
-        block_ids[group] = list(ids)
+    block_ids = row.tables(scheduler.kv_cache_manager.get_block_ids(row.request_id))
     is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
     return NewRequestData(
         req_id=row.row_id,
@@ -121,7 +130,7 @@ def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) ->
         mm_features=[],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
         pooling_params=None,
-        block_ids=tuple(block_ids),
+        block_ids=block_ids,
         num_computed_tokens=row.run.first_tokens,
         lora_request=None,
         prefill_token_ids=token_ids if is_second_runner else None,

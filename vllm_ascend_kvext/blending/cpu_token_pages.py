@@ -153,6 +153,11 @@ class CpuTokenPages:
         for place, in_host, index in self._each(slots, rows):
             place.parts[index] = in_host
 
+    def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        plane, place = self._planes[index], self._places[index]
+        parts = place.parts[self._parts_of(plane, place, slots)]
+        return parts.view(np.uint8).reshape(len(slots), plane.row_bytes)
+
     def _each(self, slots: Slots, rows: HostRows) -> Any:
         """Of every plane: its place, the rows in host memory, and the parts that they are."""
         memory = rows.memory.numpy()
@@ -163,14 +168,20 @@ class CpuTokenPages:
             of_group = slots[plane.group]
             same = plane.group, place.page_parts, id(place.offsets)
             if same not in indices:
-                pages, in_page = np.divmod(of_group, self._tokens_per_page[plane.group])
-                found = place.offsets[in_page]
-                found += (pages * place.page_parts)[:, None]
-                indices[same] = found.reshape(-1)
+                indices[same] = self._parts_of(plane, place, of_group)
             first = offset_bytes + rows.first_row * plane.row_bytes
             in_host = memory[first : first + len(of_group) * plane.row_bytes]
             part_elements = place.parts.shape[1]
             yield place, in_host.view(place.parts.dtype).reshape(-1, part_elements), indices[same]
+
+    def _parts_of(
+        self, plane: TokenPlane, place: _Part, slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Indices of the parts that rows are, row after row."""
+        pages, in_page = np.divmod(slots, self._tokens_per_page[plane.group])
+        found = place.offsets[in_page]
+        found += (pages * place.page_parts)[:, None]
+        return found.reshape(-1)
 
     def _add_group(self, layer: CpuLayer) -> None:
         found = int(layer.key_cache.shape[2])

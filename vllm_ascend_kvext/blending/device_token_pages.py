@@ -73,23 +73,39 @@ class DeviceTokenPages:
         return self._num_pages
 
     def read(self, slots: Slots, rows: HostRows) -> None:
-        self._move(slots, rows, Direction.PAGES_TO_HOST)
+        self._move(self._placed, slots, rows, Direction.PAGES_TO_HOST)
 
     def write(self, slots: Slots, rows: HostRows) -> None:
-        self._move(slots, rows, Direction.HOST_TO_PAGES)
+        self._move(self._placed, slots, rows, Direction.HOST_TO_PAGES)
 
-    def _move(self, slots: Slots, rows: HostRows, direction: Direction) -> None:
+    def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        import torch
+
+        placed = self._placed[index]
+        row_bytes = placed.plane.row_bytes
+        rows = torch.empty(len(slots) * row_bytes, dtype=torch.uint8)
+        of_group = {placed.plane.group: slots}
+        self._move([placed], of_group, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
+        return rows.numpy().reshape(len(slots), row_bytes)
+
+    def _move(
+        self,
+        moved: Sequence[PlacedPlane],
+        slots: Slots,
+        rows: HostRows,
+        direction: Direction,
+    ) -> None:
         planes = [
             (
                 *(placed.plane.group, placed.storage, placed.base_bytes),
                 *(placed.page_stride_bytes, placed.region_offset_bytes, placed.plane.row_bytes),
                 *(self._tokens_per_page[placed.plane.group], self._num_pages, offset_bytes),
             )
-            for placed, offset_bytes in zip(self._placed, rows.plane_offsets_bytes, strict=True)
+            for placed, offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
         ]
         runs = [
             runs_of(group, slots[group], self._tokens_per_page[group], rows.first_row)
-            for group in sorted(self._tokens_per_page)
+            for group in sorted({placed.plane.group for placed in moved})
         ]
         page_transfer(
             self._pools,

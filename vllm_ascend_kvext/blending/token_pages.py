@@ -96,6 +96,18 @@ class TokenPages(Protocol):
         """Copy rows into pages. No other byte of them changes."""
         ...
 
+    def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Rows of one plane.
+
+        Args:
+            index: Of the plane.
+            slots: In its KV cache group, each once. shape: [num_tokens].
+
+        Returns:
+            A copy. shape: [num_tokens, row_bytes].
+        """
+        ...
+
 
 def numbers_of(rows: npt.NDArray[np.uint8], dtype: RowDtype) -> npt.NDArray[np.float64]:
     """Elements as numbers. shape of ``rows``: [..., num_bytes], contiguous in the last axis."""

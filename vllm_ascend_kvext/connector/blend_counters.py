@@ -39,6 +39,9 @@ class BlendCounters:
         reused_tokens: Prompt tokens that were loaded from segments.
         recomputed_tokens: Tokens of reused segments that were computed.
         stored_segments: That were stored.
+        scored_probes: Questions that were compared with segments.
+        lost_probes: Questions that were to be, and were not.
+        probed_tokens: That were computed for it, and for nothing else.
         refusals: Of requests, by reason.
     """
 
@@ -47,6 +50,9 @@ class BlendCounters:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     stored_segments: int = 0
+    scored_probes: int = 0
+    lost_probes: int = 0
+    probed_tokens: int = 0
     refusals: dict[BlendRefusal, int] = field(
         default_factory=lambda: dict.fromkeys(BlendRefusal, 0)
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from vllm_ascend_kvext.blending.blend_plan import behind_head, plan_blend
 from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix
 from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.blending.segments import (
@@ -25,7 +26,9 @@ from vllm_ascend_kvext.blending.segments import (
 from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
 from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
+from vllm_ascend_kvext.connector.questions import Questions
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.span_plan import Run
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
@@ -81,6 +84,7 @@ class BlendedRequests:
         store: What is stored of segments.
         options: What is reused.
         counters: Of the engine.
+        questions: Compares questions with segments; None if nothing does.
 
     Attributes:
         keys_are_checked: Whether this model's keys are known to turn with their positions alone.
@@ -93,6 +97,7 @@ class BlendedRequests:
         store: SegmentStore,
         options: BlendOptions,
         counters: BlendCounters,
+        questions: Questions | None = None,
     ) -> None:
         self._engine = engine
         self._window_pages = window_pages
@@ -100,6 +105,7 @@ class BlendedRequests:
         self._store = store
         self._options = options
         self._counters = counters
+        self._questions = questions
         self._known: dict[str, list[_KnownSegment]] = {}
         self._blended: dict[str, _Blended] = {}
         self._refused: set[str] = set()
@@ -180,6 +186,7 @@ class BlendedRequests:
             holes=plan.holes,
             hole_tails=(None,) * len(plan.holes),
             placed=tuple(_cut(found, plan.reused)),
+            heads=() if self._questions is None else tuple(_cut(found, plan.holes)),
             exact_tokens=exact_tokens,
             exact_tails=exact_tails,
         )
@@ -230,17 +237,44 @@ class BlendedRequests:
         hashes = PrivateHashes(request, hit.exact_tokens, self._engine.hash_tokens)
         self._blended[request.request_id] = _Blended(hit.exact_tokens, reused_tokens, hashes)
 
+    def probe(self, request: Request, hit: Hit) -> ProbePlan | None:
+        """How the question of a request that has begun is compared with its segments, if it is."""
+        return None if self._questions is None else self._questions.begin(request, hit)
+
+    def scored(self, request_id: str) -> tuple[Run, ...]:
+        """The tokens that the question of a request is compared with."""
+        assert self._questions is not None
+        return self._questions.scored(request_id)
+
+    def choose(self, request_id: str, scores: Scores | None) -> tuple[Run, ...]:
+        """What of a request is computed and not reused, as its question has it.
+
+        Args:
+            scores: Of the tokens of `scored`, one after the other; None if there are none.
+        """
+        assert self._questions is not None
+        runs = self._questions.choose(request_id, scores)
+        num_tokens = sum(run.num_tokens for run in runs)
+        self._blended[request_id].reused_tokens -= num_tokens
+        self._counters.reused_tokens -= num_tokens
+        self._counters.recomputed_tokens += num_tokens
+        return runs
+
     def restart(self, request_id: str) -> None:
         """A request has lost its blocks, or its load has failed: nothing of it is approximate."""
         blended = self._blended.pop(request_id, None)
         if blended is not None:
             blended.hashes.take_back()
+        if self._questions is not None:
+            self._questions.forget(request_id)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._known.pop(request_id, None)
         self._blended.pop(request_id, None)
         self._refused.discard(request_id)
+        if self._questions is not None:
+            self._questions.forget(request_id)
 
     def exact_tokens(self, request_id: str) -> int | None:
         """Before which token the KV of a request is exact; None if all of it is."""

@@ -235,7 +235,8 @@ METRICS = (
     ),
     Metric(
         "blend_tokens",
-        "Prompt tokens of reused segments: reused, or computed because they are in a head.",
+        "Prompt tokens of reused segments: reused, or computed because they are in a head, or what "
+        "the question attends to.",
         lambda counters: [counters.blending.reused_tokens, counters.blending.recomputed_tokens],
         "result",
         ("reused", "recomputed"),
@@ -244,6 +245,18 @@ METRICS = (
         "blend_stored_segments",
         "Segments stored in host memory.",
         lambda counters: [counters.blending.stored_segments],
+    ),
+    Metric(
+        "blend_probes",
+        "Questions compared with segments, and those that could not be.",
+        lambda counters: [counters.blending.scored_probes, counters.blending.lost_probes],
+        "result",
+        ("scored", "lost"),
+    ),
+    Metric(
+        "blend_probed_tokens",
+        "Tokens computed only to compare a question with segments.",
+        lambda counters: [counters.blending.probed_tokens],
     ),
     Metric(
         "blend_refusals",

@@ -39,6 +39,13 @@ class PagedBackend(Protocol):
         """Write rows of tokens; see `cpu_token_pages.WriteRows`."""
         ...
 
+    def slots_of_step(self, layer_name: str) -> torch.Tensor:
+        """Where the layer puts the tokens that it is computing: their slots, in their order.
+
+        To be called within a forward only. dtype: int64, shape: [num_tokens].
+        """
+        ...
+
 
 class CpuBackend:
     """vLLM's CPU attention, as one worker is configured.
@@ -91,3 +98,9 @@ class CpuBackend:
         _custom_ops.cpu_attn_reshape_and_cache(
             keys, values, key_cache, value_cache, slots, instruction_set
         )
+
+    def slots_of_step(self, layer_name: str) -> torch.Tensor:
+        from vllm.forward_context import get_forward_context
+
+        slots: torch.Tensor = get_forward_context().attn_metadata[layer_name].slot_mapping
+        return slots

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vllm_ascend_kvext.blending.segment_store import rows_to_load
@@ -14,7 +14,7 @@ from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.entries import Kind
-from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
 
 
 class LoadJobs:
@@ -96,7 +96,7 @@ class LoadJobs:
             tuple(parts),
             holes,
             tails,
-            segments=tuple(map(rows_to_load, hit.placed)),
+            segments=tuple(map(rows_to_load, _joined((*hit.placed, *hit.heads)))),
         )
 
     def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:
@@ -144,6 +144,24 @@ class LoadJobs:
                 parts[group] = TablePart(table.first_page, table.block_ids)
             stored = StoredChunk(tails.row_map, tails.offset_bytes)
             yield HoleTails(tails.piece.end_tokens, stored, tuple(parts), self._layout.tail_groups)
+
+
+def _joined(placed: Iterable[PlacedRows]) -> list[PlacedRows]:
+    """In ascending order, with rows of one entry that follow each other as one."""
+    joined: list[PlacedRows] = []
+    for rows in sorted(placed, key=lambda rows: rows.first_tokens):
+        before = joined[-1] if joined else None
+        shift_tokens = rows.first_tokens - rows.entry_tokens
+        if (
+            before is not None
+            and before.entry is rows.entry
+            and before.end_tokens == rows.first_tokens
+            and before.first_tokens - before.entry_tokens == shift_tokens
+        ):
+            joined[-1] = before._replace(end_tokens=rows.end_tokens)
+        else:
+            joined.append(rows)
+    return joined
 
 
 def _between(

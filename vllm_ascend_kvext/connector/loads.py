@@ -407,7 +407,10 @@ class Loads:
     ) -> Mapping[int, DenseTable]:
         """By KV cache group with windows; nothing where there are none, or no blocks for them."""
         assert self._holes is not None
-        if not hit.holes and self._holes.windows is None:
+        probe = None
+        if self._blended is not None:
+            probe = self._blended.probe(self._engine.requests[request_id], hit)
+        if not hit.holes and self._holes.windows is None and probe is None:
             return {}
         holes = [Run(*hole) for hole in hit.holes]
         cached = None
@@ -417,7 +420,7 @@ class Loads:
             if cached is None:
                 return {}  # It is gone since: the load fails.
         dense = self._holes.begin_dense(
-            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}, probe
         )
         return dense or {}
 

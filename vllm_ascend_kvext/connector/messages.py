@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
@@ -30,6 +31,7 @@ class WorkerLayout:
         host_bytes: Size of its arena.
         segments: Of its tokens, if segments can be stored and placed.
         segment_refusal: Why not, where they were asked for.
+        probe_refusal: Why it cannot compare a question with segments; empty if it can.
     """
 
     layout: KVLayout
@@ -37,6 +39,7 @@ class WorkerLayout:
     host_bytes: int
     segments: SegmentLayout | None = None
     segment_refusal: str = ""
+    probe_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,23 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeJob:
+    """A row of the step whose queries are compared with keys in pages.
+
+    Attributes:
+        row_id: Unique in the engine.
+        tokens: Of the row.
+        scored: Tokens whose scores are wanted, before the row; ascending and disjoint.
+        block_ids: As of `StoreJob`, of the row, from its first page on.
+    """
+
+    row_id: str
+    tokens: TokenRange
+    scored: tuple[TokenRange, ...]
+    block_ids: tuple[TablePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepJobs:
     """What the workers do in one step.
 
@@ -110,6 +130,7 @@ class StepJobs:
         stores: Begin when the step has computed: what they read is written by it, or was before.
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
+        probes: Rows that the step computes, whose scores are reported.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -117,6 +138,7 @@ class StepJobs:
     stores: tuple[StoreJob, ...] = ()
     has_forward: bool = False
     wants_stats: bool = False
+    probes: tuple[ProbeJob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -154,6 +176,8 @@ class JobResults:
         key_checks: Stores of segments, summed over workers, whose keys were found to turn with
             their positions alone; see ``blending.key_check``.
         key_check_failure: The first that were not; empty if there are none.
+        scores: Of the probes of the step, by row: of all tokens that are scored, one after the
+            other, summed over workers. None if some worker has none.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -166,6 +190,7 @@ class JobResults:
     has_forward: bool = False
     key_checks: int = 0
     key_check_failure: str = ""
+    scores: dict[str, Scores | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -174,6 +199,7 @@ class JobResults:
             or self.stores_ended
             or self.failed_loads
             or self.lacking
+            or self.scores
             or self.traffic["load"].transfers
         )
 
@@ -189,3 +215,7 @@ class JobResults:
             self.traffic[direction].add(traffic)
         self.key_checks += other.key_checks
         self.key_check_failure = self.key_check_failure or other.key_check_failure
+        # Every worker reports every probe of the step.
+        for row_id, scores in other.scores.items():
+            own = self.scores.get(row_id)
+            self.scores[row_id] = None if own is None or scores is None else own + scores

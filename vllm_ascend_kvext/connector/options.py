@@ -20,6 +20,14 @@ from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE, parse_reuses_holes
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.store.worth import EvictionRule
 
+
+class Selector(enum.Enum):
+    """How the tokens of reused segments are chosen that are computed after all."""
+
+    HEADS = "heads"
+    QUESTION = "question"
+
+
 CONFIG = "kv_connector_extra_config"
 STATE_POLICY_ALIAS = "LMCACHE_ASCEND_SKIP_STATE_GROUPS"
 
@@ -47,6 +55,11 @@ class ConnectorOptions:
         eviction: What gives way when the host memory is full.
         blending: Whether segments are reused wherever they stand in a prompt: approximate.
         blend_head_tokens: First tokens of each reused segment that are computed.
+        blend_selector: How the tokens of reused segments are chosen that are computed after all.
+        blend_ratio: Of the tokens behind heads: that are computed, with `Selector.QUESTION`.
+        blend_run_tokens: That are chosen together.
+        blend_check_layer: At which the question is compared with them, counted from the model's
+            first; None leaves it to ``worker_segments``.
         blend_min_tokens: A shorter segment, or rest of one, is computed.
         blend_across_windows: Whether tokens are reused whose windows reach across the beginning of
             their segment.
@@ -68,6 +81,10 @@ class ConnectorOptions:
     eviction: EvictionRule = EvictionRule.LATEST_USE
     blending: bool = False
     blend_head_tokens: int = 16
+    blend_selector: Selector = Selector.HEADS
+    blend_ratio: float = 0.10
+    blend_run_tokens: int = 8
+    blend_check_layer: int | None = None
     blend_min_tokens: int = 32
     blend_across_windows: bool = False
     segment_separator: str | tuple[int, ...] | None = None
@@ -204,6 +221,19 @@ def _parse_positive_integer(key: str, value: Any) -> int:
 def _parse_natural_number(key: str, value: Any) -> int:
     if not _is_integer(value) or value < 0:
         raise _wrong(key, value, "an integer of at least 0, without quotes")
+    return int(value)
+
+
+def _parse_ratio(key: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise _wrong(key, value, "a number from 0 to 1, without quotes")
+    return float(value)
+
+
+def _parse_run_tokens(key: str, value: Any) -> int:
+    if not _is_integer(value) or not 4 <= value <= 16:
+        raise _wrong(key, value, "an integer from 4 to 16, without quotes")
     return int(value)
 
 
@@ -351,6 +381,33 @@ OPTIONS = (
         _parse_natural_number,
         "With `blending`: so many first tokens of each reused segment are computed, and segments "
         "shorter than twice that are computed whole. `0` reuses segments as they are.",
+    ),
+    Option(
+        "blend_selector",
+        _parse_choice(Selector),
+        "With `blending`: which tokens of reused segments are computed. `heads`: the first "
+        "`blend_head_tokens` of each. `question`: these, and behind them what the question attends "
+        "to. What follows the last segment is computed once, at the price of one more step, only "
+        "to find that out. On a CPU only, and only with `--enforce-eager`; elsewhere it is "
+        "`heads`, and the log says why.",
+    ),
+    Option(
+        "blend_ratio",
+        _parse_ratio,
+        "With `blend_selector=question`: this part of the tokens behind heads is computed, but no "
+        "less than one run of each segment. `1.0` computes all of them.",
+    ),
+    Option(
+        "blend_run_tokens",
+        _parse_run_tokens,
+        "With `blend_selector=question`: tokens are chosen in runs of so many, from 4 to 16.",
+    ),
+    Option(
+        "blend_check_layer",
+        _parse_natural_number,
+        "With `blend_selector=question`: the layer at which the question is compared with the "
+        "segments, counted from 0 in the order of the model, among those with pages of their own. "
+        "It must have full attention. Unset: the one next to three fifths of the model.",
     ),
     Option(
         "blend_min_tokens",

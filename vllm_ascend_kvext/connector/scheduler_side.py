@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_store import SegmentStore, is_segment
 from vllm_ascend_kvext.connector.blended_requests import BlendedRequests, BlendOptions
 from vllm_ascend_kvext.connector.block_references import BlockReferences
@@ -35,18 +36,23 @@ from vllm_ascend_kvext.connector.loads import Loads
 from vllm_ascend_kvext.connector.messages import (
     JobResults,
     LoadJob,
+    ProbeJob,
     StepJobs,
     StoreJob,
     WorkerLayout,
 )
-from vllm_ascend_kvext.connector.options import ConnectorOptions
+from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
+from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.store_policy import StoreChooser
@@ -115,7 +121,8 @@ class NewHoles(NamedTuple):
     Attributes:
         request_id: Whose they are.
         num_tokens: Of all of them.
-        is_planned: Whether the load leaves them out, or has failed to bring them.
+        is_planned: Whether the load leaves them out, or has failed to bring them, or brought them
+            in vain.
     """
 
     request_id: str
@@ -163,6 +170,7 @@ class SchedulerSide:
         self._holes: HoleQueue | None = None
         self._new_holes: list[NewHoles] = []
         self._hole_tokens = 0  # of the step that is being scheduled
+        self._probes: list[ProbeJob] = []  # of the same
         self._has_warned = False
         self._has_news = False
         self._key_checks_missing = 0
@@ -364,7 +372,11 @@ class SchedulerSide:
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
-        return [] if self._holes is None else self._holes.end_step()
+        if self._holes is None:
+            return []
+        filled = self._holes.end_step()
+        self.counters.blending.lost_probes += self._holes.take_lost_probes()
+        return filled
 
     def restart_holes(self, request_id: str) -> bool:
         """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
@@ -385,8 +397,26 @@ class SchedulerSide:
         if self._holes is not None:
             rows = self._holes.take_rows(most_tokens, most_rows, most_row_tokens, other_ids)
         self._hole_tokens = sum(row.run.num_tokens for row in rows)
-        self.counters.hole_tokens += self._hole_tokens
+        self._probes = [self._probe_job(row) for row in rows if row.is_probe]
+        probed_tokens = sum(row.run.num_tokens for row in rows if not row.is_kept)
+        self.counters.hole_tokens += self._hole_tokens - probed_tokens
+        self.counters.blending.probed_tokens += probed_tokens
         return rows
+
+    def _probe_job(self, row: HoleRow) -> ProbeJob:
+        engine, parts = self._engine, self._parts
+        assert engine is not None and parts is not None and parts.blending is not None
+        request_ids = [
+            [block.block_id for block in manager.req_to_blocks.get(row.request_id, ())]
+            for manager in engine.managers
+        ]
+        scored = parts.blending.requests.scored(row.request_id)
+        return ProbeJob(
+            row.row_id,
+            TokenRange(*row.run),
+            tuple(TokenRange(*run) for run in scored),
+            tuple(TablePart(0, tuple(ids)) for ids in row.tables(request_ids)),
+        )
 
     def take_new_holes(self) -> list[NewHoles]:
         """Of loads that have begun, or left something out, since the last call."""
@@ -435,7 +465,8 @@ class SchedulerSide:
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
         jobs = (*stores.take_jobs(), *segment_jobs)
-        return StepJobs(swaps, loads, jobs, bool(num_tokens), wants_stats)
+        probes, self._probes = tuple(self._probes), []
+        return StepJobs(swaps, loads, jobs, bool(num_tokens), wants_stats, probes)
 
     def note_output(
         self, results: JobResults | None, finished_load_ids: Iterable[str]
@@ -469,6 +500,8 @@ class SchedulerSide:
                     parts.blending.stores.end(number, num_workers, has_failed)
             if results.key_checks or results.key_check_failure:
                 self._note_key_check(results)
+            for row_id, scores in results.scores.items():
+                self._end_probe(parts, row_id, scores)
         with_holes = set()
         for request_id in finished_load_ids:
             self._end_load(parts, request_id)
@@ -484,6 +517,18 @@ class SchedulerSide:
             self._holes.add(request_id, holes)
             hole_tokens = sum(hole.num_tokens for hole in holes)
             self._new_holes.append(NewHoles(request_id, hole_tokens, is_planned=False))
+
+    def _end_probe(self, parts: _Parts, row_id: str, scores: Scores | None) -> None:
+        """A question has been compared with segments; its request may have ended meanwhile."""
+        assert self._holes is not None and parts.blending is not None
+        request_id = self._holes.probed_request(row_id)
+        if request_id is None:
+            return
+        runs = parts.blending.requests.choose(request_id, scores)
+        self._holes.end_probe(request_id, runs)
+        if runs:
+            num_tokens = sum(run.num_tokens for run in runs)
+            self._new_holes.append(NewHoles(request_id, num_tokens, is_planned=False))
 
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
         """A request has ended; its blocks are about to be freed."""
@@ -586,15 +631,17 @@ class SchedulerSide:
             self._options.blend_min_tokens,
             self._segment_tokens.separator_ids,
         )
+        questions = self._make_questions(layout, workers)
         self._key_checks_missing = len(workers)
         logger.info(
             "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
-            "without their first %d. It is approximate.",
+            "without their first %d%s. It is approximate.",
             len(store.sink_ids),
             max(options.head_tokens, options.least_head_tokens),
+            "" if questions is None else ", and without what the question attends to",
         )
         return Blending(
-            BlendedRequests(self._engine, layout.window_pages, store, options, counters),
+            BlendedRequests(self._engine, layout.window_pages, store, options, counters, questions),
             SegmentStores(
                 self._engine,
                 store,
@@ -606,6 +653,26 @@ class SchedulerSide:
                 counters,
             ),
         )
+
+    def _make_questions(
+        self, layout: HostLayout, workers: Sequence[WorkerLayout]
+    ) -> Questions | None:
+        """None if questions are not compared with segments."""
+        if self._options.blend_selector is not Selector.QUESTION:
+            return None
+        for rank, worker in enumerate(workers):
+            if worker.probe_refusal:
+                logger.warning(
+                    "KvextConnector: blend_selector is heads: worker %d: %s",
+                    rank,
+                    worker.probe_refusal,
+                )
+                return None
+        assert self._engine is not None and self._references is not None
+        assert self._holes is not None
+        self._holes.probe_blocks = ProbeBlocks(self._references, layout.tokens_per_page)
+        options = QuestionOptions(self._options.blend_ratio, self._options.blend_run_tokens)
+        return Questions(self._engine, options, self.counters.blending)
 
     def _why_no_blending(self, layout: HostLayout, workers: Sequence[WorkerLayout]) -> str | None:
         assert self._engine is not None

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys, read_layer_keys, shares_pages
@@ -21,6 +22,7 @@ from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
 from vllm_ascend_kvext.blending.token_pages import TokenPages, TokenPlane
 from vllm_ascend_kvext.connector.cpu_backend import PagedBackend
 from vllm_ascend_kvext.connector.loaded_models import model_with
+from vllm_ascend_kvext.connector.question_probe import QuestionProbe, check_layer_of
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.layout.views import tensors_of
@@ -61,6 +63,7 @@ class WorkerSegments:
         backend: PagedBackend | None,
     ) -> None:
         self._pools, self._placement, self._backend = pools, placement, backend
+        self._compilation = vllm_config.compilation_config
         self._group_of_layer = _groups_by_layer(layout)
         self._num_pages = layout.num_pages
         self._keys = _read_keys(vllm_config, kv_caches, self._group_of_layer)
@@ -98,6 +101,20 @@ class WorkerSegments:
         return SegmentMover(
             self.pages, host, layout, self._placement, is_staging_pinned=self._is_on_device
         )
+
+    def probe(self, check_layer: int | None) -> QuestionProbe:
+        """What compares questions with segments.
+
+        Args:
+            check_layer: At which layer; see `question_probe.check_layer_of`.
+
+        Raises:
+            BlendingError: They cannot be compared.
+        """
+        backend = _require_cpu(self._pools.device_types, self._backend)
+        layer = check_layer_of(self._compilation, self._keys, check_layer)
+        slots_of_step = partial(backend.slots_of_step, layer.name)
+        return QuestionProbe(layer, self.pages, slots_of_step)
 
     @property
     def _is_on_device(self) -> bool:

@@ -5,7 +5,7 @@ It decides nothing: the scheduler side says what is moved and where to. A step::
 
     run_before_step   stores that must have ended before the step overwrites their pages
     begin_step        loads begin, and stores if nothing is computed
-    (the forward)
+    (the forward)     questions are compared with segments
     end_of_forward    stores begin
     end_step          what has ended since the last time, of whichever steps
 
@@ -35,6 +35,8 @@ from vllm_ascend_kvext.connector.messages import (
     Traffic,
     WorkerLayout,
 )
+from vllm_ascend_kvext.connector.options import Selector
+from vllm_ascend_kvext.connector.question_probe import QuestionProbe
 from vllm_ascend_kvext.connector.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker_identity import require_one_stage, worker_fingerprint
 from vllm_ascend_kvext.connector.worker_segments import WorkerSegments
@@ -81,6 +83,16 @@ class WorkerOptions(Protocol):
     @property
     def blending(self) -> bool:
         """Whether tokens of segments are to be stored and placed."""
+        ...
+
+    @property
+    def blend_selector(self) -> Selector:
+        """Whether questions are to be compared with segments."""
+        ...
+
+    @property
+    def blend_check_layer(self) -> int | None:
+        """At which layer; None leaves the choice to `check_layer_of`."""
         ...
 
 
@@ -130,6 +142,8 @@ class WorkerSide:
         self._cpu_backend = cpu_backend
         self._segments: WorkerSegments | None = None
         self._segment_refusal = ""
+        self._probe: QuestionProbe | None = None
+        self._probe_refusal = ""
         self._thread = TransferThread(self._run, self._move_to_copy_cpus)
         self._placement: CopyPlacement | None = None
         self._host: HostBuffer | None = None
@@ -204,6 +218,12 @@ class WorkerSide:
             self._segments = segments
         except Exception as error:
             self._segment_refusal = _refusal_of(error)
+            return
+        if self._options.blend_selector is Selector.QUESTION:
+            try:
+                self._probe = segments.probe(self._options.blend_check_layer)
+            except Exception as error:
+                self._probe_refusal = _refusal_of(error)
 
     def _renew_segments(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
         """Take the rows where they are now. If that fails, jobs with segments do."""
@@ -211,7 +231,10 @@ class WorkerSide:
             return
         runner.segments.retire()
         try:
-            runner.segments.renew(self._segments.pages_of(kv_caches))
+            pages = self._segments.pages_of(kv_caches)
+            runner.segments.renew(pages)
+            if self._probe is not None:
+                self._probe.renew(pages)
         except Exception as error:
             logger.warning("Segments are not loaded any more: %s", _refusal_of(error))
 
@@ -230,6 +253,7 @@ class WorkerSide:
             self._host.num_bytes,
             None if mover is None else mover.layout,
             self._segment_refusal,
+            self._probe_refusal,
         )
 
     def run_before_step(self, jobs: StepJobs) -> None:
@@ -249,6 +273,8 @@ class WorkerSide:
         """
         lost, self._stores_after_forward = self._stores_after_forward, ()
         self._thread.fail(lost, "the forward of their step did not end")
+        if self._probe is not None:
+            self._probe.begin_step(jobs.probes)
         begin: tuple[Job, ...] = jobs.loads
         if jobs.has_forward:
             self._stores_after_forward = jobs.stores
@@ -295,6 +321,8 @@ class WorkerSide:
                 traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
                 if moved.key_check is not None:
                     _add_key_check(results, moved.key_check)
+        if self._probe is not None:
+            results.scores = self._probe.end_step()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def retire(self) -> None:
@@ -308,10 +336,14 @@ class WorkerSide:
             self._runner.pools.retire()
             if self._runner.segments is not None:
                 self._runner.segments.retire()
+            if self._probe is not None:
+                self._probe.retire()
 
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""
         self._thread.shutdown()
+        if self._probe is not None:
+            self._probe.shutdown()
         if self._host is not None:
             self._host.unmap()
 

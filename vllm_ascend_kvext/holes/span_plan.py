@@ -123,6 +123,21 @@ def union(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(united)
 
 
+def without(runs: Iterable[Run], taken: Sequence[Run]) -> tuple[Run, ...]:
+    """What is left of some runs. All ascend, and those that are taken do not touch."""
+    left: list[Run] = []
+    for first_tokens, end_tokens in runs:
+        for run in taken:
+            if run.end_tokens <= first_tokens or end_tokens <= run.first_tokens:
+                continue
+            if first_tokens < run.first_tokens:
+                left.append(Run(first_tokens, run.first_tokens))
+            first_tokens = run.end_tokens
+        if first_tokens < end_tokens:
+            left.append(Run(first_tokens, end_tokens))
+    return tuple(left)
+
+
 def _whole_units(runs: Iterable[Run], unit_tokens: int, last_end_tokens: int) -> Iterable[Run]:
     for first_tokens, end_tokens in runs:
         first_tokens = -(-first_tokens // unit_tokens) * unit_tokens

@@ -92,6 +92,8 @@ class Hit:
             nothing is missing.
         placed: Rows that are not of this prefix; ascending. What lies between and before them, from
             the end of the rows on, is in ``holes``.
+        heads: Rows of the same prefixes as those, in ``holes``: they are loaded all the same, to be
+            looked at before they are computed.
         exact_tokens: Where the rows of this prefix end, if some are placed.
         exact_tails: The tails there; None if it needs none.
         left_out: Entries that are there, and whose rows are computed because that is faster.
@@ -106,6 +108,7 @@ class Hit:
     hole_tails: tuple[Entry | None, ...] = ()
     gap_tokens: int | None = None
     placed: tuple[PlacedRows, ...] = ()
+    heads: tuple[PlacedRows, ...] = ()
     exact_tokens: int = 0
     exact_tails: Entry | None = None
     left_out: tuple[Entry, ...] = ()
@@ -114,7 +117,7 @@ class Hit:
     def all_entries(self) -> tuple[Entry, ...]:
         """Everything that is read for it; what is read twice is there once."""
         tails = [entry for entry in (*self.hole_tails, self.exact_tails) if entry is not None]
-        placed = [rows.entry for rows in self.placed]
+        placed = [rows.entry for rows in (*self.placed, *self.heads)]
         return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
 
     @property

@@ -99,6 +99,9 @@ COUNTED: dict[str, Event] = {
     "blend_tokens.reused": add_to_blending("reused_tokens"),
     "blend_tokens.recomputed": add_to_blending("recomputed_tokens"),
     "blend_stored_segments": add_to_blending("stored_segments"),
+    "blend_probes.scored": add_to_blending("scored_probes"),
+    "blend_probes.lost": add_to_blending("lost_probes"),
+    "blend_probed_tokens": add_to_blending("probed_tokens"),
     **{f"blend_refusals.{reason.value}": refuse_blending(reason) for reason in BlendRefusal},
 }
 EVENTS: tuple[Event, ...] = (*COUNTED.values(), *GAUGES.values(), move("store"), move("load"))

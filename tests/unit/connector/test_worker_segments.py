@@ -526,7 +526,5 @@ def test_rows_that_are_not_keys_and_values_are_refused(monkeypatch: pytest.Monke
     refusal = worker.side.describe().segment_refusal
     worker.side.shutdown()
     loaded_models.forget_all()
-    assert (
-        "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
-    )
+    assert "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
     assert "found 256 bytes of float32, 128 bytes of float32" in refusal
