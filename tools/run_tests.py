@@ -57,6 +57,7 @@ LONG_FILES = {
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
 LMCACHE_FILES = (
+    ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
 )

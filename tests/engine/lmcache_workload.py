@@ -4,8 +4,9 @@
     python lmcache_workload.py REPORT PLANS
 
 ``PLANS`` is JSON: by name, what to start and ask: ``model`` is a folder, ``engine`` holds arguments
-of ``LLM``, ``prompts`` are seeds. ``kills``, if it is there, is the process id of the server, which
-ends when the first load is about to begin.
+of ``LLM``, ``prompts`` are seeds. A text among them is a pause: the file ``TEXT.reached`` appears
+in the working folder, and the next prompt is asked when ``TEXT.passed`` is there. ``kills``, if it
+is there, is the process id of the server, which ends when the first load is about to begin.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BLOCK_TOKENS = 16
 PROMPT_TOKENS = 700
 REPLY_TOKENS = 8
 _TRANSFERS_LIMIT_S = 30
+_PAUSE_LIMIT_S = 150
+METRIC = "vllm:kvext_lmcache_stored_tokens"
 
 
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
@@ -57,14 +60,22 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         if "kills" in plan:
             _kill_at_the_first_load(plan["kills"])
         answers = []
+        seconds = []
         for seed in plan["prompts"]:
+            if isinstance(seed, str):
+                _pause(Path(seed))
+                continue
+            began_s = time.monotonic()
             answers.append(_ask(llm, seed))
+            seconds.append(time.monotonic() - began_s)
             limit_s = time.monotonic() + _TRANSFERS_LIMIT_S
             while core.scheduler.has_requests() and time.monotonic() < limit_s:
                 llm.llm_engine.step()  # A request's blocks are held until its stores have ended.
                 time.sleep(0.01)
         return {
             "asked": {"prompts": {"answers": answers}},
+            "seconds": seconds,
+            "stored_tokens": _stored_tokens(llm),
             "num_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
             "has_requests": core.scheduler.has_requests(),
         }
@@ -73,6 +84,26 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+
+
+def _pause(name: Path) -> None:
+    name.with_suffix(".reached").touch()
+    limit_s = time.monotonic() + _PAUSE_LIMIT_S
+    while not name.with_suffix(".passed").exists():
+        if time.monotonic() > limit_s:
+            raise TimeoutError(f"nobody ended the pause {name}")
+        time.sleep(0.05)
+
+
+def _stored_tokens(llm: Any) -> dict[str, float]:
+    """By outcome, where the engine was told to keep statistics."""
+    if not llm.llm_engine.log_stats:
+        return {}
+    return {
+        metric.labels["outcome"]: metric.value
+        for metric in llm.get_metrics()
+        if metric.name == METRIC
+    }
 
 
 def _kill_at_the_first_load(process_id: int) -> None:
