@@ -27,7 +27,6 @@ PROMPT_TOKENS = 700
 REPLY_TOKENS = 8
 _TRANSFERS_LIMIT_S = 30
 _PAUSE_LIMIT_S = 150
-METRIC = "vllm:kvext_lmcache_stored_tokens"
 
 
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +74,6 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         return {
             "asked": {"prompts": {"answers": answers}},
             "seconds": seconds,
-            "stored_tokens": _stored_tokens(llm),
             "num_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
             "has_requests": core.scheduler.has_requests(),
         }
@@ -95,17 +93,6 @@ def _pause(name: Path) -> None:
         time.sleep(0.05)
 
 
-def _stored_tokens(llm: Any) -> dict[str, float]:
-    """By outcome, where the engine was told to keep statistics."""
-    if not llm.llm_engine.log_stats:
-        return {}
-    return {
-        metric.labels["outcome"]: metric.value
-        for metric in llm.get_metrics()
-        if metric.name == METRIC
-    }
-
-
 def _kill_at_the_first_load(process_id: int) -> None:
     from vllm.distributed import kv_transfer
 
@@ -120,11 +107,16 @@ def _kill_at_the_first_load(process_id: int) -> None:
     adapter.submit_retrieve_request = kill_and_load
 
 
+def prompt_of(seed: int) -> list[int]:
+    """The same tokens in every process."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
+
+
 def _ask(llm: Any, seed: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    rng = random.Random(seed)
-    prompt = [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
+    prompt = prompt_of(seed)
     sampling = SamplingParams(
         temperature=0, max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
     )

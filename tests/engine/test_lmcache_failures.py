@@ -6,6 +6,7 @@ On the real engine with real servers, where LMCache is installed: `make test-lmc
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_served import serving
 from lmcache_runs import HIT_TOKENS, Restarted, Run, connected, needs_lmcache
+from lmcache_workload import REPLY_TOKENS, prompt_of
 from offload.server import CHUNK_TOKENS, free_ports
 from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served, logprob_error
 from support import old_lmcache_server
@@ -184,32 +187,43 @@ def test_a_server_that_is_back_is_used_again_if_it_has_the_same_chunks(
 
 
 def test_stores_that_find_no_room_are_counted_and_logged_once(
-    expected: Served, run_lmcache: Run, tmp_path: Path
+    expected: Served, lmcache_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What one prompt stores fits; that is below the watermark, and nothing makes room for more.
-
-    Prompts are computed in one step each: vLLM's `LLM` drops statistics of steps without outputs.
-    """
+    """Behind `vllm serve`. What one prompt stores fits; that is below the watermark, and nothing
+    makes room for more."""
     (port,) = free_ports(1)
-    with Restarted(port, tmp_path, "--l1-size-gb", SIZE_FOR_ONE_PROMPT_GB) as server:
-        prompts = [1, "first", 2, "second", 3, "third", 4, "fourth", 1]
-        pauses = [prompt for prompt in prompts if isinstance(prompt, str)]
-        engine = recomputing(port, disable_log_stats=False, max_num_batched_tokens=1024)
-        wait = dict.fromkeys(pauses, lambda: time.sleep(2))
-        plan = {"model": "alternating", "engine": engine, "prompts": prompts}
-        found = run_lmcache({"hybrid": plan}, actions=wait)["hybrid"]
+    log = tmp_path / "vllm.log"
+    arguments = [
+        *("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
+        *("--dtype", "float32", "--block-size", "16", "--max-model-len", "2048"),
+        *("--max-num-batched-tokens", "1024", "--num-gpu-blocks-override", "700"),
+        *("--no-disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching"),
+        *("--kv-transfer-config", json.dumps(recomputing(port)["kv_transfer_config"])),
+    ]
+    seeds = [1, 2, 3, 4, 1]
+    with (
+        Restarted(port, tmp_path, "--l1-size-gb", SIZE_FOR_ONE_PROMPT_GB) as server,
+        serving(lmcache_models["alternating"], arguments, {}, log) as client,
+    ):
+        for label, seed in enumerate(seeds):
+            client.ask(str(label), [prompt_of(seed)], REPLY_TOKENS)
+            time.sleep(1.5)  # The lookup follows the store, and its result goes with a later step.
+        metrics = client.read_metrics()
         server_log = server.read_log()
-    require_right(found, [1, 2, 3, 4, 1], expected)
-    warnings = [line for line in found.log.splitlines() if "has reported" in line]
-    print(found.report["stored_tokens"], found.hit_tokens("prompts"), found.report["seconds"])
-    print(*warnings, sep="\n")
+    for label, seed in enumerate(seeds):
+        (answer,) = client.report().answers(str(label))
+        assert answer.reply == expected.answers("prompts")[seed - 1].reply
+        assert logprob_error(answer, expected.answers("prompts")[seed - 1]) < LOGPROB_TOLERANCE
+    counted = {name: value for name, value in metrics.items() if "stored_tokens_total" in name}
+    warnings = [line for line in log.read_text().splitlines() if "has reported" in line]
+    print(counted, *warnings, sep="\n")
     assert "Failed to batched allocate" in server_log
-    assert found.hit_tokens("prompts") == [0, 0, 0, 0, HIT_TOKENS]
-    # What was counted of the fourth comes with the next step that has outputs.
-    assert found.report["stored_tokens"] == {
-        "kept": HIT_TOKENS,
-        "lost": 2 * HIT_TOKENS,
-        "unchecked": 0,
+    hits = [client.report().hit_tokens(str(label)) for label in range(len(seeds))]
+    assert hits == [[0], [0], [0], [0], [HIT_TOKENS]]
+    assert counted == {
+        "kvext_lmcache_stored_tokens_total.kept": HIT_TOKENS,
+        "kvext_lmcache_stored_tokens_total.lost": 3 * HIT_TOKENS,
+        "kvext_lmcache_stored_tokens_total.unchecked": 0,
     }
     (warning,) = warnings
     for text in (f"127.0.0.1:{port}", f"{HIT_TOKENS} tokens", "not have 512", "--l1-size-gb"):
