@@ -172,9 +172,7 @@ def _look_after(connector: Any, kv_cache_config: KVCacheConfig, *, is_worker: bo
     if is_worker:
         ask_for_reports(connector)
         return
-    checks = watch_stores(connector, can_look_up=not has_states(kv_cache_config))
-    if checks is not None:
-        report_stores(connector, checks)
+    report_stores(connector, watch_stores(connector, can_look_up=not has_states(kv_cache_config)))
 
 
 def _object_name(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -90,14 +90,21 @@ class LMCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counter.labels(*labels, outcome).inc(tokens)
 
 
-def report_stores(connector: Any, checks: StoreChecks) -> None:
-    """Let the statistics of a connector of the scheduler have what was counted."""
+def report_stores(connector: Any, checks: StoreChecks | None) -> None:
+    """Let the statistics of a connector of the scheduler have what was counted.
+
+    They are of one class on both sides, as MultiConnector expects.
+
+    Args:
+        connector: LMCache's.
+        checks: None where nothing is counted.
+    """
     get_theirs: Callable[[], Any] = connector.get_kv_connector_stats
 
     def get_kv_connector_stats() -> LMCacheStats:
         theirs = get_theirs()
         stats = LMCacheStats(theirs.data if theirs is not None else None)
-        counts = checks.take_counts()
+        counts = checks.take_counts() if checks is not None else {}
         stats.data.update({_KEYS[outcome]: tokens for outcome, tokens in counts.items()})
         return stats
 

@@ -160,8 +160,10 @@ class StoreChecks:
             self._count(UNCHECKED, stored.num_tokens)
             return
         except Exception as error:
-            self._stopped.set()
             self._count(UNCHECKED, stored.num_tokens)
+            if self._stopped.is_set():
+                return  # The connections have been closed meanwhile.
+            self._stopped.set()
             logger.warning(
                 "LMCacheMPConnector: what LMCache has stored is not looked up any more, so that "
                 "stores which fail are not seen: %s: %s. Expected LMCache 0.5.6.",

@@ -206,6 +206,20 @@ def test_an_unknown_lmcache_ends_the_checks_with_one_warning(
     assert "AttributeError: lookup" in message
 
 
+def test_connections_that_are_closed_at_the_end_are_no_news(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def find(stored: Stored) -> int:
+        checks.stop()
+        raise OSError("closed")
+
+    checks = StoreChecks(find, SERVER)
+    with caplog.at_level(logging.WARNING):
+        checks.check(stored())
+    assert not caplog.messages
+    assert checks.take_counts() == {UNCHECKED: 512}
+
+
 def test_a_burst_is_logged_when_it_begins_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
