@@ -136,7 +136,7 @@ def test_a_server_that_dies_during_a_load_costs_time_and_no_token(
     first_s, second_s, third_s = found.report["seconds"]
     print(f"seconds: {first_s:.1f} stored, {second_s:.1f} killed in the load, {third_s:.1f} after")
     assert second_s < 2 * HEARTBEAT_S + 10
-    assert third_s < 5
+    assert third_s < 10
 
 
 def test_a_server_that_is_back_is_used_again_if_it_has_the_same_chunks(
@@ -184,7 +184,7 @@ def test_a_server_that_is_back_is_used_again_if_it_has_the_same_chunks(
     ]
     refusal = "is back with chunks of 512 tokens, and this engine started with 256"
     assert found.log.count(refusal) == 2  # Once of each side.
-    assert max(found.report["seconds"]) < 5
+    assert max(found.report["seconds"]) < 10
 
 
 def test_stores_that_find_no_room_are_counted_and_logged_once(
