@@ -5,8 +5,10 @@
 
 ``PLANS`` is JSON: by name, what to start and ask: ``model`` is a folder, ``engine`` holds arguments
 of ``LLM``, ``prompts`` are seeds. A text among them is a pause: the file ``TEXT.reached`` appears
-in the working folder, and the next prompt is asked when ``TEXT.passed`` is there. ``kills``, if it
-is there, is the process id of the server, which ends when the first load is about to begin.
+in the working folder, and the next prompt is asked when ``TEXT.passed`` is there. A number with a
+point is a pause of so many seconds: the server makes readable what is stored a moment after it has
+said so. ``kills``, if it is there, is the process id of the server, which ends when the first load
+is about to begin.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         for seed in plan["prompts"]:
             if isinstance(seed, str):
                 _pause(Path(seed))
+                continue
+            if isinstance(seed, float):
+                time.sleep(seed)
                 continue
             began_s = time.monotonic()
             answers.append(_ask(llm, seed))

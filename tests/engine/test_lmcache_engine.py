@@ -133,7 +133,7 @@ def test_below_multi_connector_it_is_made_as_by_itself(
         return {"model": "alternating", "engine": engine}
 
     found = run_lmcache(
-        {"multi": {**below(port), "prompts": [1, 1]}, "nobody": below(closed_port)},
+        {"multi": {**below(port), "prompts": [1, 2.0, 1]}, "nobody": below(closed_port)},
         environ={"VLLM_ASCEND_KVEXT_LMCACHE_KEYS": "1"},
     )
     multi = found["multi"]

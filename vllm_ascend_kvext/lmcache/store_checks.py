@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SETTLE_S = 0.5
-"""From the end of a store to the question: the server makes an object readable a moment later."""
+CONFIRM_S = 2.0
+"""From the end of a store to the question, and from there to a second one where something is
+missing: the server makes an object readable a moment after it has said that it is stored."""
 
 SILENCE_S = 30.0
 """For which a server that did not answer is not asked again."""
@@ -81,7 +83,7 @@ class StoreChecks:
     def __init__(self, find: Find, server: str) -> None:
         self._find = find
         self._burst = LossBurst(server)
-        self._waiting: queue.SimpleQueue[tuple[float, Stored] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Due | None] = queue.SimpleQueue()
         self._waiting_tokens = 0
         self._counts = dict.fromkeys(OUTCOMES, 0)
         self._lock = threading.Lock()
@@ -105,7 +107,7 @@ class StoreChecks:
                 self._counts[UNCHECKED] += stored.num_tokens
                 return
             self._waiting_tokens += num_waiting
-        self._waiting.put((now_s + SETTLE_S, stored))
+        self._waiting.put(_Due(now_s + SETTLE_S, stored))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="kvext-lmcache-stores", daemon=True
@@ -137,32 +139,39 @@ class StoreChecks:
             self._burst.end_if_quiet(time.monotonic())
             if due is None:
                 continue
-            due_s, stored = due
-            if self._stopped.wait(max(0.0, due_s - time.monotonic())):
+            if self._stopped.wait(max(0.0, due.at_s - time.monotonic())):
                 return
             began_s = time.monotonic()
             with self._lock:
-                self._waiting_tokens -= len(stored.token_ids)
                 is_silent = began_s < self._not_before_s
             if is_silent:
-                self._count(UNCHECKED, stored.num_tokens)
+                self._count(UNCHECKED, due.stored.num_tokens)
+            elif self.check(due.stored, is_last=due.is_second):
+                self._stopped.wait(_REST_PER_ASKING_S * (time.monotonic() - began_s))
+            else:
+                self._waiting.put(_Due(began_s + CONFIRM_S, due.stored, is_second=True))
                 continue
-            self.check(stored)
-            self._stopped.wait(_REST_PER_ASKING_S * (time.monotonic() - began_s))
+            with self._lock:
+                self._waiting_tokens -= len(due.stored.token_ids)
 
-    def check(self, stored: Stored) -> None:
-        """Look up what one request has stored, and count."""
+    def check(self, stored: Stored, *, is_last: bool) -> bool:
+        """Look up what one request has stored, and count.
+
+        Returns:
+            Whether it was counted. If it is not the last question, nothing is, where something is
+            missing.
+        """
         try:
             found_tokens = self._find(stored)
         except TimeoutError:
             with self._lock:
                 self._not_before_s = time.monotonic() + SILENCE_S
             self._count(UNCHECKED, stored.num_tokens)
-            return
+            return True
         except Exception as error:
             self._count(UNCHECKED, stored.num_tokens)
             if self._stopped.is_set():
-                return  # The connections have been closed meanwhile.
+                return True  # The connections have been closed meanwhile.
             self._stopped.set()
             logger.warning(
                 "LMCacheMPConnector: what LMCache has stored is not looked up any more, so that "
@@ -170,19 +179,37 @@ class StoreChecks:
                 type(error).__name__,
                 error,
             )
-            return
+            return True
+        if found_tokens < stored.end_tokens and not is_last:
+            return False
         if found_tokens < stored.begin_tokens:
             # Without what was there before, a lookup says nothing of what came behind it.
             self._count(UNCHECKED, stored.num_tokens)
-            return
+            return True
         num_lost = max(0, stored.end_tokens - found_tokens)
         self._count(KEPT, stored.num_tokens - num_lost)
         self._count(LOST, num_lost)
         self._burst.add(num_lost, stored.num_tokens, time.monotonic())
+        return True
 
     def _count(self, outcome: str, num_tokens: int) -> None:
         with self._lock:
             self._counts[outcome] += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What is to be looked up.
+
+    Attributes:
+        at_s: Not before this time.
+        stored: Of a request.
+        is_second: Whether something was missing the first time.
+    """
+
+    at_s: float
+    stored: Stored
+    is_second: bool = False
 
 
 @dataclass(slots=True)

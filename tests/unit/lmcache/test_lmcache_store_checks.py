@@ -44,6 +44,7 @@ def counted(checks: StoreChecks, num_tokens: int) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_checks, "SETTLE_S", 0.0)
+    monkeypatch.setattr(store_checks, "CONFIRM_S", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +61,40 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_not_found_of_what_was_stored_is_lost(
-    begin_tokens: int, found_tokens: int, counts: dict[str, int]
+    begin_tokens: int, found_tokens: int, counts: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = StoreChecks(lambda stored: found_tokens, SERVER)
-    checks.check(stored(begin_tokens))
+    is_complete = found_tokens >= 512
+    with caplog.at_level(logging.WARNING):
+        assert checks.check(stored(begin_tokens), is_last=False) == is_complete
+        assert not caplog.messages
+        if not is_complete:
+            assert checks.take_counts() == {}
+            assert checks.check(stored(begin_tokens), is_last=True)
     assert checks.take_counts() == counts
     assert checks.take_counts() == {}
+    assert len(caplog.messages) == (LOST in counts)
+
+
+@pytest.mark.parametrize(("later_tokens", "counts"), [(512, {KEPT: 512}), (256, None)])
+def test_what_is_missing_is_asked_for_once_more(
+    later_tokens: int, counts: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_checks, "CONFIRM_S", 0.1)
+    asked_s, answers = [], [0, later_tokens]
+
+    def find(stored: Stored) -> int:
+        asked_s.append(time.monotonic())
+        return answers.pop(0)
+
+    checks = StoreChecks(find, SERVER)
+    checks.submit(stored())
+    assert counted(checks, 512) == (counts or {KEPT: 256, LOST: 256})
+    assert asked_s[1] - asked_s[0] >= 0.1
+    checks.stop()
+    assert checks._thread is not None
+    checks._thread.join(LIMIT_S)
+    assert checks._waiting_tokens == 0
 
 
 def test_a_thread_looks_up_what_is_submitted() -> None:
@@ -163,9 +192,16 @@ def test_a_server_that_does_not_answer_is_left_alone_for_a_while(
     checks.stop()
 
 
+def test_one_request_may_be_longer_than_what_may_wait() -> None:
+    checks = StoreChecks(lambda stored: stored.end_tokens, SERVER)
+    checks.submit(stored(num_tokens=2 * MOST_WAITING_TOKENS))
+    assert counted(checks, 512) == {KEPT: 512}
+    checks.stop()
+
+
 def test_what_waits_is_bounded() -> None:
     def use(checks: StoreChecks, may_answer: threading.Event) -> None:
-        checks.submit(stored(num_tokens=MOST_WAITING_TOKENS))  # Nothing else waits.
+        checks.submit(stored(num_tokens=MOST_WAITING_TOKENS - 512))
         assert checks.take_counts() == {}
         checks.submit(stored())
         assert checks.take_counts() == {UNCHECKED: 512}
@@ -215,7 +251,7 @@ def test_connections_that_are_closed_at_the_end_are_no_news(
 
     checks = StoreChecks(find, SERVER)
     with caplog.at_level(logging.WARNING):
-        checks.check(stored())
+        checks.check(stored(), is_last=True)
     assert not caplog.messages
     assert checks.take_counts() == {UNCHECKED: 512}
 
