@@ -66,19 +66,21 @@ BUILTIN_VARIABLE = "LMCACHE_USE_UPSTREAM_MP"
 logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 
 
-def get_connector_class(wrapped: Callable[..., Any], factory: type, *args: Any) -> Any:
+def get_connector_class(
+    wrapped: Callable[..., Any], factory: type, *args: Any, **kwargs: Any
+) -> Any:
     """The class of a connector; of LMCache's, one that gets copies of the configs.
 
     Also of those below `MultiConnector`, which asks for classes alone.
     """
-    return prepared_class(wrapped(*args))
+    return prepared_class(wrapped(*args, **kwargs))
 
 
 def get_connector_class_with_compat(
-    wrapped: Callable[..., tuple[Any, bool]], factory: type, *args: Any
+    wrapped: Callable[..., tuple[Any, bool]], factory: type, *args: Any, **kwargs: Any
 ) -> tuple[Any, bool]:
     """The same on vLLM 0.20.2, which also says whether a class takes the groups."""
-    connector_class, is_without_groups = wrapped(*args)
+    connector_class, is_without_groups = wrapped(*args, **kwargs)
     if is_without_groups:
         return connector_class, is_without_groups
     return prepared_class(connector_class), is_without_groups
