@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.lmcache.first_blocks import complete_first_blocks
 from vllm_ascend_kvext.lmcache.hand_over import (
     limit_farewell,
     require_name,
@@ -174,6 +175,7 @@ def _look_after(connector: Any, kv_cache_config: KVCacheConfig, *, is_worker: bo
     if is_worker:
         ask_for_reports(connector)
         return
+    complete_first_blocks(connector)
     report_stores(connector, watch_stores(connector, can_look_up=not has_states(kv_cache_config)))
 
 

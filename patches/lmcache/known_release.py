@@ -32,6 +32,13 @@ RELIED_ON = (
     f"{_TRACKER}:LMCacheMPRequestMetadata.GetStoreMetadata",
     f"{_ADAPTER}:LMCacheMPSchedulerAdapter._create_key",
     f"{_ADAPTER}:LMCacheMPSchedulerAdapter.shutdown",
+    # How it learns the blocks of a request.
+    f"{_CONNECTOR}.update_state_after_alloc",
+    f"{_CONNECTOR}.build_connector_meta",
+    f"{_CONNECTOR}._process_new_requests",
+    f"{_CONNECTOR}._process_cached_requests",
+    f"{_TRACKER}:LMCacheMPRequestTracker.append_block_ids",
+    f"{_TRACKER}:LMCacheMPRequestTracker.num_allocated_blocks",
     # How a server that is back is taken up again.
     f"{_ADAPTER}:HeartbeatThread._execute",
     f"{_ADAPTER}:LMCacheMPSchedulerAdapter._ensure_heartbeat_started",
@@ -63,9 +70,9 @@ def is_as_read() -> bool:
         logger.warning(
             "LMCacheMPConnector: expected LMCache 0.5.6, found %s, in which %s differ from "
             "what was read. Names of objects and what is asked before the start are not "
-            "affected. Stores are not checked, a server that comes back is taken as LMCache takes "
-            "it, and the end of an engine may wait mq_timeout for a server that is gone. Install "
-            "LMCache 0.5.6 to have all of it.",
+            "affected. Stores are not checked, and wrong below MultiConnector; a server that comes "
+            "back is taken as LMCache takes it, and the end of an engine may wait mq_timeout for a "
+            "server that is gone. Install LMCache 0.5.6 to have all of it.",
             found_version,
             ", ".join(differing),
         )
