@@ -89,10 +89,11 @@ def test_what_was_not_told_is_read_before_the_step_is_planned(
 
 
 def test_what_goes_on_is_left_to_lmcache() -> None:
-    """It adds the new blocks itself."""
+    """It adds the new blocks itself; beside it, another goes on after a preemption."""
     connector = Connector({"a": Tracker()})
     complete_first_blocks(connector)
-    connector.build_connector_meta(Output(scheduled_cached_reqs=Cached(["a"], [([4], [5])])))
+    cached = Cached(["a", "other"], [([4], [5]), ([6], [7])], frozenset({"other"}))
+    connector.build_connector_meta(Output(scheduled_cached_reqs=cached))
     assert connector.known == [{}]
 
 
