@@ -60,6 +60,7 @@ LMCACHE_FILES = (
     ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
+    ("engine", "test_lmcache_failures.py"),
 )
 """Folder and file of the tests that need LMCache."""
 
