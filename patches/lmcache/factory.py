@@ -13,8 +13,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
@@ -24,30 +23,16 @@ from vllm_ascend_kvext.lmcache.hand_over import (
     require_name,
     with_name_and_options,
 )
-from vllm_ascend_kvext.lmcache.handshake import (
-    TRANSFER_MODE_KEY,
-    TRANSFER_MODE_VARIABLE,
-    choose_transfer_mode,
-    chunk_tokens,
-    require_capabilities,
-)
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name
-from vllm_ascend_kvext.lmcache.protocol import ZmqExchange, require_current_protocol
 from vllm_ascend_kvext.lmcache.recovery import refuse_other_chunks
-from vllm_ascend_kvext.lmcache.server_addresses import (
-    require_listening,
-    server_urls,
-    starts_its_server,
-)
 from vllm_ascend_kvext.lmcache.stored_tokens import watch_stores
 from vllm_ascend_kvext.lmcache.token_blocks import (
     counted_in_tokens,
     has_states,
-    require_chunks_of_whole_blocks,
-    tokens_per_block,
 )
 from vllm_ascend_kvext.patches.lmcache import known_release
 from vllm_ascend_kvext.patches.lmcache import kv_cache_interface as spec_kinds
+from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
@@ -58,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NAME = "LMCacheMPConnector"
-
-_ZMQ = "tcp://"
 
 BUILTIN_VARIABLE = "LMCACHE_USE_UPSTREAM_MP"
 """With which vLLM 0.23.0 keeps its own class."""
@@ -156,7 +139,7 @@ def construct(
     name = _object_name(config, kv_cache_config)
     options = dict(transfer_config.kv_connector_extra_config)
     is_worker = role.name == "WORKER"
-    _ask_servers(config, kv_cache_config, options, is_worker=is_worker)
+    ask_servers(config, kv_cache_config, options, is_worker=is_worker)
     initialize(with_name_and_options(config, name, options), role, kv_cache_config)
     if name != config.model_config.model:
         require_name(connector, name)
@@ -219,57 +202,6 @@ def _instruction_set(config: VllmConfig) -> str:
     import torch
 
     return str(torch.backends.cpu.get_cpu_capability())
-
-
-def _ask_servers(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, options: dict[str, Any], *, is_worker: bool
-) -> None:
-    """Refuse servers that do not fit; choose the transfer mode where none is set."""
-    if starts_its_server(options):
-        return
-    urls = server_urls(options)
-    if is_worker and len(urls) > 1:
-        return  # It uses that of its own host, and may not reach the others.
-    require_listening(urls)
-    context_parallel_size = int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
-    group_tokens = tokens_per_block(kv_cache_config, context_parallel_size)
-    for url in urls:
-        with _client(url) as client:
-            if client is None:
-                return  # Another LMCache; its connector asks in its own way.
-            require_capabilities(client, url, str(known_release.version()))
-            require_chunks_of_whole_blocks(chunk_tokens(client, url), group_tokens, url)
-            if is_worker and config.device_config.device_type == "cpu":
-                wanted = options.get(TRANSFER_MODE_KEY, os.environ.get(TRANSFER_MODE_VARIABLE))
-                mode = choose_transfer_mode(client, url, str(wanted or "auto").strip().lower())
-                if mode is not None:
-                    options[TRANSFER_MODE_KEY] = mode.value
-
-
-@contextmanager
-def _client(url: str) -> Iterator[Any]:
-    """LMCache's client of a server; None where the installed LMCache has no such client.
-
-    Raises:
-        LMCacheError: If the server speaks another protocol.
-    """
-    try:
-        import zmq
-        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-    except ImportError:
-        yield None
-        return
-    if url.startswith(_ZMQ):
-        exchange = ZmqExchange(url)
-        try:
-            require_current_protocol(exchange, url, str(known_release.version()))
-        finally:
-            exchange.close()
-    client = RequestClientFactory.create(url, context=zmq.Context.instance())
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def prefer_lmcaches_class() -> Callable[[], None]:
