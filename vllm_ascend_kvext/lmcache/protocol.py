@@ -10,7 +10,8 @@ group. So this is what can be found:
     release       block ids of        answer to request 21  can be used from 0.5.6
     of a server   a store             of 0.5.6
     ============  ==================  ====================  =====================================
-    0.5.5, 0.5.6  a list per group    chunk size            yes
+    0.5.6         a list per group    chunk size            yes
+    0.5.5         a list per group    chunk size            no: cannot read what workers register
     0.5.3, 0.5.4  a list per group    chunk size            no: does not say what it is capable of
     0.5.0-0.5.2   a list per group    "OK"                  no: other numbers
     0.4.7         a list per group    none                  no: other numbers
