@@ -57,8 +57,10 @@ LONG_FILES = {
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
 LMCACHE_FILES = (
+    ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
+    ("engine", "test_lmcache_failures.py"),
 )
 """Folder and file of the tests that need LMCache."""
 
