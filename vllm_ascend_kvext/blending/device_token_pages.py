@@ -86,7 +86,8 @@ class DeviceTokenPages:
         rows = torch.empty(len(slots) * row_bytes, dtype=torch.uint8)
         of_group = {placed.plane.group: slots}
         self._move([placed], of_group, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
-        return rows.numpy().reshape(len(slots), row_bytes)
+        found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), row_bytes)
+        return found
 
     def _move(
         self,
