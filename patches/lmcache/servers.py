@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.lmcache.handshake import (
@@ -15,7 +15,11 @@ from vllm_ascend_kvext.lmcache.handshake import (
     chunk_tokens,
     require_capabilities,
 )
-from vllm_ascend_kvext.lmcache.protocol import ZmqExchange, require_current_protocol
+from vllm_ascend_kvext.lmcache.protocol import (
+    ZmqExchange,
+    require_current_protocol,
+    require_no_retired_request,
+)
 from vllm_ascend_kvext.lmcache.server_addresses import (
     require_listening,
     server_urls,
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _ZMQ = "tcp://"
+_RETIRED_REQUEST = "query_prefetch_lookup_hits"
+"""The client of LMCache 0.5.5 has it, and that of 0.5.6 has not."""
 
 
 def ask_servers(
@@ -50,7 +56,11 @@ def ask_servers(
         with _client(url) as client:
             if client is None:
                 return  # Another LMCache; its connector asks in its own way.
-            require_capabilities(client, url, str(known_release.version()))
+            installed = str(known_release.version())
+            capabilities = require_capabilities(client, url, installed)
+            if url.startswith(_ZMQ) and not hasattr(client, _RETIRED_REQUEST):
+                with closing(ZmqExchange(url)) as exchange:
+                    require_no_retired_request(exchange, capabilities, url, installed)
             require_chunks_of_whole_blocks(chunk_tokens(client, url), group_tokens, url)
             if is_worker and config.device_config.device_type == "cpu":
                 wanted = options.get(TRANSFER_MODE_KEY, os.environ.get(TRANSFER_MODE_VARIABLE))
@@ -73,11 +83,8 @@ def _client(url: str) -> Iterator[Any]:
         yield None
         return
     if url.startswith(_ZMQ):
-        exchange = ZmqExchange(url)
-        try:
+        with closing(ZmqExchange(url)) as exchange:
             require_current_protocol(exchange, url, str(known_release.version()))
-        finally:
-            exchange.close()
     client = RequestClientFactory.create(url, context=zmq.Context.instance())
     try:
         yield client

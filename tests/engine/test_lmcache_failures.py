@@ -85,6 +85,7 @@ def test_failures_at_the_start_are_clear_within_seconds(run_lmcache: Run, tmp_pa
         old_server("0.4.5", tmp_path) as flat_port,
         old_server("0.5.0", tmp_path) as renumbered_port,
         old_server("0.5.4", tmp_path) as mute_port,
+        old_server("0.5.5", tmp_path) as unreading_port,
     ):
         found = run_lmcache(
             {
@@ -95,6 +96,7 @@ def test_failures_at_the_start_are_clear_within_seconds(run_lmcache: Run, tmp_pa
                 "flat": {"model": "alternating", "engine": connected(flat_port)},
                 "other numbers": {**full, "engine": connected(renumbered_port)},
                 "mute": {**full, "engine": connected(mute_port)},
+                "unreading": {**full, "engine": connected(unreading_port)},
             }
         )
     old = ("here LMCache 0.5.6 is installed", "nstall the same release on both sides")
@@ -106,6 +108,7 @@ def test_failures_at_the_start_are_clear_within_seconds(run_lmcache: Run, tmp_pa
         "flat": (f"127.0.0.1:{flat_port} is LMCache 0.4.5,", *old),
         "other numbers": (f"127.0.0.1:{renumbered_port} is LMCache 0.5.0 to 0.5.2,", *old),
         "mute": (f"127.0.0.1:{mute_port}", "0.5.3 and 0.5.4", *old),
+        "unreading": (f"127.0.0.1:{unreading_port} is LMCache 0.5.5,", *old),
     }
     for name, parts in texts.items():
         text = found[name].report["error"].splitlines()[-1]

@@ -30,6 +30,16 @@ def _store(block_ids: Any) -> tuple[str, list[Any], Any]:
 
 FLAT, NESTED = list[int], list[list[int]]
 
+_PING: tuple[str, list[Any], Any] = ("ping", [int | None], True)
+_OF_0_5_6: dict[int, tuple[str, list[Any], Any]] = {
+    2: _UNREGISTER,
+    6: _store(NESTED),
+    20: ("clear", [bool], None),
+    21: _CHUNK_SIZE,
+    22: _PING,
+    24: _NOOP,
+}
+
 RELEASES: dict[str, dict[int, tuple[str, list[Any], Any]]] = {
     "0.4.5": {
         2: _UNREGISTER,
@@ -60,7 +70,7 @@ RELEASES: dict[str, dict[int, tuple[str, list[Any], Any]]] = {
         3: _store(NESTED),
         17: ("clear", [], None),
         18: _CHUNK_SIZE,
-        19: ("ping", [int | None], True),
+        19: _PING,
         21: _NOOP,
     },
     "0.5.4": {
@@ -68,19 +78,22 @@ RELEASES: dict[str, dict[int, tuple[str, list[Any], Any]]] = {
         6: _store(NESTED),
         20: ("clear", [], None),
         21: _CHUNK_SIZE,
-        22: ("ping", [int | None], True),
+        22: _PING,
         24: _NOOP,
         40: ("get_experimental", [], []),
     },
-    "0.5.6": {
+    "0.5.5": {
         2: _UNREGISTER,
         6: _store(NESTED),
-        20: ("clear", [bool], None),
+        11: ("query_prefetch_lookup_hits", [str], 0),
+        20: ("clear", [], None),
         21: _CHUNK_SIZE,
-        22: ("ping", [int | None], True),
+        22: _PING,
         24: _NOOP,
         32: ("get_experimental", [], []),
     },
+    "0.5.6": {**_OF_0_5_6, 32: ("get_experimental", [], ["kv_event_stream"])},
+    "0.5.6 without KV events": {**_OF_0_5_6, 32: ("get_experimental", [], [])},
     "silent": {},
 }
 """By release: number of a request, its name, what it takes, what is answered."""

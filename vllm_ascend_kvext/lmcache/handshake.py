@@ -67,17 +67,20 @@ def chunk_tokens(client: Client, url: str) -> int:
         ) from error
 
 
-def require_capabilities(client: Client, url: str, installed: str) -> None:
+def require_capabilities(client: Client, url: str, installed: str) -> tuple[str, ...]:
     """Refuse a server that does not say what it is capable of.
 
     LMCache's workers ask for it, and wait ``mq_timeout`` for an answer that servers of LMCache
     0.5.3 and 0.5.4 do not give.
 
+    Returns:
+        What it is capable of; with LMCache's own names.
+
     Raises:
         LMCacheError: If there is no answer.
     """
     try:
-        client.get_experimental().result(timeout=HANDLER_LIMIT_S)
+        return tuple(client.get_experimental().result(timeout=HANDLER_LIMIT_S))
     except TimeoutError as error:
         raise LMCacheError(
             f"LMCacheMPConnector: the server at {url} tells its chunk size, but does not answer "

@@ -22,10 +22,19 @@ A server of another numbering takes LMCache 0.5.6's requests for others. So the 
 hand, and LMCache's client says nothing to a server that does not answer it as expected. Where there
 is no answer, three more tell older releases apart: they ask these whether they are there, and are
 refused by all others for want of arguments.
+
+0.5.5 and 0.5.6 have the same numbers, but for one that 0.5.6 has retired
+(``query_prefetch_lookup_hits``): 0.5.5 looks the request up that it names, finds none, and answers;
+0.5.6 logs a number that it does not know, and goes on. It is put only where a server does not have
+what is new in 0.5.6, its stream of KV events, which ``--kv-event-log-size 0`` takes away.
+
+No number may be asked that an older release does not have: it ends the loop of LMCache 0.5.5
+(``_main_loop`` in ``lmcache/v1/multiprocess/mq.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,12 +48,23 @@ _GET_CHUNK_SIZE = 21
 _OF_OLD_RELEASES = {14: "0.4.5", 19: "0.4.6", 18: "0.4.7"}
 """Numbers of the requests `noop`, `noop` and `ping` there."""
 
+RETIRED_AFTER_PING_S = 1.0
+"""For the answer to a request that the server has begun before it answered a ping."""
+
+KV_EVENTS = "kv_event_stream"
+"""What a server of LMCache 0.5.6 is capable of (``KV_EVENT_CAPABILITY`` in ``custom_types.py``)."""
+
+_RETIRED = 11
+_PING = 22
+_NO_REQUEST = "kvext-handshake"
+"""A request id that no engine has."""
+
 
 class Exchange(Protocol):
     """Single requests to a server, without LMCache's client."""
 
-    def ask(self, number: int) -> None:
-        """Put a request without arguments."""
+    def ask(self, number: int, *arguments: object) -> None:
+        """Put a request."""
 
     def answer(self, limit_s: float) -> tuple[int, object] | None:
         """The next answer, and to which number; None when the time is up."""
@@ -65,8 +85,11 @@ class ZmqExchange:
 
     _socket: Any = None
 
-    def ask(self, number: int) -> None:
-        self._socket.send_multipart([bytes([number]), bytes([number])])
+    def ask(self, number: int, *arguments: object) -> None:
+        import msgspec
+
+        values = [msgspec.msgpack.encode(argument) for argument in arguments]
+        self._socket.send_multipart([bytes([number]), bytes([number]), *values])
 
     def answer(self, limit_s: float) -> tuple[int, object] | None:
         import msgspec
@@ -115,3 +138,35 @@ def require_current_protocol(exchange: Exchange, url: str, installed: str) -> No
         "otherwise and cannot speak with it, with one KV cache group or with several. Install the "
         "same release on both sides"
     )
+
+
+def require_no_retired_request(
+    exchange: Exchange, capabilities: Collection[str], url: str, installed: str
+) -> None:
+    """Refuse a server of LMCache 0.5.5, which cannot read what workers of 0.5.6 register.
+
+    A server begins requests in their order, so the time for an answer counts from that of a ping.
+
+    Args:
+        exchange: With a server that has answered as one of the current protocol.
+        capabilities: What it says that it is capable of.
+        url: Of the server, for the message.
+        installed: Release of LMCache in this environment, which is not 0.5.5; for the message.
+
+    Raises:
+        LMCacheError: If it answers a request that 0.5.6 has retired.
+    """
+    if KV_EVENTS in capabilities:
+        return
+    exchange.ask(_RETIRED, _NO_REQUEST)
+    exchange.ask(_PING, None)
+    limit_s = ANSWER_LIMIT_S
+    while (answer := exchange.answer(limit_s)) is not None:
+        number, value = answer
+        if number == _RETIRED:
+            raise LMCacheError(
+                f"LMCacheMPConnector: the server at {url} is LMCache 0.5.5, by its answer "
+                f"{value!r} to request {number}; here LMCache {installed} is installed, whose "
+                "workers register what 0.5.5 cannot read. Install the same release on both sides"
+            )
+        limit_s = RETIRED_AFTER_PING_S

@@ -47,7 +47,7 @@ class Server:
         return Answer(256, self.is_lmcache)
 
     def get_experimental(self) -> Answer:
-        return Answer([], self.tells_capabilities)
+        return Answer(["a stream"], self.tells_capabilities)
 
     def unregister_kv_cache(self, instance_id: int) -> Answer:
         return self._end(LMCACHE)
@@ -70,7 +70,7 @@ def test_a_port_of_something_else_is_refused() -> None:
 
 
 def test_a_server_that_does_not_tell_its_capabilities_is_refused() -> None:
-    require_capabilities(Server(), URL, "0.5.6")
+    assert require_capabilities(Server(), URL, "0.5.6") == ("a stream",)
     with pytest.raises(LMCacheError, match=r"host:1.*0\.5\.3 and 0\.5\.4.*LMCache 0\.5\.6 is"):
         require_capabilities(Server(tells_capabilities=False), URL, "0.5.6")
 

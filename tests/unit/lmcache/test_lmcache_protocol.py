@@ -19,11 +19,15 @@ from support.old_lmcache_server import CHUNK_TOKENS, RELEASES
 
 from vllm_ascend_kvext.lmcache import protocol
 from vllm_ascend_kvext.lmcache.errors import LMCacheError
-from vllm_ascend_kvext.lmcache.protocol import ZmqExchange, require_current_protocol
+from vllm_ascend_kvext.lmcache.protocol import (
+    ZmqExchange,
+    require_current_protocol,
+    require_no_retired_request,
+)
 
 INSTALLED = "0.5.6"
 OLD = {"0.4.5": "0.4.5", "0.4.6": "0.4.6", "0.4.7": "0.4.7", "0.5.0": "0.5.0 to 0.5.2"}
-HARMLESS = {"noop", "ping", "get_chunk_size"}
+HARMLESS = {"noop", "ping", "get_chunk_size", "query_prefetch_lookup_hits"}
 LIMIT_S = 10.0
 
 
@@ -68,7 +72,15 @@ def ask(url: str, installed: str = INSTALLED) -> None:
         exchange.close()
 
 
-@pytest.mark.parametrize("release", ["0.5.4", "0.5.6"])
+def ask_for_the_retired_request(url: str, capabilities: list[str]) -> None:
+    exchange = ZmqExchange(url)
+    try:
+        require_no_retired_request(exchange, capabilities, url, INSTALLED)
+    finally:
+        exchange.close()
+
+
+@pytest.mark.parametrize("release", ["0.5.4", "0.5.5", "0.5.6"])
 def test_a_server_of_the_same_numbering_is_asked_once(release: str, tmp_path: Path) -> None:
     with peer(release, tmp_path) as server:
         ask(server.url)
@@ -108,6 +120,46 @@ def test_what_is_asked_changes_nothing_in_any_release(release: str) -> None:
         assert not is_answered or name in HARMLESS
 
 
+def capabilities_of(release: str) -> list[str]:
+    _, _, value = old_lmcache_server.answer(release, 32, [])
+    assert isinstance(value, list)
+    return value
+
+
+def test_a_server_that_answers_a_retired_request_is_named_and_refused(tmp_path: Path) -> None:
+    pytest.importorskip("msgspec")
+    with peer("0.5.5", tmp_path) as server:
+        began_s = time.monotonic()
+        with pytest.raises(LMCacheError) as error:
+            ask_for_the_retired_request(server.url, capabilities_of("0.5.5"))
+        assert time.monotonic() - began_s < protocol.RETIRED_AFTER_PING_S
+        assert server.log.read_text().startswith("query_prefetch_lookup_hits answered\n")
+    for text in (server.url, "is LMCache 0.5.5,", f"here LMCache {INSTALLED}", "same release"):
+        assert text in str(error.value)
+
+
+def test_a_server_with_what_is_new_is_asked_for_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("msgspec")
+    with peer("0.5.6", tmp_path) as server:
+        ask_for_the_retired_request(server.url, capabilities_of("0.5.6"))
+        ask(server.url)
+        assert server.log.read_text() == "get_chunk_size answered\n"
+
+
+def test_a_server_without_what_is_new_may_have_retired_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache 0.5.6 with `--kv-event-log-size 0`: no answer but that to a ping."""
+    pytest.importorskip("msgspec")
+    monkeypatch.setattr(protocol, "RETIRED_AFTER_PING_S", 0.1)
+    release = "0.5.6 without KV events"
+    with peer(release, tmp_path) as server:
+        began_s = time.monotonic()
+        ask_for_the_retired_request(server.url, capabilities_of(release))
+        assert time.monotonic() - began_s < protocol.ANSWER_LIMIT_S / 2
+        assert server.log.read_text() == "request 11 not answered\nping answered\n"
+
+
 @pytest.mark.parametrize(
     ("release", "number", "form"),
     [
@@ -134,7 +186,7 @@ class Scripted:
 
     answers: list[tuple[int, object] | None]
 
-    def ask(self, number: int) -> None:
+    def ask(self, number: int, *arguments: object) -> None:
         pass
 
     def answer(self, limit_s: float) -> tuple[int, object] | None:
@@ -150,3 +202,13 @@ def test_an_answer_that_is_no_chunk_size_is_refused(value: object) -> None:
 
 def test_a_slow_server_may_answer_after_older_ones_were_asked_for() -> None:
     require_current_protocol(Scripted([None, (21, CHUNK_TOKENS)]), "tcp://host:1", INSTALLED)
+
+
+def test_a_retired_request_may_be_answered_after_the_ping() -> None:
+    """The server has several threads for them."""
+    with pytest.raises(LMCacheError, match=r"0\.5\.5"):
+        require_no_retired_request(Scripted([(22, True), (11, 0)]), [], "tcp://h:1", INSTALLED)
+
+
+def test_a_server_too_busy_for_a_ping_is_not_refused() -> None:
+    require_no_retired_request(Scripted([None]), [], "tcp://h:1", INSTALLED)
