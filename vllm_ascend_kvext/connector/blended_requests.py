@@ -304,13 +304,18 @@ class BlendedRequests:
 
 
 def _cut(found: Sequence[PlacedRows], runs: Sequence[Run]) -> list[PlacedRows]:
-    """What lies in some runs. Both ascend."""
+    """What lies in some runs. Both ascend, and are disjoint; there may be thousands."""
     cut = []
+    num_behind = 0  # Runs that end before what is looked at.
     for rows in found:
-        for run in runs:
+        while num_behind < len(runs) and runs[num_behind].end_tokens <= rows.first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(runs)):
+            run = runs[index]
+            if rows.end_tokens <= run.first_tokens:
+                break
             first = max(rows.first_tokens, run.first_tokens)
             end = min(rows.end_tokens, run.end_tokens)
-            if first < end:
-                entry_tokens = rows.entry_tokens + first - rows.first_tokens
-                cut.append(PlacedRows(rows.entry, first, end, entry_tokens))
+            entry_tokens = rows.entry_tokens + first - rows.first_tokens
+            cut.append(PlacedRows(rows.entry, first, end, entry_tokens))
     return cut
