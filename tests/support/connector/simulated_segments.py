@@ -145,9 +145,8 @@ class SimulatedSegments:
         return self.pages
 
     def mover(
-        self, worker_fingerprint: str, host: torch.Tensor, placement: object
+        self, worker_fingerprint: str, host: torch.Tensor
     ) -> SimulatedMover:
-        del placement
         layout = SegmentLayout(
             tuple(plane.row_bytes for plane in self.pages.planes),
             worker_fingerprint,
