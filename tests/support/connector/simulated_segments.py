@@ -144,9 +144,7 @@ class SimulatedSegments:
         del kv_caches
         return self.pages
 
-    def mover(
-        self, worker_fingerprint: str, host: torch.Tensor
-    ) -> SimulatedMover:
+    def mover(self, worker_fingerprint: str, host: torch.Tensor) -> SimulatedMover:
         layout = SegmentLayout(
             tuple(plane.row_bytes for plane in self.pages.planes),
             worker_fingerprint,
