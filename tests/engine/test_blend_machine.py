@@ -145,6 +145,7 @@ class Watch:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.was_blended: set[str] = set()
+        self._answered: dict[str, Any] = {}  # What was reused when a token was last sampled.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         engine.runner.execute = self.execute  # type: ignore[method-assign]
         engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
@@ -182,7 +183,16 @@ class Watch:
             parked = self._engine.scheduler.requests[request_id]
             assert parked.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.was_blended |= self._engine.reused.keys()
+        for request_id in num_tokens:
+            hit = self._engine.reused.get(request_id)
+            if hit is not None and self._samples(request_id):
+                self._answered[request_id] = hit
         return self._execute(scheduled)
+
+    def _samples(self, request_id: str) -> bool:
+        """Whether the step leads to a token of the answer; its tokens count as computed already."""
+        request = self._engine.scheduler.requests[request_id]
+        return request.num_computed_tokens >= request.num_tokens
 
     def update(self, scheduled: Any, from_model: Any) -> Any:
         """The output of a step."""
@@ -200,7 +210,7 @@ class Watch:
         assert stats.hits + stats.preempted_hits == self._engine.num_loaded_tokens
 
     def _check_mark(self, request_id: str, mark: dict[str, int] | None) -> None:
-        hit = self._engine.reused.get(request_id)
+        hit = self._engine.reused.get(request_id) or self._answered.get(request_id)
         if hit is None:
             assert mark is None
             return
@@ -484,7 +494,10 @@ class BlendMachine(RuleBasedStateMachine):
 
     def _check_nothing_is_remembered(self, live: set[str]) -> None:
         requests, stores = self.engine.parts.blending
-        remembered = (requests._known, requests._blended, requests._refused)
+        remembered = (
+            *(requests._known, requests._blended),
+            *(requests._answered, requests._refused),
+        )
         for books in (*remembered, stores._wanted, stores._segment_ids):
             assert set(books) <= live, f"requests that are gone are remembered: {books}"
 

@@ -123,3 +123,34 @@ def test_a_segment_may_stand_in_a_prompt_twice() -> None:
         run(engine)
         assert engine.tier.counters.failed_loads == 0
         assert engine.side.counters.blending.reused_tokens == 2 * (len(ONE) - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_began_with_reused_tokens_stays_marked(is_async: bool) -> None:
+    with engine_with(ONE, OTHER, is_async=is_async) as engine:
+        marks = {}
+        update = engine.scheduler.update_from_output
+
+        def watched(*args: Any) -> Any:
+            results = update(*args)
+            for output in (each for of_client in results.values() for each in of_client.outputs):
+                if output.finish_reason is not None:
+                    marks[output.request_id] = output.kv_transfer_params
+            return results
+
+        engine.scheduler.update_from_output = watched
+        request = engine.add_request(
+            plan("blended", [*OTHER, *QUESTION], 9, {SEGMENTS_KEY: [[0, len(OTHER)]]})
+        )
+        engine.add_request(plan("plain", [*QUESTION, *ONE], 9, {}))
+        while request.num_output_tokens < 3:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=True)
+        run(engine)
+        assert not engine.reused, "there was nothing left to reuse"
+        assert marks["plain"] is None
+        assert marks["blended"] == {
+            "kvext_exact_tokens": 0,
+            "kvext_reused_tokens": len(OTHER) - HEAD_TOKENS,
+            "kvext_recomputed_tokens": len(QUESTION) + HEAD_TOKENS,
+        }

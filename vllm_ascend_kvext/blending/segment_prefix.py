@@ -30,6 +30,8 @@ class SegmentPrefix:
         self._space = space
         self._unit_tokens = unit_tokens
         self._keys: dict[int, bytes] = {}
+        self._digest = hashlib.sha256(space)
+        self._digested_tokens = 0
         self.packed_ids = pack_ids(token_ids)
         self.num_segment_tokens = len(token_ids)
 
@@ -45,11 +47,18 @@ class SegmentPrefix:
                     f"segment: expected a multiple of {self._unit_tokens} from {self._unit_tokens} "
                     f"to {self.num_tokens} tokens, found {boundary_tokens}; ask at boundaries"
                 )
-            digest = hashlib.sha256(self._space)
+            digest = self._digest_up_to(boundary_tokens).copy()
             digest.update(boundary_tokens.to_bytes(8, "little"))
-            digest.update(self.ids_of(0, boundary_tokens))
             key = self._keys[boundary_tokens] = digest.digest()
         return key
+
+    def _digest_up_to(self, boundary_tokens: int) -> hashlib._Hash:
+        """Of the tokens before a boundary. Boundaries that ascend read each token once."""
+        if boundary_tokens < self._digested_tokens:
+            self._digest, self._digested_tokens = hashlib.sha256(self._space), 0
+        self._digest.update(self.ids_of(self._digested_tokens, boundary_tokens))
+        self._digested_tokens = boundary_tokens
+        return self._digest
 
     def keys_at(self, boundaries: range) -> Sequence[bytes]:
         return [self.key_at(boundary) for boundary in boundaries]

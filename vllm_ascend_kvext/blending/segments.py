@@ -15,6 +15,9 @@ from vllm_ascend_kvext.blending.errors import SegmentError
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
+_MOST_SHOWN = 100
+"""Characters of what a client has sent."""
+
 # The OpenAI server turns true into a number or a text. Numbers equal truth values.
 _TRUTHS: dict[Any, bool] = {
     **{True: True, False: False},
@@ -74,11 +77,13 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
     value = (extra_args or {}).get(STORE_KEY)
     if value is None:
         return False
-    truth = _TRUTHS.get(value.strip().lower() if isinstance(value, str) else value)
+    truth = None
+    if isinstance(value, (str, int, float)):  # A list has no hash.
+        truth = _TRUTHS.get(value.strip().lower() if isinstance(value, str) else value)
     if truth is None:
         raise SegmentError(
-            f"{STORE_KEY}: expected true or false, found {value!r}. The prompt was computed, and "
-            "not stored as a segment: correct it."
+            f"{STORE_KEY}: expected true or false, found {_shown(value)}. The prompt was computed, "
+            "and not stored as a segment: correct it."
         )
     return truth
 
@@ -123,7 +128,7 @@ def _parse(value: Any) -> list[Segment]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _wrong(value, "pairs of numbers, as JSON") from None
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(_is_pair(pair) for pair in value):
@@ -140,9 +145,16 @@ def _is_pair(value: Any) -> bool:
 
 
 def _wrong(value: object, expected: str) -> SegmentError:
-    text = repr(value)
-    shown = text if len(text) <= 100 else f"{text[:100]}..."
     return SegmentError(
-        f"{SEGMENTS_KEY}: expected {expected}, found {shown}. The prompt was computed without "
-        "reusing segments: correct them."
+        f"{SEGMENTS_KEY}: expected {expected}, found {_shown(value)}. The prompt was computed "
+        "without reusing segments: correct them."
     )
+
+
+def _shown(value: object) -> str:
+    """What a client has sent, for people: it may be anything."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -67,11 +67,13 @@ class _Blended:
         exact_tokens: Before it, everything is exact.
         reused_tokens: That are not computed.
         hashes: Of what is not exact.
+        known_tokens: That it had when it got them, those on their way included.
     """
 
     exact_tokens: int
     reused_tokens: int
     hashes: PrivateHashes
+    known_tokens: int
 
 
 class BlendedRequests:
@@ -108,6 +110,8 @@ class BlendedRequests:
         self._questions = questions
         self._known: dict[str, list[_KnownSegment]] = {}
         self._blended: dict[str, _Blended] = {}
+        # Requests that have lost what they reused, and keep what they have answered by it.
+        self._answered: dict[str, _Blended] = {}
         self._refused: set[str] = set()
         self.keys_are_checked = False
 
@@ -235,7 +239,9 @@ class BlendedRequests:
             - reused_tokens
         )
         hashes = PrivateHashes(request, hit.exact_tokens, self._engine.hash_tokens)
-        self._blended[request.request_id] = _Blended(hit.exact_tokens, reused_tokens, hashes)
+        self._blended[request.request_id] = _Blended(
+            hit.exact_tokens, reused_tokens, hashes, _known_tokens(request)
+        )
 
     def probe(self, request: Request, hit: Hit) -> ProbePlan | None:
         """How the question of a request that has begun is compared with its segments, if it is."""
@@ -261,10 +267,16 @@ class BlendedRequests:
         return runs
 
     def restart(self, request_id: str) -> None:
-        """A request has lost its blocks, or its load has failed: nothing of it is approximate."""
+        """A request has lost its blocks, or its load has failed: none of its KV is approximate.
+
+        What it has answered till then, is.
+        """
         blended = self._blended.pop(request_id, None)
         if blended is not None:
             blended.hashes.take_back()
+            request = self._engine.requests.get(request_id)
+            if request is not None and _known_tokens(request) > blended.known_tokens:
+                self._answered[request_id] = blended
         if self._questions is not None:
             self._questions.forget(request_id)
 
@@ -272,6 +284,7 @@ class BlendedRequests:
         """A request has ended."""
         self._known.pop(request_id, None)
         self._blended.pop(request_id, None)
+        self._answered.pop(request_id, None)
         self._refused.discard(request_id)
         if self._questions is not None:
             self._questions.forget(request_id)
@@ -282,8 +295,11 @@ class BlendedRequests:
         return None if blended is None else blended.exact_tokens
 
     def params(self, request: Request) -> dict[str, int] | None:
-        """What the response says of a request: its mark. None if all of it is exact."""
-        blended = self._blended.get(request.request_id)
+        """What the response says of a request: its mark. None if all of it is exact.
+
+        Of one that was preempted, as it was when it last answered with reused tokens.
+        """
+        blended = self._blended.get(request.request_id, self._answered.get(request.request_id))
         if blended is None:
             return None
         computed_tokens = request.num_prompt_tokens - blended.exact_tokens - blended.reused_tokens
@@ -303,14 +319,24 @@ class BlendedRequests:
             self._counters.refusals[refusal] += 1
 
 
+def _known_tokens(request: Request) -> int:
+    """Tokens of a request, those that are being computed included."""
+    return request.num_tokens + request.num_output_placeholders
+
+
 def _cut(found: Sequence[PlacedRows], runs: Sequence[Run]) -> list[PlacedRows]:
-    """What lies in some runs. Both ascend."""
+    """What lies in some runs. Both ascend, and are disjoint; there may be thousands."""
     cut = []
+    num_behind = 0  # Runs that end before what is looked at.
     for rows in found:
-        for run in runs:
+        while num_behind < len(runs) and runs[num_behind].end_tokens <= rows.first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(runs)):
+            run = runs[index]
+            if rows.end_tokens <= run.first_tokens:
+                break
             first = max(rows.first_tokens, run.first_tokens)
             end = min(rows.end_tokens, run.end_tokens)
-            if first < end:
-                entry_tokens = rows.entry_tokens + first - rows.first_tokens
-                cut.append(PlacedRows(rows.entry, first, end, entry_tokens))
+            entry_tokens = rows.entry_tokens + first - rows.first_tokens
+            cut.append(PlacedRows(rows.entry, first, end, entry_tokens))
     return cut

@@ -18,6 +18,7 @@ class Request(Protocol):
     block_hashes: Sequence[bytes]
     num_computed_tokens: int
     num_prompt_tokens: int
+    num_output_placeholders: int
     all_token_ids: Sequence[int]
     lora_request: Any
     sampling_params: Any

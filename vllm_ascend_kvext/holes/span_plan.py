@@ -126,10 +126,14 @@ def union(runs: Iterable[Run]) -> tuple[Run, ...]:
 def without(runs: Iterable[Run], taken: Sequence[Run]) -> tuple[Run, ...]:
     """What is left of some runs. All ascend, and those that are taken do not touch."""
     left: list[Run] = []
+    num_behind = 0  # Of those taken: that end before what is looked at.
     for first_tokens, end_tokens in runs:
-        for run in taken:
-            if run.end_tokens <= first_tokens or end_tokens <= run.first_tokens:
-                continue
+        while num_behind < len(taken) and taken[num_behind].end_tokens <= first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(taken)):
+            run = taken[index]
+            if end_tokens <= run.first_tokens:
+                break
             if first_tokens < run.first_tokens:
                 left.append(Run(first_tokens, run.first_tokens))
             first_tokens = run.end_tokens

@@ -49,6 +49,8 @@ def test_requests_that_name_none(extra_args: dict[str, Any] | None) -> None:
         (7, "pairs"),
         ("[[0, 5", "JSON"),
         ("{}", "pairs"),
+        pytest.param("[" * 100_000, "JSON", id="deep"),
+        pytest.param([[0, 10**5000]], "cannot be shown", id="long"),
     ],
 )
 def test_wrong_segments_are_refused_with_what_was_found(value: Any, words: str) -> None:
@@ -67,10 +69,18 @@ def test_a_prompt_is_not_to_be_stored(value: Any) -> None:
     assert not is_to_be_stored(None)
 
 
-@pytest.mark.parametrize("value", ["yes", 2, -1, ""])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("yes", 2, -1, "", "x" * 500),
+        *([1], [], {"true": True}),
+        pytest.param(10**5000, id="long"),
+    ],
+)
 def test_what_is_no_truth_value_is_refused(value: Any) -> None:
-    with pytest.raises(SegmentError, match="expected true or false"):
+    with pytest.raises(SegmentError, match="expected true or false") as refused:
         is_to_be_stored({STORE_KEY: value})
+    assert len(str(refused.value)) < 300
 
 
 def test_what_stands_between_separators_is_a_segment() -> None:
