@@ -146,7 +146,7 @@ class SegmentStores:
         prefix = self._store.prefix(token_ids, request.cache_salt)
         pages = self._pages(request.request_id, wanted, num_tokens)
         new = [block for key, block in pages.items() if key not in wanted.held]
-        if self._has_too_many_references(len(new)):
+        if self._lacks_pages(pages, num_tokens) or self._has_too_many_references(len(new)):
             self._give_up(request.request_id)
             return None
         entries = self._store.begin_store(prefix)
@@ -263,6 +263,15 @@ class SegmentStores:
                 if not block.is_null:
                     pages[group, page] = block
         return pages
+
+    def _lacks_pages(self, pages: _Pages, num_tokens: int) -> bool:
+        """Whether pages of windows have been let go of, for a reset of the prefix cache."""
+        sink_tokens = len(self._store.sink_ids)
+        return any(
+            (group, page) not in pages
+            for group, tokens_per_page in self._tokens_per_page.items()
+            for page in range(sink_tokens // tokens_per_page, -(-num_tokens // tokens_per_page))
+        )
 
     def _parts(self, pages: _Pages, num_tokens: int) -> tuple[TablePart, ...]:
         """Tables from the first page on; null where a page is not there, which a store refuses."""
