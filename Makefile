@@ -17,8 +17,8 @@ MAIN_ENV := .venv/vllm-$(MAIN_VLLM)
 MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
-# Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer` or
-# `-offload`: BENCH=--quick.
+# Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer`,
+# `-offload` or `-blending`: BENCH=--quick.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
@@ -40,7 +40,7 @@ ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	--lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload clean
+.PHONY: help demo demo-blending check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending clean
 .SECONDARY:
 
 help: ## Show this list
@@ -51,6 +51,9 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and with
 	$(MAIN_PYTHON) examples/retention.py
 	$(MAIN_PYTHON) examples/offload_hybrid.py
 	$(MAIN_PYTHON) examples/holes.py
+
+demo-blending: $(MAIN_ENV)/.package ## Reuse documents in changing order, with a small language model (93 MB); approximate
+	$(MAIN_PYTHON) examples/blending.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
@@ -95,6 +98,11 @@ bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, tor
 
 bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
 	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
+
+bench-blending: $(MAIN_ENV)/.package ## Score, tokens and time to first token of approximate reuse, with SmolLM2 and with tiny models
+	$(MAIN_PYTHON) benchmarks/blending/tiny/table.py --shipped
+	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)
+	$(MAIN_PYTHON) benchmarks/blending/steady.py $(filter --quick,$(BENCH))
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -38,6 +38,9 @@ LONG_FILES = {
         "test_connector_scheduler.py",
         "test_connector_engine.py",
         "test_connector_serve.py",
+        "test_blending_engine.py",
+        "test_blend_machine.py",
+        "test_question_engine.py",
         "test_adaptive_reachability.py",
         "test_scheduler_differential.py",
         "test_reachability.py",
@@ -57,8 +60,10 @@ LONG_FILES = {
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
 LMCACHE_FILES = (
+    ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
+    ("engine", "test_lmcache_failures.py"),
 )
 """Folder and file of the tests that need LMCache."""
 

@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 VLLM = "vllm"
 VLLM_ASCEND = "vllm-ascend"
+LMCACHE = "lmcache"
 
 
 @dataclass(frozen=True, slots=True)

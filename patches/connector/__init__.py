@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvextConnector: vLLM knows it by name, and it knows the scheduler that it works for.
 
-Nothing is changed in an engine that is started without the connector.
+And connectors of others may have gaps in what they match. Nothing is changed in an engine that is
+started without any of these.
 """
 
-from vllm_ascend_kvext.patches.connector import core, factory, scheduler
+from vllm_ascend_kvext.patches.connector import (
+    computed_token_gaps,
+    core,
+    factory,
+    model_loader,
+    scheduler,
+)
 from vllm_ascend_kvext.patching.declaration import Patch
 
-PATCHES: tuple[Patch, ...] = (*factory.PATCHES, *scheduler.PATCHES, *core.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *factory.PATCHES,
+    *scheduler.PATCHES,
+    *core.PATCHES,
+    *model_loader.PATCHES,
+    *computed_token_gaps.PATCHES,
+)

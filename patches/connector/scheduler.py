@@ -11,6 +11,7 @@ Only a scheduler that has the connector is changed, in its own methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -18,17 +19,25 @@ from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
+from vllm_ascend_kvext.patches.connector.hole_rows import (
+    add_rows,
+    budget_of_holes,
+    correct_hits,
+    go_on_behind_holes,
+)
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
-    from vllm_ascend_kvext.connector.scheduler_side import NewHoles, SchedulerSide
+    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
     from vllm_ascend_kvext.holes.hole_queue import HoleRow
 
 
@@ -101,6 +110,9 @@ class ConnectedScheduler:
                 looks_ahead=bool(manager.coordinator.eagle_group_ids),
                 num_lookahead_tokens=scheduler.num_lookahead_tokens,
                 recomputes_failed_loads=scheduler.recompute_kv_load_failures,
+                has_other_connectors=scheduler.connector is not connector,
+                most_request_tokens=scheduler.max_model_len,
+                cached_blocks=partial(_cached_blocks, manager),
             )
         )
         self._has_finished_requests = scheduler.has_finished_requests
@@ -124,19 +136,39 @@ class ConnectedScheduler:
             methods.append(self._preempt_request)
         if connector.options.hole_reuse:
             methods.append(self.schedule)
+        self._add_request = scheduler.add_request
+        self._cache_blocks = manager.coordinator.cache_blocks
+        if connector.options.blending:
+            methods.append(self.add_request)
+            manager.coordinator.cache_blocks = self.cache_blocks
         self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
         manager.get_num_common_prefix_blocks = self.get_num_common_prefix_blocks
 
     def take_back(self) -> None:
-        vars(self._scheduler.kv_cache_manager).pop("get_num_common_prefix_blocks", None)
+        manager = self._scheduler.kv_cache_manager
+        vars(manager).pop("get_num_common_prefix_blocks", None)
+        vars(manager.coordinator).pop("cache_blocks", None)
         for name in self._replaced:
             vars(self._scheduler).pop(name, None)
 
     def has_finished_requests(self) -> bool:
         """Whether steps are needed although no request waits for any."""
         return self._has_finished_requests() or self._side.has_work or bool(self._row_ids)
+
+    def add_request(self, request: Request) -> None:
+        """Take note of a request's segments. The sink is put before one that is to be stored."""
+        if request.request_id not in self._scheduler.requests:  # Not the update of a session.
+            self._side.note_new(request)
+        self._add_request(request)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Cache blocks up to where a request's KV is exact."""
+        exact_tokens = self._side.exact_tokens(request.request_id)
+        if exact_tokens is not None:
+            num_computed_tokens = min(num_computed_tokens, exact_tokens)
+        self._cache_blocks(request, num_computed_tokens)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Blocks with which all running requests begin, for cascade attention.
@@ -158,10 +190,10 @@ class ConnectedScheduler:
         """
         scheduler, side = self._scheduler, self._side
         for request_id in side.end_hole_step():
-            self._go_on_behind_holes(request_id)
+            go_on_behind_holes(scheduler, request_id)
         rows: list[HoleRow] = []
         if side.has_holes:
-            rows = side.take_hole_rows(*self._budget_of_holes(), scheduler.requests)
+            rows = side.take_hole_rows(*budget_of_holes(scheduler), scheduler.requests)
         self._has_rows = bool(rows)
         most_tokens = scheduler.max_num_scheduled_tokens
         most_requests = scheduler.max_num_running_reqs
@@ -174,119 +206,17 @@ class ConnectedScheduler:
             scheduler.max_num_running_reqs = most_requests
         output.finished_req_ids.update(self._row_ids)
         self._row_ids = {row.row_id for row in rows}
-        prompts = self._prompts_of(rows)
-        for row in rows:
-            output.scheduled_new_reqs.append(self._request_of(row, prompts[row.request_id]))
-            output.num_scheduled_tokens[row.row_id] = row.run.num_tokens
-            output.total_num_scheduled_tokens += row.run.num_tokens
+        add_rows(scheduler, output, rows)
         for new in side.take_new_holes():
-            self._correct_hits(new)
+            correct_hits(scheduler, new)
         return output
-
-    def _budget_of_holes(self) -> tuple[int, int, int]:
-        """Tokens and rows of the next step, and tokens of one row.
-
-        What is left by requests that run, or are admitted again with what they have loaded.
-        """
-        from vllm.v1.core.sched.interface import PauseState
-
-        scheduler = self._scheduler
-        if scheduler.pause_state != PauseState.UNPAUSED:
-            return 0, 0, 0
-        most_row_tokens = (
-            scheduler.scheduler_config.long_prefill_token_threshold
-            or scheduler.max_num_scheduled_tokens
-        )
-        loaded = scheduler.finished_recving_kv_req_ids
-        going_on = [scheduler.requests[each] for each in loaded if each in scheduler.requests]
-        going_on += scheduler.running
-        wanted_tokens = sum(
-            min(
-                most_row_tokens,
-                request.num_tokens_with_spec
-                + request.num_output_placeholders
-                - request.num_computed_tokens,
-            )
-            for request in going_on
-        )
-        return (
-            scheduler.max_num_scheduled_tokens - wanted_tokens,
-            scheduler.max_num_running_reqs - len(going_on),
-            most_row_tokens,
-        )
-
-    def _prompts_of(self, rows: Sequence[HoleRow]) -> dict[str, list[int]]:
-        """Tokens of the requests that have rows: one list for all rows of one.
-
-        With one token more than the last row has, each is a part of a prompt: nothing is sampled.
-        """
-        end_tokens: dict[str, int] = {}
-        for row in rows:  # ascending
-            end_tokens[row.request_id] = row.run.end_tokens
-        requests = self._scheduler.requests
-        return {
-            request_id: list(requests[request_id].all_token_ids[: end + 1])
-            for request_id, end in end_tokens.items()
-        }
-
-    def _request_of(self, row: HoleRow, token_ids: list[int]) -> NewRequestData:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.core.sched.output import NewRequestData
-
-        scheduler = self._scheduler
-        block_ids = list(scheduler.kv_cache_manager.get_block_ids(row.request_id))
-        for group, ids in row.window_ids.items():
-            block_ids[group] = list(ids)
-        is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
-        return NewRequestData(
-            req_id=row.row_id,
-            prompt_token_ids=token_ids,
-            mm_features=[],
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
-            pooling_params=None,
-            block_ids=tuple(block_ids),
-            num_computed_tokens=row.run.first_tokens,
-            lora_request=None,
-            prefill_token_ids=token_ids if is_second_runner else None,
-        )
-
-    def _go_on_behind_holes(self, request_id: str) -> None:
-        """All that a request waited for is there, or it has ended meanwhile."""
-        scheduler = self._scheduler
-        request = scheduler.requests.get(request_id)
-        if request is None:
-            return
-        if request.is_finished():
-            scheduler._free_blocks(request)
-        else:
-            scheduler.finished_recving_kv_req_ids.add(request_id)
-
-    def _correct_hits(self, new: NewHoles) -> None:
-        """Upstream takes all that lies before the end of a load for hits, holes included."""
-        request = self._scheduler.requests.get(new.request_id)
-        if request is None:
-            return
-        found = request.prefill_stats
-        if found is not None:
-            found.set(
-                num_prompt_tokens=found.num_prompt_tokens,
-                num_local_cached_tokens=found.num_local_cached_tokens,
-                num_external_cached_tokens=found.num_external_cached_tokens - new.num_tokens,
-            )
-        stats = self._scheduler.connector_prefix_cache_stats
-        if stats is None or not new.is_planned:
-            return  # What a lookup found has been reported before its load failed.
-        if request.num_preemptions:
-            stats.preempted_hits -= new.num_tokens
-        else:
-            stats.hits -= new.num_tokens
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
         for request_id in self._side.end_hole_step():
-            self._go_on_behind_holes(request_id)
+            go_on_behind_holes(self._scheduler, request_id)
         if reset_running_requests:
             self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:
@@ -360,6 +290,26 @@ class ConnectedScheduler:
         self._preempt(request, timestamp)
 
 
+def _cached_blocks(
+    manager: KVCacheManager, request: Request, group: int, first_page: int, end_page: int
+) -> list[KVCacheBlock] | None:
+    """Blocks of the local prefix cache with some pages of a request; None if it lacks one."""
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    hashes: Sequence[Any] = request.block_hashes
+    pool = manager.block_pool
+    page_tokens = manager.coordinator.single_type_managers[group].block_size
+    if page_tokens != pool.hash_block_size:
+        hashes = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, page_tokens)
+    blocks = []
+    for page in range(first_page, end_page):
+        found = pool.get_cached_block(hashes[page], [group])
+        if not found:
+            return None
+        blocks.append(found[0])
+    return blocks
+
+
 def _require_intact_pages(scheduler: Scheduler) -> None:
     """Refuse a runner that zeroes new pages before workers can store what was in them.
 
@@ -423,10 +373,15 @@ PATCHES = (
             f"{_SCHEDULER}.update_from_output",
             f"{_SCHEDULER}._update_request_as_session",
             f"{_SCHEDULER}._mamba_block_aligned_split",
+            f"{_SCHEDULER}.add_request",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+            "vllm.v1.request:Request.__init__",
+            "vllm.v1.request:Request.update_block_hashes",
             "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
             "vllm.v1.core.block_pool:BlockPool.touch",
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ),

@@ -2,43 +2,37 @@
 """``vllm/distributed/kv_transfer/kv_connector/factory.py``: what LMCache's connector is given.
 
 It takes the name of its objects, and the tokens of its blocks, from the two configs that vLLM hands
-it. Ours are copies that differ in these, made for it alone; LMCache's code stays as it is.
+it. Ours are copies that differ in these, made for it alone; LMCache's code stays as it is. vLLM
+gets a class whose objects are made in this way, so that it does not matter who makes them: the
+factory, or `MultiConnector`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.lmcache.first_blocks import complete_first_blocks
 from vllm_ascend_kvext.lmcache.hand_over import (
     limit_farewell,
     require_name,
     with_name_and_options,
 )
-from vllm_ascend_kvext.lmcache.handshake import (
-    TRANSFER_MODE_KEY,
-    TRANSFER_MODE_VARIABLE,
-    choose_transfer_mode,
-    chunk_tokens,
-)
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name
 from vllm_ascend_kvext.lmcache.recovery import refuse_other_chunks
-from vllm_ascend_kvext.lmcache.server_addresses import (
-    require_listening,
-    server_urls,
-    starts_its_server,
-)
+from vllm_ascend_kvext.lmcache.stored_tokens import watch_stores
 from vllm_ascend_kvext.lmcache.token_blocks import (
     counted_in_tokens,
-    require_chunks_of_whole_blocks,
-    tokens_per_block,
+    has_states,
 )
+from vllm_ascend_kvext.patches.lmcache import known_release
 from vllm_ascend_kvext.patches.lmcache import kv_cache_interface as spec_kinds
+from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
@@ -56,39 +50,116 @@ BUILTIN_VARIABLE = "LMCACHE_USE_UPSTREAM_MP"
 logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 
 
-def create_connector(
-    wrapped: Callable[..., KVConnectorBase],
-    factory: type,
+def get_connector_class(
+    wrapped: Callable[..., Any], factory: type, *args: Any, **kwargs: Any
+) -> Any:
+    """The class of a connector; of LMCache's, one that gets copies of the configs.
+
+    Also of those below `MultiConnector`, which asks for classes alone.
+    """
+    return prepared_class(wrapped(*args, **kwargs))
+
+
+def get_connector_class_with_compat(
+    wrapped: Callable[..., tuple[Any, bool]], factory: type, *args: Any, **kwargs: Any
+) -> tuple[Any, bool]:
+    """The same on vLLM 0.20.2, which also says whether a class takes the groups."""
+    connector_class, is_without_groups = wrapped(*args, **kwargs)
+    if is_without_groups:
+        return connector_class, is_without_groups
+    return prepared_class(connector_class), is_without_groups
+
+
+def prepared_class(connector_class: Any) -> Any:
+    """LMCache's class as one that prepares what it is made of; any other as it is."""
+    if connector_class.__name__ != NAME or issubclass(connector_class, Prepared):
+        return connector_class
+    return _prepared_class(connector_class)
+
+
+class Prepared:
+    """Marks a class whose objects are made of copies of the configs."""
+
+
+@functools.cache
+def _prepared_class(connector_class: Any) -> Any:
+    """One for each class: vLLM compares them."""
+
+    class PreparedConnector(connector_class, Prepared):  # type: ignore[misc]
+        def __init__(
+            self,
+            vllm_config: VllmConfig,
+            role: KVConnectorRole,
+            kv_cache_config: KVCacheConfig | None = None,
+        ) -> None:
+            construct(self, super().__init__, vllm_config, role, kv_cache_config)
+
+        @classmethod
+        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+            from vllm_ascend_kvext.patches.lmcache.metrics import LMCacheStats
+
+            return LMCacheStats(data)
+
+        @classmethod
+        def build_prom_metrics(cls, *arguments: Any) -> Any:
+            from vllm_ascend_kvext.patches.lmcache.metrics import LMCachePromMetrics
+
+            return LMCachePromMetrics(super().build_prom_metrics(*arguments), *arguments)
+
+    # Reports of several connectors are told apart by the names of their classes.
+    PreparedConnector.__name__ = PreparedConnector.__qualname__ = NAME
+    return PreparedConnector
+
+
+def construct(
+    connector: Any,
+    initialize: Callable[..., None],
     config: VllmConfig,
     role: KVConnectorRole,
-    *args: Any,
-    **kwargs: Any,
-) -> KVConnectorBase:
-    """Create a connector; LMCache's with copies of the configs.
+    given_config: KVCacheConfig | None,
+) -> None:
+    """Make LMCache's connector of copies of the configs, and look after it.
 
-    What follows is ``kv_cache_config``, which vLLM 0.20.2 may leave out.
+    Args:
+        connector: Not yet initialized.
+        initialize: LMCache's.
+        config: Of the engine; for a connector below another, with that one's options.
+        role: The side.
+        given_config: vLLM 0.20.2 may leave it out.
 
     Raises:
         LMCacheError: If the server is not there or does not fit, or the installed LMCache names its
             objects in another way.
     """
     transfer_config = config.kv_transfer_config
-    given_config: KVCacheConfig | None = args[0] if args else kwargs.get("kv_cache_config")
     if transfer_config is None or given_config is None or not given_config.kv_cache_groups:
-        return wrapped(config, role, *args, **kwargs)
-    if transfer_config.kv_connector != NAME:
-        _warn_of_children(transfer_config, given_config)
-        return wrapped(config, role, *args, **kwargs)
+        initialize(config, role, given_config)
+        return
     kv_cache_config = counted_in_tokens(given_config)
     name = _object_name(config, kv_cache_config)
     options = dict(transfer_config.kv_connector_extra_config)
-    _ask_servers(config, kv_cache_config, options, is_worker=role.name == "WORKER")
-    connector = wrapped(with_name_and_options(config, name, options), role, kv_cache_config)
+    is_worker = role.name == "WORKER"
+    ask_servers(config, kv_cache_config, options, is_worker=is_worker)
+    initialize(with_name_and_options(config, name, options), role, kv_cache_config)
     if name != config.model_config.model:
         require_name(connector, name)
+    _look_after(connector, kv_cache_config, is_worker=is_worker)
+
+
+def _look_after(connector: Any, kv_cache_config: KVCacheConfig, *, is_worker: bool) -> None:
+    """What is changed in LMCache's objects, where LMCache's code is that which was read."""
+    if not known_release.is_as_read():
+        return
+    # Imports vLLM, which this module is imported before.
+    from vllm_ascend_kvext.patches.lmcache.metrics import ask_for_reports, report_stores
+
     limit_farewell(connector)
     refuse_other_chunks(connector)
-    return connector
+    if is_worker:
+        ask_for_reports(connector)
+        return
+    complete_first_blocks(connector)
+    report_stores(connector, watch_stores(connector, can_look_up=not has_states(kv_cache_config)))
 
 
 def _object_name(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -120,7 +191,7 @@ def _versions() -> dict[str, str | None]:
     return {
         compat.VLLM: upstream.vllm,
         compat.VLLM_ASCEND: upstream.vllm_ascend,
-        "lmcache": compat.installed_version("lmcache", distributions=("lmcache",)),
+        compat.LMCACHE: known_release.version(),
     }
 
 
@@ -131,59 +202,6 @@ def _instruction_set(config: VllmConfig) -> str:
     import torch
 
     return str(torch.backends.cpu.get_cpu_capability())
-
-
-def _ask_servers(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, options: dict[str, Any], *, is_worker: bool
-) -> None:
-    """Refuse servers that do not fit; choose the transfer mode where none is set."""
-    if starts_its_server(options):
-        return
-    urls = server_urls(options)
-    if is_worker and len(urls) > 1:
-        return  # It uses that of its own host, and may not reach the others.
-    require_listening(urls)
-    context_parallel_size = int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
-    group_tokens = tokens_per_block(kv_cache_config, context_parallel_size)
-    for url in urls:
-        with _client(url) as client:
-            if client is None:
-                return  # Another LMCache; its connector asks in its own way.
-            require_chunks_of_whole_blocks(chunk_tokens(client, url), group_tokens, url)
-            if is_worker and config.device_config.device_type == "cpu":
-                wanted = options.get(TRANSFER_MODE_KEY, os.environ.get(TRANSFER_MODE_VARIABLE))
-                mode = choose_transfer_mode(client, url, str(wanted or "auto").strip().lower())
-                if mode is not None:
-                    options[TRANSFER_MODE_KEY] = mode.value
-
-
-@contextmanager
-def _client(url: str) -> Iterator[Any]:
-    """LMCache's client of a server; None where the installed LMCache has no such client."""
-    try:
-        import zmq
-        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-    except ImportError:
-        yield None
-        return
-    client = RequestClientFactory.create(url, context=zmq.Context.instance())
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-def _warn_of_children(transfer_config: Any, kv_cache_config: KVCacheConfig) -> None:
-    """A connector below another is not made here."""
-    children = (transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
-    names = [child.get("kv_connector") for child in children if isinstance(child, dict)]
-    if NAME in names and len(kv_cache_config.kv_cache_groups) > 1:
-        logger.warning(
-            "%s below %s names its objects without the layout of this engine's KV cache groups: "
-            "let no engine with other groups use the same LMCache server.",
-            NAME,
-            transfer_config.kv_connector,
-        )
 
 
 def prefer_lmcaches_class() -> Callable[[], None]:
@@ -232,24 +250,37 @@ def _lmcaches_class() -> Any:
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 
+_WHY = (
+    "LMCache keys objects by the model's name, and engines with other KV cache groups read each "
+    "other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; a server that is "
+    "absent or set up otherwise is noticed after five minutes; and stores that find no room are "
+    "reported as done."
+)
+_RETIRE_WHEN = (
+    "LMCache's keys have the layout, its connector asks its server what it serves, and its stores "
+    "say what was kept"
+)
+_RELIES_ON = (
+    # Both sides get a config, and the scheduler's has the first spec of a bundle.
+    "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
+    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+    # Makes an object of the class that it asks for. `MultiConnector` does the same; it is not read
+    # here, because its module imports prometheus_client before vLLM has set that up.
+    f"{_FACTORY}.create_connector",
+)
+
 PATCHES = (
     Patch(
         id="KVX-501",
-        target=f"{_FACTORY}.create_connector",
+        target=f"{_FACTORY}.get_connector_class",
         kind=Kind.WRAP,
         feature="lmcache",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
-        wrapper=create_connector,
-        why="LMCache keys objects by the model's name, and engines with other KV cache groups read "
-        "each other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a "
-        "server that is absent or set up otherwise is noticed after five minutes.",
-        retire_when="LMCache's keys have the layout, and its connector asks its server what it "
-        "serves",
-        relies_on=(
-            # Both sides get a config, and the scheduler's has the first spec of a bundle.
-            "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
-            "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
-        ),
+        vllm=("==0.23.0.*",),
+        wrapper=get_connector_class,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=_RELIES_ON,
+        lmcache=known_release.RELIED_ON,
     ),
     Patch(
         id="KVX-502",
@@ -265,5 +296,27 @@ PATCHES = (
             f"{_FACTORY}._get_connector_class_with_compat",
             f"{_FACTORY}.get_connector_class_by_name",
         ),
+    ),
+    Patch(
+        id="KVX-503",
+        target=f"{_FACTORY}._get_connector_class_with_compat",
+        kind=Kind.WRAP,
+        feature="lmcache",
+        vllm=("==0.20.2.*",),
+        wrapper=get_connector_class_with_compat,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(*_RELIES_ON, f"{_FACTORY}.get_connector_class"),
+        lmcache=known_release.RELIED_ON,
+    ),
+    Patch(
+        id="KVX-504",
+        target=f"{_FACTORY}.get_connector_class_by_name",
+        kind=Kind.WRAP,
+        feature="lmcache",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=get_connector_class,
+        why="MultiConnector rebuilds the statistics of connectors below it by their names.",
+        retire_when="KVX-501 and KVX-503 are retired",
     ),
 )

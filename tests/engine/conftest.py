@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import connector_models
+import lmcache_runs
 import pytest
 import served
 from served import Serve
@@ -53,3 +55,25 @@ def uncached(serve: Serve) -> served.Served:
 def dense(serve: Serve) -> served.Served:
     """Stock prefix caching: the plugin is off, no interval is set."""
     return serve(served.PLUGIN_OFF)
+
+
+@pytest.fixture(scope="session")
+def lmcache_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with two KV cache groups, and one with one."""
+    folders = {}
+    for name in ("alternating", "full"):
+        folders[name] = tmp_path_factory.mktemp("model")
+        connector_models.WRITERS[name](folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def run_lmcache(
+    lmcache_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> lmcache_runs.Run:
+    """Serve plans with LMCacheMPConnector; see ``lmcache_runs.serve``."""
+
+    def run(plans: lmcache_runs.Plans, **more: Any) -> dict[str, served.Served]:
+        return lmcache_runs.serve(lmcache_models, tmp_path_factory.mktemp("served"), plans, **more)
+
+    return run

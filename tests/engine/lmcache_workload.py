@@ -4,8 +4,11 @@
     python lmcache_workload.py REPORT PLANS
 
 ``PLANS`` is JSON: by name, what to start and ask: ``model`` is a folder, ``engine`` holds arguments
-of ``LLM``, ``prompts`` are seeds. ``kills``, if it is there, is the process id of the server, which
-ends when the first load is about to begin.
+of ``LLM``, ``prompts`` are seeds. A text among them is a pause: the file ``TEXT.reached`` appears
+in the working folder, and the next prompt is asked when ``TEXT.passed`` is there. A number with a
+point is a pause of so many seconds: the server makes readable what is stored a moment after it has
+said so. ``kills``, if it is there, is the process id of the server, which ends when the first load
+is about to begin.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ BLOCK_TOKENS = 16
 PROMPT_TOKENS = 700
 REPLY_TOKENS = 8
 _TRANSFERS_LIMIT_S = 30
+_PAUSE_LIMIT_S = 150
 
 
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
@@ -57,14 +61,24 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         if "kills" in plan:
             _kill_at_the_first_load(plan["kills"])
         answers = []
+        seconds = []
         for seed in plan["prompts"]:
+            if isinstance(seed, str):
+                _pause(Path(seed))
+                continue
+            if isinstance(seed, float):
+                time.sleep(seed)
+                continue
+            began_s = time.monotonic()
             answers.append(_ask(llm, seed))
+            seconds.append(time.monotonic() - began_s)
             limit_s = time.monotonic() + _TRANSFERS_LIMIT_S
             while core.scheduler.has_requests() and time.monotonic() < limit_s:
                 llm.llm_engine.step()  # A request's blocks are held until its stores have ended.
                 time.sleep(0.01)
         return {
             "asked": {"prompts": {"answers": answers}},
+            "seconds": seconds,
             "num_groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
             "has_requests": core.scheduler.has_requests(),
         }
@@ -73,6 +87,15 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+
+
+def _pause(name: Path) -> None:
+    name.with_suffix(".reached").touch()
+    limit_s = time.monotonic() + _PAUSE_LIMIT_S
+    while not name.with_suffix(".passed").exists():
+        if time.monotonic() > limit_s:
+            raise TimeoutError(f"nobody ended the pause {name}")
+        time.sleep(0.05)
 
 
 def _kill_at_the_first_load(process_id: int) -> None:
@@ -89,11 +112,16 @@ def _kill_at_the_first_load(process_id: int) -> None:
     adapter.submit_retrieve_request = kill_and_load
 
 
+def prompt_of(seed: int) -> list[int]:
+    """The same tokens in every process."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
+
+
 def _ask(llm: Any, seed: int) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    rng = random.Random(seed)
-    prompt = [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
+    prompt = prompt_of(seed)
     sampling = SamplingParams(
         temperature=0, max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
     )

@@ -356,6 +356,8 @@ def test_beginning_is_computed_while_the_rest_is_loaded(
         assert first_tokens == 0
         assert num_tokens / 4 < end_tokens <= num_tokens * 3 / 4
         assert computed["second"][0][0] == num_tokens
+        assert {entry.is_hit for entry in rows} == {True}
+        assert {entry.was_loaded for entry in rows} == {True, False}
         check_nothing_is_left(engine)
 
         engine.add_request(plan_of("decoding", prompt[:5], max_tokens=30))

@@ -7,6 +7,7 @@ On vLLM's real scheduler, with real pages and without a model: see ``test_connec
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import Drafter
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_ascend_kvext.patches.connector import hole_rows, scheduler
 from vllm_ascend_kvext.store.counters import Removal
 
 PROMPT_TOKENS = 400
@@ -195,13 +197,40 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
     """That takes time in proportion to the requests."""
     prompt = tokens(random.Random(9), PROMPT_TOKENS)
     with engines.engine_of(FULL, offloading=OFFLOADING) as engine:
-        connected = engine.scheduler.schedule.__self__
-        with mock.patch.object(connected, "_budget_of_holes", side_effect=AssertionError):
+        with mock.patch.object(scheduler, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", prompt))
             serve(engine, plan_of("second", prompt))
         make_holes(engine, (64, 192))
         serve(engine, plan_of("third", prompt))
         assert engine.side.counters.hole_tokens
+
+
+@pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
+def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
+    """Of many steps; the tokens themselves are compared by the model runner of the harness."""
+    prompt = tokens(random.Random(9), PROMPT_TOKENS)
+    found: list[Any] = []
+    read: list[Any] = []
+    with engines.engine_of(FULL, offloading=OFFLOADING, max_num_batched_tokens=48) as engine:
+        serve(engine, plan_of("first", prompt))
+        make_holes(engine, (64, 192), (256, 320))
+        schedule = engine.scheduler.schedule
+
+        def watch() -> Any:
+            output = schedule()
+            new = output.scheduled_new_reqs
+            found.extend(each.prompt_token_ids for each in new if "-hole-" in each.req_id)
+            second = engine.scheduler.requests.get("second")
+            read.extend(each for owner, each in hole_rows._arrays.items() if owner is second)
+            return output
+
+        engine.scheduler.schedule = watch  # type: ignore[method-assign]
+        of_model = type(engine.scheduler.vllm_config.model_config)
+        with mock.patch.object(of_model, "uses_mrope", looks_at_prompts):
+            serve(engine, plan_of("second", prompt))
+        assert len(found) > 3
+        assert {type(each) for each in found} == {list if looks_at_prompts else array}
+        assert len({id(each) for each in read}) == (not looks_at_prompts)
 
 
 def test_references_of_the_connector_are_no_common_prefix() -> None:

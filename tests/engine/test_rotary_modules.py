@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -70,11 +70,14 @@ ROPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def current_config() -> Iterator[None]:
-    """Modules of vLLM choose their implementation by it."""
-    with set_current_vllm_config(VllmConfig()):
+@pytest.fixture(autouse=True, params=["none", "all"])
+def current_config(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Modules of vLLM choose their implementation by it: plain torch, or vLLM's own ops."""
+    compilation = CompilationConfig(custom_ops=[request.param])
+    with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
+        rotary_embedding._ROPE_DICT.clear()
         yield
+    rotary_embedding._ROPE_DICT.clear()
 
 
 def rope(

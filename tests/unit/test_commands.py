@@ -21,6 +21,7 @@ from vllm_ascend_kvext.commands import fingerprint, ledger
 from vllm_ascend_kvext.connector.options import OPTIONS
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.holes.eligibility import EngineRefusal, HoleRefusal
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
@@ -252,13 +253,26 @@ class TestStatus:
         (row,) = [line for line in printed if line.startswith("T-")]
         assert row.split() == [f"T-{TARGET}", "retention", "inert", TARGET]
 
+    def test_reasons_against_holes_are_listed_on_request(
+        self, world: World, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["status"]) == 0
+        assert "holes: computed with KvextConnector" in capsys.readouterr().out
+        assert main(["status", "--holes"]) == 0
+        printed = capsys.readouterr().out
+        assert "engine: drafts " in printed
+        assert 'hole_refusals_total{reason="adapter"}' in printed
+        _, report = self.status(capsys)
+        refused = {row["what"].partition(": ")[2] for row in report["holes"]}
+        assert {reason.value for reason in (*HoleRefusal, *EngineRefusal)} <= refused
+
     def test_a_line_per_feature_says_how_the_features_of_this_package_stand(
         self, world: World, capsys: pytest.CaptureFixture[str]
     ) -> None:
         world.features(*FEATURES)
         world.ledger(*(declare(TARGET, feature=feature.name) for feature in FEATURES))
         assert main(["status"]) == 0
-        assert len(capsys.readouterr().out.splitlines()) <= len(FEATURES) + 3
+        assert len(capsys.readouterr().out.splitlines()) <= len(FEATURES) + 4
 
     REPAIR = "drafts-in-flight"
 

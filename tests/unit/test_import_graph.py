@@ -21,7 +21,7 @@ FOLDERS = [Path(folder) for folder in vllm_ascend_kvext.__path__]
 """Of an installed package one; of a checkout also the one in which ``patches/`` lies."""
 
 ALLOWED = {
-    "blending": {"transfer", "errors"},
+    "blending": {"holes", "store", "layout", "groups", "transfer", "errors"},
     "compat": set(),
     "errors": set(),
     "features": {"patching"},

@@ -71,7 +71,9 @@ def test_every_supported_release_has_been_read() -> None:
 
 
 def test_nothing_is_stored_that_no_patch_counts_on() -> None:
-    wanted = {name for patch in PATCHES for name in patch.fingerprinted + patch.ascend}
+    wanted = {
+        name for patch in PATCHES for name in patch.fingerprinted + patch.ascend + patch.lmcache
+    }
     stored = {
         name
         for versions in FingerprintStore.load().distributions.values()

@@ -63,6 +63,14 @@ READERS: dict[str, Callable[[Any], Frequencies]] = {
 }
 """By full name; each returns radians per position, one number per pair."""
 
+_ASCEND_PACKAGE = "vllm_ascend.ops.rotary_embedding"
+
+ASCEND_READERS: dict[str, Callable[[Any], Frequencies]] = {
+    f"{_ASCEND_PACKAGE}.AscendRotaryEmbedding": _of_base,
+    f"{_ASCEND_PACKAGE}.AscendYaRNRotaryEmbedding": _of_yarn,
+}
+"""The same of vLLM-Ascend's classes that differ from vLLM's by their kernels only."""
+
 _SEVERAL_POSITIONS = "a token has several positions, such as a time, a row and a column"
 _LENGTH_DECIDES = "its frequencies depend on the length that is served"
 
@@ -118,12 +126,13 @@ def read_rotary_signature(
             f"{name}: expected an embedding that turns keys by one angle per position, found that "
             f"{REFUSED[name]}. Serve this model without blending."
         )
-    if name not in READERS:
+    reader = READERS.get(name) or ASCEND_READERS.get(name)
+    if reader is None:
         raise RotationError(
             f"{name}: expected one of {', '.join(sorted(_short(known) for known in READERS))}, "
             "found a class whose angles are not known. Serve this model without blending."
         )
-    frequencies = READERS[name](module)
+    frequencies = reader(module)
     if 2 * len(frequencies) != module.rotary_dim or module.rotary_dim > module.head_size:
         raise RotationError(
             f"{name}: expected {module.rotary_dim} rotated elements of {module.head_size}, found "
@@ -161,6 +170,11 @@ def row_dtype(dtype: torch.dtype) -> RowDtype:
             "would have to be scaled anew. Serve this model without blending, or with keys of one "
             "of these types."
         ) from None
+
+
+def is_of_ascend(module: Any) -> bool:
+    """Whether a rotary module is vLLM-Ascend's."""
+    return _name(type(module)) in ASCEND_READERS
 
 
 def _name(of: type) -> str:

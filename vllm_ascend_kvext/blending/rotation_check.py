@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import RotationError
+from vllm_ascend_kvext.blending.rotary import is_of_ascend
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.schema import (
@@ -37,11 +38,12 @@ _PAGES_PER_SHIFT = 3
 # Relative to the length of a pair: cosine and sine, two products and a sum on the module's side at
 # both positions, and one rounding on ours; each half a unit in the last place.
 _ROUNDINGS = 8
-_HALF_UNITS = {
+HALF_UNITS = {
     RowDtype.FLOAT32: 2.0**-24,
     RowDtype.BFLOAT16: 2.0**-8,
     RowDtype.FLOAT16: 2.0**-11,
 }
+"""Half of the distance between numbers, relative to them, at most."""
 
 
 def check_rotation(module: Any, signature: RotarySignature) -> None:
@@ -101,8 +103,8 @@ def _check(
         RowDtype.FLOAT16: torch.float16,
     }
     half_unit = max(
-        _HALF_UNITS[dtype],
-        *(_HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
+        HALF_UNITS[dtype],
+        *(HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
     )
     random = torch.Generator().manual_seed(1)
     # shape: [moves, rows, heads, head_elements]
@@ -151,10 +153,13 @@ def _rotated_by(
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
     device = module.cos_sin_cache.device
-    keys = rows[..., given].reshape(-1, _HEADS, module.head_size).to(device, copy=True)
-    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS)
+    # Each head by itself: vLLM's op for CPUs takes heads side by side, that of DeepSeek does not.
+    keys = rows[..., given].reshape(-1, 1, module.head_size).to(device, copy=True)
+    repeated = torch.tensor(positions, device=device).repeat_interleave(_ROWS * _HEADS)
+    # vLLM-Ascend's kernels need what is there during a forward. The same angles in plain torch.
+    rotate = module.forward_native if is_of_ascend(module) else module
     with torch.no_grad(), _buffers_kept(module):
-        _, rotated = module(repeated, torch.zeros_like(keys), keys)
+        _, rotated = rotate(repeated, torch.zeros_like(keys), keys)
     result = rows.clone()
     result[..., given] = rotated.reshape(*rows.shape[:-1], -1).to("cpu")
     return result

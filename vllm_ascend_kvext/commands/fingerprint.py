@@ -4,7 +4,8 @@
 A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
 of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
-Reads files; imports neither vLLM nor vLLM-Ascend. Without --sources it reads what is installed.
+Reads files; imports none of vLLM, vLLM-Ascend and LMCache. Without --sources it reads what is
+installed.
 Exit status: 0 if everything is as stored (or was stored), 1 if not.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND
+from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Patch
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a site-packages folder or an unpacked wheel; needs --distribution and --version",
     )
-    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND))
+    parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND, LMCACHE))
     parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
     parser.add_argument("--write", action="store_true", help="store the source fingerprints")
     parser.add_argument("--store", type=Path, default=STORE_FILE, help="default: the package's own")
@@ -46,14 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     trees = [SourceTree(*given)] if all(given) else installed_trees()
     if not trees:
-        print("Neither vLLM nor vLLM-Ascend is installed.", file=sys.stderr)
+        print("None of vLLM, vLLM-Ascend and LMCache is installed.", file=sys.stderr)
         return 1
     store = FingerprintStore.load(arguments.store)
     differences: list[str] = []
     for tree in trees:
         found, missing = read(tree, PATCHES)
         if arguments.write:
-            if tree.distribution == VLLM:
+            if tree.distribution != VLLM_ASCEND:
                 differences += [f"{tree}: {reason}" for reason in missing]
             store = store.replacing(tree.distribution, tree.version, found)
         else:
@@ -81,12 +82,13 @@ class SourceTree:
 
 
 def installed_trees() -> list[SourceTree]:
-    """What ``import vllm`` and ``import vllm_ascend`` would find."""
+    """What imports of ``vllm``, ``vllm_ascend`` and ``lmcache`` would find."""
     upstream = compat.detect(os.environ)
     trees = []
     for package, distribution, version in (
         ("vllm", VLLM, upstream.vllm),
         ("vllm_ascend", VLLM_ASCEND, upstream.vllm_ascend),
+        ("lmcache", LMCACHE, compat.installed_version("lmcache", distributions=(LMCACHE,))),
     ):
         folder = compat.package_folder(package)
         if folder is not None and version is not None:
@@ -98,6 +100,8 @@ def functions_of_interest(
     distribution: str, version: str, ledger: Iterable[Patch]
 ) -> tuple[str, ...]:
     """The functions of a distribution that the ledger patches or counts on, sorted."""
+    if distribution == LMCACHE:
+        return tuple(sorted({name for patch in ledger for name in patch.lmcache}))
     names: set[str] = set()
     for patch in ledger:
         if distribution == VLLM_ASCEND:

@@ -16,13 +16,14 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib import metadata
 from typing import Any
 
 from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
 from vllm_ascend_kvext.commands.feature_states import FeatureRow, describe_features
+from vllm_ascend_kvext.commands.hole_reasons import HOLES_HEADER, HoleRow, describe_holes
 from vllm_ascend_kvext.commands.table import render_rows
 from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import KvextError
@@ -67,12 +68,16 @@ class StatusReport:
     notes: list[str] = field(default_factory=list)
     error: str = ""
     features: list[FeatureRow] = field(default_factory=list)
+    holes: list[HoleRow] = field(default_factory=list)
     patches: list[PatchRow] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--patches", action="store_true", help="list every patch, too")
+    parser.add_argument(
+        "--holes", action="store_true", help="list where holes are computed, and where not, too"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        print("\n".join(render(report, with_patches=arguments.patches)))
+        print("\n".join(render(report, with_patches=arguments.patches, with_holes=arguments.holes)))
     return Verdict[report.verdict.upper()].value
 
 
@@ -96,6 +101,8 @@ def diagnose() -> StatusReport:
         settings = Settings.from_environ(os.environ)
         report.mode = settings.mode.value
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
+        if report.supported:
+            report.holes = describe_holes(settings, upstream)
         surveyed = activation.survey(settings, plan_everything=True)
     except Exception as error:
         return _failed(report, error)
@@ -166,7 +173,7 @@ def _obstacles() -> list[str]:
     return obstacles
 
 
-def render(report: StatusReport, *, with_patches: bool) -> list[str]:
+def render(report: StatusReport, *, with_patches: bool, with_holes: bool = False) -> list[str]:
     """The report for a person: lines."""
     upstream = Upstream(**report.upstream) if report.upstream else "an unknown upstream"
     lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
@@ -188,4 +195,8 @@ def render(report: StatusReport, *, with_patches: bool) -> list[str]:
         states = Counter(row.state for row in report.patches)
         counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         lines.append(f"patches: {counts}; `status --patches` lists them")
+    if report.holes and with_holes:
+        lines += ["", *render_rows([HOLES_HEADER, *map(astuple, report.holes)])]
+    elif report.holes:
+        lines.append(f"holes: {report.holes[0].holes}; `status --holes` says where not, and why")
     return lines

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
 from vllm_ascend_kvext.connector.messages import Direction, Traffic
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
@@ -41,6 +42,7 @@ class ConnectorCounters:
         too_dear_loads: Loads that were not made, because computing was estimated to be faster.
         joined_loads: Requests that waited for another's load of the same, and made none.
         swapped_requests: Preempted requests whose KV went to the host tier.
+        blending: Of segments: the very object that they are counted in.
     """
 
     tier: TierCounters = field(default_factory=TierCounters)
@@ -59,6 +61,7 @@ class ConnectorCounters:
     too_dear_loads: int = 0
     joined_loads: int = 0
     swapped_requests: int = 0
+    blending: BlendCounters = field(default_factory=BlendCounters)
     _reported: list[Number] = field(
         init=False, repr=False, default_factory=lambda: [0] * len(_KEYS)
     )
@@ -222,6 +225,45 @@ METRICS = (
         "host_swapped_requests",
         "Preempted requests whose KV went to host memory.",
         lambda counters: [counters.swapped_requests],
+    ),
+    Metric(
+        "blend_segments",
+        "Segments of admitted requests, by whether they were stored and reused.",
+        lambda counters: [counters.blending.hit_segments, counters.blending.missed_segments],
+        "result",
+        ("hit", "missed"),
+    ),
+    Metric(
+        "blend_tokens",
+        "Prompt tokens of reused segments: reused, or computed because they are in a head, or what "
+        "the question attends to.",
+        lambda counters: [counters.blending.reused_tokens, counters.blending.recomputed_tokens],
+        "result",
+        ("reused", "recomputed"),
+    ),
+    Metric(
+        "blend_stored_segments",
+        "Segments stored in host memory.",
+        lambda counters: [counters.blending.stored_segments],
+    ),
+    Metric(
+        "blend_probes",
+        "Questions compared with segments, and those that could not be.",
+        lambda counters: [counters.blending.scored_probes, counters.blending.lost_probes],
+        "result",
+        ("scored", "lost"),
+    ),
+    Metric(
+        "blend_probed_tokens",
+        "Tokens computed only to compare a question with segments.",
+        lambda counters: [counters.blending.probed_tokens],
+    ),
+    Metric(
+        "blend_refusals",
+        "Requests whose segments were computed, or not stored, by reason.",
+        lambda counters: counters.blending.refusals.values(),
+        "reason",
+        _values(BlendRefusal),
     ),
     Metric(
         "host_stored_entries",

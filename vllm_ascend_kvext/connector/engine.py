@@ -18,13 +18,16 @@ class Request(Protocol):
     block_hashes: Sequence[bytes]
     num_computed_tokens: int
     num_prompt_tokens: int
+    num_output_placeholders: int
     all_token_ids: Sequence[int]
     lora_request: Any
     sampling_params: Any
     skip_reading_prefix_cache: bool
     pooling_params: Any
+    prompt_token_ids: Any
     prompt_embeds: Any
     mm_features: Any
+    cache_salt: str | None
     status: Any
 
     @property
@@ -38,6 +41,11 @@ class Block(Protocol):
 
     block_id: int
     is_null: bool
+
+
+CachedBlocks = Callable[["Request", int, int, int], Sequence["Block"] | None]
+"""Of a request, a KV cache group, a first and an end page: what the local prefix cache has of them;
+None if it lacks one."""
 
 
 class GroupManager(Protocol):
@@ -63,6 +71,9 @@ class Engine:
         looks_ahead: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
+        has_other_connectors: Whether other connectors see the same requests.
+        most_request_tokens: Of a prompt and its answer.
+        cached_blocks: Asks the local prefix cache. What it names may be reallocated.
     """
 
     requests: Mapping[str, Request]
@@ -77,6 +88,9 @@ class Engine:
     looks_ahead: bool = False
     num_lookahead_tokens: int = 0
     recomputes_failed_loads: bool = True
+    has_other_connectors: bool = False
+    most_request_tokens: int = 1 << 60
+    cached_blocks: CachedBlocks = lambda *asked: None
 
     def prefix(self, request: Request) -> HashedPrefix:
         """The tokens of a request, as far as they are hashed."""

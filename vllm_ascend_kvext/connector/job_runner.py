@@ -8,21 +8,25 @@ leave something out is made again, part by part, once it has failed. Knows no qu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyGate
+from vllm_ascend_kvext.blending.segment_mover import SegmentMover
+from vllm_ascend_kvext.blending.segment_rows import SegmentRows
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
-from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
 from vllm_ascend_kvext.layout.page_runs import NULL_PAGE
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.rows import TokenRange, needed_rows
 from vllm_ascend_kvext.layout.stored_rows import MissingRows
-from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, StorePlan
+from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, StorePlan, TablePart
 from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
@@ -53,12 +57,14 @@ class Moved(NamedTuple):
         seconds: That the copies took.
         lacking: Tokens of a load that may leave something out, whose rows are not there.
         error: Why not, of the first of them.
+        key_check: Of the segments of a store; None if none were checked.
     """
 
     num_bytes: int
     seconds: float
     lacking: tuple[TokenRange, ...] = ()
     error: Exception | None = None
+    key_check: KeyCheck | None = None
 
 
 class JobRunner:
@@ -72,6 +78,9 @@ class JobRunner:
         fence: Between the model's kernels and copies.
         placement: Where copies on the host run; None is the default of `page_transfer`.
         move: Moves the bytes; tests hand in another.
+
+    Attributes:
+        segments: Moves tokens of segments; None if jobs have none.
     """
 
     def __init__(
@@ -87,6 +96,8 @@ class JobRunner:
         self.layout = layout
         self.pools = pools
         self.fence = fence
+        self.segments: SegmentMover | None = None
+        self._key_gate = KeyGate()
         self._states = states
         self._host = host
         self._placement = placement
@@ -103,6 +114,7 @@ class JobRunner:
 
         Raises:
             IncompleteJobError: Rows are missing; nothing has been written.
+            SegmentError: Segments do not fit; of them nothing has been written.
             TokenRangeError: The job does not fit the layout; nothing has been written.
             RowMapError: The same.
             DescriptorError: The same.
@@ -111,7 +123,9 @@ class JobRunner:
         try:
             return self._run(job, recorded)
         except Exception as error:
-            if isinstance(job, StoreJob) or len(job.stored_tokens) < 2 or not _has_all_parts(job):
+            if isinstance(job, StoreJob) or len(job.stored_tokens) < 2 or job.segments:
+                raise
+            if not _has_all_parts(job):
                 raise
             return self._run_apart(job, recorded, error)
 
@@ -139,7 +153,28 @@ class JobRunner:
                     placement=self._placement,
                 ),
             )
-        return Moved(num_bytes, seconds)
+        if not job.segments:
+            return Moved(num_bytes, seconds)
+        of_segments = self._move_segments(job, recorded)
+        check = self._key_gate.check(self._mover().check_keys, job.segments) if is_store else None
+        return Moved(
+            num_bytes + of_segments.num_bytes, seconds + of_segments.seconds, key_check=check
+        )
+
+    def _move_segments(self, job: Job, recorded: Any) -> Moved:
+        mover = self._mover()
+        move = mover.store if isinstance(job, StoreJob) else mover.load
+        moved: list[int] = []
+        seconds = self.fence.run(recorded, lambda: moved.append(move(job.segments, job.block_ids)))
+        return Moved(sum(moved), seconds)
+
+    def _mover(self) -> SegmentMover:
+        if self.segments is None:
+            raise SegmentError(
+                "segments: expected a worker that can move them, found one that has refused to. "
+                "Plan no segments for it."
+            )
+        return self.segments
 
     def _run_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
         """Load each part by itself, once the load of all of them has failed.
@@ -180,6 +215,8 @@ class JobRunner:
                 first_page = rows.start // group.rows_per_page - table.first_page
                 end_page = -(-rows.stop // group.rows_per_page) - table.first_page
                 found.update(table.ids[max(0, first_page) : max(0, end_page)])
+            if group.scheduler_group < len(job.block_ids):
+                found.update(_pages_of(job.segments, group, job.block_ids[group.scheduler_group]))
         return found - {NULL_PAGE}
 
 
@@ -188,8 +225,12 @@ def plan_job(
 ) -> tuple[list[StorePlan | LoadPlan], list[MissingRows]]:
     """What a job moves, in the order of its calls, and what of it is not there."""
     if isinstance(job, StoreJob):
+        if not job.chunks:
+            return [], []
         store = planner.plan_store(job.chunks, job.block_ids)
         return [store], [rows for of_chunk in store.missing for rows in of_chunk]
+    if not job.stored and not job.hole_tails and _is_covered(job.tokens, job.holes):
+        return [], []
     load = planner.plan_load(job.stored, job.tokens, job.block_ids)
     missing = [rows for rows in load.missing if not _is_in(rows, job.holes)]
     of_holes = [
@@ -214,12 +255,27 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
 
 def _has_all_parts(job: LoadJob) -> bool:
     """Whether each token of a load is in a hole or in a part: if not, good parts say little."""
-    position = job.tokens.first
-    for tokens in sorted((*job.holes, *job.stored_tokens), key=lambda tokens: tokens.first):
+    return _is_covered(job.tokens, (*job.holes, *job.stored_tokens))
+
+
+def _is_covered(wanted: TokenRange, ranges: Iterable[TokenRange]) -> bool:
+    """Whether each token is in one of the ranges."""
+    position = wanted.first
+    for tokens in sorted(ranges, key=lambda tokens: tokens.first):
         if tokens.first > position:
             return False
         position = max(position, tokens.end)
-    return position >= job.tokens.end
+    return position >= wanted.end
+
+
+def _pages_of(segments: Sequence[SegmentRows], group: LayoutGroup, table: TablePart) -> set[int]:
+    """Block ids of the pages that have tokens of segments, as far as a table names them."""
+    found: set[int] = set()
+    for rows in segments:
+        first_page = rows.first_tokens // group.tokens_per_page - table.first_page
+        end_page = -(-rows.end_tokens // group.tokens_per_page) - table.first_page
+        found.update(table.ids[max(0, first_page) : max(0, end_page)])
+    return found
 
 
 def _is_in(rows: MissingRows, holes: tuple[TokenRange, ...]) -> bool:

@@ -22,12 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_ascend_kvext.connector.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.events import TierEvents
 from vllm_ascend_kvext.connector.messages import JobResults, StepJobs, WorkerLayout
 from vllm_ascend_kvext.connector.options import parse_options
 from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.connector.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.stats import KvextPromMetrics, KvextStats
 from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
@@ -117,10 +119,15 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self.scheduler_side = SchedulerSide(
-                options, extra_config.get("chunk_tokens") is not None, TierEvents(has_events)
+                options,
+                extra_config.get("chunk_tokens") is not None,
+                TierEvents(has_events),
+                segment_tokens=segment_tokens_of(vllm_config.model_config, options),
             )
         else:
-            self.worker_side = WorkerSide(vllm_config, kv_cache_config, options)
+            self.worker_side = WorkerSide(
+                vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
+            )
 
     # Scheduler side.
 
@@ -176,9 +183,10 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids  # Block tables are read where they are: with the blocks, not their ids only.
+        params = self._scheduler.params(request)
         self._scheduler.finish(request, request.status.name in _ENDS_OF_TURNS)
         # What is stored is referenced: the rest need not wait for it.
-        return False, None
+        return False, params
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_events()

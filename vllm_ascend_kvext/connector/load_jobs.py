@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from vllm_ascend_kvext.blending.segment_store import rows_to_load
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.messages import HoleTails, LoadJob
-from vllm_ascend_kvext.holes.window_blocks import WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowTable
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.entries import Kind
-from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
 
 
 class LoadJobs:
@@ -58,25 +59,54 @@ class LoadJobs:
             stored_tokens if can_lack else (),
         )
 
+    def plan_blended(
+        self,
+        request_id: str,
+        hit: Hit,
+        block_ids: tuple[list[int], ...],
+        dense: Mapping[int, DenseTable],
+    ) -> LoadJob:
+        """The job of a request of which rows are placed behind what is exact.
+
+        Args:
+            dense: By KV cache group with windows. Where one is missing, the load fails.
+        """
+        whole = TokenRange(hit.after_tokens, hit.boundary_tokens)
+        tokens = whole
+        holes: tuple[TokenRange, ...] = (whole,)
+        stored: tuple[StoredChunk, ...] = ()
+        if hit.exact_tokens > hit.after_tokens:
+            tokens, holes = TokenRange(hit.after_tokens, hit.exact_tokens), ()
+            # The tails once more, for the part of them that the device has not.
+            entries = (*hit.entries, *([hit.exact_tails] if hit.exact_tails is not None else ()))
+            exact = replace(hit, boundary_tokens=hit.exact_tokens, entries=entries, holes=())
+            stored, _ = self._stored(exact)
+        parts = list(self._parts(whole, block_ids))
+        for group, table in dense.items():
+            parts[group] = TablePart(table.first_page, table.block_ids)
+        tails: tuple[HoleTails, ...] = ()
+        if hit.exact_tails is not None:
+            chunk = StoredChunk(hit.exact_tails.row_map, hit.exact_tails.offset_bytes)
+            groups = self._layout.tail_groups
+            tails = (HoleTails(hit.exact_tokens, chunk, tuple(parts), groups),)
+        return LoadJob(
+            request_id,
+            tokens,
+            stored,
+            tuple(parts),
+            holes,
+            tails,
+            segments=tuple(map(rows_to_load, _joined((*hit.placed, *hit.heads)))),
+        )
+
     def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:
         """What is read, and, but for tails, of which tokens.
-
-        Rows that a later entry has, too, are those of another prefix in the earlier one::
-
-            found by the key at 8      rows 0 ── 8 ── 16    of another request
-            found by the key at 24          rows 8 ──────── 24
 
         Rows of holes are left out: they are being computed, and perhaps read.
         """
         stored = []
         tokens = []
-        for entry, following in itertools.zip_longest(hit.entries, hit.entries[1:]):
-            if entry.piece.kind is Kind.TAILS:
-                stored.append(StoredChunk(entry.row_map, entry.offset_bytes))
-                continue
-            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
-            if following is not None and following.piece.kind is Kind.ROWS:
-                end_tokens = min(end_tokens, following.piece.first_tokens)
+        for entry, first_tokens, end_tokens in hit.read_rows:
             for run in _between(hit.holes, first_tokens, end_tokens):
                 # The first and the last of them may reach beyond the load.
                 first, end = max(run[0], hit.after_tokens), min(run[1], hit.boundary_tokens)
@@ -87,6 +117,11 @@ class LoadJobs:
                     row_map = self._layout.rows_within(row_map, *run)
                 stored.append(StoredChunk(row_map, entry.offset_bytes))
                 tokens.append(TokenRange(first, end))
+        stored += [
+            StoredChunk(entry.row_map, entry.offset_bytes)
+            for entry in hit.entries
+            if entry.piece.kind is Kind.TAILS
+        ]
         return tuple(stored), tuple(tokens)
 
     def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:
@@ -109,6 +144,24 @@ class LoadJobs:
                 parts[group] = TablePart(table.first_page, table.block_ids)
             stored = StoredChunk(tails.row_map, tails.offset_bytes)
             yield HoleTails(tails.piece.end_tokens, stored, tuple(parts), self._layout.tail_groups)
+
+
+def _joined(placed: Iterable[PlacedRows]) -> list[PlacedRows]:
+    """In ascending order, with rows of one entry that follow each other as one."""
+    joined: list[PlacedRows] = []
+    for rows in sorted(placed, key=lambda rows: rows.first_tokens):
+        before = joined[-1] if joined else None
+        shift_tokens = rows.first_tokens - rows.entry_tokens
+        if (
+            before is not None
+            and before.entry is rows.entry
+            and before.end_tokens == rows.first_tokens
+            and before.first_tokens - before.entry_tokens == shift_tokens
+        ):
+            joined[-1] = before._replace(end_tokens=rows.end_tokens)
+        else:
+            joined.append(rows)
+    return joined
 
 
 def _between(

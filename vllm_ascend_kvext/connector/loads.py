@@ -14,11 +14,11 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from vllm_ascend_kvext.connector.blended_requests import BlendedRequests
 from vllm_ascend_kvext.connector.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.errors import ConnectorError
@@ -32,7 +32,7 @@ from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.host_hit import beyond_holes
 from vllm_ascend_kvext.holes.span_plan import Run, union
-from vllm_ascend_kvext.holes.window_blocks import WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowTable
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
@@ -113,6 +113,7 @@ class Loads:
         counters: Of the connector.
         clock: Seconds that only grow.
         holes: Where holes wait to be computed; None stops at the first one.
+        blended: Requests with segments; None reuses none.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Loads:
         counters: ConnectorCounters,
         clock: Callable[[], float],
         holes: HoleQueue | None = None,
+        blended: BlendedRequests | None = None,
     ) -> None:
         self._engine = engine
         self._tier = tier
@@ -135,6 +137,7 @@ class Loads:
         self._counters = counters
         self._clock = clock
         self._holes = holes
+        self._blended = blended
         self._prospects: dict[str, _Prospect] = {}
         self._under_way: dict[str, LoadUnderWay] = {}
         # What can be hit on the device once a load is there: by the key of its end.
@@ -160,10 +163,15 @@ class Loads:
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._under_way
 
+    def hole_tokens_of(self, request_id: str) -> int:
+        """Tokens of a load under way that are computed before its end."""
+        return self._under_way[request_id].hit.hole_tokens
+
     def tails_of(self, request_id: str) -> Entry | None:
         """The tails that a load under way reads; None if its model has none."""
-        tails = self._under_way[request_id].hit.entries[-1]
-        return tails if tails.piece.kind is Kind.TAILS else None
+        hit = self._under_way[request_id].hit
+        tails = hit.exact_tails if hit.placed else hit.entries[-1]
+        return tails if tails is not None and tails.piece.kind is Kind.TAILS else None
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """How many tokens past those on the device can be loaded.
@@ -180,6 +188,8 @@ class Loads:
         if self._still_lacks_room(request, local_tokens):
             return None
         self._later.pop(request_id, None)
+        if self._blended is not None:
+            self._blended.restart(request_id)
         num_tokens = self._match(request, local_tokens)
         if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
             self._later[request_id] = _Later(local_tokens, None)
@@ -222,13 +232,18 @@ class Loads:
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
         self._shortfalls[request_id] = hit.shortfall
-        if self._holes is not None and request_id not in self._hole_refusals:
+        blended = self._with_segments(request, hit)
+        if blended is not None:
+            hit = blended
+        elif self._holes is not None and request_id not in self._hole_refusals:
             hit = self._beyond_holes(request, hit)
         if hit.num_tokens <= 0:
             return 0
-        if self._waits_for_other(request_id, hit):
+        if blended is not None:
+            pass  # What it reuses is estimated by nobody, and awaited by nobody.
+        elif self._waits_for_other(request_id, hit):
             return None
-        if self._can_split(request, hit):
+        elif self._can_split(request, hit):
             hit = self._from_both_ends(request, hit)
             if hit.num_tokens <= 0:
                 return 0
@@ -247,6 +262,21 @@ class Loads:
             return 0
         self._prospects[request_id] = _Prospect(hit, load)
         return hit.num_tokens
+
+    def _with_segments(self, request: Request, hit: Hit) -> Hit | None:
+        """The hit with segments behind it, if there are some, and it could have room."""
+        if self._blended is None:
+            return None
+        blended = self._blended.find(request, hit)
+        if blended is None:
+            return None
+        has_waited_long = self._has_waited_long(request.request_id)
+        if (has_waited_long and self._too_few_blocks(request, blended)) or (
+            self._room_for(request, blended) is Room.NEVER
+        ):
+            self._blended.refuse_for_room(request.request_id)
+            return None
+        return blended
 
     def _beyond_holes(self, request: Request, hit: Hit) -> Hit:
         """The hit that goes on behind holes, if it costs less than it saves and could have room."""
@@ -311,9 +341,13 @@ class Loads:
 
     def _too_few_blocks(self, request: Request, hit: Hit) -> int:
         """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
-        if not any(hit.hole_tails):
+        windows = self._holes.windows if self._holes is not None else None
+        has_dense_windows = bool(hit.placed) and windows is not None
+        if not any(hit.hole_tails) and not has_dense_windows:
             return 0
         free_blocks = self._room.blocks_of_load(request.num_tokens, hit.boundary_tokens, hit.holes)
+        if windows is not None and has_dense_windows:
+            free_blocks += windows.num_blocks(hit.exact_tokens, hit.boundary_tokens)
         return free_blocks if free_blocks > self._room.num_free else 0
 
     def _has_waited_long(self, request_id: str) -> bool:
@@ -358,10 +392,37 @@ class Loads:
         num_bytes = _num_bytes(hit)
         self._under_way[request_id] = LoadUnderWay(hit, prospect.load, num_bytes, self._clock())
         self._expect(request_id, hit)
-        num_request_tokens = self._engine.requests[request_id].num_tokens
+        request = self._engine.requests[request_id]
+        num_request_tokens = request.num_tokens
         self._room.park(request_id, num_request_tokens, hit.boundary_tokens, hit.holes)
+        if hit.placed and self._blended is not None:
+            dense = self._begin_dense(request_id, hit, block_ids)
+            self._blended.begin(request, hit)
+            return self._jobs.plan_blended(request_id, hit, block_ids, dense)
         tables = self._begin_holes(request_id, hit)
         return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
+
+    def _begin_dense(
+        self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]
+    ) -> Mapping[int, DenseTable]:
+        """By KV cache group with windows; nothing where there are none, or no blocks for them."""
+        assert self._holes is not None
+        probe = None
+        if self._blended is not None:
+            probe = self._blended.probe(self._engine.requests[request_id], hit)
+        if not hit.holes and self._holes.windows is None and probe is None:
+            return {}
+        holes = [Run(*hole) for hole in hit.holes]
+        cached = None
+        if self._blended is not None and hit.exact_tails is None:
+            request = self._engine.requests[request_id]
+            cached = self._blended.cached_windows(request, hit.exact_tokens)
+            if cached is None:
+                return {}  # It is gone since: the load fails.
+        dense = self._holes.begin_dense(
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}, probe
+        )
+        return dense or {}
 
     def _begin_holes(self, request_id: str, hit: Hit) -> list[dict[int, WindowTable]]:
         if not hit.holes or self._holes is None:
@@ -403,10 +464,12 @@ class Loads:
                 self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
+            if self._blended is not None:
+                self._blended.restart(request_id)
             self._remember_failure(request_id)
             return []
         runs = union(Run(*tokens) for tokens in lacking)
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit.entries, runs))
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit, runs))
         loaded = replace(hit, holes=union([*map(Run._make, hit.holes), *runs]))
         self._counters.hit_tokens += loaded.loaded_tokens
         self._counters.hit_requests += 1
@@ -455,7 +518,7 @@ class Loads:
 
     def _expect(self, request_id: str, hit: Hit) -> None:
         """Others may wait for what this load leaves on the device, if they can hit all of it."""
-        if not self._engine.caches_prefixes or self._engine.looks_ahead:
+        if not self._engine.caches_prefixes or self._engine.looks_ahead or hit.placed:
             return
         boundary = hit.boundary_tokens
         if any(boundary % tokens for tokens in self._layout.tokens_per_page.values()):
@@ -509,20 +572,14 @@ def _num_bytes(hit: Hit) -> int:
     return sum(entry.num_bytes for entry in hit.all_entries)
 
 
-def _entries_in(entries: Sequence[Entry], runs: Sequence[Run]) -> set[Entry]:
-    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch.
-
-    Each is read up to where the next one begins.
-    """
+def _entries_in(hit: Hit, runs: Sequence[Run]) -> set[Entry]:
+    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch."""
     found: set[Entry] = set()
     if not runs:
         return found
     ends = [run.end_tokens for run in runs]
-    for entry, following in itertools.zip_longest(entries, entries[1:]):
-        end_tokens = entry.piece.end_tokens
-        if following is not None:
-            end_tokens = min(end_tokens, following.piece.first_tokens)
-        place = bisect.bisect_right(ends, entry.piece.first_tokens)
+    for entry, first_tokens, end_tokens in hit.read_rows:
+        place = bisect.bisect_right(ends, first_tokens)
         if place < len(runs) and runs[place].first_tokens < end_tokens:
             found.add(entry)
     return found

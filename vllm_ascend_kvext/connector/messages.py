@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import TokenRange
@@ -27,11 +29,17 @@ class WorkerLayout:
         layout: Of its pages; addresses in it are of no meaning to others.
         fingerprint: See `layout_fingerprint`; ranks of one model differ.
         host_bytes: Size of its arena.
+        segments: Of its tokens, if segments can be stored and placed.
+        segment_refusal: Why not, where they were asked for.
+        probe_refusal: Why it cannot compare a question with segments; empty if it can.
     """
 
     layout: KVLayout
     fingerprint: str
     host_bytes: int
+    segments: SegmentLayout | None = None
+    segment_refusal: str = ""
+    probe_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,13 @@ class StoreJob:
         chunks: What to store, and where.
         block_ids: Of the request, one part of a table per KV cache group, as far as ``chunks``
             need them.
+        segments: Tokens of segments to store, from the same pages.
     """
 
     number: int
     chunks: tuple[PlacedChunk, ...]
     block_ids: tuple[TablePart, ...]
+    segments: tuple[SegmentRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ class LoadJob:
         hole_tails: Of those holes that read windows or states.
         stored_tokens: Of which tokens each part of ``stored`` has rows, if what cannot be loaded
             may be left out, and is reported. With none, all of it is loaded, or the load fails.
+        segments: Tokens of segments that go into the same pages; what they cover is in ``holes``.
     """
 
     request_id: str
@@ -89,6 +100,24 @@ class LoadJob:
     holes: tuple[TokenRange, ...] = ()
     hole_tails: tuple[HoleTails, ...] = ()
     stored_tokens: tuple[TokenRange, ...] = ()
+    segments: tuple[SegmentRows, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeJob:
+    """A row of the step whose queries are compared with keys in pages.
+
+    Attributes:
+        row_id: Unique in the engine.
+        tokens: Of the row.
+        scored: Tokens whose scores are wanted, before the row; ascending and disjoint.
+        block_ids: As of `StoreJob`, of the row, from its first page on.
+    """
+
+    row_id: str
+    tokens: TokenRange
+    scored: tuple[TokenRange, ...]
+    block_ids: tuple[TablePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +130,7 @@ class StepJobs:
         stores: Begin when the step has computed: what they read is written by it, or was before.
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
+        probes: Rows that the step computes, whose scores are reported.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -108,6 +138,7 @@ class StepJobs:
     stores: tuple[StoreJob, ...] = ()
     has_forward: bool = False
     wants_stats: bool = False
+    probes: tuple[ProbeJob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -142,6 +173,11 @@ class JobResults:
         lacking: By request whose load left something out on some worker: first tokens and ends.
         traffic: By direction.
         has_forward: Whether the step computed anything.
+        key_checks: Stores of segments, summed over workers, whose keys were found to turn with
+            their positions alone; see ``blending.key_check``.
+        key_check_failure: The first that were not; empty if there are none.
+        scores: Of the probes of the step, by row: of all tokens that are scored, one after the
+            other, summed over workers. None if some worker has none.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -152,6 +188,9 @@ class JobResults:
         default_factory=lambda: {"store": Traffic(), "load": Traffic()}
     )
     has_forward: bool = False
+    key_checks: int = 0
+    key_check_failure: str = ""
+    scores: dict[str, Scores | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -160,6 +199,7 @@ class JobResults:
             or self.stores_ended
             or self.failed_loads
             or self.lacking
+            or self.scores
             or self.traffic["load"].transfers
         )
 
@@ -173,3 +213,9 @@ class JobResults:
             self.lacking.setdefault(request_id, set()).update(runs)
         for direction, traffic in other.traffic.items():
             self.traffic[direction].add(traffic)
+        self.key_checks += other.key_checks
+        self.key_check_failure = self.key_check_failure or other.key_check_failure
+        # Every worker reports every probe of the step.
+        for row_id, scores in other.scores.items():
+            own = self.scores.get(row_id)
+            self.scores[row_id] = None if own is None or scores is None else own + scores

@@ -20,6 +20,14 @@ from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE, parse_reuses_holes
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.store.worth import EvictionRule
 
+
+class Selector(enum.Enum):
+    """How the tokens of reused segments are chosen that are computed after all."""
+
+    HEADS = "heads"
+    QUESTION = "question"
+
+
 CONFIG = "kv_connector_extra_config"
 STATE_POLICY_ALIAS = "LMCACHE_ASCEND_SKIP_STATE_GROUPS"
 
@@ -45,6 +53,19 @@ class ConnectorOptions:
         swap_on_preemption: Whether a preempted request's KV goes to host memory and comes back.
         hole_reuse: Whether what is stored behind a missing chunk is loaded.
         eviction: What gives way when the host memory is full.
+        blending: Whether segments are reused wherever they stand in a prompt: approximate.
+        blend_head_tokens: First tokens of each reused segment that are computed.
+        blend_selector: How the tokens of reused segments are chosen that are computed after all.
+        blend_ratio: Of the tokens behind heads: that are computed, with `Selector.QUESTION`.
+        blend_run_tokens: That are chosen together.
+        blend_check_layer: At which the question is compared with them, counted from the model's
+            first; None leaves it to ``worker_segments``.
+        blend_min_tokens: A shorter segment, or rest of one, is computed.
+        blend_across_windows: Whether tokens are reused whose windows reach across the beginning of
+            their segment.
+        segment_separator: What stands between segments: text, or token ids; None finds none.
+        segment_sink: Token ids that segments are computed behind; None takes the model's own token
+            for the beginning of a sequence, if it has one.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
         copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
@@ -58,6 +79,16 @@ class ConnectorOptions:
     swap_on_preemption: bool = False
     hole_reuse: bool = True
     eviction: EvictionRule = EvictionRule.LATEST_USE
+    blending: bool = False
+    blend_head_tokens: int = 16
+    blend_selector: Selector = Selector.HEADS
+    blend_ratio: float = 0.10
+    blend_run_tokens: int = 8
+    blend_check_layer: int | None = None
+    blend_min_tokens: int = 32
+    blend_across_windows: bool = False
+    segment_separator: str | tuple[int, ...] | None = None
+    segment_sink: tuple[int, ...] | None = None
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = None
@@ -140,6 +171,13 @@ def parse_options(
         values["state_policy"] = _aliased_state_policy(environ)
     values.setdefault("hole_reuse", parse_reuses_holes(environ))
     options = ConnectorOptions(world_size=world_size, **values)
+    if options.blending and not options.hole_reuse:
+        raise _wrong(
+            "blending",
+            True,
+            "hole_reuse, by which the tokens between segments are computed",
+            "Set hole_reuse to true, or leave blending out.",
+        )
     if not options.host_memory_bytes_per_worker:
         raise _wrong(
             "host_memory_gib",
@@ -178,6 +216,39 @@ def _parse_positive_integer(key: str, value: Any) -> int:
     if not _is_integer(value) or value < 1:
         raise _wrong(key, value, "an integer of at least 1, without quotes")
     return int(value)
+
+
+def _parse_natural_number(key: str, value: Any) -> int:
+    if not _is_integer(value) or value < 0:
+        raise _wrong(key, value, "an integer of at least 0, without quotes")
+    return int(value)
+
+
+def _parse_ratio(key: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise _wrong(key, value, "a number from 0 to 1, without quotes")
+    return float(value)
+
+
+def _parse_run_tokens(key: str, value: Any) -> int:
+    if not _is_integer(value) or not 4 <= value <= 16:
+        raise _wrong(key, value, "an integer from 4 to 16, without quotes")
+    return int(value)
+
+
+def _parse_token_ids(key: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(_is_integer(token) and token >= 0 for token in value):
+        raise _wrong(key, value, "a list of token ids")
+    return tuple(value)
+
+
+def _parse_separator(key: str, value: Any) -> str | tuple[int, ...]:
+    found = value if isinstance(value, str) else _parse_token_ids(key, value)
+    if not found:
+        raise _wrong(key, value, "a text, or a list of token ids, that is not empty")
+    return found
 
 
 def _parse_flag(key: str, value: Any) -> bool:
@@ -296,6 +367,72 @@ OPTIONS = (
         "of one prompt, its end before its beginning. `reuse`: experimental, with `hole_reuse`: "
         "what is expected to bring the fewest hits for the time it stays, as learned from when "
         "chunks are asked for again.",
+    ),
+    Option(
+        "blending",
+        _parse_flag,
+        "`true`: segments (documents whose KV was stored by themselves) are reused wherever they "
+        "stand in a prompt, with their keys rotated to the new positions. **Approximate**: a "
+        "reused token has not seen what stands before its segment, and answers change. See "
+        "`docs/blending.md`.",
+    ),
+    Option(
+        "blend_head_tokens",
+        _parse_natural_number,
+        "With `blending`: so many first tokens of each reused segment are computed, and segments "
+        "shorter than twice that are computed whole. `0` reuses segments as they are.",
+    ),
+    Option(
+        "blend_selector",
+        _parse_choice(Selector),
+        "With `blending`: which tokens of reused segments are computed. `heads`: the first "
+        "`blend_head_tokens` of each. `question`: these, and behind them what the question attends "
+        "to. What follows the last segment is computed once, at the price of one more step, only "
+        "to find that out. On a CPU only, and only with `--enforce-eager`; elsewhere it is "
+        "`heads`, and the log says why.",
+    ),
+    Option(
+        "blend_ratio",
+        _parse_ratio,
+        "With `blend_selector=question`: this part of the tokens behind heads is computed, but no "
+        "less than one run of each segment. `1.0` computes all of them.",
+    ),
+    Option(
+        "blend_run_tokens",
+        _parse_run_tokens,
+        "With `blend_selector=question`: tokens are chosen in runs of so many, from 4 to 16.",
+    ),
+    Option(
+        "blend_check_layer",
+        _parse_natural_number,
+        "With `blend_selector=question`: the layer at which the question is compared with the "
+        "segments, counted from 0 in the order of the model, among those with pages of their own. "
+        "It must have full attention. Unset: the one next to three fifths of the model.",
+    ),
+    Option(
+        "blend_min_tokens",
+        _parse_positive_integer,
+        "With `blending`: where fewer tokens of a segment could be reused, they are computed.",
+    ),
+    Option(
+        "blend_across_windows",
+        _parse_flag,
+        "With `blending`, where a model has sliding windows. `false`: the first tokens of a reused "
+        "segment are computed for as long as a window still reaches across its beginning. `true`: "
+        "only `blend_head_tokens` are.",
+    ),
+    Option(
+        "segment_separator",
+        _parse_separator,
+        "With `blending`: what stands between two of these separators in a prompt is a segment, "
+        "where a request names none. A text, which is tokenized once, without special tokens, or "
+        "a list of token ids. Unset: only segments that a request names are reused.",
+    ),
+    Option(
+        "segment_sink",
+        _parse_token_ids,
+        "With `blending`: token ids that segments are computed behind, such as a system prompt. "
+        "Unset: the model's token for the beginning of a sequence, if it has one; `[]` is nothing.",
     ),
     Option(
         "load_if_slower",

@@ -13,13 +13,18 @@ then ``note_output`` with what the workers report, and ``finish`` for requests t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.segment_store import SegmentStore, is_segment
+from vllm_ascend_kvext.connector.blended_requests import BlendedRequests, BlendOptions
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
 from vllm_ascend_kvext.connector.counters import ConnectorCounters, Report
@@ -31,16 +36,23 @@ from vllm_ascend_kvext.connector.loads import Loads
 from vllm_ascend_kvext.connector.messages import (
     JobResults,
     LoadJob,
+    ProbeJob,
     StepJobs,
     StoreJob,
     WorkerLayout,
 )
-from vllm_ascend_kvext.connector.options import ConnectorOptions
+from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
+from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.stores import Events, Stores
+from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
+from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.store_policy import StoreChooser
@@ -65,6 +77,34 @@ class _Parts:
     room: PoolRoom
     loads: Loads
     stores: Stores
+    blending: Blending | None
+
+
+class Blending(NamedTuple):
+    """What exists of segments, where they are reused."""
+
+    requests: BlendedRequests
+    stores: SegmentStores
+
+    def stores_prompt(self, request_id: str) -> bool:
+        """Whether KV of a request may be stored as that of a prompt."""
+        is_exact = self.requests.exact_tokens(request_id) is None
+        return is_exact and not self.stores.is_segment(request_id)
+
+
+class SegmentTokens(NamedTuple):
+    """Token ids that segments depend on, see ``ConnectorOptions``.
+
+    Attributes:
+        sink_ids: What segments are computed behind.
+        separator_ids: What stands between them; nothing if only requests name segments.
+    """
+
+    sink_ids: tuple[int, ...] = ()
+    separator_ids: tuple[int, ...] = ()
+
+
+NO_SEGMENT_TOKENS = SegmentTokens()
 
 
 @dataclass(slots=True)
@@ -81,7 +121,8 @@ class NewHoles(NamedTuple):
     Attributes:
         request_id: Whose they are.
         num_tokens: Of all of them.
-        is_planned: Whether the load leaves them out, or has failed to bring them.
+        is_planned: Whether the load leaves them out, or has failed to bring them, or brought them
+            in vain.
     """
 
     request_id: str
@@ -98,6 +139,7 @@ class SchedulerSide:
             layout, a choice is refused.
         events: Of the tier.
         clock: Seconds that only grow.
+        segment_tokens: With ``blending``.
     """
 
     def __init__(
@@ -106,8 +148,10 @@ class SchedulerSide:
         has_chosen_chunk: bool,
         events: Events,
         clock: Callable[[], float] = time.monotonic,
+        segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
     ) -> None:
         self._options = options
+        self._segment_tokens = segment_tokens
         self._has_chosen_chunk = has_chosen_chunk
         self._events = events
         self._clock = clock
@@ -126,8 +170,10 @@ class SchedulerSide:
         self._holes: HoleQueue | None = None
         self._new_holes: list[NewHoles] = []
         self._hole_tokens = 0  # of the step that is being scheduled
+        self._probes: list[ProbeJob] = []  # of the same
         self._has_warned = False
         self._has_news = False
+        self._key_checks_missing = 0
 
     def bind(self, engine: Engine) -> None:
         """The scheduler is there."""
@@ -171,7 +217,7 @@ class SchedulerSide:
             if refusal is None:
                 self._holes = HoleQueue(self._window_blocks(layout))
             else:
-                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
+                logger.warning("KvextConnector: hole_reuse is off: %s.", refusal.text)
         if self._holes is None and self._options.eviction.leaves_holes:
             raise ConnectorError(
                 "KvextConnector: expected eviction=latest_use where holes are not computed, found "
@@ -185,6 +231,10 @@ class SchedulerSide:
             engine.num_running,
             engine.block_pool.get_num_free_blocks,
         )
+        numbers = itertools.count(1)
+        blending = None
+        if self._options.blending:
+            blending = self._make_blending(layout, tier, workers, numbers)
         loads = Loads(
             engine,
             tier,
@@ -194,6 +244,7 @@ class SchedulerSide:
             self.counters,
             self._clock,
             self._holes,
+            blending.requests if blending is not None else None,
         )
         stores = Stores(
             engine,
@@ -203,12 +254,13 @@ class SchedulerSide:
             chooser,
             self._references,
             self._events,
+            numbers,
             num_workers=len(workers),
             can_swap=self._options.swap_on_preemption,
         )
         self.counters.tier = tier.counters
         self.counters.capacity_bytes = tier.capacity_bytes
-        self._parts = _Parts(tier, layout, chooser, room, loads, stores)
+        self._parts = _Parts(tier, layout, chooser, room, loads, stores, blending)
         logger.info(
             "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
             "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
@@ -231,6 +283,7 @@ class SchedulerSide:
         parts = self._parts
         return parts is not None and bool(
             parts.stores.num_under_way
+            or (parts.blending is not None and parts.blending.stores.num_under_way)
             or parts.loads.num_under_way
             or self._step_loads
             or self._swaps
@@ -247,6 +300,27 @@ class SchedulerSide:
         return self._parts.loads.num_pinned if self._parts else 0
 
     # Admission.
+
+    @property
+    def blends(self) -> bool:
+        """Whether segments are asked for; not whether they can be had."""
+        return self._options.blending
+
+    def note_new(self, request: Request) -> None:
+        """A request has arrived, and nobody has looked at it yet. It may be changed."""
+        blending = self._parts.blending if self._parts is not None else None
+        if blending is not None and not blending.stores.note_new(request):
+            blending.requests.note_new(request)
+
+    def exact_tokens(self, request_id: str) -> int | None:
+        """Before which token the KV of a request is exact; None if all of it is."""
+        blending = self._parts.blending if self._parts is not None else None
+        return None if blending is None else blending.requests.exact_tokens(request_id)
+
+    def params(self, request: Request) -> dict[str, int] | None:
+        """What the response is to say of a request that ends: see ``BlendedRequests.params``."""
+        blending = self._parts.blending if self._parts is not None else None
+        return None if blending is None else blending.requests.params(request)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
@@ -270,8 +344,9 @@ class SchedulerSide:
         if job is None:
             return
         self._step_loads.append(job)
-        if job.holes:
-            hole_tokens = sum(hole.num_tokens for hole in job.holes)
+        # Not those of the job, whose holes are what workers find no rows of prompts for.
+        hole_tokens = self._parts.loads.hole_tokens_of(request.request_id)
+        if hole_tokens:
             self._new_holes.append(NewHoles(request.request_id, hole_tokens, is_planned=True))
         tails = self._parts.loads.tails_of(request.request_id)
         if tails is not None:
@@ -297,7 +372,11 @@ class SchedulerSide:
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
-        return [] if self._holes is None else self._holes.end_step()
+        if self._holes is None:
+            return []
+        filled = self._holes.end_step()
+        self.counters.blending.lost_probes += self._holes.take_lost_probes()
+        return filled
 
     def restart_holes(self, request_id: str) -> bool:
         """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
@@ -318,8 +397,26 @@ class SchedulerSide:
         if self._holes is not None:
             rows = self._holes.take_rows(most_tokens, most_rows, most_row_tokens, other_ids)
         self._hole_tokens = sum(row.run.num_tokens for row in rows)
-        self.counters.hole_tokens += self._hole_tokens
+        self._probes = [self._probe_job(row) for row in rows if row.is_probe]
+        probed_tokens = sum(row.run.num_tokens for row in rows if not row.is_kept)
+        self.counters.hole_tokens += self._hole_tokens - probed_tokens
+        self.counters.blending.probed_tokens += probed_tokens
         return rows
+
+    def _probe_job(self, row: HoleRow) -> ProbeJob:
+        engine, parts = self._engine, self._parts
+        assert engine is not None and parts is not None and parts.blending is not None
+        request_ids = [
+            [block.block_id for block in manager.req_to_blocks.get(row.request_id, ())]
+            for manager in engine.managers
+        ]
+        scored = parts.blending.requests.scored(row.request_id)
+        return ProbeJob(
+            row.row_id,
+            TokenRange(*row.run),
+            tuple(TokenRange(*run) for run in scored),
+            tuple(TablePart(0, tuple(ids)) for ids in row.tables(request_ids)),
+        )
 
     def take_new_holes(self) -> list[NewHoles]:
         """Of loads that have begun, or left something out, since the last call."""
@@ -341,14 +438,24 @@ class SchedulerSide:
         if self._parts is None or self._engine is None:
             return StepJobs(has_forward=bool(num_tokens))
         stores = self._parts.stores
+        blending = self._parts.blending
         for request_id in preempted_ids:
             stores.preempted(request_id)
+            if blending is not None:
+                blending.stores.preempted(request_id)
         requests = self._engine.requests
         room = self._parts.room
+        segment_jobs: list[StoreJob] = []
         for request_id, num_new_tokens in num_scheduled_tokens.items():
             if room.num_parked:
                 room.unpark(request_id)
-            stores.note_step(requests[request_id], num_new_tokens)
+            request = requests[request_id]
+            if blending is not None:
+                job = blending.stores.note_step(request, num_new_tokens)
+                segment_jobs += [job] if job is not None else []
+                if not blending.stores_prompt(request_id):
+                    continue
+            stores.note_step(request, num_new_tokens)
         room.end_step()
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
@@ -357,7 +464,9 @@ class SchedulerSide:
         self._has_news = False
         if wants_stats:
             self._next_stats_s = now_s + _STATS_EVERY_S
-        return StepJobs(swaps, loads, stores.take_jobs(), bool(num_tokens), wants_stats)
+        jobs = (*stores.take_jobs(), *segment_jobs)
+        probes, self._probes = tuple(self._probes), []
+        return StepJobs(swaps, loads, jobs, bool(num_tokens), wants_stats, probes)
 
     def note_output(
         self, results: JobResults | None, finished_load_ids: Iterable[str]
@@ -385,7 +494,14 @@ class SchedulerSide:
             moved = results.traffic["load"]
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
-                parts.stores.end(number, num_workers, number in results.failed_stores)
+                has_failed = number in results.failed_stores
+                parts.stores.end(number, num_workers, has_failed)
+                if parts.blending is not None:
+                    parts.blending.stores.end(number, num_workers, has_failed)
+            if results.key_checks or results.key_check_failure:
+                self._note_key_check(results)
+            for row_id, scores in results.scores.items():
+                self._end_probe(parts, row_id, scores)
         with_holes = set()
         for request_id in finished_load_ids:
             self._end_load(parts, request_id)
@@ -402,6 +518,18 @@ class SchedulerSide:
             hole_tokens = sum(hole.num_tokens for hole in holes)
             self._new_holes.append(NewHoles(request_id, hole_tokens, is_planned=False))
 
+    def _end_probe(self, parts: _Parts, row_id: str, scores: Scores | None) -> None:
+        """A question has been compared with segments; its request may have ended meanwhile."""
+        assert self._holes is not None and parts.blending is not None
+        request_id = self._holes.probed_request(row_id)
+        if request_id is None:
+            return
+        runs = parts.blending.requests.choose(request_id, scores)
+        self._holes.end_probe(request_id, runs)
+        if runs:
+            num_tokens = sum(run.num_tokens for run in runs)
+            self._new_holes.append(NewHoles(request_id, num_tokens, is_planned=False))
+
     def finish(self, request: Request, is_end_of_turn: bool) -> None:
         """A request has ended; its blocks are about to be freed."""
         parts = self._parts
@@ -411,13 +539,20 @@ class SchedulerSide:
         # While a load is under way, its pages do not hold what the request's count says.
         is_loading = parts.loads.is_under_way(request_id)
         parts.loads.forget(request_id)
-        parts.stores.finish(request, is_end_of_turn and not is_loading)
+        blending = parts.blending
+        is_prompt = blending is None or blending.stores_prompt(request_id)
+        parts.stores.finish(request, is_end_of_turn and is_prompt and not is_loading)
+        if blending is not None:
+            blending.stores.forget(request_id)
+            blending.requests.forget(request_id)
 
     def preempt(self, request: Request) -> None:
         """A running request is about to be preempted; its blocks are still there."""
         parts = self._parts
         if parts is None or not self._options.swap_on_preemption:
             return
+        if self.exact_tokens(request.request_id) is not None:
+            return  # It is planned anew.
         num_bytes = parts.stores.swap_bytes(request)
         compute_s = self._cost.compute_s(request.num_computed_tokens)
         # Out and back.
@@ -433,12 +568,16 @@ class SchedulerSide:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         if self._parts is not None:
             self._parts.stores.release_all_held()
+            if self._parts.blending is not None:
+                self._parts.blending.stores.release_all_held()
 
     def abandon_stores(self) -> None:
         """Let go of all pages at once: what is being stored is lost."""
         if self._parts is not None:
-            self._parts.stores.release_all_held()
+            self.release_pages()
             self._parts.stores.abandon()
+            if self._parts.blending is not None:
+                self._parts.blending.stores.abandon()
 
     def clear(self) -> None:
         """Forget what is stored; transfers under way end by themselves."""
@@ -454,18 +593,113 @@ class SchedulerSide:
         """What has been counted since the last call."""
         return self.counters.take()
 
-    def _why_no_holes(self, layout: HostLayout) -> str | None:
+    def _why_no_holes(self, layout: HostLayout) -> EngineRefusal | None:
         engine = self._engine
         assert engine is not None
         if not layout.geometry.needs_rows:
-            return "the model has no full attention: what lies before a window need not be computed"
+            return EngineRefusal.NO_ROWS
         if any(group.is_snapshot for group in layout.all_groups):
-            return "the model has recurrent states, which are not kept where holes begin"
+            return EngineRefusal.STATES
         if self._options.state_policy is StatePolicy.SKIP:
-            return "holes are exact, and state_policy=skip is not"
+            return EngineRefusal.SKIPPED_STATES
         if engine.looks_ahead or engine.num_lookahead_tokens:
-            return "draft tokens would be computed beyond the end of a hole"
+            return EngineRefusal.DRAFTS
         return None
+
+    def _make_blending(
+        self,
+        layout: HostLayout,
+        tier: HostTier,
+        workers: Sequence[WorkerLayout],
+        numbers: Iterator[int],
+    ) -> Blending | None:
+        assert self._engine is not None and self._references is not None
+        refusal = self._why_no_blending(layout, workers)
+        if refusal is not None:
+            logger.warning("KvextConnector: blending is off: %s.", refusal)
+            return None
+        of_workers = [each.segments for each in workers if each.segments is not None]
+        fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
+        store = SegmentStore(
+            tier, of_workers[0], fingerprint.hexdigest(), self._segment_tokens.sink_ids
+        )
+        counters = self.counters.blending
+        window_tokens = max(each.window_tokens for each in of_workers)
+        options = BlendOptions(
+            self._options.blend_head_tokens,
+            0 if self._options.blend_across_windows else max(0, window_tokens - 1),
+            self._options.blend_min_tokens,
+            self._segment_tokens.separator_ids,
+        )
+        questions = self._make_questions(layout, workers)
+        self._key_checks_missing = len(workers)
+        logger.info(
+            "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
+            "without their first %d%s. It is approximate.",
+            len(store.sink_ids),
+            max(options.head_tokens, options.least_head_tokens),
+            "" if questions is None else ", and without what the question attends to",
+        )
+        return Blending(
+            BlendedRequests(self._engine, layout.window_pages, store, options, counters, questions),
+            SegmentStores(
+                self._engine,
+                store,
+                layout.tokens_per_page,
+                layout.window_pages(0).keys(),
+                self._references,
+                numbers,
+                len(workers),
+                counters,
+            ),
+        )
+
+    def _make_questions(
+        self, layout: HostLayout, workers: Sequence[WorkerLayout]
+    ) -> Questions | None:
+        """None if questions are not compared with segments."""
+        if self._options.blend_selector is not Selector.QUESTION:
+            return None
+        for rank, worker in enumerate(workers):
+            if worker.probe_refusal:
+                logger.warning(
+                    "KvextConnector: blend_selector is heads: worker %d: %s",
+                    rank,
+                    worker.probe_refusal,
+                )
+                return None
+        assert self._engine is not None and self._references is not None
+        assert self._holes is not None
+        self._holes.probe_blocks = ProbeBlocks(self._references, layout.tokens_per_page)
+        options = QuestionOptions(self._options.blend_ratio, self._options.blend_run_tokens)
+        return Questions(self._engine, options, self.counters.blending)
+
+    def _why_no_blending(self, layout: HostLayout, workers: Sequence[WorkerLayout]) -> str | None:
+        assert self._engine is not None
+        if self._holes is None:
+            return "the tokens between segments are computed as holes, and hole_reuse is off"
+        for rank, worker in enumerate(workers):
+            if worker.segments is None:
+                return f"worker {rank}: {worker.segment_refusal}"
+        if len({worker.segments.row_bytes for worker in workers if worker.segments}) > 1:
+            return "the rows of its workers differ in size"
+        if self._engine.has_other_connectors:
+            return "other connectors of a MultiConnector would take approximate KV for exact"
+        return None
+
+    def _note_key_check(self, results: JobResults) -> None:
+        """Workers have compared keys of equal tokens in a segment, see ``blending.key_check``."""
+        assert self._parts is not None and self._parts.blending is not None
+        if results.key_check_failure:
+            self._key_checks_missing = -1  # for good
+            self._parts.blending.requests.keys_are_checked = False
+            logger.error(
+                "KvextConnector: blending is off: %s. Requests are computed as without segments.",
+                results.key_check_failure,
+            )
+        elif self._key_checks_missing > 0:
+            self._key_checks_missing -= results.key_checks
+            self._parts.blending.requests.keys_are_checked = self._key_checks_missing <= 0
 
     def _window_blocks(self, layout: HostLayout) -> WindowBlocks | None:
         """Where holes compute what they have in windows."""
@@ -482,7 +716,7 @@ class SchedulerSide:
         return -(-options.chunk_tokens // unit_tokens) * unit_tokens
 
     def _note_removed(self, entry: Entry, removal: Removal) -> None:
-        if self._parts is not None:
+        if self._parts is not None and not is_segment(entry):  # No key of it was reported.
             self._parts.stores.note_removed(entry, removal)
 
     def _measure_step(self) -> None:

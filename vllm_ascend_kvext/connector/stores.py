@@ -131,6 +131,7 @@ class Stores:
         chooser: What is stored at all.
         references: To pages.
         events: Of the tier.
+        numbers: Of jobs.
         num_workers: That make every store.
         can_swap: Whether `swap_out` is called: the tails of prompts that are being computed are
             then held as well.
@@ -145,6 +146,7 @@ class Stores:
         chooser: StoreChooser,
         references: BlockReferences,
         events: Events,
+        numbers: Iterator[int],
         num_workers: int,
         can_swap: bool = False,
     ) -> None:
@@ -155,13 +157,13 @@ class Stores:
         self._chooser = chooser
         self._references = references
         self._events = events
+        self._numbers = numbers
         self._num_workers = num_workers
         self._can_swap = can_swap
         self._tracked: dict[str, _Tracked] = {}
         self._plans: dict[str, _Plan] = {}  # of requests that are not admitted
         self._jobs: dict[str, _Job] = {}  # of this step
         self._under_way: dict[int, _JobUnderWay] = {}
-        self._num_jobs = 0
         self._reasons: dict[int, Reason] = {}  # of tails, by the number of the entry
 
     @property
@@ -326,9 +328,9 @@ class Stores:
     # What is behind it.
 
     def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
-        self._num_jobs += 1
-        self._under_way[self._num_jobs] = _JobUnderWay(job.stored, blocks, self._num_workers)
-        return StoreJob(self._num_jobs, tuple(job.chunks), self._parts(job.pages))
+        number = next(self._numbers)
+        self._under_way[number] = _JobUnderWay(job.stored, blocks, self._num_workers)
+        return StoreJob(number, tuple(job.chunks), self._parts(job.pages))
 
     def _plan(self, request: Request, computed_tokens: int) -> dict[int, Reason]:
         """The boundaries of a request that is to begin there.

@@ -5,7 +5,7 @@ It decides nothing: the scheduler side says what is moved and where to. A step::
 
     run_before_step   stores that must have ended before the step overwrites their pages
     begin_step        loads begin, and stores if nothing is computed
-    (the forward)
+    (the forward)     questions are compared with segments
     end_of_forward    stores begin
     end_step          what has ended since the last time, of whichever steps
 
@@ -15,11 +15,14 @@ its configuration is read by attributes.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyCheckOutcome
+from vllm_ascend_kvext.connector.cpu_backend import PagedBackend
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.job_runner import Job, JobRunner, Move, Moved
@@ -32,8 +35,12 @@ from vllm_ascend_kvext.connector.messages import (
     Traffic,
     WorkerLayout,
 )
+from vllm_ascend_kvext.connector.options import Selector
+from vllm_ascend_kvext.connector.question_probe import QuestionProbe
 from vllm_ascend_kvext.connector.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker_identity import require_one_stage, worker_fingerprint
+from vllm_ascend_kvext.connector.worker_segments import WorkerSegments
+from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
@@ -43,6 +50,11 @@ from vllm_ascend_kvext.transfer.compute_fence import fence_of
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
 from vllm_ascend_kvext.transfer.pools import Pools
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
 class WorkerOptions(Protocol):
@@ -66,6 +78,21 @@ class WorkerOptions(Protocol):
     @property
     def state_policy(self) -> StatePolicy:
         """What becomes of state groups."""
+        ...
+
+    @property
+    def blending(self) -> bool:
+        """Whether tokens of segments are to be stored and placed."""
+        ...
+
+    @property
+    def blend_selector(self) -> Selector:
+        """Whether questions are to be compared with segments."""
+        ...
+
+    @property
+    def blend_check_layer(self) -> int | None:
+        """At which layer; None leaves the choice to `check_layer_of`."""
         ...
 
 
@@ -94,6 +121,7 @@ class WorkerSide:
         instruction_set: For which vLLM's CPU attention orders a page, where the caller knows it.
             By default what torch says of the processor; of no meaning on devices.
         move: Moves the bytes; tests hand in another.
+        cpu_backend: How vLLM's CPU attention writes pages; None refuses segments on a CPU.
     """
 
     def __init__(
@@ -104,12 +132,18 @@ class WorkerSide:
         *,
         instruction_set: str | None = None,
         move: Move = page_transfer,
+        cpu_backend: PagedBackend | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._instruction_set = instruction_set
         self._move = move
+        self._cpu_backend = cpu_backend
+        self._segments: WorkerSegments | None = None
+        self._segment_refusal = ""
+        self._probe: QuestionProbe | None = None
+        self._probe_refusal = ""
         self._thread = TransferThread(self._run, self._move_to_copy_cpus)
         self._placement: CopyPlacement | None = None
         self._host: HostBuffer | None = None
@@ -144,6 +178,7 @@ class WorkerSide:
             _require_same(self._runner.layout, layout)
             self._thread.drop()
             self._runner.pools.renew(tensors)
+            self._renew_segments(self._runner, kv_caches)
             return
         device = tensors[0].device
         fence = fence_of(device)
@@ -163,6 +198,45 @@ class WorkerSide:
         self._runner = JobRunner(
             layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
         )
+        if self._options.blending:
+            self._make_segments(self._runner, kv_caches, host.tensor)
+
+    def _make_segments(
+        self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
+    ) -> None:
+        """Hand the runner what moves tokens of segments, or note why there is nothing."""
+        try:
+            segments = WorkerSegments(
+                self._vllm_config,
+                runner.layout,
+                kv_caches,
+                runner.pools,
+                self._placement,
+                self._cpu_backend,
+            )
+            runner.segments = segments.mover(self._fingerprint, host)
+            self._segments = segments
+        except Exception as error:
+            self._segment_refusal = _refusal_of(error)
+            return
+        if self._options.blend_selector is Selector.QUESTION:
+            try:
+                self._probe = segments.probe(self._options.blend_check_layer)
+            except Exception as error:
+                self._probe_refusal = _refusal_of(error)
+
+    def _renew_segments(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
+        """Take the rows where they are now. If that fails, jobs with segments do."""
+        if self._segments is None or runner.segments is None:
+            return
+        runner.segments.retire()
+        try:
+            pages = self._segments.pages_of(kv_caches)
+            runner.segments.renew(pages)
+            if self._probe is not None:
+                self._probe.renew(pages)
+        except Exception as error:
+            logger.warning("Segments are not loaded any more: %s", _refusal_of(error))
 
     def describe(self) -> WorkerLayout:
         """What the scheduler side has to know of this worker.
@@ -172,7 +246,15 @@ class WorkerSide:
         """
         if self._runner is None or self._host is None:
             raise _nothing_registered()
-        return WorkerLayout(self._runner.layout, self._fingerprint, self._host.num_bytes)
+        mover = self._runner.segments
+        return WorkerLayout(
+            self._runner.layout,
+            self._fingerprint,
+            self._host.num_bytes,
+            None if mover is None else mover.layout,
+            self._segment_refusal,
+            self._probe_refusal,
+        )
 
     def run_before_step(self, jobs: StepJobs) -> None:
         """Carry out ``stores_before``; they have ended when this returns, well or not.
@@ -191,6 +273,8 @@ class WorkerSide:
         """
         lost, self._stores_after_forward = self._stores_after_forward, ()
         self._thread.fail(lost, "the forward of their step did not end")
+        if self._probe is not None:
+            self._probe.begin_step(jobs.probes)
         begin: tuple[Job, ...] = jobs.loads
         if jobs.has_forward:
             self._stores_after_forward = jobs.stores
@@ -235,6 +319,10 @@ class WorkerSide:
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
+                if moved.key_check is not None:
+                    _add_key_check(results, moved.key_check)
+        if self._probe is not None:
+            results.scores = self._probe.end_step()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def retire(self) -> None:
@@ -246,10 +334,16 @@ class WorkerSide:
         self._thread.drop()
         if self._runner is not None:
             self._runner.pools.retire()
+            if self._runner.segments is not None:
+                self._runner.segments.retire()
+            if self._probe is not None:
+                self._probe.retire()
 
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""
         self._thread.shutdown()
+        if self._probe is not None:
+            self._probe.shutdown()
         if self._host is not None:
             self._host.unmap()
 
@@ -296,6 +390,21 @@ def _placement(options: WorkerOptions, device_type: str) -> CopyPlacement | None
     if options.copy_threads is None:
         return placement
     return placement._replace(num_threads=options.copy_threads)
+
+
+def _add_key_check(results: JobResults, check: KeyCheck) -> None:
+    if check.outcome is KeyCheckOutcome.PASSED:
+        results.key_checks += 1
+    elif check.outcome is KeyCheckOutcome.FAILED:
+        results.key_check_failure = results.key_check_failure or check.message
+
+
+def _refusal_of(error: Exception) -> str:
+    """Why there are no segments. What nobody has thought of is logged: the engine serves on."""
+    if isinstance(error, KvextError):
+        return str(error)
+    logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
+    return f"{type(error).__name__}: {error}. Serve this model without blending, and report it."
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:

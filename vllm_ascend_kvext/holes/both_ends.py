@@ -88,13 +88,17 @@ def _compute_s(cost: Cost, num_tokens: int) -> float:
 
 
 def split_hit(hit: Hit, tokens: int) -> Hit:
-    """The same hit, of which what lies before a split is computed."""
+    """The same hit, of which what lies before a split is computed.
+
+    What is left out so is worth as much to the tier as what is loaded: where the device is busy,
+    the next request loads it.
+    """
     behind = [
         (hole, tails)
         for hole, tails in zip(hit.holes, hit.hole_tails, strict=True)
         if hole[1] > tokens
     ]
-    return replace(
+    loaded = replace(
         hit,
         entries=tuple(
             entry
@@ -104,6 +108,9 @@ def split_hit(hit: Hit, tokens: int) -> Hit:
         holes=((hit.after_tokens, tokens), *(hole for hole, _ in behind)),
         hole_tails=(None, *(tails for _, tails in behind)),
     )
+    kept = set(loaded.all_entries)
+    left_out = tuple(entry for entry in hit.prefix_entries if entry not in kept)
+    return replace(loaded, left_out=left_out)
 
 
 def _seconds(split: Split) -> float:

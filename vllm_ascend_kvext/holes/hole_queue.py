@@ -11,17 +11,30 @@ if all of it had been loaded::
 A hole reads all that lies before it. So only a hole at which the device's own rows end is computed
 beside the load, and not if it reads windows that are loaded; and a hole that does not fit into a
 step is the last one in it.
+
+A request may have a *probe*: a row behind all others that is computed only to be looked at, with
+what is missing before it. All that is thrown away. What is learnt from it makes further holes::
+
+    ── what is missing, and the probe ──> end_probe: the holes, and more ── computed ──> end_step
+
+A probe is given up where there is no room for it, or where nothing is learnt, for many steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.span_plan import Run, union
-from vllm_ascend_kvext.holes.window_blocks import WindowBlocks, WindowTable
+from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowBlocks, WindowTable
 
 _NOWHERE = -1
+
+MOST_PROBE_STEPS = 64
+"""So many steps a probe waits for room, and then again for what is learnt from it: more than there
+are steps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +47,61 @@ class HoleRow:
         run: The tokens.
         window_ids: Block ids from the first page on, by KV cache group with windows. For all other
             groups, those of the request.
+        behind_ids: Block ids behind these, by KV cache group: of a probe.
+        is_probe: Whether it is no hole, but to be looked at: as many of the request's last tokens,
+            at the places from ``run`` on.
+        is_kept: Whether it is not computed again.
     """
 
     request_id: str
     row_id: str
     run: Run
     window_ids: Mapping[int, Sequence[int]]
+    behind_ids: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    is_probe: bool = False
+    is_kept: bool = True
+
+    def tables(self, request_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        """Its block ids, by KV cache group.
+
+        Args:
+            request_ids: Those of the request.
+        """
+        return tuple(
+            [*self.window_ids.get(group, ids), *self.behind_ids.get(group, ())]
+            for group, ids in enumerate(request_ids)
+        )
+
+
+class ProbePlan(NamedTuple):
+    """What is computed only to be looked at.
+
+    Attributes:
+        run: Places of the request's last tokens, behind all holes.
+        missing: What no load brings, before it.
+    """
+
+    run: Run
+    missing: tuple[Run, ...]
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One that nothing has been learnt from yet.
+
+    Attributes:
+        run: As of `ProbePlan`.
+        holes: That are computed whatever is learnt.
+        num_pages: That the request has, by KV cache group.
+        row_id: Of its row, once that is in a step.
+        num_steps: That it has waited for.
+    """
+
+    run: Run
+    holes: tuple[Run, ...]
+    num_pages: tuple[int, ...]
+    row_id: str = ""
+    num_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -47,14 +109,16 @@ class _Parked:
     """A request with holes.
 
     Attributes:
-        holes: That are not computed, ascending.
+        holes: That are not computed, ascending; with a probe, what is computed before it.
         after_tokens: Up to here, the device has all rows.
         is_loaded: Whether the rest has been loaded.
+        probe: That nothing has been learnt from yet; None if there is none.
     """
 
     holes: list[Run]
     after_tokens: int
     is_loaded: bool = False
+    probe: _Probe | None = None
 
 
 @dataclass(slots=True)
@@ -63,12 +127,15 @@ class HoleQueue:
 
     Attributes:
         windows: Blocks for what holes read and write of windows; None if the model has none.
+        probe_blocks: Blocks for probes; None if there are no probes.
     """
 
     windows: WindowBlocks | None = None
+    probe_blocks: ProbeBlocks | None = None
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
     _num_rows: int = 0
+    _lost_probes: int = 0
 
     def __len__(self) -> int:
         """Requests that wait, or are filled and not yet taken."""
@@ -91,6 +158,42 @@ class HoleQueue:
         if tables is None:
             return []
         self._parked[request_id] = _Parked(list(holes), after_tokens)
+        return tables
+
+    def begin_dense(
+        self,
+        request_id: str,
+        holes: Sequence[Run],
+        after_tokens: int,
+        first_tokens: int,
+        own_ids: Sequence[Sequence[int]],
+        cached: Mapping[int, Sequence[Any]],
+        probe: ProbePlan | None = None,
+    ) -> Mapping[int, DenseTable] | None:
+        """The same where segments lie between the holes, whose windows have no tails.
+
+        Args:
+            first_tokens: Where the request is exact no more.
+            own_ids: Its block ids, by KV cache group.
+            cached: See ``WindowBlocks.begin_dense``.
+            probe: Before these are computed.
+
+        Returns:
+            By KV cache group with windows: where windows are loaded and computed. None if there are
+            no blocks for them: the load has to fail then.
+        """
+        tables: Mapping[int, DenseTable] | None = {}
+        if self.windows is not None:
+            tables = self.windows.begin_dense(request_id, first_tokens, own_ids, cached)
+            if after_tokens and not cached:
+                after_tokens = _NOWHERE  # The window before it is loaded.
+        if tables is None:
+            return None
+        parked = _Parked(list(holes), after_tokens)
+        if probe is not None:
+            parked.holes = list(probe.missing)
+            parked.probe = _Probe(probe.run, tuple(holes), tuple(map(len, own_ids)))
+        self._parked[request_id] = parked
         return tables
 
     def add(self, request_id: str, holes: Sequence[Run]) -> None:
@@ -146,8 +249,12 @@ class HoleQueue:
         """
         if self.windows is not None:
             self.windows.end_step()
+        if self.probe_blocks is not None:
+            self.probe_blocks.end_step()
         for request_id, parked in list(self._parked.items()):
-            if parked.is_loaded and not parked.holes:
+            if parked.probe is not None and parked.probe.row_id:
+                self._note_wait(request_id, parked.probe)
+            if parked.is_loaded and not parked.holes and parked.probe is None:
                 del self._parked[request_id]
                 self._filled.append(request_id)
                 self._drop_windows(request_id)
@@ -190,7 +297,8 @@ class HoleQueue:
                     return rows  # Later requests do not take what this one waits for.
                 most_tokens -= run.num_tokens
                 row_id = self._new_row_id(request_id, other_ids)
-                rows.append(HoleRow(request_id, row_id, run, window_ids))
+                is_kept = parked.probe is None
+                rows.append(HoleRow(request_id, row_id, run, window_ids, is_kept=is_kept))
                 parked.after_tokens = end_tokens
                 is_end_of_hole = end_tokens == hole.end_tokens
                 if self.windows is not None:
@@ -199,7 +307,72 @@ class HoleQueue:
                     parked.holes[0] = Run(end_tokens, hole.end_tokens)
                     break
                 del parked.holes[0]
+            probe = parked.probe
+            if probe is None or probe.row_id or parked.holes or not parked.is_loaded:
+                continue
+            if most_tokens <= 0 or len(rows) >= most_rows:
+                return rows
+            row_tokens = min(probe.run.num_tokens, most_row_tokens)
+            row = None
+            if row_tokens <= most_tokens:
+                row = self._probe_row(request_id, probe, row_tokens, other_ids)
+            if row is None:
+                self._note_wait(request_id, probe)
+                return rows
+            most_tokens -= row_tokens
+            rows.append(row)
         return rows
+
+    def probed_request(self, row_id: str) -> str | None:
+        """The request that waits for what is learnt from a probe; None if it does not any more."""
+        for request_id, parked in self._parked.items():
+            if parked.probe is not None and parked.probe.row_id == row_id:
+                return request_id
+        return None
+
+    def end_probe(self, request_id: str, holes: Sequence[Run]) -> None:
+        """The probe of a request has been looked at.
+
+        Args:
+            holes: Beside those with which the request was parked.
+        """
+        parked = self._parked[request_id]
+        assert parked.probe is not None
+        parked.holes = list(union([*parked.probe.holes, *holes]))
+        parked.probe = None
+
+    def take_lost_probes(self) -> int:
+        """Probes that were given up since the last call."""
+        lost, self._lost_probes = self._lost_probes, 0
+        return lost
+
+    def _probe_row(
+        self, request_id: str, probe: _Probe, num_tokens: int, other_ids: Collection[str]
+    ) -> HoleRow | None:
+        """None if there are no blocks."""
+        assert self.probe_blocks is not None
+        run = Run(probe.run.first_tokens, probe.run.first_tokens + num_tokens)
+        window_ids = self._extend_windows(request_id, run)
+        behind_ids = self.probe_blocks.take(probe.num_pages, run.end_tokens)
+        if window_ids is None or behind_ids is None:
+            return None
+        probe.row_id = self._new_row_id(request_id, other_ids)
+        probe.num_steps = 0
+        return HoleRow(
+            request_id,
+            probe.row_id,
+            run,
+            window_ids,
+            behind_ids,
+            is_probe=True,
+            is_kept=False,
+        )
+
+    def _note_wait(self, request_id: str, probe: _Probe) -> None:
+        probe.num_steps += 1
+        if probe.num_steps > MOST_PROBE_STEPS:
+            self.end_probe(request_id, ())
+            self._lost_probes += 1
 
     def _new_row_id(self, request_id: str, other_ids: Collection[str]) -> str:
         while True:

@@ -123,6 +123,25 @@ def union(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(united)
 
 
+def without(runs: Iterable[Run], taken: Sequence[Run]) -> tuple[Run, ...]:
+    """What is left of some runs. All ascend, and those that are taken do not touch."""
+    left: list[Run] = []
+    num_behind = 0  # Of those taken: that end before what is looked at.
+    for first_tokens, end_tokens in runs:
+        while num_behind < len(taken) and taken[num_behind].end_tokens <= first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(taken)):
+            run = taken[index]
+            if end_tokens <= run.first_tokens:
+                break
+            if first_tokens < run.first_tokens:
+                left.append(Run(first_tokens, run.first_tokens))
+            first_tokens = run.end_tokens
+        if first_tokens < end_tokens:
+            left.append(Run(first_tokens, end_tokens))
+    return tuple(left)
+
+
 def _whole_units(runs: Iterable[Run], unit_tokens: int, last_end_tokens: int) -> Iterable[Run]:
     for first_tokens, end_tokens in runs:
         first_tokens = -(-first_tokens // unit_tokens) * unit_tokens

@@ -13,6 +13,9 @@ rows that compute it::
 
 ``T`` is loaded, ``n`` is new, ``R`` is the request's. What a row leaves is freed before the next
 step is planned, as upstream frees what leaves a window.
+
+Where what lies between holes is no tails but tokens of segments, all rows of a request share one
+table without gaps, which ends with the request's own blocks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class Blocks(Protocol):
     def num_free(self) -> int: ...
 
     def allocate(self, num_blocks: int) -> Sequence[Any]: ...
+
+    def take(self, blocks: Sequence[Any]) -> None: ...
 
     def release(self, blocks: Sequence[Any]) -> None: ...
 
@@ -67,6 +72,30 @@ _Tables = dict[int, WindowTable]
 """Of one hole, by KV cache group."""
 
 
+@dataclass(frozen=True, slots=True)
+class DenseTable:
+    """A block table without gaps, for all rows of a request.
+
+    Attributes:
+        first_page: Pages before this part are null.
+        blocks: From there on, up to the first one of the request.
+        own_ids: Of the request's own blocks behind them.
+    """
+
+    first_page: int
+    blocks: list[Any]
+    own_ids: tuple[int, ...]
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return (*[block.block_id for block in self.blocks], *self.own_ids)
+
+    @property
+    def all_block_ids(self) -> list[int]:
+        """From the request's first page on."""
+        return [_NULL_ID] * self.first_page + list(self.block_ids)
+
+
 class WindowBlocks:
     """Of all requests with holes of one engine.
 
@@ -87,14 +116,64 @@ class WindowBlocks:
         self._window_pages = window_pages
         self._tokens_per_page = tokens_per_page
         self._holes: dict[str, list[_Tables]] = {}
+        self._dense: dict[str, dict[int, DenseTable]] = {}
         self._leaving: list[Any] = []
 
     def __len__(self) -> int:
         """Requests that hold blocks."""
-        return len(self._holes)
+        return len(self._holes) + len(self._dense)
+
+    def window_pages(self, first_tokens: int) -> Mapping[int, tuple[int, int]]:
+        """First and end page that going on from a token reads, by KV cache group with windows."""
+        return self._window_pages(first_tokens)
+
+    def begin_dense(
+        self,
+        request_id: str,
+        first_tokens: int,
+        own_ids: Sequence[Sequence[int]],
+        cached: Mapping[int, Sequence[Any]],
+    ) -> dict[int, DenseTable] | None:
+        """Take blocks for all windows from a token on, as far as a request has none of its own.
+
+        Args:
+            first_tokens: Where it begins; the window before it is in the tables, too.
+            own_ids: The request's block ids, by KV cache group, nulls included.
+            cached: By KV cache group: blocks that have the whole window before it already. They are
+                held, and only read.
+
+        Returns:
+            By KV cache group with windows; None, and nothing is taken, if there are too few blocks.
+        """
+        ranges: dict[int, tuple[int, int]] = {}
+        for group, (first_page, _) in self._window_pages(first_tokens).items():
+            ids = own_ids[group]
+            first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
+            ranges[group] = min(first_page, first_own), first_own
+        kept = {
+            group: list(cached.get(group, ()))[: end - first]
+            for group, (first, end) in ranges.items()
+        }
+        for blocks in kept.values():
+            self._blocks.take(blocks)
+        num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
+        if num_blocks > self._blocks.num_free:
+            for blocks in kept.values():
+                self._blocks.release(blocks)
+            return None
+        new = iter(self._blocks.allocate(num_blocks))
+        self._dense[request_id] = {
+            group: DenseTable(
+                first,
+                [*kept[group], *(next(new) for _ in range(first + len(kept[group]), end))],
+                tuple(own_ids[group][end:]),
+            )
+            for group, (first, end) in ranges.items()
+        }
+        return self._dense[request_id]
 
     def num_blocks(self, first_tokens: int, end_tokens: int) -> int:
-        """Blocks that a row needs, the windows before its first token included."""
+        """Blocks for windows of some tokens, what is read before the first of them included."""
         return sum(
             -(-end_tokens // self._tokens_per_page[group]) - first
             for group, (first, _) in self._window_pages(first_tokens).items()
@@ -120,12 +199,16 @@ class WindowBlocks:
         ]
         return self._holes[request_id]
 
-    def extend(self, request_id: str, run: Run) -> _Tables | None:
+    def extend(
+        self, request_id: str, run: Run
+    ) -> Mapping[int, WindowTable] | Mapping[int, DenseTable] | None:
         """Take blocks for a row of a request's first hole.
 
         Returns:
             The hole's tables up to the row's end; None, and nothing is taken, if there are too few.
         """
+        if request_id in self._dense:
+            return self._dense[request_id]
         tables = self._holes[request_id][0]
         missing = {
             group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
@@ -141,6 +224,8 @@ class WindowBlocks:
 
     def leave(self, request_id: str, end_tokens: int, is_end_of_hole: bool) -> None:
         """A row up to there is in the step that is being planned: what it leaves goes after it."""
+        if request_id in self._dense:
+            return
         tables = self._holes[request_id][0]
         if is_end_of_hole:
             for table in tables.values():
@@ -164,3 +249,5 @@ class WindowBlocks:
         for tables in self._holes.pop(request_id, ()):
             for table in tables.values():
                 self._blocks.release(table.blocks)
+        for dense in self._dense.pop(request_id, {}).values():
+            self._blocks.release(dense.blocks)

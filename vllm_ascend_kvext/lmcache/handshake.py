@@ -35,6 +35,8 @@ class Client(Protocol):
 
     def get_chunk_size(self) -> Answer: ...
 
+    def get_experimental(self) -> Answer: ...
+
     def unregister_kv_cache(self, instance_id: int) -> Answer: ...
 
     def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Answer: ...
@@ -62,6 +64,29 @@ def chunk_tokens(client: Client, url: str) -> int:
             "LMCache server of the release that is installed here: check that lmcache.mp.port is "
             "its --port, and not its --http-port, that both sides have the same release, and the "
             "server's log"
+        ) from error
+
+
+def require_capabilities(client: Client, url: str, installed: str) -> tuple[str, ...]:
+    """Refuse a server that does not say what it is capable of.
+
+    LMCache's workers ask for it, and wait ``mq_timeout`` for an answer that servers of LMCache
+    0.5.3 and 0.5.4 do not give.
+
+    Returns:
+        What it is capable of; with LMCache's own names.
+
+    Raises:
+        LMCacheError: If there is no answer.
+    """
+    try:
+        return tuple(client.get_experimental().result(timeout=HANDLER_LIMIT_S))
+    except TimeoutError as error:
+        raise LMCacheError(
+            f"LMCacheMPConnector: the server at {url} tells its chunk size, but does not answer "
+            f"LMCache's request for its capabilities within {HANDLER_LIMIT_S:.0f} s, as LMCache "
+            f"0.5.3 and 0.5.4 do not; here LMCache {installed} is installed. Install the same "
+            "release on both sides"
         ) from error
 
 

@@ -56,6 +56,15 @@ def tokens_per_block(kv_cache_config: Any, context_parallel_size: int) -> tuple[
     return tuple(found)
 
 
+def has_states(kv_cache_config: Any) -> bool:
+    """Whether a group has recurrent states, of which LMCache stores some and not others."""
+    return any(
+        base.__name__ == "MambaSpec"
+        for group in kv_cache_config.kv_cache_groups
+        for base in type(scheduler_spec(group.kv_cache_spec)).__mro__
+    )
+
+
 def require_chunks_of_whole_blocks(
     server_chunk_tokens: int, group_tokens: Sequence[int], server: str
 ) -> None:

@@ -65,6 +65,8 @@ class Patch:
             counts on. They are fingerprinted like the target itself.
         ascend: The same for functions of vLLM-Ascend, which are compared where it is installed.
             A target or a function relied on that vLLM-Ascend has replaced by one of them fits.
+        lmcache: Functions of LMCache whose behaviour is counted on. They are compared by the patch
+            itself, when LMCache is used: planning does not look at what may never be.
     """
 
     id: str
@@ -79,6 +81,7 @@ class Patch:
     undo: Callable[[], None] | None = None
     relies_on: tuple[str, ...] = ()
     ascend: tuple[str, ...] = ()
+    lmcache: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.HOOK) != (self.install is not None) or (self.kind is Kind.HOOK) == (

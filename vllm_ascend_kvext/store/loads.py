@@ -29,9 +29,11 @@ class Load:
     Attributes:
         entries: Rows in ascending order, then the tails.
         hits: Those of them whose load makes them give way last.
+        left_out: Entries that are not loaded, and give way last, too, if the load ends well.
         has_ended: Whether ``HostTier.end_load`` was called.
     """
 
     entries: tuple[Entry, ...]
     hits: frozenset[Entry]
+    left_out: tuple[Entry, ...] = ()
     has_ended: bool = False

@@ -8,7 +8,10 @@ where tails are looked for; how much is stored does not matter.
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_ascend_kvext.store.entries import Entry, Kind
 from vllm_ascend_kvext.store.index import Index
@@ -43,6 +46,36 @@ Lost = RememberedKeys[Shortfall]
 """Why a key leads nowhere: EVICTED or FAILED."""
 
 
+class PlacedRows(NamedTuple):
+    """Rows of another prefix that are loaded to a place of their own.
+
+    Attributes:
+        entry: That has them.
+        first_tokens: Where they go.
+        end_tokens: Where they end there.
+        entry_tokens: Of the entry's prefix, before the first of them.
+    """
+
+    entry: Entry
+    first_tokens: int
+    end_tokens: int
+    entry_tokens: int
+
+
+class ReadRows(NamedTuple):
+    """Rows of an entry that a hit reads.
+
+    Attributes:
+        entry: It may have more of them.
+        first_tokens: Tokens before them.
+        end_tokens: Tokens up to their end.
+    """
+
+    entry: Entry
+    first_tokens: int
+    end_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What can be loaded.
@@ -57,6 +90,13 @@ class Hit:
         hole_tails: To load for each hole: the tails at its first token; None where it needs none.
         gap_tokens: Where it would end if nothing behind what is missing were loaded; None if
             nothing is missing.
+        placed: Rows that are not of this prefix; ascending. What lies between and before them, from
+            the end of the rows on, is in ``holes``.
+        heads: Rows of the same prefixes as those, in ``holes``: they are loaded all the same, to be
+            looked at before they are computed.
+        exact_tokens: Where the rows of this prefix end, if some are placed.
+        exact_tails: The tails there; None if it needs none.
+        left_out: Entries that are there, and whose rows are computed because that is faster.
     """
 
     prefix: Prefix
@@ -67,12 +107,36 @@ class Hit:
     holes: tuple[tuple[int, int], ...] = ()
     hole_tails: tuple[Entry | None, ...] = ()
     gap_tokens: int | None = None
+    placed: tuple[PlacedRows, ...] = ()
+    heads: tuple[PlacedRows, ...] = ()
+    exact_tokens: int = 0
+    exact_tails: Entry | None = None
+    left_out: tuple[Entry, ...] = ()
 
     @property
     def all_entries(self) -> tuple[Entry, ...]:
         """Everything that is read for it; what is read twice is there once."""
-        tails = [entry for entry in self.hole_tails if entry is not None]
-        return tuple(dict.fromkeys((*self.entries, *tails)))
+        tails = [entry for entry in (*self.hole_tails, self.exact_tails) if entry is not None]
+        placed = [rows.entry for rows in (*self.placed, *self.heads)]
+        return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
+
+    @property
+    def read_rows(self) -> Iterator[ReadRows]:
+        """What is read of each entry with rows, ascending. Holes are not left out.
+
+        Rows that a later entry has, too, are those of another prefix in the earlier one::
+
+            found by the key at 8      rows 0 ── 8 ── 16    of another request
+            found by the key at 24          rows 8 ──────── 24
+
+        The first and the last may begin before what is loaded, or end behind it.
+        """
+        rows = [entry for entry in self.entries if entry.piece.kind is Kind.ROWS]
+        for entry, following in itertools.zip_longest(rows, rows[1:]):
+            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
+            if following is not None:
+                end_tokens = min(end_tokens, following.piece.first_tokens)
+            yield ReadRows(entry, first_tokens, end_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -160,7 +160,7 @@ class HostTier:
         for entry in entries:
             entry.num_pins += 1
             entry.use = max(entry.use, use)
-        return Load(entries, frozenset(hit.prefix_entries))
+        return Load(entries, frozenset(hit.prefix_entries), hit.left_out)
 
     def end_load(
         self,
@@ -200,6 +200,11 @@ class HostTier:
             elif has_failed:
                 self._remove(entry, Removal.LOAD_FAILED)
             else:
+                self._order.add(entry)
+        for entry in load.left_out if outcome is LoadOutcome.LOADED else ():
+            if entry.state is EntryState.STORED:
+                entry.was_hit = True
+                self._order.note_hit(entry)
                 self._order.add(entry)
         self._order.shrink_hits()
 

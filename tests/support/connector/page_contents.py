@@ -2,7 +2,8 @@
 """What a model would write to the pages of one worker, and what attention would read.
 
 The bytes of a row are a function of the digest of all tokens up to it, the tensor, the rank and the
-place in the row. Knows tensors and digests; knows nothing of connectors and of schedulers.
+place in the row, and of how far the row was moved since it was computed. Knows tensors and digests;
+knows nothing of connectors and of schedulers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ NULL_PAGE = 0
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
+Shifts = np.ndarray[Any, np.dtype[np.int64]]
+"""By token: by how many positions its row was moved."""
+
+_SHIFT_BYTES = 251
+_OF_SOMEBODY_ELSE = 0xA7
 
 
 class WrongBytesError(AssertionError):
     """A request would attend to bytes that are not those of its own tokens."""
+
+
+def moved_bytes(shifts: Any) -> Any:
+    """What a move adds to each byte of a row."""
+    return np.asarray(shifts % _SHIFT_BYTES, np.uint8)
 
 
 class PageContents:
@@ -59,9 +70,17 @@ class PageContents:
                 tensor.check(np.asarray(tables[tensor.group]), digests, start - 1, start)
 
     def check_rows(
-        self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
+        self,
+        tables: Sequence[Sequence[int]],
+        digests: Digests,
+        start: int,
+        end: int,
+        shifts: Shifts | None = None,
     ) -> None:
         """Attention reads what the tokens from ``start`` to before ``end`` need: theirs, too.
+
+        Args:
+            shifts: None if no row was moved.
 
         Raises:
             WrongBytesError: If any of it is not there.
@@ -70,7 +89,28 @@ class PageContents:
         for tensor in self._tensors:
             if not tensor.is_state:
                 first = tensor.first_read(start)
-                tensor.check(of_group[tensor.group], digests, first, end)
+                tensor.check(of_group[tensor.group], digests, first, end, shifts)
+
+    def check_group(
+        self, group: int, table: Sequence[int], digests: Digests, first: int, end: int
+    ) -> None:
+        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``.
+
+        Raises:
+            WrongBytesError: If one does not.
+        """
+        for tensor in self._tensors:
+            if tensor.group == group:
+                tensor.check(np.asarray(table, np.int64), digests, first, end)
+
+    def overwrite(self, pages: Sequence[int]) -> None:
+        """Somebody else writes to these pages."""
+        for tensor in self._tensors:
+            tensor.overwrite(pages)
+
+    def row_bytes(self, digests: Digests) -> list[Any]:
+        """What each tensor has of tokens that were not moved. shape: [num_tokens, row_bytes]."""
+        return [tensor.row_bytes(digests) for tensor in self._tensors]
 
 
 class _TensorContents:
@@ -113,13 +153,19 @@ class _TensorContents:
         if len(entries):
             self._bytes[pages, entries % self._slots] = self._expected(entries, digests, end)
 
-    def check(self, table: Any, digests: Digests, first: int, end: int) -> None:
+    def check(
+        self, table: Any, digests: Digests, first: int, end: int, shifts: Shifts | None = None
+    ) -> None:
         entries = self._entries(first, end)
         if not len(entries):
             return
         pages = table[entries // self._slots]
         found = self._bytes[pages, entries % self._slots]
         expected = self._expected(entries, digests, end)
+        if shifts is not None:
+            last = (entries + 1) * self._tokens - 1
+            moved = moved_bytes(shifts[last])
+            expected = expected + moved.reshape(len(entries), *[1] * (expected.ndim - 1))
         if np.array_equal(found, expected) and (pages != NULL_PAGE).all():
             return
         differs = (found != expected).reshape(len(entries), -1).any(axis=1) | (pages == NULL_PAGE)
@@ -129,6 +175,13 @@ class _TensorContents:
             f"entries before token {end} are not the request's own, those of tokens {wrong[0]} to "
             f"{wrong[-1]}, in blocks {sorted(set(pages[differs].tolist()))}"
         )
+
+    def overwrite(self, pages: Sequence[int]) -> None:
+        self._bytes[pages] = _OF_SOMEBODY_ELSE
+
+    def row_bytes(self, digests: Digests) -> Any:
+        entries = self._entries(0, len(digests))
+        return self._expected(entries, digests, len(digests)).reshape(len(entries), -1)
 
     def _entries(self, first: int, end: int) -> Any:
         """Entries that are complete; of a state, the one at the end."""

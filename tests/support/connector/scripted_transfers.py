@@ -67,6 +67,14 @@ class ScriptedTransfers:
     def move(
         self, pools: Any, host: Any, planes: Any, runs: Any, direction: Direction, **how: Any
     ) -> None:
+        if self.is_to_fail(direction):
+            some = np.ascontiguousarray(runs[: len(runs) // 2])
+            page_transfer(pools, host, planes, some, direction, **how)
+            raise BackendError("the script lets this transfer fail")
+        page_transfer(pools, host, planes, runs, direction, **how)
+
+    def is_to_fail(self, direction: Direction) -> bool:
+        """A transfer begins: wait until it is let go. Whether it fails then, half done."""
         if threading.get_ident() != self._model_thread:
             self._wait()
         is_store = direction is Direction.PAGES_TO_HOST
@@ -76,10 +84,8 @@ class ScriptedTransfers:
         is_named = not is_store and self.counts[name] in self._script.failing_load_numbers
         if is_named or (share and self._rng.random() < share):
             self.counts[f"failed {name}"] += 1
-            some = np.ascontiguousarray(runs[: len(runs) // 2])
-            page_transfer(pools, host, planes, some, direction, **how)
-            raise BackendError("the script lets this transfer fail")
-        page_transfer(pools, host, planes, runs, direction, **how)
+            return True
+        return False
 
     def end_some(self, side: WorkerSide) -> None:
         """Let some of what has begun end, and return when the thread stands still again."""

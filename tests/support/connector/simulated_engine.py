@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import ModelRunnerOutput
 
-from support.connector.page_contents import Digests, WrongBytesError
+from support.connector.blended_stream import BlendedStream
+from support.connector.page_contents import Digests, Shifts, WrongBytesError
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_worker import SimulatedWorker
@@ -52,9 +53,9 @@ class PagedModelRunner(ModelRunner):
             self._states.pop(request_id, None)
         self._update_states(scheduler_output)
         rows = list(self._make_rows(scheduler_output))
-        digests = [np.array(row.digests, np.uint64) for row in rows]
+        contents = [_content_of(row) for row in rows]
         for worker in self._workers:
-            _compute(worker, rows, digests)
+            _compute(worker, rows, contents)
         sampled = [self._sample(row) for row in rows]
         outputs = [
             ModelRunnerOutput(
@@ -70,17 +71,42 @@ class PagedModelRunner(ModelRunner):
         return output
 
 
-def _compute(worker: SimulatedWorker, rows: Sequence[_Row], digests: Sequence[Digests]) -> None:
+class _Content(NamedTuple):
+    """What the pages of a row are to hold, by token.
+
+    Attributes:
+        digests: Of what was computed.
+        shifts: By how many positions it was moved since; None if nothing was.
+    """
+
+    digests: Digests
+    shifts: Shifts | None
+
+
+def _content_of(row: _Row) -> _Content:
+    digests = np.array(row.digests, np.uint64)
+    stream = row.state.stream
+    if not isinstance(stream, BlendedStream):
+        return _Content(digests, None)
+    shifts = np.zeros(len(digests), np.int64)
+    shifts[: len(stream.shifts)] = stream.shifts  # Drafts lie behind them.
+    computed = range(row.start, row.end)
+    assert not any(map(computed.__contains__, stream.placed)), f"{row.request_id}: {computed}"
+    return _Content(digests, shifts)
+
+
+def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_Content]) -> None:
     """Every layer has written before any layer reads, across all requests of the step."""
     contents = worker.contents
     row = None
     try:
-        for row, of_row in zip(rows, digests, strict=True):
-            contents.check_states(row.state.block_tables, of_row, row.start)
-        for row, of_row in zip(rows, digests, strict=True):
-            contents.write(row.state.block_tables, of_row, row.start, row.end)
-        for row, of_row in zip(rows, digests, strict=True):
-            contents.check_rows(row.state.block_tables, of_row, row.start, row.end)
+        for row, content in zip(rows, expected, strict=True):
+            contents.check_states(row.state.block_tables, content.digests, row.start)
+        for row, content in zip(rows, expected, strict=True):
+            contents.write(row.state.block_tables, content.digests, row.start, row.end)
+        for row, content in zip(rows, expected, strict=True):
+            tables = row.state.block_tables
+            contents.check_rows(tables, content.digests, row.start, row.end, content.shifts)
     except WrongBytesError as error:
         assert row is not None
         raise WrongBytesError(

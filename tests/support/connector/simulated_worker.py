@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from support.connector.page_contents import PageContents
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import ScriptedTransfers, TransferScript
+from support.connector.simulated_segments import SimulatedSegments
 from vllm_ascend_kvext.connector import worker_side
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.worker_side import WorkerSide
@@ -35,6 +36,7 @@ class SimulatedWorker:
         script: How its transfers go.
 
     Attributes:
+        pages: Its tensors.
         contents: Of its pages.
         transfers: See `ScriptedTransfers`.
     """
@@ -43,7 +45,7 @@ class SimulatedWorker:
         self, layout: PagedLayout, num_blocks: int, vllm_config: Any, script: TransferScript
     ) -> None:
         rank = vllm_config.parallel_config.rank
-        pages = layout.make(num_blocks)
+        self.pages = pages = layout.make(num_blocks)
         self.contents = PageContents(pages, rank)
         self.transfers = ScriptedTransfers(script, rank)
         self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
@@ -52,7 +54,12 @@ class SimulatedWorker:
         )
         # The device would say which rows can be addressed; here it is a CPU for all layouts.
         build = partial(build_layout, addressing=pages.addressing)
-        with mock.patch.object(worker_side, "build_layout", build):
+        # A model would say how its keys turn; here is none.
+        segments = partial(SimulatedSegments, pages, self.transfers)
+        with (
+            mock.patch.object(worker_side, "build_layout", build),
+            mock.patch.object(worker_side, "WorkerSegments", segments),
+        ):
             self._connector.register_kv_caches(pages.kv_caches)
 
     def handshake(self) -> Any:

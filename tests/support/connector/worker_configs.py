@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.connector.options import Selector
 from vllm_ascend_kvext.layout.model import StatePolicy
 
 
@@ -67,3 +68,6 @@ class Options:
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = 1
     state_policy: StatePolicy = StatePolicy.EXACT
+    blending: bool = False
+    blend_selector: Selector = Selector.HEADS
+    blend_check_layer: int | None = None

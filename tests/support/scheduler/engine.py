@@ -45,8 +45,9 @@ def _register_specs(vllm_config: Any) -> None:
         register(vllm_config)
 
 
-def _hints(plan: RequestPlan) -> dict[str, Any] | None:
-    return {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else None
+def _extra_args(plan: RequestPlan) -> dict[str, Any] | None:
+    hints = {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else {}
+    return {**hints, **dict(plan.extra_args)} or None
 
 
 class _EventRecorder:
@@ -147,7 +148,7 @@ class SchedulerEngine:
             sampling_params=SamplingParams(
                 max_tokens=plan.max_tokens,
                 stop_token_ids=list(plan.stop_tokens),
-                extra_args=_hints(plan),
+                extra_args=_extra_args(plan),
             ),
             pooling_params=None,
             arrival_time=float(plan.arrival_step),

@@ -167,7 +167,7 @@ class ModelRunner:
     def _update_states(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             state = _RequestState(self._stream_of(new), new.num_computed_tokens)
-            if state.stream.tokens != new.prompt_token_ids:
+            if state.stream.tokens != list(new.prompt_token_ids):
                 raise AssertionError(f"{new.req_id}: unexpected prompt {new.prompt_token_ids}")
             state.block_tables = [list(ids) for ids in new.block_ids]
             self._states[new.req_id] = state
@@ -396,7 +396,18 @@ class ModelRunner:
                 content = digests
                 if table[block] in failed_block_ids:
                     content = [garbage] * high
-                self._write(table, group_id, content, low, high)
+                for first, end in _without(load.gaps, low, high):
+                    self._write(table, group_id, content, first, end)
+
+
+def _without(gaps: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """What is left of positions ``[start, end)`` without the gaps, which are ascending."""
+    for first, behind in gaps:
+        if start < min(first, end):
+            yield start, min(first, end)
+        start = max(start, behind)
+    if start < end:
+        yield start, end
 
 
 def _by_block(block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .layouts import Layout
 from .options import EngineOptions
@@ -25,6 +26,7 @@ class RequestPlan:
         cache_salt: As in the API, or None.
         images: Multi-modal items.
         checkpoint_tokens: Boundaries that the request names, for adaptive retention.
+        extra_args: Further arguments of the request, by name.
     """
 
     request_id: str
@@ -37,10 +39,16 @@ class RequestPlan:
     cache_salt: str | None = None
     images: tuple[Image, ...] = ()
     checkpoint_tokens: tuple[int, ...] = ()
+    extra_args: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def seed(self) -> str:
+        """Whatever else its KV depends on."""
+        return f"{self.adapter}/{self.cache_salt}"
 
     def new_stream(self) -> TokenStream:
         """A stream that holds the prompt."""
-        return TokenStream(self.prompt, f"{self.adapter}/{self.cache_salt}", self.images)
+        return TokenStream(self.prompt, self.seed, self.images)
 
     def expected_output(self) -> list[int]:
         """What this request generates, however it is scheduled."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.connector.blend_counters import BlendRefusal
 from vllm_ascend_kvext.connector.counters import (
     METRICS,
     ConnectorCounters,
@@ -69,6 +70,20 @@ def add_for(name: str, reason: Any) -> Event:
     return add
 
 
+def add_to_blending(name: str) -> Event:
+    def add(counters: ConnectorCounters, amount: int) -> None:
+        setattr(counters.blending, name, getattr(counters.blending, name) + amount)
+
+    return add
+
+
+def refuse_blending(reason: BlendRefusal) -> Event:
+    def add(counters: ConnectorCounters, amount: int) -> None:
+        counters.blending.refusals[reason] += amount
+
+    return add
+
+
 # By the keys that they change, one after the other.
 COUNTED: dict[str, Event] = {
     **{f"host_{name}": add_to(name) for name in OWN},
@@ -79,6 +94,15 @@ COUNTED: dict[str, Event] = {
         for name, reasons in BY_REASON.items()
         for reason in reasons
     },
+    "blend_segments.hit": add_to_blending("hit_segments"),
+    "blend_segments.missed": add_to_blending("missed_segments"),
+    "blend_tokens.reused": add_to_blending("reused_tokens"),
+    "blend_tokens.recomputed": add_to_blending("recomputed_tokens"),
+    "blend_stored_segments": add_to_blending("stored_segments"),
+    "blend_probes.scored": add_to_blending("scored_probes"),
+    "blend_probes.lost": add_to_blending("lost_probes"),
+    "blend_probed_tokens": add_to_blending("probed_tokens"),
+    **{f"blend_refusals.{reason.value}": refuse_blending(reason) for reason in BlendRefusal},
 }
 EVENTS: tuple[Event, ...] = (*COUNTED.values(), *GAUGES.values(), move("store"), move("load"))
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from vllm_ascend_kvext.connector.messages import JobResults
 
 
@@ -15,3 +17,20 @@ def test_what_loads_lack_on_some_worker_is_joined() -> None:
 def test_a_load_that_lacks_something_is_reported() -> None:
     assert JobResults(lacking={"a": {(0, 32)}})
     assert not JobResults()
+
+
+def test_scores_are_summed_over_workers() -> None:
+    results = JobResults(scores={"a": np.array([1, 2], np.float32)})
+    results.add(JobResults(scores={"a": np.array([3, 5], np.float32)}))
+    (scores,) = results.scores.values()
+    assert scores is not None
+    assert scores.tolist() == [4, 7]
+
+
+def test_scores_that_one_worker_lacks_are_none() -> None:
+    some = np.array([1, 2], np.float32)
+    for one, other in ((some, None), (None, some), (None, None)):
+        results = JobResults(scores={"a": one})
+        results.add(JobResults(scores={"a": other}))
+        assert results.scores == {"a": None}
+        assert results

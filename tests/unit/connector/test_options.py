@@ -12,6 +12,7 @@ from vllm_ascend_kvext.connector.options import (
     OPTIONS,
     STATE_POLICY_ALIAS,
     ConnectorOptions,
+    Selector,
     parse_options,
 )
 from vllm_ascend_kvext.errors import KvextError, SettingsError
@@ -21,7 +22,7 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.store.worth import EvictionRule
 
 KEYS = [option.key for option in OPTIONS]
-FLAGS = ("swap_on_preemption", "hole_reuse", "load_if_slower")
+FLAGS = ("swap_on_preemption", "hole_reuse", "blending", "blend_across_windows", "load_if_slower")
 GIB = 1 << 30
 
 
@@ -46,6 +47,16 @@ def test_nothing_given_is_the_defaults() -> None:
         swap_on_preemption=False,
         hole_reuse=True,
         eviction=EvictionRule.LATEST_USE,
+        blending=False,
+        blend_head_tokens=16,
+        blend_selector=Selector.HEADS,
+        blend_ratio=0.1,
+        blend_run_tokens=8,
+        blend_check_layer=None,
+        blend_min_tokens=32,
+        blend_across_windows=False,
+        segment_separator=None,
+        segment_sink=None,
         load_if_slower=False,
         copy_cpus=None,
         copy_threads=None,
@@ -67,6 +78,16 @@ def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
         "swap_on_preemption": "false",
         "hole_reuse": "true",
         "eviction": "latest_use",
+        "blending": "false",
+        "blend_head_tokens": "16",
+        "blend_selector": "heads",
+        "blend_ratio": "0.1",
+        "blend_run_tokens": "8",
+        "blend_check_layer": "unset",
+        "blend_min_tokens": "32",
+        "blend_across_windows": "false",
+        "segment_separator": "unset",
+        "segment_sink": "unset",
         "load_if_slower": "false",
         "copy_cpus": "unset",
         "copy_threads": "unset",
@@ -81,8 +102,18 @@ def test_everything_given() -> None:
         store_policy="all",
         state_policy="skip",
         swap_on_preemption=True,
-        hole_reuse=False,
+        hole_reuse=True,
         eviction="reuse",
+        blending=True,
+        blend_head_tokens=0,
+        blend_selector="question",
+        blend_ratio=1,
+        blend_run_tokens=16,
+        blend_check_layer=18,
+        blend_min_tokens=8,
+        blend_across_windows=True,
+        segment_separator=" # # ",
+        segment_sink=[1, 2],
         load_if_slower=True,
         copy_cpus=[3, 1],
         copy_threads=2,
@@ -93,8 +124,18 @@ def test_everything_given() -> None:
         store_policy=StorePolicy.ALL,
         state_policy=StatePolicy.SKIP,
         swap_on_preemption=True,
-        hole_reuse=False,
+        hole_reuse=True,
         eviction=EvictionRule.REUSE,
+        blending=True,
+        blend_head_tokens=0,
+        blend_selector=Selector.QUESTION,
+        blend_ratio=1.0,
+        blend_run_tokens=16,
+        blend_check_layer=18,
+        blend_min_tokens=8,
+        blend_across_windows=True,
+        segment_separator=" # # ",
+        segment_sink=(1, 2),
         load_if_slower=True,
         copy_cpus=(1, 3),
         copy_threads=2,
@@ -128,6 +169,16 @@ WRONG = {
     "swap_on_preemption": (1, 0, "1", "yes", "", [True]),
     "hole_reuse": (1, 0, "1", "yes", "", [True]),
     "eviction": ("lru", "REUSE", True, ""),
+    "blending": (1, 0, "1", "yes", "", [True]),
+    "blend_head_tokens": (-1, True, "16", 16.0),
+    "blend_selector": ("head", "QUESTION", True, ""),
+    "blend_ratio": (-0.1, 1.1, True, "0.1", float("nan"), [0.1]),
+    "blend_run_tokens": (3, 17, True, "8", 8.0),
+    "blend_check_layer": (-1, True, "1", 1.0),
+    "blend_min_tokens": (0, -1, True, "16", 16.0),
+    "blend_across_windows": (1, 0, "1", "yes", "", [True]),
+    "segment_separator": ("", [], 5, [True], [-1], ["a"], {}),
+    "segment_sink": (1, "1", [True], [-1], [1.0], {}),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
     "copy_cpus": (
         *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-", "1,,2"),
@@ -148,6 +199,19 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
 
 def test_every_key_has_wrong_values() -> None:
     assert list(WRONG) == KEYS
+
+
+def test_separators_are_text_or_token_ids() -> None:
+    assert parse(segment_separator=" ").segment_separator == " "
+    assert parse(segment_separator=[3, 0]).segment_separator == (3, 0)
+
+
+def test_segments_may_be_computed_behind_nothing() -> None:
+    assert parse(segment_sink=[]).segment_sink == ()
+
+
+def test_blending_is_refused_where_holes_are_not_computed() -> None:
+    assert "blending: expected hole_reuse" in refusal(blending=True, hole_reuse=False)
 
 
 def test_a_wrong_choice_lists_all_and_the_nearest() -> None:

@@ -86,6 +86,7 @@ def test_hole_at_the_beginning_grows() -> None:
     assert found.holes == ((0, 60),)
     assert chunks(found) == [5, 6, 7, 8, 9]
     assert found.boundary_tokens == hit.boundary_tokens == 120
+    assert found.left_out == ()  # It lies behind what is missing.
 
 
 def test_later_holes_stay() -> None:
@@ -95,6 +96,8 @@ def test_later_holes_stay() -> None:
     found = split_hit(hit, split.tokens)
     assert found.holes == ((0, 48), (84, 96))
     assert found.hole_tails == (None, None)
+    assert found.left_out == hit.entries[:4]
+    assert found.prefix_entries == hit.entries[4:7]
 
 
 def test_hole_that_the_split_reaches_is_one_with_it() -> None:

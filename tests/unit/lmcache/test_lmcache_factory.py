@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets copies of the configs, and with which name: the patch of vLLM's connector factory.
+"""Who is made of copies of the configs, and with which name: the patch of vLLM's factory.
 
 The server is one that the connector starts, so that none is asked.
 """
@@ -7,7 +7,6 @@ The server is one that the connector starts, so that none is asked.
 from __future__ import annotations
 
 import enum
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,13 @@ import pytest
 from support.layout.fakes import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, config
 
 from vllm_ascend_kvext.lmcache.errors import LMCacheError
-from vllm_ascend_kvext.patches.lmcache.factory import NAME, create_connector
+from vllm_ascend_kvext.patches.lmcache import known_release
+from vllm_ascend_kvext.patches.lmcache.factory import (
+    NAME,
+    Prepared,
+    get_connector_class,
+    get_connector_class_with_compat,
+)
 from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE
 
 FULL, WINDOW = FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)
@@ -76,6 +81,25 @@ class StubbornConnector(Connector):
     scheduler_adapter = Adapter("elsewhere")  # type: ignore[assignment]
 
 
+class OtherConnector(Connector):
+    """Not LMCache's."""
+
+
+for connector in (Connector, StubbornConnector):
+    connector.__name__ = NAME
+
+
+@pytest.fixture(autouse=True)
+def unknown_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its objects are left alone."""
+    monkeypatch.setattr(known_release, "is_as_read", lambda: False)
+
+
+def class_for(connector: Any) -> Any:
+    """What vLLM gets if it asks for a connector's class."""
+    return get_connector_class(lambda config: connector, object, Part())
+
+
 def name_with(
     groups: KVCacheConfig, keys: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, str]:
@@ -84,8 +108,7 @@ def name_with(
     if keys is not None:
         monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
     scheduler, worker = (
-        create_connector(Connector, object, Config(), role, groups).config.model_config.model
-        for role in Role
+        class_for(Connector)(Config(), role, groups).config.model_config.model for role in Role
     )
     return scheduler, worker
 
@@ -110,43 +133,52 @@ def test_the_setting_and_the_groups_decide_who_names_the_layout(
     assert scheduler.startswith("model##kvext-") if has_layout else scheduler == "model"
 
 
-@pytest.mark.parametrize("name", ["KvextConnector", "ExampleConnector", None])
-def test_other_connectors_get_what_they_always_got(name: str | None) -> None:
-    own = Config(kv_transfer_config=Part(kv_connector=name) if name else None)
-    made = create_connector(Connector, object, own, Role.WORKER, TWO_GROUPS)
-    assert made.config is own
-    assert made.kv_cache_config is TWO_GROUPS
+def test_other_connectors_are_those_that_they_always_were() -> None:
+    assert class_for(OtherConnector) is OtherConnector
+
+
+def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
+    """MultiConnector compares classes, and tells their reports apart by name."""
+    found = class_for(Connector)
+    assert found is class_for(Connector)
+    assert found is class_for(found)
+    assert issubclass(found, Connector)
+    assert found.__name__ == NAME
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_on_vllm_0_20_2_a_class_that_takes_no_groups_is_left_alone(takes_groups: bool) -> None:
+    def wrapped(config: Part) -> tuple[Any, bool]:
+        return Connector, not takes_groups
+
+    found, is_without_groups = get_connector_class_with_compat(wrapped, object, Part())
+    assert issubclass(found, Prepared) == takes_groups
+    assert is_without_groups != takes_groups
 
 
 @pytest.mark.parametrize("groups", [None, config(9)])
 def test_engines_without_groups_get_what_they_always_got(groups: KVCacheConfig | None) -> None:
     own = Config()
-    made = create_connector(Connector, object, own, Role.SCHEDULER, groups)
+    made = class_for(Connector)(own, Role.SCHEDULER, groups)
     assert made.config is own
     assert made.kv_cache_config is groups
 
 
 def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters() -> None:
     with pytest.raises(LMCacheError, match="found 'elsewhere'"):
-        create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, TWO_GROUPS)
-    assert create_connector(StubbornConnector, object, Config(), Role.SCHEDULER, ONE_GROUP)
+        class_for(StubbornConnector)(Config(), Role.SCHEDULER, TWO_GROUPS)
+    assert class_for(StubbornConnector)(Config(), Role.SCHEDULER, ONE_GROUP)
 
 
-def test_below_another_connector_it_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    children = {"connectors": [{"kv_connector": NAME}, {"kv_connector": "ExampleConnector"}]}
-    multi = Part(kv_connector="MultiConnector", kv_connector_extra_config=children)
-    with caplog.at_level(logging.WARNING):
-        create_connector(Connector, object, Config(multi), Role.SCHEDULER, ONE_GROUP)
-        assert not caplog.messages
-        create_connector(Connector, object, Config(multi), Role.SCHEDULER, TWO_GROUPS)
-    (message,) = caplog.messages
-    assert "MultiConnector" in message
+def test_arguments_may_be_named() -> None:
+    made = class_for(Connector)(vllm_config=Config(), role=Role.WORKER, kv_cache_config=TWO_GROUPS)
+    assert "##kvext-" in made.config.model_config.model
 
 
 def test_of_several_servers_a_worker_asks_none() -> None:
     """It uses that of its own host; here nobody listens at either."""
     servers = {"lmcache.mp.server_urls": "tcp://127.0.0.1:1,tcp://127.0.0.1:2"}
     own = Config(Part(kv_connector_extra_config=servers))
-    assert create_connector(Connector, object, own, Role.WORKER, ONE_GROUP)
+    assert class_for(Connector)(own, Role.WORKER, ONE_GROUP)
     with pytest.raises(LMCacheError, match=r"127\.0\.0\.1:1"):
-        create_connector(Connector, object, own, Role.SCHEDULER, ONE_GROUP)
+        class_for(Connector)(own, Role.SCHEDULER, ONE_GROUP)

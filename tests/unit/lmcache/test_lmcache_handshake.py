@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from vllm_ascend_kvext.lmcache.errors import LMCacheError
-from vllm_ascend_kvext.lmcache.handshake import TransferMode, choose_transfer_mode, chunk_tokens
+from vllm_ascend_kvext.lmcache.handshake import (
+    TransferMode,
+    choose_transfer_mode,
+    chunk_tokens,
+    require_capabilities,
+)
 
 URL = "tcp://host:1"
 LMCACHE, ENGINE = TransferMode.LMCACHE_DRIVEN, TransferMode.ENGINE_DRIVEN
@@ -35,10 +40,14 @@ class Server:
 
     modes: Collection[TransferMode] = ()
     is_lmcache: bool = True
+    tells_capabilities: bool = True
     asked: list[TransferMode] = field(default_factory=list)
 
     def get_chunk_size(self) -> Answer:
         return Answer(256, self.is_lmcache)
+
+    def get_experimental(self) -> Answer:
+        return Answer(["a stream"], self.tells_capabilities)
 
     def unregister_kv_cache(self, instance_id: int) -> Answer:
         return self._end(LMCACHE)
@@ -58,6 +67,12 @@ def test_the_chunk_size_is_the_servers() -> None:
 def test_a_port_of_something_else_is_refused() -> None:
     with pytest.raises(LMCacheError, match=r"tcp://host:1 accepts.*chunk size.*lmcache.mp.port"):
         chunk_tokens(Server(is_lmcache=False), URL)
+
+
+def test_a_server_that_does_not_tell_its_capabilities_is_refused() -> None:
+    assert require_capabilities(Server(), URL, "0.5.6") == ("a stream",)
+    with pytest.raises(LMCacheError, match=r"host:1.*0\.5\.3 and 0\.5\.4.*LMCache 0\.5\.6 is"):
+        require_capabilities(Server(tells_capabilities=False), URL, "0.5.6")
 
 
 @pytest.mark.parametrize(

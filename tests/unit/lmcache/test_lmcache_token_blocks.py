@@ -16,6 +16,7 @@ from support.layout.fakes import (
     AscendMLAAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     config,
@@ -24,6 +25,7 @@ from support.layout.fakes import (
 from vllm_ascend_kvext.lmcache.errors import LMCacheError
 from vllm_ascend_kvext.lmcache.token_blocks import (
     counted_in_tokens,
+    has_states,
     require_chunks_of_whole_blocks,
     tokens_per_block,
 )
@@ -135,3 +137,11 @@ def test_a_chunk_that_cuts_blocks_is_refused_with_the_next_that_does_not() -> No
 
 def test_scratch_groups_bound_no_chunk() -> None:
     require_chunks_of_whole_blocks(256, (0, 16), "tcp://host:1")
+
+
+def test_states_are_told_from_what_is_looked_up() -> None:
+    attention = (FullAttentionSpec(block_size=16), "a")
+    states = (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(FLOAT32,)), "b")
+    assert has_states(config(9, attention, states))
+    assert not has_states(config(9, attention))
+    assert not has_states(deepseek_v4(128)[0])

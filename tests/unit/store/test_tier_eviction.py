@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from unit.store.small_tier import PLACE_BYTES, UNIT_TOKENS, SmallTier
@@ -55,6 +56,24 @@ def test_a_load_that_brought_nothing_is_no_hit(outcome: LoadOutcome) -> None:
     assert not entry.is_hit
     assert tier.counters.hit_entries[Kind.ROWS] == 0
     assert tier.counters.failed_loads == (outcome is LoadOutcome.FAILED)
+
+
+@pytest.mark.parametrize("outcome", LoadOutcome)
+def test_what_is_left_out_of_a_load_has_the_rank_of_what_is_loaded(outcome: LoadOutcome) -> None:
+    tier = SmallTier(3)
+    text = "".join(text_of(number) for number in range(3))
+    chunks = tier.store_prefix(text)
+    hit = tier.find(text)
+    load = tier.begin_load(
+        replace(hit, entries=hit.entries[2:], left_out=hit.entries[:2]), tier.next_use()
+    )
+    assert load is not None
+    tier._remove(chunks[1], Removal.EVICTED)
+    tier.end_load(load, outcome)
+    is_loaded = outcome is LoadOutcome.LOADED
+    assert [entry.is_hit for entry in chunks] == [is_loaded, False, is_loaded]
+    assert [entry.was_loaded for entry in chunks] == [False, False, is_loaded]
+    assert tier.counters.hit_entries[Kind.ROWS] == is_loaded
 
 
 def test_what_was_loaded_long_ago_loses_its_rank_beyond_the_share() -> None:

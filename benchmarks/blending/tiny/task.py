@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of facts, of which some refer to a fact in an earlier document, and questions.
+
+A document is 15 tokens: a mark, three facts of four tokens, and two tokens of noise between them.
+
+    <document> <is> key value <end>  noise  <same> key other key <end> ...
+
+``<same> key other key`` says that the value of ``key`` is that of ``other key``, a plain fact in an
+earlier document. A document computed alone cannot know that value: what it knows of it comes
+from the context. A prompt is the beginning-of-sequence token, documents, and ``<ask> key``; the
+answer is the one token that comes next.
+
+Knows neither a model nor an engine: arrays of numpy in, arrays out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+BOS, EOS, DOCUMENT, IS, SAME, END, ASK = range(7)
+NUM_NOISE = 9
+NUM_KEYS = 56
+NUM_VALUES = 56
+FIRST_NOISE = 7
+FIRST_KEY = FIRST_NOISE + NUM_NOISE
+FIRST_VALUE = FIRST_KEY + NUM_KEYS
+VOCABULARY_TOKENS = FIRST_VALUE + NUM_VALUES
+
+FACTS_PER_DOCUMENT = 3
+FACT_TOKENS = 4
+NOISE_PER_DOCUMENT = 2
+DOCUMENT_TOKENS = 1 + FACTS_PER_DOCUMENT * FACT_TOKENS + NOISE_PER_DOCUMENT
+QUESTION_TOKENS = 2
+MOST_DOCUMENTS = 8
+SHARE_OF_REFERENCES = 0.4
+"""Of the facts that have a document before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of one shape, each with questions about its documents.
+
+    Attributes:
+        documents: int64, shape: [prompts, documents, DOCUMENT_TOKENS].
+        keys: What may be asked, shape: [prompts, facts].
+        answers: To each key, shape: [prompts, facts].
+        is_reference: Whether the fact refers to an earlier document, shape: [prompts, facts].
+    """
+
+    documents: np.ndarray
+    keys: np.ndarray
+    answers: np.ndarray
+    is_reference: np.ndarray
+
+    @property
+    def contexts(self) -> np.ndarray:
+        """Beginning of sequence and documents, shape: [prompts, tokens]."""
+        num_prompts = len(self.documents)
+        bos = np.full((num_prompts, 1), BOS)
+        return np.concatenate([bos, self.documents.reshape(num_prompts, -1)], axis=1)
+
+
+def make_prompts(rng: np.random.Generator, num_prompts: int, num_documents: int) -> Prompts:
+    """Random prompts; no key occurs in two facts of a prompt."""
+    num_facts = num_documents * FACTS_PER_DOCUMENT
+    keys = _distinct(rng, num_prompts, NUM_KEYS)[:, :num_facts] + FIRST_KEY
+    values = rng.integers(FIRST_VALUE, FIRST_VALUE + NUM_VALUES, (num_prompts, num_facts))
+    document_of = np.arange(num_facts) // FACTS_PER_DOCUMENT
+    is_reference = (document_of > 0) & (rng.random(keys.shape) < SHARE_OF_REFERENCES)
+    # Each refers to a plain fact of an earlier document, by a draw among them.
+    is_target = ~is_reference[:, None, :] & (document_of[None, :] < document_of[:, None])
+    draws = np.where(is_target, rng.random(is_target.shape), -1.0)
+    targets = draws.argmax(axis=2)
+    is_reference &= is_target.any(axis=2)
+    answers = np.where(is_reference, np.take_along_axis(values, targets, 1), values)
+    said = np.where(is_reference, np.take_along_axis(keys, targets, 1), values)
+    relation = np.where(is_reference, SAME, IS)
+    facts = np.stack([relation, keys, said, np.full_like(keys, END)], axis=2)
+    return Prompts(_documents(rng, facts), keys, answers, is_reference)
+
+
+def _documents(rng: np.random.Generator, facts: np.ndarray) -> np.ndarray:
+    """Facts, shape: [prompts, facts, FACT_TOKENS], with noise between them."""
+    num_documents = facts.shape[1] // FACTS_PER_DOCUMENT
+    shape = (len(facts) * num_documents, DOCUMENT_TOKENS)
+    # Pieces of a document: its facts and its noise, in random order, facts ascending.
+    num_pieces = FACTS_PER_DOCUMENT + NOISE_PER_DOCUMENT
+    is_fact = _distinct(rng, shape[0], num_pieces) < FACTS_PER_DOCUMENT
+    lengths = np.where(is_fact, FACT_TOKENS, 1)
+    first = 1 + np.cumsum(lengths, axis=1) - lengths
+    documents = np.empty(shape, dtype=np.int64)
+    documents[:, 0] = DOCUMENT
+    rows = np.arange(shape[0])[:, None]
+    noise = rng.integers(FIRST_NOISE, FIRST_NOISE + NUM_NOISE, (shape[0], NOISE_PER_DOCUMENT))
+    documents[rows, first[~is_fact].reshape(shape[0], -1)] = noise
+    places = first[is_fact].reshape(shape[0], FACTS_PER_DOCUMENT, 1) + np.arange(FACT_TOKENS)
+    documents[rows, places.reshape(shape[0], -1)] = facts.reshape(shape[0], -1)
+    return documents.reshape(len(facts), num_documents, DOCUMENT_TOKENS)
+
+
+def make_repeats(
+    rng: np.random.Generator, num_prompts: int, periods: tuple[int, int], num_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens that repeat, each prompt with a period of its own.
+
+    With one period for all, a model learns to read at a distance, and not to look for its token.
+
+    Args:
+        rng: Draws.
+        num_prompts: How many.
+        periods: The shortest, and the longest.
+        num_tokens: Of a prompt, behind its beginning-of-sequence token.
+
+    Returns:
+        Tokens, shape: [prompts, 1 + num_tokens], and which of them the tokens before them tell.
+    """
+    period = rng.integers(periods[0], periods[1] + 1, (num_prompts, 1))
+    base = rng.integers(FIRST_NOISE, VOCABULARY_TOKENS, (num_prompts, periods[1]))
+    place = np.arange(num_tokens)[None, :]
+    tokens = np.take_along_axis(base, place % period, 1)
+    bos = np.full((num_prompts, 1), BOS)
+    # The first one of the second round cannot be known.
+    is_told = np.concatenate([bos < 0, place > period], axis=1)
+    return np.concatenate([bos, tokens], axis=1), is_told
+
+
+def _distinct(rng: np.random.Generator, num_rows: int, num_choices: int) -> np.ndarray:
+    """A permutation per row."""
+    return rng.random((num_rows, num_choices)).argsort(axis=1)

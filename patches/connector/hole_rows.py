@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: rows of a step that compute holes of requests that wait.
+
+A row of a hole is a request of its own to the workers: with the block table of the request whose
+hole it is, from the hole's first token on, finished in the next step. The scheduler itself knows
+nothing of it. What is here is the same for whoever knows the holes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from vllm_ascend_kvext.connector.scheduler_side import NewHoles
+    from vllm_ascend_kvext.holes.hole_queue import HoleRow
+
+
+def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
+    """Tokens and rows of the next step, and tokens of one row.
+
+    What is left by requests that run, or are admitted again with what they have loaded.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    if scheduler.pause_state != PauseState.UNPAUSED:
+        return 0, 0, 0
+    most_row_tokens = (
+        scheduler.scheduler_config.long_prefill_token_threshold
+        or scheduler.max_num_scheduled_tokens
+    )
+    loaded = scheduler.finished_recving_kv_req_ids
+    going_on = [scheduler.requests[each] for each in loaded if each in scheduler.requests]
+    going_on += scheduler.running
+    wanted_tokens = sum(
+        min(
+            most_row_tokens,
+            request.num_tokens_with_spec
+            + request.num_output_placeholders
+            - request.num_computed_tokens,
+        )
+        for request in going_on
+    )
+    return (
+        scheduler.max_num_scheduled_tokens - wanted_tokens,
+        scheduler.max_num_running_reqs - len(going_on),
+        most_row_tokens,
+    )
+
+
+def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleRow]) -> None:
+    """Have a step that has been planned compute these rows, too.
+
+    Args:
+        rows: Ascending, those of one request.
+    """
+    # The same for all rows of a request, as the last one has it.
+    beginning_of = _list_of if _needs_lists(scheduler) else _array_of
+    last_rows = {row.request_id: row for row in rows}
+    prompts = {
+        request_id: _prompt_of(row, scheduler.requests[request_id], beginning_of)
+        for request_id, row in last_rows.items()
+    }
+    for row in rows:
+        output.scheduled_new_reqs.append(_request_of(scheduler, row, prompts[row.request_id]))
+        output.num_scheduled_tokens[row.row_id] = row.run.num_tokens
+        output.total_num_scheduled_tokens += row.run.num_tokens
+
+
+def _prompt_of(
+    row: HoleRow, request: Request, beginning_of: Callable[[Request, int], MutableSequence[int]]
+) -> Sequence[int]:
+    """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
+    if not row.is_probe:
+        return beginning_of(request, row.run.end_tokens + 1)
+    prompt = beginning_of(request, row.run.first_tokens)
+    probed = request.all_token_ids[-row.run.num_tokens :]
+    prompt.extend([*probed, probed[-1]])
+    return prompt
+
+
+def _needs_lists(scheduler: Scheduler) -> bool:
+    """Whether the workers look at prompts, and do not only copy and count their tokens."""
+    model_config = scheduler.vllm_config.model_config
+    return (
+        getattr(scheduler, "use_v2_model_runner", False)
+        or model_config.uses_mrope
+        or bool(model_config.uses_xdrope_dim)
+    )
+
+
+def _list_of(request: Request, num_tokens: int) -> MutableSequence[int]:
+    return list(request.all_token_ids[:num_tokens])
+
+
+def _array_of(request: Request, num_tokens: int) -> MutableSequence[int]:
+    """The first tokens of a request, as what a worker copies in no time.
+
+    It copies all of them for each row; from a list of 131,072 numbers, that takes milliseconds.
+    The holes of a request may take many steps: its list is read once. Of tokens that are computed,
+    none changes.
+    """
+    tokens = _arrays.get(request)
+    if tokens is None or len(tokens) < num_tokens:
+        tokens = _arrays[request] = array("i")
+        tokens.frombytes(np.array(request.all_token_ids[:], np.int32).tobytes())
+    return tokens[:num_tokens]
+
+
+_arrays: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
+
+
+def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) -> NewRequestData:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    block_ids = row.tables(scheduler.kv_cache_manager.get_block_ids(row.request_id))
+    is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
+    return NewRequestData(
+        req_id=row.row_id,
+        prompt_token_ids=token_ids,
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+        pooling_params=None,
+        block_ids=block_ids,
+        num_computed_tokens=row.run.first_tokens,
+        lora_request=None,
+        prefill_token_ids=token_ids if is_second_runner else None,
+    )
+
+
+def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
+    """All that a request waited for is there, or it has ended meanwhile."""
+    request = scheduler.requests.get(request_id)
+    if request is None:
+        return
+    if request.is_finished():
+        scheduler._free_blocks(request)
+    else:
+        scheduler.finished_recving_kv_req_ids.add(request_id)
+
+
+def correct_hits(scheduler: Scheduler, new: NewHoles) -> None:
+    """Upstream takes all that lies before the end of a load for hits, holes included."""
+    request = scheduler.requests.get(new.request_id)
+    if request is None:
+        return
+    found = request.prefill_stats
+    if found is not None:
+        found.set(
+            num_prompt_tokens=found.num_prompt_tokens,
+            num_local_cached_tokens=found.num_local_cached_tokens,
+            num_external_cached_tokens=found.num_external_cached_tokens - new.num_tokens,
+        )
+    stats = scheduler.connector_prefix_cache_stats
+    if stats is None or not new.is_planned:
+        return  # What a lookup found has been reported before its load failed.
+    if request.num_preemptions:
+        stats.preempted_hits -= new.num_tokens
+    else:
+        stats.hits -= new.num_tokens

@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blend prompts on the installed vLLM, and serve prompts without a connector; write the answers.
+
+    python blending_workload.py REPORT PLANS
+
+``PLANS`` is JSON: by name, what to serve: ``model`` is a folder, ``engine`` holds arguments of
+``LLM``, ``scenarios`` names functions below. One engine follows the other in this process. With
+``blending`` (options of the connector) an engine blends; without, ``prompts`` are asked: by label,
+lists of token ids, and how many tokens their replies have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VOCABULARY_TOKENS = 512
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 128
+REPLY_TOKENS = 8
+SEPARATOR = [3, 2]
+"""Token ids that occur nowhere else: random ones are larger."""
+
+STORED_LENGTHS = (137, 203, 90, 300, 171, 171)
+"""Of documents. Ends lie within blocks and within chunks; the last two have one length."""
+MISSING = len(STORED_LENGTHS)
+"""The document that is not stored."""
+ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
+SWAPPED = (4, 5)
+HEADS_TOKENS = (0, 16, 32)
+
+CROWD_POOL_BLOCKS = 150
+CROWD_REPLY_TOKENS = 100
+ALONE_REPLY_TOKENS = 24
+CROWD = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": CROWD_POOL_BLOCKS,
+}
+"""As many requests as there are, small steps, and a pool that is too small for them."""
+
+MIXED_ROUNDS = 5
+MIXED_CONVERSATIONS = 5
+MIXED_ORDERS = ((0, 1), (0, 3), (2, 0), (MISSING, 1), (3, 1, 2), (3, 4), (5, 0, 2))
+"""In a round, each is a blended request and then three plain ones: 100 in all."""
+
+Tokens = list[int]
+Segments = list[list[int]]
+
+
+class Prompt(NamedTuple):
+    """A request.
+
+    Attributes:
+        token_ids: Of the prompt.
+        segments: First and end token of each document in it.
+        is_named: Whether the request says so.
+    """
+
+    token_ids: Tokens
+    segments: Segments
+    is_named: bool = True
+
+
+class KeptBlock(NamedTuple):
+    """A block of a prefix cache.
+
+    Attributes:
+        prefix: Tokens whose last ones it holds, by its hash.
+        group: KV cache group.
+        pages: By layer: what it holds.
+    """
+
+    prefix: tuple[int, ...]
+    group: int
+    pages: dict[str, Any]
+
+
+_kept: dict[str, list[KeptBlock]] = {}
+"""By plan: for an engine that follows."""
+
+
+class Engine:
+    """An engine, and a report that grows with everything asked of it."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        common = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_seqs": 10,
+            "max_num_batched_tokens": 256,
+            "num_gpu_blocks_override": 700,
+            "disable_hybrid_kv_cache_manager": False,
+        }
+        if "tensor_parallel_size" not in plan["engine"]:
+            common["distributed_executor_backend"] = UniProcExecutor
+        if "blending" in plan:
+            extra = {
+                "host_memory_gib": 0.125,
+                "chunk_tokens": CHUNK_TOKENS,
+                "load_if_slower": True,
+                "store_policy": "never",
+                "blending": True,
+                **plan["blending"],
+            }
+            common["kv_transfer_config"] = {
+                "kv_connector": "KvextConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }
+        self.plan = plan
+        self._llm = LLM(plan["model"], **common | plan["engine"])
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._asked: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._sequences: set[tuple[int, ...]] = set()
+        self.scheduler = self._core.scheduler
+        if "blending" in plan:
+            self.side = self.scheduler.connector.scheduler_side
+            self._blending = self.side._parts.blending
+
+    def ask(
+        self,
+        label: str,
+        prompts: Sequence[Prompt],
+        reply_tokens: int = REPLY_TOKENS,
+        is_plain: bool = False,
+    ) -> list[Tokens]:
+        """Send all prompts at once; report the answers under ``label`` and return the replies."""
+        outputs = self._generate(
+            [prompt.token_ids for prompt in prompts],
+            [
+                {"kvext_segments": prompt.segments} if prompt.is_named and not is_plain else None
+                for prompt in prompts
+            ],
+            reply_tokens,
+        )
+        replies = [list(output.outputs[0].token_ids) for output in outputs]
+        self._asked.setdefault(label, [])
+        for prompt, reply, output in zip(prompts, replies, outputs, strict=True):
+            self._sequences.add((*prompt.token_ids, *reply))
+            self._asked[label].append(
+                {
+                    "prompt": prompt.token_ids,
+                    "segments": [] if is_plain else prompt.segments,
+                    "reply": reply,
+                    "logprobs": [
+                        {token: entry.logprob for token, entry in step.items()}
+                        for step in output.outputs[0].logprobs
+                    ],
+                    "params": output.kv_transfer_params,
+                    "hit_tokens": output.num_cached_tokens or 0,
+                }
+            )
+        return replies
+
+    def store(self, documents: Sequence[Tokens]) -> None:
+        """Have each document stored as a segment."""
+        for document in documents:
+            self._generate([document], [{"kvext_store_segment": True}], 1)
+            while self.side.has_transfers:
+                self._llm.llm_engine.step()
+            self._sequences.add((*self.sink_ids, *document))
+        self.note("sink", list(self.sink_ids))
+
+    @property
+    def sink_ids(self) -> tuple[int, ...]:
+        return self._blending.requests._store.sink_ids
+
+    def reset(self) -> None:
+        """Empty the prefix cache of the device."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset")
+
+    def note(self, label: str, fact: Any) -> None:
+        """Report a fact."""
+        self._facts[label] = fact
+
+    @contextmanager
+    def with_heads(self, head_tokens: int) -> Iterator[None]:
+        """As an engine with another ``blend_head_tokens``."""
+        requests = self._blending.requests
+        options = requests._options
+        requests._options = dataclasses.replace(options, head_tokens=head_tokens)
+        yield
+        requests._options = options
+
+    @contextmanager
+    def not_rotating(self) -> Iterator[None]:
+        """Let keys keep the rotation of the position at which they were computed."""
+        from vllm_ascend_kvext.connector import load_jobs
+
+        rows_to_load = load_jobs.rows_to_load
+        load_jobs.rows_to_load = lambda placed: rows_to_load(placed)._replace(shift_tokens=0)
+        yield
+        load_jobs.rows_to_load = rows_to_load
+
+    @contextmanager
+    def swapping(self, one: Tokens, other: Tokens) -> Iterator[None]:
+        """Let the bytes of two documents change places in host memory."""
+        pairs = list(zip(self._entries(one), self._entries(other), strict=True))
+
+        def swap() -> None:
+            for first, second in pairs:
+                first_bytes, second_bytes = self._host_bytes(first), self._host_bytes(second)
+                kept = first_bytes.clone()
+                first_bytes.copy_(second_bytes)
+                second_bytes.copy_(kept)
+
+        swap()
+        yield
+        swap()
+
+    @contextmanager
+    def without_keys(self, documents: Sequence[Tokens]) -> Iterator[None]:
+        """Let the keys of documents be 0 in host memory."""
+        kept = []
+        mover = self._worker_side()._runner.segments
+        for document in documents:
+            for entry in self._entries(document):
+                section = self._host_bytes(entry)
+                kept.append((section, section.clone()))
+                offsets = mover.layout.plane_offsets_bytes(entry.row_map.num_rows)
+                for index, plane in enumerate(mover._pages.planes):
+                    if plane.keys is not None:
+                        section[offsets[index] : offsets[index + 1]].zero_()
+        yield
+        for section, before in kept:
+            section.copy_(before)
+
+    def _entries(self, document: Tokens) -> list[Any]:
+        store = self._blending.requests._store
+        return [placed.entry for placed in store.find(store.prefix(document, None), 0)]
+
+    def _host_bytes(self, entry: Any) -> Any:
+        return self._worker_side()._host.tensor[entry.offset_bytes :][: entry.num_bytes]
+
+    def _worker_side(self) -> Any:
+        from vllm.distributed import kv_transfer
+
+        return kv_transfer.get_kv_transfer_group().worker_side
+
+    def count_preemptions(self) -> Counter[str]:
+        """Of blended and of plain requests, from here on."""
+        counted: Counter[str] = Counter(blended=0, plain=0)
+        preempt = self.scheduler._preempt_request
+
+        def preempt_and_count(request: Any, *args: Any, **more: Any) -> Any:
+            is_exact = self.side.exact_tokens(request.request_id) is None
+            counted["plain" if is_exact else "blended"] += 1
+            return preempt(request, *args, **more)
+
+        self.scheduler._preempt_request = preempt_and_count
+        return counted
+
+    def cached_blocks(self) -> list[KeptBlock]:
+        """What is in the prefix cache; an empty prefix where a hash is that of no tokens."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+        prefixes = self._prefixes()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        found = []
+        for key, blocks in pool.cached_block_hash_to_block._cache.items():
+            group = get_group_id(key)
+            prefix = prefixes.get(get_block_hash(key), ())
+            for block_id in blocks if isinstance(blocks, dict) else [blocks.block_id]:
+                found.append(KeptBlock(prefix, group, self._pages(group, block_id)))
+        return found
+
+    def _prefixes(self) -> dict[bytes, tuple[int, ...]]:
+        """By block hash: full blocks of everything that was asked."""
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import hash_block_tokens
+
+        config = self._llm.llm_engine.vllm_config.cache_config
+        hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+        found: dict[bytes, tuple[int, ...]] = {}
+        for sequence in self._sequences:
+            parent = None
+            for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS):
+                tokens = sequence[end - BLOCK_TOKENS : end]
+                parent = hash_block_tokens(hash_function, parent, tokens)
+                found[parent] = sequence[:end]
+        return found
+
+    def _pages(self, group: int, block_id: int) -> dict[str, Any]:
+        """A page of each layer of a group."""
+        layers = self.scheduler.kv_cache_config.kv_cache_groups[group].layer_names
+        modules = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        num_blocks = self.scheduler.kv_cache_config.num_blocks
+        pages = {}
+        for name in layers:
+            cache = modules[name].kv_cache
+            cache = cache[0] if isinstance(cache, list) else cache
+            dimension = list(cache.shape).index(num_blocks)
+            pages[name] = cache.select(dimension, block_id).clone()
+        return pages
+
+    def _generate(
+        self,
+        prompts: Sequence[Tokens],
+        extra_args: Sequence[dict[str, Any] | None],
+        reply_tokens: int,
+    ) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=reply_tokens,
+                ignore_eos=True,
+                logprobs=5,
+                detokenize=False,
+                extra_args=extra,
+            )
+            for extra in extra_args
+        ]
+        return self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What was asked, and what is left when all is done."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        report: dict[str, Any] = {"asked": self._asked, "facts": self._facts}
+        if "blending" in self.plan:
+            while self.side.has_transfers:
+                self._llm.llm_engine.step()
+            self.reset()
+            report["own"] = self.side.counters.totals()
+            report["left"] = {
+                "blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks),
+                "references": self.side.num_references,
+                "pins": self.side.num_pinned,
+            }
+        return report
+
+    def shutdown(self) -> None:
+        import torch
+
+        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
+        torch.accelerator.synchronize = lambda *args, **more: None
+        torch.accelerator.empty_cache = lambda *args, **more: None
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
+    return rng.choices(range(4, VOCABULARY_TOKENS), k=num_tokens)
+
+
+def documents(rng: random.Random) -> list[Tokens]:
+    """Those that are stored, and the one that is missing."""
+    return [random_tokens(rng, length) for length in (*STORED_LENGTHS, 155)]
+
+
+def in_order(
+    rng: random.Random,
+    texts: Sequence[Tokens],
+    order: Sequence[int],
+    instructions: Tokens | None = None,
+) -> Prompt:
+    """Instructions, documents with a few tokens behind each, and a question."""
+    token_ids = list(instructions or random_tokens(rng, rng.randrange(5, 70)))
+    segments = []
+    for index in order:
+        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
+        token_ids += texts[index] + random_tokens(rng, rng.randrange(4))
+    return Prompt(token_ids + random_tokens(rng, rng.randrange(10, 40)), segments)
+
+
+def separated(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:
+    """The same, with the separator around each document."""
+    token_ids = random_tokens(rng, 23) + SEPARATOR
+    segments = []
+    for index in order:
+        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
+        token_ids += texts[index] + SEPARATOR
+    return Prompt(token_ids + random_tokens(rng, 30), segments, is_named=False)
+
+
+def orders(engine: Engine) -> None:
+    """Documents in several orders, with heads of several lengths; the beginnings are new."""
+    rng = random.Random(1)
+    texts = documents(rng)
+    engine.store(texts[:MISSING])
+    for head_tokens in engine.plan["heads"]:
+        with engine.with_heads(head_tokens):
+            prompts = [in_order(rng, texts, order) for order in ORDERS]
+            engine.ask(f"heads {head_tokens}", prompts)
+            engine.ask(f"heads {head_tokens}", [separated(rng, texts, (3, 0))])
+
+
+def exact(engine: Engine) -> None:
+    """Prompts of which nothing is approximate, although segments are known."""
+    rng = random.Random(1)
+    texts = documents(rng)
+    with engine.with_heads(max(STORED_LENGTHS) + 1):
+        engine.ask("exact: long heads", [in_order(rng, texts, order) for order in ORDERS])
+    for index in (3, 1):
+        first = len(engine.sink_ids)
+        prompt = [*engine.sink_ids, *texts[index], *random_tokens(rng, 40)]
+        for head_tokens in (0, 16):
+            engine.reset()
+            with engine.with_heads(head_tokens):
+                in_place = Prompt(prompt, [[first, first + len(texts[index])]])
+                engine.ask("exact: in place", [in_place])
+
+
+def controls(engine: Engine) -> None:
+    """What is loaded is wrong. Then all is right again."""
+    rng = random.Random(1)
+    texts = documents(rng)
+    prompt = in_order(rng, texts, (1, 4, 0))
+    wrong: dict[str, Callable[[], Any]] = {
+        "not rotated": engine.not_rotating,
+        "swapped": lambda: engine.swapping(*(texts[index] for index in SWAPPED)),
+        "zeroed keys": lambda: engine.without_keys(texts[:MISSING]),
+    }
+    for label, happens in wrong.items():
+        engine.reset()
+        with happens():
+            engine.ask(f"wrong: {label}", [prompt])
+    engine.reset()
+    engine.ask("right after wrong", [prompt])
+
+
+def crowd(engine: Engine) -> None:
+    """Blended and plain requests at once, in a pool too small for them; the blended ones alone."""
+    rng = random.Random(2)
+    texts = documents(rng)
+    engine.store(texts[:MISSING])
+    blended = [in_order(rng, texts, ORDERS[number % len(ORDERS)]) for number in range(8)]
+    shared = random_tokens(rng, 100)
+    plain = [Prompt(shared + random_tokens(rng, 60 + 31 * number), []) for number in range(8)]
+    for prompt in blended:
+        engine.reset()
+        engine.ask("alone", [prompt], ALONE_REPLY_TOKENS)
+    engine.reset()
+    counted = engine.count_preemptions()
+    outputs = [prompt for pair in zip(blended, plain, strict=True) for prompt in pair]
+    engine.ask("crowd", outputs, CROWD_REPLY_TOKENS)
+    engine.note("preemptions", counted)
+
+
+def mixed(engine: Engine) -> None:
+    """Blended requests, and plain ones that begin like them or go on where they ended."""
+    rng = random.Random(3)
+    texts = documents(rng)
+    engine.store(texts[:MISSING])
+    instructions = [random_tokens(rng, length) for length in (21, 64)]
+    kept: list[KeptBlock] = []
+    for number in range(MIXED_ROUNDS):
+        blended = [
+            in_order(rng, texts, order, rng.choice(instructions))
+            for order in rng.sample(MIXED_ORDERS, k=MIXED_CONVERSATIONS)
+        ]
+        replies = engine.ask("blended", blended)
+        plain = []
+        for prompt, reply in zip(blended, replies, strict=True):
+            token_ids = prompt.token_ids
+            cut = rng.randrange(len(token_ids) // 2, len(token_ids))
+            plain += [
+                token_ids,
+                token_ids + reply + random_tokens(rng, 30),
+                token_ids[:cut] + random_tokens(rng, 20),
+            ]
+        rng.shuffle(plain)
+        engine.ask("plain", [Prompt(each, []) for each in plain], is_plain=True)
+        kept += engine.cached_blocks()
+        if number % 2:
+            engine.reset()
+    _kept[engine.plan["name"]] = kept
+    engine.note("blocks", len(kept))
+    engine.note("blocks of no tokens", sum(not each.prefix for each in kept))
+
+
+def recomputed(engine: Engine) -> None:
+    """Compare the blocks that an engine before has kept with those of the same tokens here."""
+    kept = [each for each in _kept[engine.plan["of"]] if each.prefix]
+    worst = 0.0
+    compared = 0
+    by_prefix: dict[tuple[int, ...], list[KeptBlock]] = {}
+    for each in kept:
+        by_prefix.setdefault(each.prefix, []).append(each)
+    left = set(by_prefix)
+    while left:
+        longest = max(left, key=len)
+        engine.reset()
+        engine._sequences = {longest}
+        # The last token of a prompt is computed: with one more, its last block is cached, too.
+        engine.ask("recomputed", [Prompt([*longest, 5], [])], reply_tokens=1, is_plain=True)
+        here = {(block.prefix, block.group): block for block in engine.cached_blocks()}
+        for end in range(BLOCK_TOKENS, len(longest) + 1, BLOCK_TOKENS):
+            for each in by_prefix.get(longest[:end], ()):
+                if (each.prefix, each.group) not in here:
+                    continue
+                pages = here[each.prefix, each.group].pages
+                for name, page in each.pages.items():
+                    worst = max(worst, float((page - pages[name]).abs().max()))
+                compared += 1
+            left.discard(longest[:end])
+            by_prefix.pop(longest[:end], None)
+    engine._asked.clear()
+    engine.note("largest difference", worst)
+    engine.note("compared", compared)
+
+
+def plain(engine: Engine) -> None:
+    """Prompts, each for itself: there is no prefix cache."""
+    for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
+        asked = [Prompt(token_ids, []) for token_ids in prompts]
+        engine.ask(label, asked, reply_tokens, is_plain=True)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (orders, exact, controls, crowd, mixed, recomputed, plain)
+}
+
+
+def let_sinks_be_float32() -> None:
+    """Round the sinks of heads, which the CPU's attention reads as bfloat16 only."""
+    from vllm.v1.attention.backends.cpu_attn import ops
+
+    attend = ops.cpu_attention_with_kv_cache
+
+    def attend_with_sinks(*args: Any, s_aux: Any = None, **more: Any) -> Any:
+        return attend(*args, s_aux=None if s_aux is None else s_aux.bfloat16(), **more)
+
+    ops.cpu_attention_with_kv_cache = attend_with_sinks
+
+
+def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Serve one plan. If it fails, the report says why: the others are served all the same."""
+    engine = None
+    try:
+        engine = Engine({"name": name, "heads": HEADS_TOKENS, **plan})
+        for scenario in plan["scenarios"]:
+            SCENARIOS[scenario](engine)
+        return engine.report()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        if engine is not None:
+            engine.shutdown()
+
+
+def main() -> None:
+    report, plans = map(Path, sys.argv[1:])
+    let_sinks_be_float32()
+    reports = {name: serve(name, plan) for name, plan in json.loads(plans.read_text()).items()}
+    report.write_text(json.dumps(reports, default=bytes.hex))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single requests in whose prompts segments are reused, on vLLM's real scheduler and real pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.connector.blending_engine import BlendingEngine
+from support.connector.offload_run import check_nothing_is_left, offloading_installed
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import FULL, PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+
+_rng = random.Random("documents")
+SINK = [5]
+ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
+QUESTION = tuple(tokens(_rng, 9))
+HEAD_TOKENS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+@contextmanager
+def engine_with(
+    *documents: Sequence[int],
+    layout: PagedLayout = FULL,
+    script: TransferScript | None = None,
+    connector: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[BlendingEngine]:
+    """An engine that has stored some documents as segments."""
+    config = offloading(
+        layout,
+        blending=True,
+        segment_sink=SINK,
+        blend_head_tokens=HEAD_TOKENS,
+        blend_min_tokens=1,
+        **(connector or {}),
+    )
+    engine = BlendingEngine(
+        layout,
+        EngineOptions(**({"num_blocks": 200} | options), offloading=config),
+        script or TransferScript(),
+    )
+    try:
+        for number, document in enumerate(documents):
+            engine.add_request(plan(f"store-{number}", document, 1, {STORE_KEY: True}))
+        run(engine)
+        engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        yield engine
+        check_nothing_is_left(engine)
+    finally:
+        engine.shutdown()
+
+
+def plan(
+    request_id: str, prompt: Sequence[int], max_tokens: int, extra_args: dict[str, Any]
+) -> RequestPlan:
+    return RequestPlan(
+        request_id=request_id,
+        arrival_step=0,
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        extra_args=tuple(extra_args.items()),
+    )
+
+
+def asked(request_id: str, *documents: Sequence[int]) -> RequestPlan:
+    """A question behind documents, which are named as segments."""
+    prompt: list[int] = []
+    segments = []
+    for document in documents:
+        segments.append([len(prompt), len(prompt) + len(document)])
+        prompt += document
+    return plan(request_id, [*prompt, *QUESTION], 3, {SEGMENTS_KEY: segments})
+
+
+def run(engine: BlendingEngine) -> None:
+    for _ in range(200):
+        if not engine.has_work():
+            return
+        engine.step()
+    raise AssertionError("the engine stands still")
+
+
+def test_what_is_loaded_is_counted_as_hits_and_what_lies_between_is_not() -> None:
+    with engine_with(ONE, OTHER) as engine:
+        engine.add_request(asked("blended", QUESTION, OTHER, ONE))
+        run(engine)
+        reused_tokens = engine.side.counters.blending.reused_tokens
+        assert reused_tokens == len(ONE) + len(OTHER) - 2 * HEAD_TOKENS
+        assert engine.scheduler.connector_prefix_cache_stats.hits == reused_tokens
+
+
+def test_exact_tokens_before_a_segment_are_hits_too() -> None:
+    with engine_with(ONE) as engine:
+        engine.add_request(plan("plain", [*OTHER, *QUESTION], 3, {}))
+        run(engine)
+        engine.block_pool.evict_blocks({block.block_id for block in engine.block_pool.blocks})
+        engine.scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
+        engine.add_request(asked("blended", OTHER, ONE))
+        run(engine)
+        exact_tokens = len(OTHER) // 8 * 8
+        assert stats.hits == exact_tokens + len(ONE) - HEAD_TOKENS
+
+
+def test_a_segment_may_stand_in_a_prompt_twice() -> None:
+    with engine_with(ONE) as engine:
+        engine.add_request(asked("blended", ONE, QUESTION, ONE))
+        run(engine)
+        assert engine.tier.counters.failed_loads == 0
+        assert engine.side.counters.blending.reused_tokens == 2 * (len(ONE) - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_began_with_reused_tokens_stays_marked(is_async: bool) -> None:
+    with engine_with(ONE, OTHER, is_async=is_async) as engine:
+        marks = {}
+        update = engine.scheduler.update_from_output
+
+        def watched(*args: Any) -> Any:
+            results = update(*args)
+            for output in (each for of_client in results.values() for each in of_client.outputs):
+                if output.finish_reason is not None:
+                    marks[output.request_id] = output.kv_transfer_params
+            return results
+
+        engine.scheduler.update_from_output = watched
+        request = engine.add_request(
+            plan("blended", [*OTHER, *QUESTION], 9, {SEGMENTS_KEY: [[0, len(OTHER)]]})
+        )
+        engine.add_request(plan("plain", [*QUESTION, *ONE], 9, {}))
+        while request.num_output_tokens < 3:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=True)
+        run(engine)
+        assert not engine.reused, "there was nothing left to reuse"
+        assert marks["plain"] is None
+        assert marks["blended"] == {
+            "kvext_exact_tokens": 0,
+            "kvext_reused_tokens": len(OTHER) - HEAD_TOKENS,
+            "kvext_recomputed_tokens": len(QUESTION) + HEAD_TOKENS,
+        }

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model says of a blended prompt, in plain torch. Knows nothing of vLLM and of the package.
+
+The models are those of transformers; only their attention is replaced, by one that keeps keys and
+values by position and masks them itself. A blended prompt takes three passes::
+
+    each segment alone    sink, segment     at positions 0, 1, ...; its keys and values are kept
+    rotation              kept keys         turned back to position 0, and to where they are reused
+    the prompt            what is computed  at its positions, in one pass: each token sees all that
+                                            is reused or computed before it, within its window
+
+Rotations and attention are computed in float64, all else in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+_ATTENTION = "keys and values by position"
+
+
+class Reused(NamedTuple):
+    """Tokens of a prompt whose keys and values are those of a segment that was computed alone.
+
+    Attributes:
+        first_tokens: Of the prompt.
+        end_tokens: Behind the last of them.
+        segment: First token of the segment that they are of, and its end, in the prompt.
+    """
+
+    first_tokens: int
+    end_tokens: int
+    segment: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Of one layer, by position: of a token that is not there, nothing is known.
+
+    Attributes:
+        keys: Rotated. dtype: float64, shape: [key heads, tokens, head elements].
+        values: The same.
+        are_known: shape: [tokens].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    are_known: torch.Tensor
+
+
+class _Turns(NamedTuple):
+    """Of one layer. dtype: float64, shape: [positions, pairs]."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+class Oracle:
+    """One model.
+
+    Args:
+        folder: Of its configuration and its weights.
+        sink_ids: Token ids that segments are computed behind.
+        most_tokens: Of a prompt with what follows it.
+    """
+
+    def __init__(self, folder: Path, sink_ids: Sequence[int], most_tokens: int) -> None:
+        AttentionInterface.register(_ATTENTION, _attend)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.set_attn_implementation(_ATTENTION)
+        self._sink_ids = list(sink_ids)
+        self._layers = [layer.self_attn for layer in self._model.model.layers]
+        self._alone: dict[tuple[int, ...], list[_Rows]] = {}
+        self._turns = self._read_turns(most_tokens)
+
+    def log_probabilities(
+        self, prompt: Sequence[int], reply: Sequence[int], reused: Sequence[Reused] = ()
+    ) -> torch.Tensor:
+        """Of each token of a reply that is given, and of all others in its place.
+
+        Args:
+            prompt: Token ids.
+            reply: The same, behind the prompt. Only the last of them is not computed.
+            reused: Disjoint; all else is computed.
+
+        Returns:
+            dtype: float32, shape: [reply tokens, vocabulary].
+        """
+        token_ids = [*prompt, *reply[:-1]]
+        rows = self._no_rows(len(token_ids))
+        for each in reused:
+            self._place(rows, prompt, each)
+        missing = (~rows[0].are_known).nonzero().flatten()
+        logits = self._compute(torch.tensor(token_ids)[missing], missing, rows)
+        return torch.log_softmax(logits[-len(reply) :].float(), dim=-1)
+
+    def _place(self, rows: Sequence[_Rows], prompt: Sequence[int], reused: Reused) -> None:
+        first, end = reused.segment
+        segment = self._compute_alone(tuple(prompt[first:end]))
+        new = torch.arange(reused.first_tokens, reused.end_tokens)
+        old = new - first + len(self._sink_ids)
+        for of_prompt, of_segment, turns in zip(rows, segment, self._turns, strict=True):
+            of_prompt.keys[:, new] = _turned(
+                _turned(of_segment.keys[:, old], turns, old, is_back=True), turns, new
+            )
+            of_prompt.values[:, new] = of_segment.values[:, old]
+            of_prompt.are_known[new] = True
+
+    def _compute_alone(self, token_ids: tuple[int, ...]) -> list[_Rows]:
+        """A segment behind the sink, from position 0 on."""
+        if token_ids not in self._alone:
+            all_ids = torch.tensor([*self._sink_ids, *token_ids])
+            rows = self._no_rows(len(all_ids))
+            self._compute(all_ids, torch.arange(len(all_ids)), rows)
+            self._alone[token_ids] = rows
+        return self._alone[token_ids]
+
+    def _no_rows(self, num_tokens: int) -> list[_Rows]:
+        heads = self._model.config.num_key_value_heads
+        shapes = [(heads, num_tokens, layer.head_dim) for layer in self._layers]
+        return [
+            _Rows(
+                torch.full(shape, torch.nan, dtype=torch.float64),
+                torch.full(shape, torch.nan, dtype=torch.float64),
+                torch.zeros(num_tokens, dtype=torch.bool),
+            )
+            for shape in shapes
+        ]
+
+    @torch.no_grad()
+    def _compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: Sequence[_Rows] | None
+    ) -> torch.Tensor:
+        """One pass. Keys and values go to `rows`; without them, no token sees another."""
+        for index, layer in enumerate(self._layers):
+            layer.positions = positions
+            layer.rows = None if rows is None else rows[index]
+        found = self._model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+        )
+        logits: torch.Tensor = found.logits[0]
+        return logits
+
+    def _read_turns(self, num_positions: int) -> list[_Turns]:
+        """What the model hands to its layers to rotate queries and keys by."""
+        turns: list[_Turns] = []
+
+        def keep(module: Any, args: Any, named: dict[str, Any]) -> None:
+            cosines, sines = (each[0].double() for each in named["position_embeddings"])
+            half = cosines.shape[-1] // 2
+            if torch.equal(cosines[:, :half], cosines[:, half:]):  # Once for each half of a head.
+                cosines, sines = cosines[:, :half], sines[:, :half]
+            turns.append(_Turns(cosines, sines))
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._layers]
+        self._compute(torch.ones(num_positions, dtype=int), torch.arange(num_positions), None)
+        for hook in hooks:
+            hook.remove()
+        return turns
+
+
+def _turned(
+    keys: torch.Tensor, turns: _Turns, positions: torch.Tensor, is_back: bool = False
+) -> torch.Tensor:
+    """Keys rotated by their positions, or back from there to position 0.
+
+    Halves of a head are pairs. What the model multiplies cosines and sines by stays as it is.
+    """
+    cosines, sines = turns.cosines[positions], turns.sines[positions]
+    length = (cosines**2 + sines**2).sqrt()
+    cosines, sines = cosines / length, sines / length
+    if is_back:
+        sines = -sines
+    pairs = cosines.shape[-1]
+    left, right, rest = keys.split([pairs, pairs, keys.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat([left * cosines - right * sines, right * cosines + left * sines, rest], dim=-1)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it. shapes: [1, heads, tokens, head elements].
+
+    Returns:
+        shape: [1, tokens, heads, head elements].
+    """
+    rows: _Rows | None = module.rows
+    if rows is None:
+        return torch.zeros_like(query).transpose(1, 2), None
+    positions = module.positions
+    rows.keys[:, positions] = key[0].double()
+    rows.values[:, positions] = value[0].double()
+    rows.are_known[positions] = True
+    seen = torch.arange(len(rows.are_known))
+    is_seen = seen <= positions[:, None]
+    if sliding_window is not None:
+        is_seen &= seen > positions[:, None] - sliding_window
+    assert rows.are_known[is_seen.any(dim=0)].all()
+    heads_per_key = query.shape[1] // key.shape[1]
+    keys = rows.keys.repeat_interleave(heads_per_key, dim=0)
+    values = rows.values.repeat_interleave(heads_per_key, dim=0)
+    scores = query[0].double() @ keys.transpose(1, 2) * scaling
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.double()[:, None, None].expand(-1, len(positions), 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(seen)]
+    return (weights @ values.nan_to_num()).to(query.dtype).transpose(0, 1)[None], None

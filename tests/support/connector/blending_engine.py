@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated engine that knows what its blended requests have reused, from what is reported.
+
+Where a request gets blocks for placed rows, its stream is told: from the request's own tokens, and
+not from what is stored. Where it begins again, or its load fails, all of it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.request import Request
+
+from support.connector.blended_stream import BlendedStream, Moved
+from support.connector.paged_layouts import PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_engine import SimulatedEngine
+from support.scheduler.options import EngineOptions
+from support.scheduler.token_stream import TokenStream
+from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.store.lookup import Hit
+
+
+class BlendingEngine(SimulatedEngine):
+    """As `SimulatedEngine`, with ``offloading`` that blends, and names a ``segment_sink``.
+
+    Attributes:
+        sink_ids: What segments are computed behind.
+        reused: What requests have loaded, those of which something is reused.
+        num_loaded_tokens: Of all requests.
+    """
+
+    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
+        super().__init__(layout, options, script)
+        assert options.offloading is not None
+        self.sink_ids: list[int] = list(options.offloading["segment_sink"])
+        self.reused: dict[str, Hit] = {}
+        self.num_loaded_tokens = 0
+        self._plans: dict[str, RequestPlan] = {}
+        self._streams: dict[str, BlendedStream] = {}
+        side = self.side
+        self._allocated, self._note_output = side.allocated, side.note_output
+        side.allocated = self._learn_hit  # type: ignore[method-assign]
+        side.note_output = self._learn_results  # type: ignore[method-assign]
+
+    def add_request(self, plan: RequestPlan) -> Request:
+        """The request's prompt may have been changed: see ``connector.segment_stores``."""
+        request = super().add_request(plan)
+        stream = BlendedStream(request.prompt_token_ids, plan.seed)
+        self._plans[plan.request_id], self._streams[plan.request_id] = plan, stream
+        self.runner.expect(plan.request_id, stream)
+        return request
+
+    def _learn_hit(self, request: Request, block_ids: Any, num_tokens: int) -> None:
+        self._allocated(request, block_ids, num_tokens)
+        if num_tokens:
+            hit = self.parts.loads._under_way[request.request_id].hit
+            assert num_tokens == hit.loaded_tokens + sum(end - first for first, end in hit.holes)
+            self.num_loaded_tokens += hit.loaded_tokens
+            self._place(request.request_id, hit)
+        elif not request.num_computed_tokens:  # Else it goes on with what it has loaded.
+            self._place(request.request_id, None)
+
+    def _learn_results(self, results: Any, finished_load_ids: Iterable[str]) -> frozenset[str]:
+        for request_id in results.failed_loads if results is not None else ():
+            self._place(request_id, None)
+        return self._note_output(results, finished_load_ids)
+
+    def _place(self, request_id: str, hit: Hit | None) -> None:
+        placed: dict[int, Moved] = {}
+        self.reused.pop(request_id, None)
+        if hit is not None and hit.placed:
+            self.reused[request_id] = hit
+            seed = self._plans[request_id].seed
+            tokens = self.requests[request_id].all_token_ids
+            for rows in hit.placed:
+                start = rows.first_tokens - rows.entry_tokens
+                alone = TokenStream([*self.sink_ids, *tokens[start : rows.end_tokens]], seed)
+                for position in range(rows.first_tokens, rows.end_tokens):
+                    index = len(self.sink_ids) + position - start
+                    placed[position] = Moved(alone.digests[index], position - index)
+        if placed or self._streams[request_id].placed:
+            self._streams[request_id].place(placed)

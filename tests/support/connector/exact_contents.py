@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what engines keep under a hash of tokens is the exact KV of these tokens.
+
+Hashes and digests come from *shadows*: requests of the same tokens that no engine has seen. Looked
+at are the hashes of the engine's requests, every block of the local prefix cache, every event, and
+every entry of the host tier, those of segments included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
+from vllm.v1.request import Request
+
+from support.connector.blending_engine import BlendingEngine
+from support.connector.page_contents import PageContents
+from support.connector.simulated_worker import SimulatedWorker
+from support.scheduler.token_stream import TokenStream
+from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.blending.segment_prefix import pack_ids
+from vllm_ascend_kvext.blending.segment_store import StoredTokens
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import StoredChunk
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.pools import Pools
+from vllm_ascend_kvext.transfer.schema import Direction
+
+
+class _Known(NamedTuple):
+    """Tokens that have a hash: those of a stream up to an end."""
+
+    stream: TokenStream
+    end_tokens: int
+
+    def digests(self, first_tokens: int = 0) -> Any:
+        return np.array(self.stream.digests[first_tokens : self.end_tokens], np.uint64)
+
+
+class _Segment(NamedTuple):
+    """A segment that has a key. The digests are those behind the sink."""
+
+    token_ids: tuple[int, ...]
+    digests: list[int]
+
+
+class ExactContents:
+    """Of one engine, whose groups all have blocks as long as what is hashed.
+
+    Args:
+        engine: That is looked at.
+        most_tokens: Of a request.
+
+    Attributes:
+        counts: What has been looked at.
+    """
+
+    def __init__(self, engine: BlendingEngine, most_tokens: int) -> None:
+        sizes = {group.block_tokens for group in engine.layout.groups}
+        assert sizes == {engine.hash_block_size}
+        self._engine = engine
+        self._hash_tokens = engine.hash_block_size
+        self._shadows: dict[str, Request] = {}
+        self._streams: dict[str, TokenStream] = {}
+        self._known: dict[bytes, _Known] = {}
+        self._known_in_events: dict[Any, _Known] = {}
+        self._segments: dict[bytes, _Segment] = {}
+        self._checked_entries: set[int] = set()
+        self._scratch = [_Scratch(engine, worker, most_tokens) for worker in engine.workers]
+        self.counts: Counter[str] = Counter()
+
+    def expect(self, plan: RequestPlan) -> None:
+        """A request has been added to the engine."""
+        prompt = tuple(self._engine.requests[plan.request_id].prompt_token_ids)
+        self._shadows[plan.request_id] = self._engine.make_request(replace(plan, prompt=prompt))
+        self._streams[plan.request_id] = TokenStream((), plan.seed)
+
+    def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
+        """A segment may be stored."""
+        blending = self._engine.parts.blending
+        prefix = blending.stores._store.prefix(token_ids, plan.cache_salt)
+        sink_ids = self._engine.sink_ids
+        digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
+        unit_tokens = self._engine.tier.geometry.unit_tokens
+        for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
+            self._segments[prefix.key_at(boundary)] = _Segment(token_ids, digests)
+
+    def check(self, *, is_end: bool = False) -> None:
+        """Look at everything.
+
+        Args:
+            is_end: Look once more at what was looked at before.
+
+        Raises:
+            AssertionError: If anything is not what its hash says.
+        """
+        self._learn()
+        self._check_hashes()
+        self._check_cached_blocks()
+        for event in self._engine.last_events:
+            if isinstance(event, BlockStored):
+                self._check_event(event)
+        if is_end:
+            self._checked_entries.clear()
+        for entry in self._engine.tier._entries.values():
+            if entry.state is EntryState.STORED and entry.number not in self._checked_entries:
+                self._checked_entries.add(entry.number)
+                if isinstance(entry.row_map, StoredTokens):
+                    self._check_segment(entry)
+                else:
+                    self._check_entry(entry)
+
+    def _learn(self) -> None:
+        """Take in the tokens that requests have got since the last check."""
+        for request_id, shadow in self._shadows.items():
+            tokens = self._engine.requests[request_id].output_token_ids[
+                len(shadow.output_token_ids) :
+            ]
+            if tokens:
+                shadow.append_output_token_ids(list(tokens))
+            stream = self._streams[request_id]
+            first = len(stream) // self._hash_tokens
+            stream.extend(shadow.all_token_ids[len(stream) :])
+            for index in range(first, len(shadow.block_hashes)):
+                known = _Known(stream, (index + 1) * self._hash_tokens)
+                block_hash = shadow.block_hashes[index]
+                self._known[block_hash] = known
+                self._known_in_events[maybe_convert_block_hash(block_hash)] = known
+
+    def _check_hashes(self) -> None:
+        """Requests have hashes of their tokens as far as they are exact, and then private ones."""
+        for request_id, request in self._engine.scheduler.requests.items():
+            if request.is_finished():
+                continue  # Its load is still under way.
+            hashes = self._shadows[request_id].block_hashes
+            found = request.block_hashes
+            assert len(found) == len(hashes), request_id
+            exact_tokens = self._engine.side.exact_tokens(request_id)
+            num_exact = len(hashes)
+            if exact_tokens is not None:
+                num_exact = exact_tokens // self._hash_tokens
+            assert found[:num_exact] == hashes[:num_exact], (
+                f"{request_id}, {request.status.name}, exact up to token {exact_tokens}: of its "
+                f"{len(found)} hashes, expected {num_exact} to be those of its tokens, found "
+                f"{[own == of_tokens for own, of_tokens in zip(found, hashes, strict=True)]}"
+            )
+            is_known = [block_hash in self._known for block_hash in found[num_exact:]]
+            assert not any(is_known), f"{request_id}: approximate, by a hash of tokens"
+
+    def _check_cached_blocks(self) -> None:
+        pool = self._engine.block_pool
+        tables: dict[int, list[int]] = {}
+        digests: dict[int, list[Any]] = {}
+        for block in pool.blocks:
+            if block.block_hash is None:
+                continue
+            assert not block.is_null
+            found = pool.cached_block_hash_to_block._cache.get(block.block_hash)
+            is_found = found is block or (isinstance(found, dict) and block.block_id in found)
+            assert is_found, f"{block} has a hash by which the cache does not find it"
+            known = self._known.get(get_block_hash(block.block_hash))
+            assert known is not None, f"{block} is cached by a hash that no tokens have"
+            group = get_group_id(block.block_hash)
+            tables.setdefault(group, []).append(block.block_id)
+            digests.setdefault(group, []).append(
+                known.digests(known.end_tokens - self._hash_tokens)
+            )
+        # As if one request had all of these blocks, one behind the other.
+        for group, table in tables.items():
+            of_group = np.concatenate(digests[group])
+            for worker in self._engine.workers:
+                worker.contents.check_group(group, table, of_group, 0, len(of_group))
+            self.counts["cached blocks"] += len(table)
+
+    def _check_event(self, event: BlockStored) -> None:
+        for block_hash in event.block_hashes:
+            assert block_hash in self._known_in_events, f"a hash that no tokens have: {event}"
+        known = self._known_in_events[event.block_hashes[-1]]
+        tokens = known.stream.tokens[: known.end_tokens]
+        assert tokens[-len(event.token_ids) :] == list(event.token_ids), event
+        self.counts["events"] += 1
+
+    def _check_entry(self, entry: Entry) -> None:
+        """An entry that is known by hashes of prompts holds their exact KV."""
+        end_tokens = entry.piece.end_tokens
+        known = self._known.get(entry.keys[-1])
+        assert known is not None and known.end_tokens == end_tokens, f"{entry}: nobody's hash"
+        for scratch in self._scratch:
+            scratch.check(entry, known.digests())
+        self.counts[entry.piece.kind.name.lower()] += 1
+
+    def _check_segment(self, entry: Entry) -> None:
+        """An entry of a segment holds what the segment is worth on its own."""
+        stored = entry.row_map
+        segment = self._segments.get(entry.keys[-1])
+        assert segment is not None, f"{entry}: the key of no segment"
+        first = entry.piece.first_tokens
+        end = first + stored.num_rows
+        assert stored.packed_ids == pack_ids(segment.token_ids[first:end])
+        assert stored.first_position == len(self._engine.sink_ids) + first
+        digests = np.array(segment.digests[first:end], np.uint64)
+        assert len(digests) == stored.num_rows
+        for worker in self._engine.workers:
+            host = worker.side._host.tensor.numpy()
+            layout = worker.side._runner.segments.layout
+            offsets = layout.plane_offsets_bytes(stored.num_rows)
+            for offset, expected in zip(offsets, worker.contents.row_bytes(digests), strict=False):
+                place = entry.offset_bytes + offset
+                found = host[place : place + expected.size].reshape(expected.shape)
+                assert np.array_equal(found, expected), f"{entry}: not the rows of its segment"
+        self.counts["segments"] += 1
+
+
+class _Scratch:
+    """Pages that nobody else has, into which entries of a worker's host memory are loaded."""
+
+    def __init__(self, engine: BlendingEngine, worker: SimulatedWorker, most_tokens: int) -> None:
+        groups = engine.layout.groups
+        sizes = [-(-most_tokens // group.block_tokens) for group in groups]
+        pages = engine.layout.make(1 + sum(sizes))
+        layout = pages.layout()
+        self._parts: list[TablePart] = []
+        first = 1
+        for size in sizes:
+            self._parts.append(TablePart(0, tuple(range(first, first + size))))
+            first += size
+        self._groups = groups
+        self._of_prompts = engine.parts.layout
+        self._host = worker.side._host.tensor
+        self._planner = TransferPlanner(layout)
+        self._pools = Pools.of(storage_tensors(layout, pages.kv_caches))
+        self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
+
+    def check(self, entry: Entry, digests: Any) -> None:
+        """An entry holds rows of these digests, or the tails behind the last of them."""
+        piece = entry.piece
+        is_rows = piece.kind is Kind.ROWS
+        layout = self._of_prompts
+        groups = layout._row_groups if is_rows else layout.tail_groups
+        tokens = TokenRange(piece.first_tokens if is_rows else 0, piece.end_tokens)
+        chunk = StoredChunk(entry.row_map, entry.offset_bytes)
+        plan = self._planner.plan_load([chunk], tokens, self._parts, groups)
+        assert not plan.missing, f"{entry}: lacks {plan.missing}"
+        page_transfer(
+            self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES, num_threads=1
+        )
+        for index in groups:
+            group = layout.all_groups[index].scheduler_group
+            first = tokens.first
+            if not is_rows:
+                first = self._groups[group].first_read_position(tokens.end)
+            self._contents.check_group(group, self._parts[group].ids, digests, first, tokens.end)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of segments in the pages of a worker without a model.
+
+In place of ``connector.worker_segments``: what is checked, cut, staged and queued is the real
+`SegmentMover`'s. There are no keys to rotate: a move adds a number to every byte, which depends on
+the shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from support.connector.page_contents import moved_bytes
+from support.connector.scripted_transfers import ScriptedTransfers
+from support.layout.truth import LayoutFixture, PagedTensor
+from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyCheckOutcome
+from vllm_ascend_kvext.blending.segment_mover import SegmentMover
+from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
+from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
+
+_ELEMENT_BYTES = 2
+
+
+class SimulatedTokenPages:
+    """The pages of a fixture, a row of a tensor per token; a `TokenPages`.
+
+    Args:
+        pages: Of a worker.
+    """
+
+    def __init__(self, pages: LayoutFixture) -> None:
+        self._rows = [_rows_of(paged) for paged in pages.tensors]
+        self._groups = [paged.group for paged in pages.tensors]
+        self.num_pages = len(self._rows[0])
+        self.tokens_per_page = {
+            group: rows.shape[1] for group, rows in zip(self._groups, self._rows, strict=True)
+        }
+        self.planes = tuple(
+            TokenPlane(
+                str(number), group, 1, rows[0, 0].size // _ELEMENT_BYTES, RowDtype.BFLOAT16, None
+            )
+            for number, (group, rows) in enumerate(zip(self._groups, self._rows, strict=True))
+        )
+
+    def read(self, slots: Slots, rows: HostRows) -> None:
+        for index, place, pages, in_page in self._places(slots, rows):
+            place[:] = self._rows[index][pages, in_page].reshape(place.shape)
+
+    def write(self, slots: Slots, rows: HostRows) -> None:
+        for index, place, pages, in_page in self._places(slots, rows):
+            of_tensor = self._rows[index]
+            of_tensor[pages, in_page] = place.reshape(len(pages), *of_tensor.shape[2:])
+
+    def _places(self, slots: Slots, rows: HostRows) -> Any:
+        """Index of each plane, its rows in host memory, and where they are in pages."""
+        memory = rows.memory.numpy()
+        for index, (plane, group) in enumerate(zip(self.planes, self._groups, strict=True)):
+            first = rows.plane_offsets_bytes[index] + rows.first_row * plane.row_bytes
+            num_tokens = len(slots[group])
+            place = memory[first : first + num_tokens * plane.row_bytes]
+            yield (
+                index,
+                place.reshape(num_tokens, plane.row_bytes),
+                *divmod(slots[group], self.tokens_per_page[group]),
+            )
+
+
+class SimulatedMover(SegmentMover):
+    """A `SegmentMover` whose moves are scripted.
+
+    Args:
+        pages: Of the worker.
+        host: As of `SegmentMover`.
+        layout: The same.
+        transfers: Decide which moves fail, and when they go on.
+    """
+
+    def __init__(
+        self,
+        pages: SimulatedTokenPages,
+        host: torch.Tensor,
+        layout: SegmentLayout,
+        transfers: ScriptedTransfers,
+    ) -> None:
+        self._transfers = transfers
+        super().__init__(pages, host, layout)
+
+    def store(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
+        return self._scripted(super().store, Direction.PAGES_TO_HOST, rows, block_ids)
+
+    def load(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
+        return self._scripted(super().load, Direction.HOST_TO_PAGES, rows, block_ids)
+
+    def check_keys(self, rows: SegmentRows) -> KeyCheck:
+        del rows
+        return KeyCheck(KeyCheckOutcome.PASSED, "there are no keys")
+
+    def _scripted(
+        self,
+        move: Callable[[Sequence[SegmentRows], Any], int],
+        direction: Direction,
+        rows: Sequence[SegmentRows],
+        block_ids: Any,
+    ) -> int:
+        if self._transfers.is_to_fail(direction):
+            move(rows[: len(rows) // 2], block_ids)
+            raise BackendError("the script lets this move fail")
+        return move(rows, block_ids)
+
+    def _stage(self, pages: Any, batch: Any) -> HostRows:
+        staged = super()._stage(pages, batch)
+        memory = staged.memory.numpy()
+        for part in batch:
+            for plane, offset_bytes in zip(pages.planes, staged.plane_offsets_bytes, strict=True):
+                first = offset_bytes + part.staging_row * plane.row_bytes
+                end = first + part.num_tokens * plane.row_bytes
+                memory[first:end] += moved_bytes(part.rows.shift_tokens)
+        return staged
+
+
+class SimulatedSegments:
+    """In place of `WorkerSegments`.
+
+    Args:
+        pages: Of the worker.
+        transfers: Of the worker.
+        of_worker: As of `WorkerSegments`.
+    """
+
+    def __init__(
+        self, pages: LayoutFixture, transfers: ScriptedTransfers, *of_worker: object
+    ) -> None:
+        del of_worker
+        self._fixture = pages
+        self._transfers = transfers
+        self.pages = SimulatedTokenPages(pages)
+
+    def pages_of(self, kv_caches: Mapping[str, Any]) -> SimulatedTokenPages:
+        del kv_caches
+        return self.pages
+
+    def mover(self, worker_fingerprint: str, host: torch.Tensor) -> SimulatedMover:
+        layout = SegmentLayout(
+            tuple(plane.row_bytes for plane in self.pages.planes),
+            worker_fingerprint,
+            max(paged.reach.window_tokens for paged in self._fixture.tensors),
+        )
+        return SimulatedMover(self.pages, host, layout, self._transfers)
+
+
+def _rows_of(paged: PagedTensor) -> Any:
+    """Of one tensor. shape: [num_pages, tokens_per_page, ...], dtype: uint8."""
+    assert paged.token_axis is not None, "this layout has no row per token"
+    tensor = paged.tensor.movedim(paged.page_axis, 0).movedim(paged.token_axis, 1)
+    return tensor.view(torch.uint8).numpy()

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments in a host tier: found by all that their rows depend on, and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix, key_space
+from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
+from vllm_ascend_kvext.blending.segment_store import (
+    SegmentStore,
+    StoredTokens,
+    is_segment,
+    rows_to_load,
+)
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import EntryState
+from vllm_ascend_kvext.store.errors import TierError
+from vllm_ascend_kvext.store.lookup import PlacedRows
+from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.tier import HostTier
+
+UNIT = 4
+CHUNK = 16
+SINK = (1, 2, 3)
+LAYOUT = SegmentLayout(row_bytes=(64, 128), fingerprint="one")
+
+
+class SmallStore(SegmentStore):
+    """A tier of some bytes, and what requests do with it in one line."""
+
+    def __init__(self, capacity_bytes: int = 1 << 20, fingerprint: str = "one") -> None:
+        self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
+        super().__init__(self.tier, LAYOUT, fingerprint, SINK)
+
+    def store(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        prefix = self.prefix(token_ids, cache_salt)
+        entries = self.begin_store(prefix)
+        assert not isinstance(entries, Refusal)
+        for entry in entries:
+            self.finish_store(prefix, entry)
+
+    def found(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[PlacedRows]:
+        return self.find(self.prefix(token_ids, cache_salt), 0)
+
+    def found_tokens(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        found = self.found(token_ids, cache_salt)
+        return found[-1].end_tokens if found else 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 15, 16, 17, 40])
+def test_a_segment_is_found_whole_whatever_its_length(num_tokens: int) -> None:
+    store = SmallStore()
+    store.store(range(num_tokens))
+    assert store.found_tokens(range(num_tokens)) == num_tokens
+    assert store.found_tokens([*range(num_tokens - 1), 99]) <= num_tokens - 1
+
+
+def test_a_segment_of_another_space_is_another() -> None:
+    store = SmallStore()
+    store.store(range(20), "salt")
+    assert store.found_tokens(range(20)) == 0
+    assert store.found_tokens(range(20), "other") == 0
+    assert store.found_tokens(range(20), "salt") == 20
+    spaces = {
+        key_space("one", [1], None),
+        key_space("two", [1], None),
+        key_space("one", [1, 2], None),
+        key_space("one", [], None),
+        key_space("one", [1], "a"),
+    }
+    assert len(spaces) == 5
+    assert key_space("one", [1], None) == key_space("one", [1], "")
+
+
+def test_another_fingerprint_finds_nothing() -> None:
+    store = SmallStore()
+    store.store(range(20))
+    store._fingerprint = "two"
+    assert store.found_tokens(range(20)) == 0
+
+
+def test_tokens_are_compared_and_not_only_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        SegmentPrefix, "key_at", lambda self, boundary: boundary.to_bytes(8, "little")
+    )
+    store = SmallStore()
+    store.store(range(20))
+    assert store.found_tokens(range(20)) == 20
+    assert store.found_tokens(range(50, 70)) == 0
+    assert store.found_tokens([*range(16), 50, 51, 52, 53]) == 16
+
+
+def test_a_segment_begins_at_its_first_token() -> None:
+    store = SmallStore()
+    store.store(range(40))
+    entries = sorted(store.tier._entries.values(), key=lambda entry: entry.piece)
+    store.tier._remove(entries[0], next(iter(store.tier.counters.removed_entries)))
+    assert store.found_tokens(range(40)) == 0
+
+
+def test_workers_are_told_where_tokens_lie_and_by_how_much_they_move() -> None:
+    store = SmallStore()
+    tokens = list(range(100, 121))
+    prefix = store.prefix(tokens, None)
+    entries = store.begin_store(prefix)
+    assert not isinstance(entries, Refusal)
+    stored = [store.rows_of(prefix, entry, tokens) for entry in entries]
+    assert [rows[:2] for rows in stored] == [(3, 19), (19, 24)]
+    assert [rows.section_rows for rows in stored] == [16, 5]
+    assert [rows.token_ids for rows in stored] == [tuple(tokens[:16]), tuple(tokens[16:])]
+    assert all(rows.first_row == rows.shift_tokens == 0 for rows in stored)
+    for entry in entries:
+        store.finish_store(prefix, entry)
+        assert is_segment(entry)
+        assert entry.num_bytes >= LAYOUT.num_bytes(entry.row_map.num_rows)
+    loaded = [rows_to_load(placed) for placed in store.find(prefix, 1000)]
+    assert [rows[:2] for rows in loaded] == [(1000, 1016), (1016, 1021)]
+    assert [rows.offset_bytes for rows in loaded] == [rows.offset_bytes for rows in stored]
+    assert [rows.first_row for rows in loaded] == [0, 0]
+    assert {rows.shift_tokens for rows in loaded} == {1000 - len(SINK)}
+
+
+def test_a_part_of_an_entry_moves_by_as_much() -> None:
+    store = SmallStore()
+    store.store(range(16))
+    (placed,) = store.find(store.prefix(range(16), None), 50)
+    rows = rows_to_load(placed._replace(first_tokens=55, entry_tokens=5))
+    assert rows.first_row == 5
+    assert rows.shift_tokens == 50 - len(SINK)
+
+
+def test_without_room_nothing_is_stored() -> None:
+    store = SmallStore(capacity_bytes=LAYOUT.num_bytes(CHUNK))
+    prefix = store.prefix(range(40), None)
+    assert isinstance(store.begin_store(prefix), Refusal)
+    assert not store.tier._entries
+
+
+def test_what_is_there_is_not_stored_again() -> None:
+    store = SmallStore()
+    store.store(range(20))
+    assert store.begin_store(store.prefix(range(20), None)) == []
+    entries = store.begin_store(store.prefix(range(36), None))
+    assert not isinstance(entries, Refusal)
+    assert [entry.piece[1:] for entry in entries] == [(20, 32), (32, 36)]
+    for entry in entries:
+        store.fail_store(entry)
+    assert {entry.state for entry in entries} == {EntryState.GONE}
+
+
+def test_boundaries_of_a_segment() -> None:
+    prefix = SegmentPrefix(b"", range(6), UNIT)
+    assert prefix.num_tokens == 8
+    for boundary in (0, 3, 12):
+        with pytest.raises(TierError, match="multiple of 4 from 4 to 8"):
+            prefix.key_at(boundary)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
+    """Segments with equal beginnings, in a tier that is too small for all of them."""
+    store = SmallStore(capacity_bytes=12 * LAYOUT.num_bytes(CHUNK))
+    contents: dict[int, tuple[int, ...]] = {}  # token ids, by where an entry lies
+    lengths = st.integers(1, 60)
+    for _ in range(30):
+        tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(0, 20))
+        tokens += [2] * data.draw(lengths)
+        prefix = store.prefix(tokens, None)
+        if data.draw(st.booleans()):
+            entries = store.begin_store(prefix)
+            for entry in entries if not isinstance(entries, Refusal) else ():
+                rows = store.rows_of(prefix, entry, tokens)
+                contents[entry.number] = tuple(rows.token_ids)
+                store.finish_store(prefix, entry)
+        position = 0
+        for placed in store.find(prefix, 0):
+            assert placed.first_tokens == placed.entry_tokens == position
+            assert isinstance(placed.entry.row_map, StoredTokens)
+            first_row = rows_to_load(placed).first_row
+            num_tokens = placed.end_tokens - placed.first_tokens
+            stored = contents[placed.entry.number][first_row : first_row + num_tokens]
+            assert list(stored) == tokens[placed.first_tokens : placed.end_tokens]
+            position = placed.end_tokens

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions are compared with keys in pages, by a hook on an attention module.
+
+torch is imported when a test runs: the tests are collected where there is none.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from vllm_ascend_kvext.blending.attention_keys import LayerKeys
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
+from vllm_ascend_kvext.blending.token_pages import TokenPlane
+from vllm_ascend_kvext.connector.messages import ProbeJob
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_ascend_kvext.connector.question_probe import QuestionProbe
+
+LAYER = "model.layers.1.attn"
+HEADS, KEY_HEADS, ELEMENTS = 4, 2, 8
+PAGE_TOKENS = 4
+NUM_PAGES = 20
+IDS = (5, 3, 11, 7, 12)
+"""Pages of a request: 20 tokens."""
+ROW = TokenRange(14, 17)
+SCORED = (TokenRange(2, 5), TokenRange(6, 12))
+JOB = ProbeJob("a-hole-1", ROW, SCORED, (TablePart(0, ()), TablePart(0, IDS)))
+
+SIGNATURE = RotarySignature((1.0, 0.5, 0.25, 0.125), PairStyle.HALVES, 8, 0, RowDtype.FLOAT32)
+PLANES = tuple(
+    TokenPlane(name, 1, KEY_HEADS, ELEMENTS, RowDtype.FLOAT32, keys)
+    for name in ("model.layers.0.attn", LAYER)
+    for keys in (SIGNATURE, None)
+)
+
+
+@dataclass
+class Pages:
+    """Rows by plane and slot."""
+
+    rows: np.ndarray
+    planes: tuple[TokenPlane, ...] = PLANES
+    tokens_per_page: Mapping[int, int] = field(default_factory=lambda: {1: PAGE_TOKENS})
+    num_pages: int = NUM_PAGES
+
+    def read_plane(self, index: int, slots: np.ndarray) -> np.ndarray:
+        return self.rows[index, slots].view(np.uint8)
+
+    def keys(self, tokens: range) -> torch.Tensor:
+        """Of the checked layer. shape: [tokens, key heads, elements]."""
+        import torch
+
+        found = self.rows[2, [slot_of(token) for token in tokens]]
+        return torch.from_numpy(found).reshape(len(tokens), KEY_HEADS, ELEMENTS)
+
+
+def slot_of(token: int) -> int:
+    return IDS[token // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
+
+
+class Step:
+    """A layer, and a step that it computes: tokens of others, padding, and the row in no order."""
+
+    def __init__(self) -> None:
+        torch = pytest.importorskip("torch")
+        from vllm_ascend_kvext.connector.question_probe import CheckLayer, QuestionProbe
+
+        generator = torch.Generator().manual_seed(0)
+        shape = len(PLANES), NUM_PAGES * PAGE_TOKENS, KEY_HEADS * ELEMENTS
+        self.pages = Pages(torch.randn(shape, generator=generator).numpy())
+        self.slots = torch.tensor([4, slot_of(16), slot_of(14), -1, slot_of(15), 77, -1])
+        self.queries = torch.randn((len(self.slots), HEADS * ELEMENTS), generator=generator)
+
+        class Attention(torch.nn.Module):
+            def forward(self, query: Any, key: Any = None, value: Any = None) -> Any:
+                return query
+
+        self.attention = Attention()
+        layer = CheckLayer(LAYER, self.attention, 0.3)
+        self.probe: QuestionProbe = QuestionProbe(layer, self.pages, lambda: self.slots)
+
+    def scores(self, *jobs: ProbeJob) -> dict[str, Any]:
+        """Of one step."""
+        self.probe.begin_step(jobs)
+        self.attention(self.queries, key=None)
+        return self.probe.end_step()
+
+    def expected(self) -> np.ndarray:
+        """One product after the other."""
+        import torch
+
+        by_token = {14: self.queries[2], 15: self.queries[4], 16: self.queries[1]}
+        scores = np.zeros(17)
+        for token, of_token in by_token.items():
+            keys = self.pages.keys(range(token + 1))
+            for head, query in enumerate(of_token.reshape(HEADS, ELEMENTS)):
+                logits = keys[:, head * KEY_HEADS // HEADS] @ query * 0.3
+                scores[: token + 1] += torch.softmax(logits.double(), 0).numpy()
+        return np.concatenate([scores[each.first : each.end] for each in SCORED])
+
+
+@pytest.fixture
+def step() -> Step:
+    return Step()
+
+
+def test_scores_are_attention_probabilities_of_all_heads_and_tokens(step: Step) -> None:
+    (scores,) = step.scores(JOB).values()
+    assert scores.dtype == np.float32
+    assert np.allclose(scores, step.expected(), atol=1e-5)
+
+
+def test_the_token_that_the_question_is_about_has_the_highest_score(step: Step) -> None:
+    step.pages.rows[2] *= 0.01
+    key = step.pages.rows[2, slot_of(9)].reshape(KEY_HEADS, ELEMENTS)
+    key[:] = step.queries[2].numpy().reshape(HEADS, ELEMENTS)[::2] * 10
+    (scores,) = step.scores(JOB).values()
+    scored = [token for each in SCORED for token in range(each.first, each.end)]
+    assert scored[int(np.argmax(scores))] == 9
+
+
+def test_many_keys_are_scored_part_by_part(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ascend_kvext.blending import question_scores
+
+    monkeypatch.setattr(question_scores, "MOST_LOGITS", 1)
+    (scores,) = step.scores(JOB).values()
+    assert np.allclose(scores, step.expected(), atol=1e-5)
+
+
+def test_keys_of_two_bytes_are_read_as_what_they_are(step: Step) -> None:
+    import torch
+
+    rows = torch.from_numpy(step.pages.rows)
+    as_bytes = rows.bfloat16().view(torch.uint8).numpy()
+    step.pages.rows = rows.bfloat16().float().numpy()
+    expected = step.expected()
+    step.pages.rows = as_bytes
+    step.pages.planes = tuple(replace(plane, dtype=RowDtype.BFLOAT16) for plane in PLANES)
+    (scores,) = step.scores(JOB).values()
+    assert np.allclose(scores, expected, atol=1e-5)
+
+
+def test_each_step_reports_its_own_probes(step: Step) -> None:
+    other = replace(JOB, row_id="other", scored=(TokenRange(0, 3),))
+    first = step.scores(JOB, other)
+    assert [len(first[row_id]) for row_id in ("a-hole-1", "other")] == [9, 3]
+    assert step.scores() == {}
+    assert step.probe.end_step() == {}
+
+
+def test_probe_whose_row_is_not_computed_has_no_scores(step: Step) -> None:
+    absent = replace(JOB, row_id="absent", tokens=TokenRange(13, 16))
+    assert step.scores(absent) == {"absent": None}
+
+
+def test_what_fails_does_not_end_the_step(step: Step) -> None:
+    no_pages = replace(JOB, tokens=TokenRange(18, 24))
+    assert step.scores(no_pages) == {"a-hole-1": None}
+    null_page = replace(JOB, block_ids=(TablePart(0, ()), TablePart(0, (0, *IDS[1:]))))
+    assert step.scores(null_page) == {"a-hole-1": None}
+
+
+def test_row_that_no_step_computed_has_no_scores(step: Step) -> None:
+    step.probe.begin_step([JOB])
+    assert step.probe.end_step() == {"a-hole-1": None}
+
+
+def test_pages_are_read_where_they_are_since(step: Step) -> None:
+    step.probe.retire()
+    assert step.scores(JOB) == {"a-hole-1": None}
+    step.pages = Pages(step.pages.rows + 1)
+    step.probe.renew(step.pages)
+    (scores,) = step.scores(JOB).values()
+    assert np.allclose(scores, step.expected(), atol=1e-5)
+
+
+def test_nothing_is_seen_after_the_end(step: Step) -> None:
+    step.probe.shutdown()
+    step.probe.shutdown()
+    assert step.scores(JOB) == {"a-hole-1": None}
+
+
+class Mode(enum.Enum):
+    NONE = 0
+    SOME = 3
+
+
+@dataclass
+class Implementation:
+    scale: Any = 0.125
+
+
+@dataclass
+class Attention:
+    impl: Implementation | None = field(default_factory=Implementation)
+
+
+@dataclass
+class Compilation:
+    static_forward_context: dict[str, Attention]
+    mode: Mode | int = 0
+    cudagraph_mode: Mode = Mode.NONE
+
+
+def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
+    pytest.importorskip("torch")
+    from vllm_ascend_kvext.connector.question_probe import check_layer_of
+
+    layers = {
+        str(place): LayerKeys(SIGNATURE, KEY_HEADS, True, tokens)
+        for place, tokens in enumerate(windows)
+    }
+    attention = changes.pop("attention", Attention())
+    compilation = Compilation(dict.fromkeys(layers, attention), **changes)
+    layer = check_layer_of(compilation, layers, index)
+    assert math.isclose(layer.scale, 0.125)
+    return layer.name
+
+
+def test_the_default_layer_lies_three_fifths_into_the_model() -> None:
+    assert choose([0] * 30) == "18"
+    assert choose([0] * 4) == "2"
+    assert choose([0]) == "0"
+
+
+def test_the_default_layer_has_full_attention() -> None:
+    assert choose([64, 0] * 3) == "3"
+    assert choose([64] * 5 + [0]) == "5"
+
+
+def test_a_layer_can_be_named() -> None:
+    assert choose([0] * 30, 7) == "7"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"windows": [0, 0], "index": 2}, "expected one of the layers with full attention"),
+        ({"windows": [64, 0], "index": 0}, "expected one of the layers with full attention"),
+        ({"windows": [64, 64]}, "found windows in all 2"),
+        ({"windows": [0], "mode": 3}, "found mode 3"),
+        ({"windows": [0], "mode": Mode.SOME}, "found mode Mode.SOME"),
+        ({"windows": [0], "cudagraph_mode": Mode.SOME}, "found cudagraph_mode Mode.SOME"),
+        ({"windows": [0], "attention": Attention(None)}, "with a scale"),
+        ({"windows": [0], "attention": Attention(Implementation(None))}, "with a scale"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(BlendingError, match=expected):
+        choose(**arguments)

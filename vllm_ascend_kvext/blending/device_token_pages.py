@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tokens in pages whose kernels write them as the shapes of the tensors say (NPUs).
+
+A page then has a row per token, and the transfer op moves rows as it moves pages: nothing has to be
+learnt. Keys are rotated in host memory, so that none of it runs on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
+from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPlane:
+    """A plane, and where it lies; see ``layout.model.Plane``."""
+
+    plane: TokenPlane
+    storage: int
+    base_bytes: int
+    page_stride_bytes: int
+    region_offset_bytes: int
+
+
+class DeviceTokenPages:
+    """The pages of a worker on a device.
+
+    Args:
+        planes: Those of the model's first layer first, keys before values.
+        tokens_per_page: By KV cache group.
+        num_pages: Of each plane, the null page included.
+        pools: The storages of the planes.
+        placement: Where copies on the host run.
+        wait: Returns when the copies that this thread has enqueued are done.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[PlacedPlane],
+        tokens_per_page: Mapping[int, int],
+        num_pages: int,
+        pools: Pools,
+        placement: CopyPlacement | None = None,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._placed = tuple(planes)
+        self._planes = tuple(placed.plane for placed in planes)
+        self._tokens_per_page = dict(tokens_per_page)
+        self._num_pages = num_pages
+        self._pools = pools
+        self._placement = placement
+        self._wait = wait
+
+    @property
+    def planes(self) -> tuple[TokenPlane, ...]:
+        return self._planes
+
+    @property
+    def tokens_per_page(self) -> Mapping[int, int]:
+        return self._tokens_per_page
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    def read(self, slots: Slots, rows: HostRows) -> None:
+        self._move(self._placed, slots, rows, Direction.PAGES_TO_HOST)
+
+    def write(self, slots: Slots, rows: HostRows) -> None:
+        self._move(self._placed, slots, rows, Direction.HOST_TO_PAGES)
+
+    def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        import torch
+
+        placed = self._placed[index]
+        row_bytes = placed.plane.row_bytes
+        rows = torch.empty(len(slots) * row_bytes, dtype=torch.uint8)
+        of_group = {placed.plane.group: slots}
+        self._move([placed], of_group, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
+        found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), row_bytes)
+        return found
+
+    def _move(
+        self,
+        moved: Sequence[PlacedPlane],
+        slots: Slots,
+        rows: HostRows,
+        direction: Direction,
+    ) -> None:
+        planes = [
+            (
+                *(placed.plane.group, placed.storage, placed.base_bytes),
+                *(placed.page_stride_bytes, placed.region_offset_bytes, placed.plane.row_bytes),
+                *(self._tokens_per_page[placed.plane.group], self._num_pages, offset_bytes),
+            )
+            for placed, offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
+        ]
+        runs = [
+            runs_of(group, slots[group], self._tokens_per_page[group], rows.first_row)
+            for group in sorted({placed.plane.group for placed in moved})
+        ]
+        page_transfer(
+            self._pools,
+            rows.memory,
+            np.array(planes, DTYPE),
+            np.concatenate(runs),
+            direction,
+            placement=self._placement,
+        )
+        # The rows in host memory may be overwritten next.
+        self._wait()
+
+
+def runs_of(
+    group: int, slots: npt.NDArray[np.int64], tokens_per_page: int, first_row: int
+) -> Table:
+    """The runs of consecutive slots of one page, in their order. shape: [num_runs, 5]."""
+    pages, in_page = np.divmod(slots, tokens_per_page)
+    begins = np.flatnonzero(np.diff(slots, prepend=slots[:1] - 2) != 1)
+    begins = np.union1d(begins, np.flatnonzero(np.diff(pages, prepend=-1) != 0))
+    counts = np.diff(begins, append=len(slots))
+    runs: Table = np.stack(
+        [
+            np.full(len(begins), group, DTYPE),
+            pages[begins],
+            in_page[begins],
+            counts,
+            first_row + begins,
+        ],
+        axis=1,
+    )
+    return np.ascontiguousarray(runs, DTYPE)

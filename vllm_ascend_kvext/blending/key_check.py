@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the keys of a model depend on their positions by the rotation alone.
+
+In the first layer, a key is made of its token and of its position, and of nothing else. So two
+tokens with the same id in one text have keys that are equal once one of them is turned to the
+position of the other, and equal values. A model that scales keys behind the rotation, or adds
+positions to embeddings, or turns keys by other angles than its rotary module says, shows here.
+
+Angles are computed here in float64, without the transfer op. Knows neither pages nor torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
+from vllm_ascend_kvext.blending.rotation_check import HALF_UNITS
+from vllm_ascend_kvext.blending.segment_rows import SegmentRows
+from vllm_ascend_kvext.transfer.schema import PairStyle
+
+Numbers = npt.NDArray[np.float64]
+ReadRows = Callable[[Sequence[int]], Numbers]
+"""Rows of some tokens, counted from the segment's first. shape: [tokens, heads, head_elements]."""
+
+FEWEST_PAIRS = 8
+MOST_PAIRS = 64
+
+# Relative to the length of what is compared. A key is rounded once as a product of matrices, and
+# turned by a cosine and a sine that may be rounded to the same type: two products, a sum and their
+# rounding, each by half a unit; and both keys of a pair are. What float32 adds comes from sums of
+# thousands of products in another order.
+_ROUNDINGS = 10
+_OTHER_ORDER_OF_SUMS = 1e-4
+_ANGLE_ERROR = 2.0**-23
+"""Per position: the module multiplies position and frequency in float32."""
+
+_SMALL_PART = 0.1
+"""A part of a key that is shorter than this much of all of it is compared with this much."""
+
+
+class KeyCheckOutcome(enum.Enum):
+    """What was found."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+    """Too few tokens occur twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCheck:
+    """The result of a check.
+
+    Attributes:
+        outcome: What was found.
+        message: The numbers behind it.
+    """
+
+    outcome: KeyCheckOutcome
+    message: str
+
+
+class KeyGate:
+    """Checks the keys of stores until a check has passed or failed. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._is_settled = False
+        self._checking = threading.Lock()
+
+    def check(
+        self, check: Callable[[SegmentRows], KeyCheck], segments: Sequence[SegmentRows]
+    ) -> KeyCheck | None:
+        """Check the segments of a store, one after the other, until that says something.
+
+        Returns:
+            None if an earlier store has settled it.
+        """
+        found = None
+        with self._checking:
+            for rows in segments:
+                if self._is_settled:
+                    break
+                found = check(rows)
+                self._is_settled = found.outcome is not KeyCheckOutcome.NOT_CHECKED
+        return found
+
+
+def check_keys(
+    token_ids: Sequence[int],
+    first_position: int,
+    signature: RotarySignature,
+    read_keys: ReadRows,
+    read_values: Sequence[ReadRows],
+) -> KeyCheck:
+    """Compare the keys, and the values, of tokens that occur more than once.
+
+    Args:
+        token_ids: Of the segment.
+        first_position: Of its first token.
+        signature: How keys of the first layer turn.
+        read_keys: Rows of the first layer.
+        read_values: The same of its values; none if rows are latents.
+    """
+    pairs = find_pairs(token_ids)
+    if len(pairs) < FEWEST_PAIRS:
+        return KeyCheck(
+            KeyCheckOutcome.NOT_CHECKED,
+            f"expected at least {FEWEST_PAIRS} pairs of equal tokens among {len(token_ids)}, found "
+            f"{len(pairs)}",
+        )
+    ones, others = [one for one, _ in pairs], [other for _, other in pairs]
+    shifts = np.array(others) - np.array(ones)
+    wanted = read_keys(others)
+    limit = _ROUNDINGS * HALF_UNITS[signature.dtype] + _OTHER_ORDER_OF_SUMS
+    angle_errors = 2 * (first_position + np.array(others)) * _ANGLE_ERROR
+    compared = [
+        (
+            "keys",
+            _differences(turn(read_keys(ones), signature, shifts), wanted, signature),
+            limit + angle_errors,
+        )
+    ]
+    compared += [
+        ("values", _relative(read(ones), read(others)), np.full(len(pairs), limit))
+        for read in read_values
+    ]
+    for what, found, limits in compared:
+        is_wrong = ~(found <= limits)  # Also of what is no number.
+        if is_wrong.any():
+            worst = int(np.argmax(np.where(is_wrong, np.nan_to_num(found, nan=np.inf), -1)))
+            one, other = pairs[worst]
+            return KeyCheck(
+                KeyCheckOutcome.FAILED,
+                f"{what} of the first layer, token {token_ids[one]} at positions "
+                f"{first_position + one} and {first_position + other}: expected them equal within "
+                f"{limits[worst]:.2g} of their length, keys once one is turned to the other, found "
+                f"{found[worst]:.2g}; so in {int(is_wrong.sum())} of {len(pairs)} pairs. What the "
+                "model does to them depends on more than their token and a rotation. Serve it "
+                "without blending.",
+            )
+    most = max(float(found.max()) for _, found, _ in compared)
+    return KeyCheck(
+        KeyCheckOutcome.PASSED,
+        f"{len(pairs)} pairs of equal tokens differ by at most {most:.2g} of their length, "
+        f"{limit:.2g} is allowed",
+    )
+
+
+def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Places of equal tokens, in pairs: the farthest apart first, at most `MOST_PAIRS`."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, token_id in enumerate(token_ids):
+        places[token_id].append(place)
+    pairs = {
+        pair
+        for of_token in places.values()
+        if len(of_token) > 1
+        for pair in (
+            (of_token[0], of_token[-1]),
+            *pairwise(of_token),
+        )
+    }
+    return sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:MOST_PAIRS]
+
+
+def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64]) -> Numbers:
+    """Keys as they would be further on.
+
+    Args:
+        keys: shape: [tokens, heads, head_elements].
+        signature: How they turn.
+        shifts: By how many positions. shape: [tokens].
+    """
+    angles = (shifts[:, None] * np.array(signature.frequencies))[:, None, :]
+    first = signature.offset_elements
+    end = first + signature.rotary_elements
+    half = len(signature.frequencies)
+    if signature.pair_style is PairStyle.HALVES:
+        of_pair = slice(first, first + half), slice(first + half, end)
+    else:
+        of_pair = slice(first, end, 2), slice(first + 1, end, 2)
+    left, right = keys[..., of_pair[0]], keys[..., of_pair[1]]
+    turned: Numbers = keys.copy()
+    turned[..., of_pair[0]] = left * np.cos(angles) - right * np.sin(angles)
+    turned[..., of_pair[1]] = right * np.cos(angles) + left * np.sin(angles)
+    return turned
+
+
+def _differences(turned: Numbers, wanted: Numbers, signature: RotarySignature) -> Numbers:
+    """By pair; what is rotated and what is not by themselves. shape: [tokens]."""
+    rotated = np.zeros(signature.head_elements, bool)
+    first = signature.offset_elements
+    rotated[first : first + signature.rotary_elements] = True
+    whole = _SMALL_PART * np.linalg.norm(wanted, axis=-1)
+    largest: Numbers = np.max(
+        [
+            _relative(turned[..., part], wanted[..., part], whole)
+            for part in (rotated, ~rotated)
+            if part.any()
+        ],
+        axis=0,
+    )
+    return largest
+
+
+def _relative(rows: Numbers, wanted: Numbers, least: Numbers | float = 0.0) -> Numbers:
+    """The largest difference of a head, relative to its length. shape: [tokens]."""
+    lengths = np.maximum(np.linalg.norm(wanted, axis=-1), least)
+    differences = np.linalg.norm(rows - wanted, axis=-1)
+    tiny = np.finfo(np.float64).tiny
+    found: Numbers = (differences / np.maximum(lengths, tiny)).max(axis=-1)
+    return found

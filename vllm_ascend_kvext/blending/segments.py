@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of a prompt are segments: what a request says of it, or where separators stand.
+
+A segment is a text that is known by itself, such as a document, wherever it stands in a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from vllm_ascend_kvext.blending.errors import SegmentError
+
+SEGMENTS_KEY = "kvext_segments"
+STORE_KEY = "kvext_store_segment"
+_MOST_SHOWN = 100
+"""Characters of what a client has sent."""
+
+# The OpenAI server turns true into a number or a text. Numbers equal truth values.
+_TRUTHS: dict[Any, bool] = {
+    **{True: True, False: False},
+    **{"true": True, "1": True, "false": False, "0": False},
+}
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a prompt.
+
+    Attributes:
+        first_tokens: Tokens before it.
+        end_tokens: Tokens up to its end.
+    """
+
+    first_tokens: int
+    end_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end_tokens - self.first_tokens
+
+
+def named_segments(extra_args: Mapping[str, Any] | None, num_tokens: int) -> list[Segment] | None:
+    """The segments that a request names.
+
+    Args:
+        extra_args: Of its sampling parameters. `SEGMENTS_KEY` holds pairs of first and end token,
+            as lists, or as JSON text: the OpenAI server takes no lists of lists.
+        num_tokens: Of the prompt.
+
+    Returns:
+        In ascending order, without empty ones; None if the request says nothing.
+
+    Raises:
+        SegmentError: If they are something else, overlap, or lie outside the prompt.
+    """
+    value = (extra_args or {}).get(SEGMENTS_KEY)
+    if value is None:
+        return None
+    segments = sorted(segment for segment in _parse(value) if segment.num_tokens)
+    for segment in segments:
+        if not 0 <= segment.first_tokens < segment.end_tokens <= num_tokens:
+            raise _wrong(list(segment), f"first < end, from 0 to the prompt's {num_tokens} tokens")
+    for before, after in pairwise(segments):
+        if after.first_tokens < before.end_tokens:
+            raise _wrong([list(before), list(after)], "segments that do not overlap")
+    return segments
+
+
+def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether the prompt of a request is a segment that is to be stored.
+
+    Raises:
+        SegmentError: If `STORE_KEY` is no truth value.
+    """
+    value = (extra_args or {}).get(STORE_KEY)
+    if value is None:
+        return False
+    truth = None
+    if isinstance(value, (str, int, float)):  # A list has no hash.
+        truth = _TRUTHS.get(value.strip().lower() if isinstance(value, str) else value)
+    if truth is None:
+        raise SegmentError(
+            f"{STORE_KEY}: expected true or false, found {_shown(value)}. The prompt was computed, "
+            "and not stored as a segment: correct it."
+        )
+    return truth
+
+
+def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> list[Segment]:
+    """What stands between two separators that follow each other.
+
+    What stands before the first one and behind the last one is no segment: instructions and the
+    question. The separators themselves are computed.
+
+    Args:
+        token_ids: Of the prompt.
+        separator: Token ids, at least one.
+
+    Returns:
+        In ascending order, without empty ones.
+    """
+    starts = _find_all(token_ids, separator)
+    width = len(separator)
+    return [Segment(first + width, end) for first, end in pairwise(starts) if first + width < end]
+
+
+def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
+    """Where a separator begins, from the left; those that overlap one before are left out."""
+    wanted = list(separator)
+    tokens = list(token_ids)
+    found: list[int] = []
+    position = 0
+    while True:
+        try:
+            position = tokens.index(wanted[0], position)
+        except ValueError:
+            return found
+        if tokens[position : position + len(wanted)] == wanted:
+            found.append(position)
+            position += len(wanted)
+        else:
+            position += 1
+
+
+def _parse(value: Any) -> list[Segment]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise _wrong(value, "pairs of numbers, as JSON") from None
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(_is_pair(pair) for pair in value):
+        raise _wrong(value, "a list of pairs of integers: first and end token of each segment")
+    return [Segment(*pair) for pair in value]
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    )
+
+
+def _wrong(value: object, expected: str) -> SegmentError:
+    return SegmentError(
+        f"{SEGMENTS_KEY}: expected {expected}, found {_shown(value)}. The prompt was computed "
+        "without reusing segments: correct them."
+    )
+
+
+def _shown(value: object) -> str:
+    """What a client has sent, for people: it may be anything."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares questions with the keys of segments while a worker's model computes.
+
+A hook on the attention module of one layer, called when that layer has written its keys. vLLM is
+not imported: the module is read by attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_kvext.blending.attention_keys import LayerKeys
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.question_scores import attention_scores
+from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.token_pages import TokenPages
+from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.messages import ProbeJob
+from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.transfer.schema import RowDtype
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+CHECK_DEPTH = 3, 5
+"""Where the check layer is if nobody says: so far into the model. Of the 30 layers of SmolLM2-135M,
+the one with index 18 is by far the best at finding the answer to a question."""
+
+_NULL_PAGE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLayer:
+    """The layer at which questions are compared.
+
+    Attributes:
+        name: Of the layer.
+        attention: vLLM's attention module, which is called with queries, keys and values.
+        scale: Of the products of queries and keys.
+    """
+
+    name: str
+    attention: torch.nn.Module
+    scale: float
+
+
+def check_layer_of(
+    compilation: Any, layers: Mapping[str, LayerKeys], index: int | None
+) -> CheckLayer:
+    """Choose the layer.
+
+    Args:
+        compilation: vLLM's ``CompilationConfig``.
+        layers: Those with pages, in the order of the model.
+        index: Of the layer among them; None takes the full-attention layer next to `CHECK_DEPTH`.
+
+    Raises:
+        BlendingError: Questions cannot be compared in this model, or not there.
+    """
+    for key in ("mode", "cudagraph_mode"):
+        mode = getattr(compilation, key, None)
+        if mode is not None and getattr(mode, "value", mode) != 0:
+            raise BlendingError(
+                f"blend_selector=question: expected a model that is neither compiled nor captured, "
+                f"so that queries can be read while it runs, found {key} {mode!s}. Serve with "
+                "--enforce-eager, or leave blend_selector out."
+            )
+    names = list(layers)
+    full = [place for place, name in enumerate(names) if not layers[name].window_tokens]
+    if index is None:
+        if not full:
+            raise BlendingError(
+                "blend_selector=question: expected a layer with full attention, found windows in "
+                f"all {len(names)}. Leave blend_selector out."
+            )
+        wanted = CHECK_DEPTH[0] * len(names) // CHECK_DEPTH[1]
+        index = min(full, key=lambda place: abs(place - wanted))
+    if index not in full:
+        raise BlendingError(
+            f"blend_check_layer: expected one of the layers with full attention, {full}, found "
+            f"{index}. Correct it, or leave it out for the default."
+        )
+    attention = compilation.static_forward_context[names[index]]
+    scale = getattr(getattr(attention, "impl", None), "scale", None)
+    if not isinstance(scale, float):
+        raise BlendingError(
+            f"layer {names[index]}: expected an attention module with a scale, found "
+            f"{type(attention).__qualname__} with {scale!r}. Leave blend_selector out."
+        )
+    return CheckLayer(names[index], attention, scale)
+
+
+class QuestionProbe:
+    """The probes of one worker. All is called by the model's thread.
+
+    Args:
+        layer: At which it compares.
+        pages: Of the worker.
+        slots_of_step: The slots of the tokens that the layer is computing, in their order; slots
+            that are negative are of no token.
+    """
+
+    def __init__(
+        self, layer: CheckLayer, pages: TokenPages, slots_of_step: Callable[[], torch.Tensor]
+    ) -> None:
+        self._layer = layer
+        self._slots_of_step = slots_of_step
+        self._jobs: tuple[ProbeJob, ...] = ()
+        self._scores: dict[str, Scores] = {}
+        self._pages: TokenPages | None = None
+        self.renew(pages)
+        self._hook = layer.attention.register_forward_hook(self._see, with_kwargs=True)
+
+    def renew(self, pages: TokenPages) -> None:
+        """Take the pages where they are since a wake-up or a reset."""
+        self._pages = pages
+        self._plane = next(
+            index
+            for index, plane in enumerate(pages.planes)
+            if plane.layer_name == self._layer.name and plane.keys is not None
+        )
+
+    def retire(self) -> None:
+        """Forget the pages: their memory is about to be taken away."""
+        self._pages = None
+
+    def begin_step(self, jobs: Sequence[ProbeJob]) -> None:
+        """The next forward computes the rows of these probes."""
+        self._jobs = tuple(jobs)
+        self._scores = {}
+
+    def end_step(self) -> dict[str, Scores | None]:
+        """What was found since `begin_step`, by row; None of a row that was not seen."""
+        jobs, self._jobs = self._jobs, ()
+        return {job.row_id: self._scores.get(job.row_id) for job in jobs}
+
+    def shutdown(self) -> None:
+        """Take the hook away. Idempotent."""
+        self._hook.remove()
+
+    def _see(
+        self, module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any
+    ) -> None:
+        """The layer has been computed."""
+        if not self._jobs:
+            return
+        try:
+            queries = inputs[0] if inputs else keywords["query"]
+            self._compare(queries)
+        except Exception:  # A forward serves others, too; a row that lacks scores is reported.
+            logger.exception("A question was not compared with its segments")
+
+    def _compare(self, queries: torch.Tensor) -> None:
+        import torch
+
+        pages = self._pages
+        if pages is None:
+            raise _no_pages()
+        plane = pages.planes[self._plane]
+        tokens_per_page = pages.tokens_per_page[plane.group]
+        slots_of_step = self._slots_of_step().numpy()
+        order = np.argsort(slots_of_step, kind="stable")
+        heads = queries.reshape(len(queries), -1, plane.head_elements)
+        for job in self._jobs:
+            table = job.block_ids[plane.group]
+            own = _slots(job.tokens, table, tokens_per_page, pages.num_pages)
+            places = np.searchsorted(slots_of_step, own, sorter=order)
+            rows = order[np.minimum(places, len(order) - 1)]
+            if not np.array_equal(slots_of_step[rows], own):
+                raise _wrong(job, "a row of this step", "tokens that it does not compute")
+            before = TokenRange(0, job.tokens.end)
+            slots = _slots(before, table, tokens_per_page, pages.num_pages)
+            stored = pages.read_plane(self._plane, slots)
+            keys = _as_tensor(stored, plane.dtype).reshape(
+                len(slots), plane.num_heads, plane.head_elements
+            )
+            of_row = heads[torch.from_numpy(rows)]
+            scores = attention_scores(of_row, keys, self._layer.scale).numpy()
+            self._scores[job.row_id] = np.concatenate(
+                [scores[each.first : each.end] for each in job.scored]
+            )
+
+
+def _slots(
+    tokens: TokenRange, table: TablePart, tokens_per_page: int, num_pages: int
+) -> npt.NDArray[np.int64]:
+    """The slots of tokens in the pages of one KV cache group.
+
+    Raises:
+        ConnectorError: Some have no page.
+    """
+    pages, in_page = np.divmod(np.arange(tokens.first, tokens.end), tokens_per_page)
+    ids = np.array((*table.ids, _NULL_PAGE), np.int64)
+    of_tokens = ids[np.clip(pages - table.first_page, -1, len(table.ids))]
+    if ((of_tokens <= _NULL_PAGE) | (of_tokens >= num_pages)).any():
+        raise ConnectorError(
+            f"probe: expected pages for tokens {tokens.first} to {tokens.end - 1}, found a table "
+            f"of {len(table.ids)} pages that lacks some. Probe tokens that have pages."
+        )
+    slots: npt.NDArray[np.int64] = of_tokens * tokens_per_page + in_page
+    return slots
+
+
+def _as_tensor(rows: npt.NDArray[np.uint8], dtype: RowDtype) -> torch.Tensor:
+    import torch
+
+    dtypes = {
+        RowDtype.FLOAT32: torch.float32,
+        RowDtype.FLOAT16: torch.float16,
+        RowDtype.BFLOAT16: torch.bfloat16,
+    }
+    return torch.from_numpy(rows).view(dtypes[dtype])
+
+
+def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:
+    return ConnectorError(
+        f"probe {job.row_id}: expected {expected}, found {found}. The scheduler has to plan rows "
+        "and probes for the same step."
+    )
+
+
+def _no_pages() -> ConnectorError:
+    return ConnectorError(
+        "pages: expected those of a worker, found retired ones. Call renew before a step."
+    )

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose prompt is a segment that is to be stored.
+
+The prompt is computed behind the sink and nothing else: whatever the client sends, the sink is put
+before it, and nothing is read from a cache. After the step that ends it, its rows are stored, in
+one job. Until then the pages that leave its windows are held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix
+from vllm_ascend_kvext.blending.segment_store import SegmentStore
+from vllm_ascend_kvext.blending.segments import is_to_be_stored
+from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
+from vllm_ascend_kvext.connector.block_references import BlockReferences
+from vllm_ascend_kvext.connector.engine import Block, Engine, Request
+from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import Entry
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+_NULL_ID = 0
+
+MOST_REFERENCED_SHARE = 0.75
+"""Of the pool's blocks: what stores under way hold at most."""
+
+
+_Pages = dict[tuple[int, int], Block]
+"""By KV cache group and page of the request."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A segment that is being computed.
+
+    Attributes:
+        token_ids: Of the segment.
+        held: Pages of its windows.
+    """
+
+    token_ids: tuple[int, ...]
+    held: _Pages = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A job that workers make."""
+
+    prefix: SegmentPrefix
+    entries: list[Entry]
+    blocks: list[Block]
+    workers_left: int
+    has_failed: bool = False
+
+
+class SegmentStores:
+    """Of one engine.
+
+    Args:
+        engine: The scheduler's parts.
+        store: What is stored of segments.
+        tokens_per_page: By KV cache group.
+        window_groups: Those with windows.
+        references: To pages.
+        numbers: Of jobs.
+        num_workers: That make every store.
+        counters: Of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: SegmentStore,
+        tokens_per_page: dict[int, int],
+        window_groups: Collection[int],
+        references: BlockReferences,
+        numbers: Iterator[int],
+        num_workers: int,
+        counters: BlendCounters,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._tokens_per_page = tokens_per_page
+        self._window_groups = window_groups
+        self._references = references
+        self._numbers = numbers
+        self._num_workers = num_workers
+        self._counters = counters
+        self._wanted: dict[str, _Wanted] = {}
+        self._segment_ids: set[str] = set()  # of requests
+        self._under_way: dict[int, _UnderWay] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def is_segment(self, request_id: str) -> bool:
+        """Whether the prompt of a request is one: it is not stored once more as a prompt."""
+        return request_id in self._segment_ids
+
+    def note_new(self, request: Any) -> bool:
+        """A request has arrived. If its prompt is to be stored, the sink is put before it.
+
+        Args:
+            request: ``vllm.v1.request.Request``, which is changed before it is scheduled.
+
+        Returns:
+            Whether its prompt is a segment.
+        """
+        if request.sampling_params is None or request.prompt_token_ids is None:
+            return False
+        try:
+            if not is_to_be_stored(request.sampling_params.extra_args):
+                return False
+        except SegmentError as error:
+            self._counters.refusals[BlendRefusal.WRONG_SEGMENTS] += 1
+            logger.warning("Request %s: %s", request.request_id, error)
+            return True
+        refusal = self._prepare(request)
+        if refusal is not None:
+            self._counters.refusals[refusal] += 1
+        return True
+
+    def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
+        """A request computes in the step that is being planned; what is stored after it."""
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None:
+            return None
+        token_ids = wanted.token_ids
+        num_tokens = len(self._store.sink_ids) + len(token_ids)
+        computed_tokens = request.num_computed_tokens + num_scheduled_tokens
+        if not self._hold_windows(request, wanted, min(computed_tokens, num_tokens)):
+            self._give_up(request.request_id)
+            return None
+        if computed_tokens < num_tokens:
+            return None
+        prefix = self._store.prefix(token_ids, request.cache_salt)
+        pages = self._pages(request.request_id, wanted, num_tokens)
+        new = [block for key, block in pages.items() if key not in wanted.held]
+        if self._lacks_pages(pages, num_tokens) or self._has_too_many_references(len(new)):
+            self._give_up(request.request_id)
+            return None
+        entries = self._store.begin_store(prefix)
+        if isinstance(entries, Refusal):
+            self._give_up(request.request_id)
+            return None
+        del self._wanted[request.request_id]
+        if not entries:
+            self._release(wanted)
+            return None
+        self._references.take(new)
+        number = next(self._numbers)
+        blocks = [*wanted.held.values(), *new]
+        self._under_way[number] = _UnderWay(prefix, entries, blocks, self._num_workers)
+        rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
+        return StoreJob(number, (), self._parts(pages, num_tokens), rows)
+
+    def end(self, number: int, num_workers: int, has_failed: bool) -> None:
+        """So many workers have ended a job; nothing if it is not one of these."""
+        job = self._under_way.get(number)
+        if job is None:
+            return
+        job.workers_left -= num_workers
+        job.has_failed |= has_failed
+        if job.workers_left > 0:
+            return
+        del self._under_way[number]
+        self._references.release(job.blocks)
+        for entry in job.entries:
+            if job.has_failed:
+                self._store.fail_store(entry)
+            else:
+                self._store.finish_store(job.prefix, entry)
+        self._counters.stored_segments += not job.has_failed
+
+    def abandon(self) -> None:
+        """Let go of the pages of all stores, whose bytes are then worth nothing."""
+        for job in self._under_way.values():
+            self._references.release(job.blocks)
+            job.blocks, job.has_failed = [], True
+
+    def preempted(self, request_id: str) -> None:
+        """A request begins again: its pages are gone."""
+        wanted = self._wanted.get(request_id)
+        if wanted is not None:
+            self._release(wanted)
+
+    def release_all_held(self) -> None:
+        """Let go of the pages that no store reads yet: they are not stored then."""
+        for request_id in list(self._wanted):
+            self._release(self._wanted[request_id])
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._segment_ids.discard(request_id)
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None:
+            self._release(wanted)
+
+    def _give_up(self, request_id: str) -> None:
+        self._counters.refusals[BlendRefusal.ROOM] += 1
+        self._release(self._wanted.pop(request_id))
+
+    def _release(self, wanted: _Wanted) -> None:
+        self._references.release(list(wanted.held.values()))
+        wanted.held = {}
+
+    def _has_too_many_references(self, num_new: int) -> bool:
+        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks
+        return self._references.num_references + num_new > most_blocks
+
+    def _hold_windows(self, request: Request, wanted: _Wanted, end_tokens: int) -> bool:
+        """Hold the pages of windows that a step writes; False if that is too many."""
+        held: _Pages = {}
+        for group in self._window_groups:
+            tokens_per_page = self._tokens_per_page[group]
+            first_page = request.num_computed_tokens // tokens_per_page
+            end_page = -(-end_tokens // tokens_per_page)
+            found = self._engine.blocks(request.request_id, group, first_page, end_page)
+            for page, block in enumerate(found, first_page):
+                if not block.is_null and (group, page) not in wanted.held:
+                    held[group, page] = block
+        if self._has_too_many_references(len(held)):
+            return False
+        self._references.take(list(held.values()))
+        wanted.held |= held
+        return True
+
+    def _prepare(self, request: Any) -> BlendRefusal | None:
+        if why_no_holes(request) is not None:
+            return BlendRefusal.UNSUITED_REQUEST
+        sink = list(self._store.sink_ids)
+        prompt = list(request.prompt_token_ids)
+        # A tokenizer may have put the beginning of the sequence there.
+        has_sink = prompt[: len(sink)] == sink
+        segment = prompt[len(sink) :] if has_sink else prompt
+        if not segment:
+            return BlendRefusal.WRONG_SEGMENTS
+        if len(sink) + len(segment) >= self._engine.most_request_tokens:
+            return BlendRefusal.TOO_LONG
+        if not has_sink:
+            _put_before(request, sink)
+        request.skip_reading_prefix_cache = True
+        self._wanted[request.request_id] = _Wanted(tuple(segment))
+        self._segment_ids.add(request.request_id)
+        return None
+
+    def _pages(self, request_id: str, wanted: _Wanted, num_tokens: int) -> _Pages:
+        """The blocks of a request up to a token."""
+        pages = dict(wanted.held)
+        for group in range(len(self._engine.managers)):
+            end_page = -(-num_tokens // self._tokens_per_page[group])
+            for page, block in enumerate(self._engine.blocks(request_id, group, 0, end_page)):
+                if not block.is_null:
+                    pages[group, page] = block
+        return pages
+
+    def _lacks_pages(self, pages: _Pages, num_tokens: int) -> bool:
+        """Whether pages of windows have been let go of, for a reset of the prefix cache."""
+        sink_tokens = len(self._store.sink_ids)
+        return any(
+            (group, page) not in pages
+            for group, tokens_per_page in self._tokens_per_page.items()
+            for page in range(sink_tokens // tokens_per_page, -(-num_tokens // tokens_per_page))
+        )
+
+    def _parts(self, pages: _Pages, num_tokens: int) -> tuple[TablePart, ...]:
+        """Tables from the first page on; null where a page is not there, which a store refuses."""
+        parts = []
+        for group in range(len(self._engine.managers)):
+            end_page = -(-num_tokens // self._tokens_per_page[group])
+            ids = [
+                pages[group, page].block_id if (group, page) in pages else _NULL_ID
+                for page in range(end_page)
+            ]
+            parts.append(TablePart(0, tuple(ids)))
+        return tuple(parts)
+
+
+def _put_before(request: Any, token_ids: Sequence[int]) -> None:
+    """Put tokens before the prompt of a request that nobody has looked at yet."""
+    request.prompt_token_ids = [*token_ids, *request.prompt_token_ids]
+    request._all_token_ids[:0] = token_ids
+    request.num_prompt_tokens += len(token_ids)
+    request.block_hashes.clear()
+    request.update_block_hashes()

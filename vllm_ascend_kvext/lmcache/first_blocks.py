@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks with which a request begins, for a connector below `MultiConnector`.
+
+`MultiConnector` tells a connector of no blocks unless that one loads the request
+(``update_state_after_alloc``), and LMCache 0.5.6 counts on being told: it would take the blocks of
+the next step for those of the first tokens, and store them under these. What vLLM schedules has all
+blocks of a request that begins or goes on after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def complete_first_blocks(connector: Any) -> None:
+    """Let LMCache's connector of the scheduler know the blocks of every request that begins."""
+    trackers: Any = getattr(connector, "request_trackers", None)
+    if trackers is None:
+        return
+    build = connector.build_connector_meta
+
+    def build_connector_meta(scheduler_output: Any) -> Any:
+        for request_id, group_block_ids in _beginning(scheduler_output):
+            tracker = trackers.get(request_id)
+            if tracker is not None and not any(tracker.num_allocated_blocks().values()):
+                tracker.append_block_ids(tuple(map(list, group_block_ids)))
+        return build(scheduler_output)
+
+    connector.build_connector_meta = build_connector_meta
+
+
+def _beginning(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[int]]]]:
+    """Requests that begin or go on after a preemption, each with all its blocks by group."""
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.block_ids
+    cached = scheduler_output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return
+    for request_id, group_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if request_id in cached.resumed_req_ids and group_block_ids is not None:
+            yield request_id, group_block_ids
