@@ -110,8 +110,8 @@ def _array_of(request: Request, num_tokens: int) -> MutableSequence[int]:
     """
     tokens = _arrays.get(request)
     if tokens is None or len(tokens) < num_tokens:
-        tokens = _arrays[request] = array("i")
-        tokens.frombytes(np.array(request.all_token_ids[:], np.int32).tobytes())
+        tokens = _arrays[request] = array("q")
+        tokens.frombytes(np.array(request.all_token_ids[:], np.int64).tobytes())
     return tokens[:num_tokens]
 
 

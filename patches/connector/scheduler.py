@@ -392,6 +392,7 @@ PATCHES = (
             f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
             f"{_ASCEND_LIFETIME}:_patched_update_from_output",
             f"{_ASCEND_LIFETIME}:_patched_connector_finished",
+            f"{_ASCEND_LIFETIME}:_patched_request_init",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
         ),
     ),
