@@ -114,7 +114,6 @@ class GapScheduler:
         self._num_rows = 0
         self._has_rows = False  # perhaps, in the step that is being planned
         self._refusals: set[str] = set()
-        self._limits = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs
         self._engine_refusal = why_no_gaps(scheduler)
         if self._engine_refusal is not None:
             logger.warning(
@@ -172,7 +171,6 @@ class GapScheduler:
             in_steps = self._in_steps.begin_step(Room(most_tokens, most_rows - len(rows)))
         self._has_rows = bool(rows) or bool(in_steps.num_rows)
         limits = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs
-        self._limits = limits
         scheduler.max_num_scheduled_tokens -= (
             sum(row.run.num_tokens for row in rows) + in_steps.num_tokens
         )

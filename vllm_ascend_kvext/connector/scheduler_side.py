@@ -301,11 +301,6 @@ class SchedulerSide:
 
     # Admission.
 
-    @property
-    def blends(self) -> bool:
-        """Whether segments are asked for; not whether they can be had."""
-        return self._options.blending
-
     def note_new(self, request: Request) -> None:
         """A request has arrived, and nobody has looked at it yet. It may be changed."""
         blending = self._parts.blending if self._parts is not None else None

@@ -21,6 +21,7 @@ from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefus
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.connector.stores import MOST_REFERENCED_SHARE
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.counters import Refusal
@@ -29,10 +30,6 @@ from vllm_ascend_kvext.store.entries import Entry
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
 _NULL_ID = 0
-
-MOST_REFERENCED_SHARE = 0.75
-"""Of the pool's blocks: what stores under way hold at most."""
-
 
 _Pages = dict[tuple[int, int], Block]
 """By KV cache group and page of the request."""
