@@ -458,7 +458,7 @@ class BlendMachine(RuleBasedStateMachine):
         self.contents.check(is_end=True)
         check_nothing_is_left(engine)
         self._check_nothing_is_remembered(set())
-        assert not engine.parts.blending.stores._under_way
+        assert not engine.parts.jobs
         assert not engine.runner._states, "workers remember requests or rows that have ended"
         windows = engine.side._holes.windows
         assert windows is None or not (len(windows) or windows._leaving)

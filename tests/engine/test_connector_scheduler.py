@@ -345,7 +345,7 @@ def test_reset_while_stores_are_under_way(
     plan = plan_of("first", prompt, max_tokens=2 * layout.unit_tokens)
     with engine_of(layout, slow, caching=True, is_async=is_async) as engine:
         engine.add_request(plan)
-        while not engine.parts.stores._under_way:
+        while not engine.parts.jobs:
             engine.step()
         assert engine.side.num_references
         assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)

@@ -14,11 +14,10 @@ then ``note_output`` with what the workers report, and ``finish`` for requests t
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
+from vllm_ascend_kvext.connector.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
@@ -76,6 +76,7 @@ class _Parts:
     chooser: StoreChooser
     room: PoolRoom
     loads: Loads
+    jobs: StoreJobs
     stores: Stores
     blending: Blending | None
 
@@ -231,10 +232,10 @@ class SchedulerSide:
             engine.num_running,
             engine.block_pool.get_num_free_blocks,
         )
-        numbers = itertools.count(1)
+        jobs = StoreJobs(self._references, len(workers))
         blending = None
         if self._options.blending:
-            blending = self._make_blending(layout, tier, workers, numbers)
+            blending = self._make_blending(layout, tier, workers, jobs)
         loads = Loads(
             engine,
             tier,
@@ -254,13 +255,12 @@ class SchedulerSide:
             chooser,
             self._references,
             self._events,
-            numbers,
-            num_workers=len(workers),
+            jobs,
             can_swap=self._options.swap_on_preemption,
         )
         self.counters.tier = tier.counters
         self.counters.capacity_bytes = tier.capacity_bytes
-        self._parts = _Parts(tier, layout, chooser, room, loads, stores, blending)
+        self._parts = _Parts(tier, layout, chooser, room, loads, jobs, stores, blending)
         logger.info(
             "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
             "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
@@ -282,8 +282,8 @@ class SchedulerSide:
         """Whether transfers are planned or under way."""
         parts = self._parts
         return parts is not None and bool(
-            parts.stores.num_under_way
-            or (parts.blending is not None and parts.blending.stores.num_under_way)
+            parts.jobs
+            or parts.stores.num_planned
             or parts.loads.num_under_way
             or self._step_loads
             or self._swaps
@@ -489,10 +489,7 @@ class SchedulerSide:
             moved = results.traffic["load"]
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
-                has_failed = number in results.failed_stores
-                parts.stores.end(number, num_workers, has_failed)
-                if parts.blending is not None:
-                    parts.blending.stores.end(number, num_workers, has_failed)
+                parts.jobs.end(number, num_workers, number in results.failed_stores)
             if results.key_checks or results.key_check_failure:
                 self._note_key_check(results)
             for row_id, scores in results.scores.items():
@@ -571,8 +568,7 @@ class SchedulerSide:
         if self._parts is not None:
             self.release_pages()
             self._parts.stores.abandon()
-            if self._parts.blending is not None:
-                self._parts.blending.stores.abandon()
+            self._parts.jobs.abandon()
 
     def clear(self) -> None:
         """Forget what is stored; transfers under way end by themselves."""
@@ -606,7 +602,7 @@ class SchedulerSide:
         layout: HostLayout,
         tier: HostTier,
         workers: Sequence[WorkerLayout],
-        numbers: Iterator[int],
+        jobs: StoreJobs,
     ) -> Blending | None:
         assert self._engine is not None and self._references is not None
         refusal = self._why_no_blending(layout, workers)
@@ -643,8 +639,7 @@ class SchedulerSide:
                 layout.tokens_per_page,
                 layout.window_pages(0).keys(),
                 self._references,
-                numbers,
-                len(workers),
+                jobs,
                 counters,
             ),
         )

@@ -9,8 +9,9 @@ one job. Until then the pages that leave its windows are held.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm_ascend_kvext.blending.errors import SegmentError
@@ -19,20 +20,15 @@ from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.blending.segments import is_to_be_stored
 from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
 from vllm_ascend_kvext.connector.block_references import BlockReferences
-from vllm_ascend_kvext.connector.engine import Block, Engine, Request
+from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.connector.store_jobs import Pages, StoreJobs, table_parts
 from vllm_ascend_kvext.connector.stores import MOST_REFERENCED_SHARE
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
-from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
-
-_NULL_ID = 0
-
-_Pages = dict[tuple[int, int], Block]
-"""By KV cache group and page of the request."""
 
 
 @dataclass(slots=True)
@@ -45,18 +41,7 @@ class _Wanted:
     """
 
     token_ids: tuple[int, ...]
-    held: _Pages = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A job that workers make."""
-
-    prefix: SegmentPrefix
-    entries: list[Entry]
-    blocks: list[Block]
-    workers_left: int
-    has_failed: bool = False
+    held: Pages = field(default_factory=dict)
 
 
 class SegmentStores:
@@ -68,8 +53,7 @@ class SegmentStores:
         tokens_per_page: By KV cache group.
         window_groups: Those with windows.
         references: To pages.
-        numbers: Of jobs.
-        num_workers: That make every store.
+        jobs: The stores under way.
         counters: Of the engine.
     """
 
@@ -80,8 +64,7 @@ class SegmentStores:
         tokens_per_page: dict[int, int],
         window_groups: Collection[int],
         references: BlockReferences,
-        numbers: Iterator[int],
-        num_workers: int,
+        jobs: StoreJobs,
         counters: BlendCounters,
     ) -> None:
         self._engine = engine
@@ -89,16 +72,10 @@ class SegmentStores:
         self._tokens_per_page = tokens_per_page
         self._window_groups = window_groups
         self._references = references
-        self._numbers = numbers
-        self._num_workers = num_workers
+        self._jobs = jobs
         self._counters = counters
         self._wanted: dict[str, _Wanted] = {}
         self._segment_ids: set[str] = set()  # of requests
-        self._under_way: dict[int, _UnderWay] = {}
-
-    @property
-    def num_under_way(self) -> int:
-        return len(self._under_way)
 
     def is_segment(self, request_id: str) -> bool:
         """Whether the prompt of a request is one: it is not stored once more as a prompt."""
@@ -155,35 +132,10 @@ class SegmentStores:
             self._release(wanted)
             return None
         self._references.take(new)
-        number = next(self._numbers)
         blocks = [*wanted.held.values(), *new]
-        self._under_way[number] = _UnderWay(prefix, entries, blocks, self._num_workers)
+        number = self._jobs.begin(blocks, partial(self._end, prefix, entries))
         rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
-        return StoreJob(number, (), self._parts(pages, num_tokens), rows)
-
-    def end(self, number: int, num_workers: int, has_failed: bool) -> None:
-        """So many workers have ended a job; nothing if it is not one of these."""
-        job = self._under_way.get(number)
-        if job is None:
-            return
-        job.workers_left -= num_workers
-        job.has_failed |= has_failed
-        if job.workers_left > 0:
-            return
-        del self._under_way[number]
-        self._references.release(job.blocks)
-        for entry in job.entries:
-            if job.has_failed:
-                self._store.fail_store(entry)
-            else:
-                self._store.finish_store(job.prefix, entry)
-        self._counters.stored_segments += not job.has_failed
-
-    def abandon(self) -> None:
-        """Let go of the pages of all stores, whose bytes are then worth nothing."""
-        for job in self._under_way.values():
-            self._references.release(job.blocks)
-            job.blocks, job.has_failed = [], True
+        return StoreJob(number, (), table_parts(pages, len(self._engine.managers)), rows)
 
     def preempted(self, request_id: str) -> None:
         """A request begins again: its pages are gone."""
@@ -203,6 +155,15 @@ class SegmentStores:
         if wanted is not None:
             self._release(wanted)
 
+    def _end(self, prefix: SegmentPrefix, entries: Sequence[Entry], has_failed: bool) -> None:
+        """All workers have ended a store."""
+        for entry in entries:
+            if has_failed:
+                self._store.fail_store(entry)
+            else:
+                self._store.finish_store(prefix, entry)
+        self._counters.stored_segments += not has_failed
+
     def _give_up(self, request_id: str) -> None:
         self._counters.refusals[BlendRefusal.ROOM] += 1
         self._release(self._wanted.pop(request_id))
@@ -217,7 +178,7 @@ class SegmentStores:
 
     def _hold_windows(self, request: Request, wanted: _Wanted, end_tokens: int) -> bool:
         """Hold the pages of windows that a step writes; False if that is too many."""
-        held: _Pages = {}
+        held: Pages = {}
         for group in self._window_groups:
             tokens_per_page = self._tokens_per_page[group]
             first_page = request.num_computed_tokens // tokens_per_page
@@ -251,7 +212,7 @@ class SegmentStores:
         self._segment_ids.add(request.request_id)
         return None
 
-    def _pages(self, request_id: str, wanted: _Wanted, num_tokens: int) -> _Pages:
+    def _pages(self, request_id: str, wanted: _Wanted, num_tokens: int) -> Pages:
         """The blocks of a request up to a token."""
         pages = dict(wanted.held)
         for group in range(len(self._engine.managers)):
@@ -261,7 +222,7 @@ class SegmentStores:
                     pages[group, page] = block
         return pages
 
-    def _lacks_pages(self, pages: _Pages, num_tokens: int) -> bool:
+    def _lacks_pages(self, pages: Pages, num_tokens: int) -> bool:
         """Whether pages of windows have been let go of, for a reset of the prefix cache."""
         sink_tokens = len(self._store.sink_ids)
         return any(
@@ -269,18 +230,6 @@ class SegmentStores:
             for group, tokens_per_page in self._tokens_per_page.items()
             for page in range(sink_tokens // tokens_per_page, -(-num_tokens // tokens_per_page))
         )
-
-    def _parts(self, pages: _Pages, num_tokens: int) -> tuple[TablePart, ...]:
-        """Tables from the first page on; null where a page is not there, which a store refuses."""
-        parts = []
-        for group in range(len(self._engine.managers)):
-            end_page = -(-num_tokens // self._tokens_per_page[group])
-            ids = [
-                pages[group, page].block_id if (group, page) in pages else _NULL_ID
-                for page in range(end_page)
-            ]
-            parts.append(TablePart(0, tuple(ids)))
-        return tuple(parts)
 
 
 def _put_before(request: Any, token_ids: Sequence[int]) -> None:

@@ -16,8 +16,9 @@ held as well. Knows nothing of loads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from vllm_ascend_kvext.connector.block_references import BlockReferences
@@ -25,7 +26,8 @@ from vllm_ascend_kvext.connector.boundaries import UNASKED, BoundaryPlanner
 from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.host_layout import HostLayout
 from vllm_ascend_kvext.connector.messages import StoreJob
-from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
+from vllm_ascend_kvext.connector.store_jobs import Pages, StoreJobs, table_parts
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
@@ -34,7 +36,6 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 from vllm_ascend_kvext.store.tier import HostTier
 
 _NEVER = 1 << 60
-_NULL_ID = 0
 _LATEST = Reason(Origin.LATEST)
 
 MOST_REFERENCED_SHARE = 0.75
@@ -45,9 +46,6 @@ MOST_UNASKED_SHARE = 0.25
 
 _THERE = (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED)
 """What a store is answered that leaves nothing to do."""
-
-_Pages = dict[tuple[int, int], Block]
-"""By KV cache group and page of the request."""
 
 
 @dataclass(slots=True)
@@ -69,7 +67,7 @@ class _Tracked:
     done_tokens: int
     next_event_tokens: int = 0
     rows_tokens: int = 0
-    held: _Pages = field(default_factory=dict)
+    held: Pages = field(default_factory=dict)
     held_tokens: int = 0
 
 
@@ -108,16 +106,8 @@ class _Job:
     """Stores of one request in one step."""
 
     chunks: list[PlacedChunk] = field(default_factory=list)
-    pages: _Pages = field(default_factory=dict)
+    pages: Pages = field(default_factory=dict)
     stored: list[_Stored] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _JobUnderWay:
-    stored: list[_Stored]
-    blocks: list[Block]
-    workers_left: int
-    has_failed: bool = False
 
 
 class Stores:
@@ -131,8 +121,7 @@ class Stores:
         chooser: What is stored at all.
         references: To pages.
         events: Of the tier.
-        numbers: Of jobs.
-        num_workers: That make every store.
+        jobs: The stores under way.
         can_swap: Whether `swap_out` is called: the tails of prompts that are being computed are
             then held as well.
     """
@@ -146,8 +135,7 @@ class Stores:
         chooser: StoreChooser,
         references: BlockReferences,
         events: Events,
-        numbers: Iterator[int],
-        num_workers: int,
+        jobs: StoreJobs,
         can_swap: bool = False,
     ) -> None:
         self._engine = engine
@@ -157,19 +145,17 @@ class Stores:
         self._chooser = chooser
         self._references = references
         self._events = events
-        self._numbers = numbers
-        self._num_workers = num_workers
+        self._under_way = jobs
         self._can_swap = can_swap
         self._tracked: dict[str, _Tracked] = {}
         self._plans: dict[str, _Plan] = {}  # of requests that are not admitted
         self._jobs: dict[str, _Job] = {}  # of this step
-        self._under_way: dict[int, _JobUnderWay] = {}
         self._reasons: dict[int, Reason] = {}  # of tails, by the number of the entry
 
     @property
-    def num_under_way(self) -> int:
-        """Jobs that are planned or made."""
-        return len(self._under_way) + len(self._jobs)
+    def num_planned(self) -> int:
+        """Jobs of this step."""
+        return len(self._jobs)
 
     @property
     def is_off(self) -> bool:
@@ -279,15 +265,12 @@ class Stores:
             self._release_held(tracked)
 
     def abandon(self) -> None:
-        """Let go of the pages of all stores, whose bytes are then worth nothing."""
+        """Let go of the pages of the stores of this step, which are not made."""
         for planned in self._jobs.values():
             self._references.release(list(planned.pages.values()))
             for stored in planned.stored:
                 self._fail(stored)
         self._jobs.clear()
-        for job in self._under_way.values():
-            self._references.release(job.blocks)
-            job.blocks, job.has_failed = [], True
 
     # Jobs.
 
@@ -296,23 +279,6 @@ class Stores:
         jobs = [self._begin(job, list(job.pages.values())) for job in self._jobs.values()]
         self._jobs.clear()
         return tuple(jobs)
-
-    def end(self, number: int, num_workers: int, has_failed: bool) -> None:
-        """So many workers have ended a job; with a failure, it counts for all of them."""
-        job = self._under_way.get(number)
-        if job is None:
-            return
-        job.workers_left -= num_workers
-        job.has_failed |= has_failed
-        if job.workers_left > 0:
-            return  # others still read the pages, and write to host memory
-        del self._under_way[number]
-        self._references.release(job.blocks)
-        for stored in job.stored:
-            if job.has_failed:
-                self._fail(stored)
-            else:
-                self._finish(stored)
 
     def note_hit(self, entry: Entry) -> None:
         """A request resumes from tails."""
@@ -328,9 +294,16 @@ class Stores:
     # What is behind it.
 
     def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
-        number = next(self._numbers)
-        self._under_way[number] = _JobUnderWay(job.stored, blocks, self._num_workers)
-        return StoreJob(number, tuple(job.chunks), self._parts(job.pages))
+        number = self._under_way.begin(blocks, partial(self._end, job.stored))
+        parts = table_parts(job.pages, len(self._engine.managers))
+        return StoreJob(number, tuple(job.chunks), parts)
+
+    def _end(self, stored: Sequence[_Stored], has_failed: bool) -> None:
+        for each in stored:
+            if has_failed:
+                self._fail(each)
+            else:
+                self._finish(each)
 
     def _plan(self, request: Request, computed_tokens: int) -> dict[int, Reason]:
         """The boundaries of a request that is to begin there.
@@ -501,9 +474,9 @@ class Stores:
         job.stored.append(_Stored(entry, prefix, request))
         return None
 
-    def _pages_of(self, request_id: str, tracked: _Tracked, piece: Piece) -> _Pages | None:
+    def _pages_of(self, request_id: str, tracked: _Tracked, piece: Piece) -> Pages | None:
         """The blocks that a piece is read from; None if some are not there any more."""
-        pages: _Pages = {}
+        pages: Pages = {}
         for page_range in self._layout.pages(piece):
             for key, block in self._blocks(request_id, tracked, *page_range):
                 if block is None:
@@ -522,21 +495,6 @@ class Stores:
         for page in range(first_page + len(found), end_page):
             yield (group, page), tracked.held.get((group, page))
 
-    def _parts(self, pages: _Pages) -> tuple[TablePart, ...]:
-        parts = []
-        for group in range(len(self._engine.managers)):
-            of_group = {page: block for (of, page), block in pages.items() if of == group}
-            if not of_group:
-                parts.append(TablePart(0, ()))
-                continue
-            first, end = min(of_group), max(of_group) + 1
-            ids = [
-                of_group[page].block_id if page in of_group else _NULL_ID
-                for page in range(first, end)
-            ]
-            parts.append(TablePart(first, tuple(ids)))
-        return tuple(parts)
-
     def _last_boundary(self, request: Request) -> int:
         """The last boundary whose tokens are known and computed, by steps in flight at least."""
         known_tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -549,7 +507,7 @@ class Stores:
             return
         # Drafts that are rejected, and steps in flight, count as computed for a while: one more.
         upto_tokens = boundary_tokens + 2 * self._layout.unit_tokens
-        held: _Pages = {}
+        held: Pages = {}
         for page_range in self._layout.pages_that_leave(boundary_tokens, upto_tokens):
             for key, block in self._blocks(request.request_id, tracked, *page_range):
                 if block is not None:

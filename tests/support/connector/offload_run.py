@@ -147,7 +147,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     assert sum(entry.num_bytes for entry in entries) == tier._arena.used_bytes
     assert tier.counters.bytes_held == tier._arena.used_bytes
     parts = engine.parts
-    assert not parts.stores._tracked and not parts.stores._under_way
+    assert not parts.stores._tracked and not parts.jobs
     assert not parts.stores._plans
     assert not side.has_holes
     for name, books in (*vars(parts.loads).items(), ("_failed_loads", side._failed_loads)):
@@ -181,7 +181,9 @@ def _reset(
     engine: SimulatedEngine, rng: random.Random, workload: OffloadWorkload, counts: Counter[str]
 ) -> None:
     resets_running = rng.random() < 0.5 and _can_preempt_for_reset(engine, workload)
-    counts["resets with stores under way"] += engine.parts.stores.num_under_way > 0
+    counts["resets with stores under way"] += (
+        len(engine.parts.jobs) + engine.parts.stores.num_planned > 0
+    )
     has_reset = engine.reset(resets_running, reset_connector=rng.random() < 0.5)
     counts["resets"] += has_reset
     if resets_running:
