@@ -11,7 +11,7 @@ The op is handed in: this module knows no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +105,8 @@ class CpuTokenPages:
         orders: dict[object, tuple[RowOrder, RowOrder]] = {}
         planes: list[TokenPlane] = []
         places: list[_Part] = []
-        self._tokens_per_page: dict[int, int] = {}
-        self._num_pages = _num_pages_of(layers)
+        self.tokens_per_page: dict[int, int] = {}
+        self.num_pages = _num_pages_of(layers)
         for layer in layers:
             _require_layer(layer)
             kind = tuple(
@@ -129,20 +129,8 @@ class CpuTokenPages:
                     )
                 )
                 places.append(_part_of(cache, order))
-        self._planes = tuple(planes)
+        self.planes = tuple(planes)
         self._places = places
-
-    @property
-    def planes(self) -> tuple[TokenPlane, ...]:
-        return self._planes
-
-    @property
-    def tokens_per_page(self) -> Mapping[int, int]:
-        return self._tokens_per_page
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
 
     def read(self, slots: Slots, rows: HostRows) -> None:
         for place, in_host, index in self._each(slots, rows):
@@ -154,7 +142,7 @@ class CpuTokenPages:
             place.parts[index] = in_host
 
     def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        plane, place = self._planes[index], self._places[index]
+        plane, place = self.planes[index], self._places[index]
         parts = place.parts[self._parts_of(plane, place, slots)]
         return parts.view(np.uint8).reshape(len(slots), plane.row_bytes)
 
@@ -163,7 +151,7 @@ class CpuTokenPages:
         memory = rows.memory.numpy()
         indices: dict[object, Offsets] = {}
         for plane, place, offset_bytes in zip(
-            self._planes, self._places, rows.plane_offsets_bytes, strict=False
+            self.planes, self._places, rows.plane_offsets_bytes, strict=False
         ):
             of_group = slots[plane.group]
             same = plane.group, place.page_parts, id(place.offsets)
@@ -178,14 +166,14 @@ class CpuTokenPages:
         self, plane: TokenPlane, place: _Part, slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Indices of the parts that rows are, row after row."""
-        pages, in_page = np.divmod(slots, self._tokens_per_page[plane.group])
+        pages, in_page = np.divmod(slots, self.tokens_per_page[plane.group])
         found = place.offsets[in_page]
         found += (pages * place.page_parts)[:, None]
         return found.reshape(-1)
 
     def _add_group(self, layer: CpuLayer) -> None:
         found = int(layer.key_cache.shape[2])
-        expected = self._tokens_per_page.setdefault(layer.group, found)
+        expected = self.tokens_per_page.setdefault(layer.group, found)
         if found != expected:
             raise BlendingError(
                 f"layer {layer.name}: expected {expected} tokens per page, as other layers of KV "

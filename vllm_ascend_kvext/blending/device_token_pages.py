@@ -53,24 +53,12 @@ class DeviceTokenPages:
         wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._placed = tuple(planes)
-        self._planes = tuple(placed.plane for placed in planes)
-        self._tokens_per_page = dict(tokens_per_page)
-        self._num_pages = num_pages
+        self.planes = tuple(placed.plane for placed in planes)
+        self.tokens_per_page = dict(tokens_per_page)
+        self.num_pages = num_pages
         self._pools = pools
         self._placement = placement
         self._wait = wait
-
-    @property
-    def planes(self) -> tuple[TokenPlane, ...]:
-        return self._planes
-
-    @property
-    def tokens_per_page(self) -> Mapping[int, int]:
-        return self._tokens_per_page
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
 
     def read(self, slots: Slots, rows: HostRows) -> None:
         self._move(self._placed, slots, rows, Direction.PAGES_TO_HOST)
@@ -100,12 +88,12 @@ class DeviceTokenPages:
             (
                 *(placed.plane.group, placed.storage, placed.base_bytes),
                 *(placed.page_stride_bytes, placed.region_offset_bytes, placed.plane.row_bytes),
-                *(self._tokens_per_page[placed.plane.group], self._num_pages, offset_bytes),
+                *(self.tokens_per_page[placed.plane.group], self.num_pages, offset_bytes),
             )
             for placed, offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
         ]
         runs = [
-            runs_of(group, slots[group], self._tokens_per_page[group], rows.first_row)
+            runs_of(group, slots[group], self.tokens_per_page[group], rows.first_row)
             for group in sorted({placed.plane.group for placed in moved})
         ]
         page_transfer(

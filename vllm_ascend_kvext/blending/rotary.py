@@ -177,6 +177,15 @@ def is_of_ascend(module: Any) -> bool:
     return _name(type(module)) in ASCEND_READERS
 
 
+def torch_dtype(dtype: RowDtype) -> torch.dtype:
+    """The reverse of `row_dtype`."""
+    import torch
+
+    found = getattr(torch, dtype.name.lower())
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def _name(of: type) -> str:
     return f"{of.__module__}.{of.__qualname__}"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import RotationError
-from vllm_ascend_kvext.blending.rotary import is_of_ascend
+from vllm_ascend_kvext.blending.rotary import is_of_ascend, torch_dtype
 from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.schema import (
@@ -97,19 +97,14 @@ def _check(
 ) -> None:
     import torch
 
-    element = {
-        RowDtype.FLOAT32: torch.float32,
-        RowDtype.BFLOAT16: torch.bfloat16,
-        RowDtype.FLOAT16: torch.float16,
-    }
     half_unit = max(
         HALF_UNITS[dtype],
-        *(HALF_UNITS[row] for row in RowDtype if element[row] == module.cos_sin_cache.dtype),
+        *(HALF_UNITS[row] for row in RowDtype if torch_dtype(row) == module.cos_sin_cache.dtype),
     )
     random = torch.Generator().manual_seed(1)
     # shape: [moves, rows, heads, head_elements]
     shape = len(moves), _ROWS, _HEADS, signature.head_elements
-    rows = torch.randn(shape, generator=random).to(element[dtype])
+    rows = torch.randn(shape, generator=random).to(torch_dtype(dtype))
     before, wanted = (
         _rotated_by(module, signature, rows, [move[side] for move in moves]) for side in (0, 1)
     )

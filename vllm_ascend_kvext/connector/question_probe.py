@@ -19,12 +19,12 @@ from vllm_ascend_kvext.blending.attention_keys import LayerKeys
 from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.question_scores import attention_scores
 from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.rotary import torch_dtype
 from vllm_ascend_kvext.blending.token_pages import TokenPages
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.messages import ProbeJob
 from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
-from vllm_ascend_kvext.transfer.schema import RowDtype
 
 if TYPE_CHECKING:
     import torch
@@ -180,8 +180,10 @@ class QuestionProbe:
             before = TokenRange(0, job.tokens.end)
             slots = _slots(before, table, tokens_per_page, pages.num_pages)
             stored = pages.read_plane(self._plane, slots)
-            keys = _as_tensor(stored, plane.dtype).reshape(
-                len(slots), plane.num_heads, plane.head_elements
+            keys = (
+                torch.from_numpy(stored)
+                .view(torch_dtype(plane.dtype))
+                .reshape(len(slots), plane.num_heads, plane.head_elements)
             )
             of_row = heads[torch.from_numpy(rows)]
             scores = attention_scores(of_row, keys, self._layer.scale).numpy()
@@ -208,17 +210,6 @@ def _slots(
         )
     slots: npt.NDArray[np.int64] = of_tokens * tokens_per_page + in_page
     return slots
-
-
-def _as_tensor(rows: npt.NDArray[np.uint8], dtype: RowDtype) -> torch.Tensor:
-    import torch
-
-    dtypes = {
-        RowDtype.FLOAT32: torch.float32,
-        RowDtype.FLOAT16: torch.float16,
-        RowDtype.BFLOAT16: torch.bfloat16,
-    }
-    return torch.from_numpy(rows).view(dtypes[dtype])
 
 
 def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:
