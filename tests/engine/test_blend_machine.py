@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import vllm
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from support.connector.blending_engine import BlendingEngine
+from support.connector.engine_machine import EngineMachine, NoEstimates
 from support.connector.exact_contents import ExactContents
 from support.connector.offload_run import (
     check_blocks,
@@ -37,11 +37,10 @@ from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector import loads
-from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 FULL_WINDOW_ROWS = paged(layouts.FULL_WINDOW, ROWS)
@@ -113,22 +112,6 @@ WRONG_SEGMENTS = ([[0, 4], [3, 9]], [[0, 1 << 20]], [[-2, 5]], [[7, 3]], "no pai
 
 counts: Counter[str] = Counter()
 """What has happened in all examples of a test."""
-
-
-class NoEstimates:
-    """Costs of an engine that has measured nothing: what is swapped does not depend on clocks."""
-
-    def compute_s(self, num_tokens: int) -> None:
-        del num_tokens
-
-    def load_s(self, num_bytes: int) -> float:
-        del num_bytes
-        return 0.0
-
-    def note(self, *measured: float) -> None:
-        pass
-
-    note_copies = note_load = note_step = note
 
 
 class Watch:
@@ -224,17 +207,10 @@ class Watch:
         counts["marked answers"] += 1
 
 
-class BlendMachine(RuleBasedStateMachine):
+class BlendMachine(EngineMachine):
     """One engine, and those who use it."""
 
     layouts: tuple[PagedLayout, ...]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: BlendingEngine | None = None
-        self.plans: dict[str, RequestPlan] = {}
-        self.num_plans = 0
-        self.is_well = False
 
     @initialize(
         data=st.data(),
@@ -386,15 +362,6 @@ class BlendMachine(RuleBasedStateMachine):
 
     # Steps.
 
-    @rule(num_steps=st.sampled_from([1, 2, 3, 6, 12, 40]))
-    def go_on(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self._step()
-
-    @rule()
-    def go_on_once(self) -> None:
-        self._step()
-
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
@@ -406,24 +373,7 @@ class BlendMachine(RuleBasedStateMachine):
         """Somebody else has had them for a while."""
         self.engine.block_pool.free_blocks(self._take_free_blocks(0))
 
-    @rule(state=st.sampled_from([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
-    def step_paused(self, state: PauseState) -> None:
-        scheduler = self.engine.scheduler
-        scheduler.set_pause_state(state)
-        for _ in range(3):
-            self._step()
-        scheduler.set_pause_state(PauseState.UNPAUSED)
-
     # What is lost.
-
-    @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
-    def evict(self, share: float, seed: int) -> None:
-        self._evict(share, random.Random(seed))
-
-    @precondition(lambda self: self.engine.options.caching)
-    @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
-    def evict_on_device(self, share: float, seed: int) -> None:
-        self._evict_on_device(share, random.Random(seed))
 
     @rule(
         restarts_running=st.booleans(),
@@ -437,15 +387,6 @@ class BlendMachine(RuleBasedStateMachine):
         assert self.engine.reset(True, resets_connector)
 
     # The end.
-
-    def teardown(self) -> None:
-        if self.engine is None:
-            return
-        try:
-            if self.is_well:
-                self._end()
-        finally:
-            self.engine.shutdown()
 
     def _end(self) -> None:
         engine = self.engine
@@ -565,37 +506,6 @@ class BlendMachine(RuleBasedStateMachine):
         for worker in self.engine.workers:
             worker.contents.overwrite([block.block_id for block in taken])
         return taken
-
-    def _evict(self, share: float, rng: random.Random) -> None:
-        tier = self.engine.tier
-        for entry in list(tier._entries.values()):
-            if entry.is_evictable and rng.random() < share:
-                tier._remove(entry, Removal.EVICTED)
-
-    def _evict_on_device(self, share: float, rng: random.Random) -> None:
-        pool = self.engine.block_pool
-        cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
-        pool.evict_blocks({block_id for block_id in cached if rng.random() < share})
-
-    def _live(self) -> list[Request]:
-        return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
-
-    def _can_restart_running(self) -> bool:
-        """Not while a load writes to blocks."""
-        if vllm.__version__.startswith("0.20.") and self.engine.options.is_async:
-            return False  # It leaves out the next token, whether one was on its way or not.
-        scheduler = self.engine.scheduler
-        loaded = scheduler.finished_recving_kv_req_ids
-        return all(
-            request.request_id in loaded or self._waits_for_holes_alone(request.request_id)
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            else not request.is_finished()
-            for request in scheduler.requests.values()
-        )
-
-    def _waits_for_holes_alone(self, request_id: str) -> bool:
-        parked = self.engine.side._holes._parked.get(request_id)
-        return parked is not None and parked.is_loaded
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import vllm
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from support.connector.cached_blocks import CachedBlocks
+from support.connector.engine_machine import EngineMachine, NoEstimates
 from support.connector.offload_run import (
     check_blocks,
     check_nothing_is_left,
@@ -46,7 +46,6 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_kvext.connector import loads
-from vllm_ascend_kvext.store.counters import Removal
 
 LAYOUTS = {
     "one group": (FULL, paged(layouts.FULL, ROWS)),
@@ -197,33 +196,10 @@ class Watch:
         counts["checked prefills"] += 1
 
 
-class NoEstimates:
-    """Costs of an engine that has measured nothing: what is swapped does not depend on clocks."""
-
-    def compute_s(self, num_tokens: int) -> None:
-        del num_tokens
-
-    def load_s(self, num_bytes: int) -> float:
-        del num_bytes
-        return 0.0
-
-    def note(self, *measured: float) -> None:
-        pass
-
-    note_copies = note_load = note_step = note
-
-
-class HoleMachine(RuleBasedStateMachine):
+class HoleMachine(EngineMachine):
     """One engine, and those who use it."""
 
     layouts: tuple[PagedLayout, ...]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: SimulatedEngine | None = None
-        self.plans: dict[str, RequestPlan] = {}
-        self.num_plans = 0
-        self.is_well = False
 
     @initialize(
         data=st.data(),
@@ -323,15 +299,6 @@ class HoleMachine(RuleBasedStateMachine):
 
     # Steps.
 
-    @rule(num_steps=st.sampled_from([1, 2, 3, 6, 12, 40]))
-    def go_on(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self._step()
-
-    @rule()
-    def go_on_once(self) -> None:
-        self._step()
-
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(left=st.integers(0, 2))
     def step_without_room(self, left: int) -> None:
@@ -340,24 +307,7 @@ class HoleMachine(RuleBasedStateMachine):
         taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
         self._step(taken)
 
-    @rule(state=st.sampled_from([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
-    def step_paused(self, state: PauseState) -> None:
-        scheduler = self.engine.scheduler
-        scheduler.set_pause_state(state)
-        for _ in range(3):
-            self._step()
-        scheduler.set_pause_state(PauseState.UNPAUSED)
-
     # What is lost.
-
-    @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
-    def evict(self, share: float, seed: int) -> None:
-        self._evict(share, random.Random(seed))
-
-    @precondition(lambda self: self.engine.options.caching)
-    @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
-    def evict_on_device(self, share: float, seed: int) -> None:
-        self._evict_on_device(share, random.Random(seed))
 
     @rule(
         restarts_running=st.booleans(),
@@ -373,15 +323,6 @@ class HoleMachine(RuleBasedStateMachine):
         counts["resets of running requests"] += 1
 
     # The end.
-
-    def teardown(self) -> None:
-        if self.engine is None:
-            return
-        try:
-            if self.is_well:
-                self._end()
-        finally:
-            self.engine.shutdown()
 
     def _end(self) -> None:
         engine = self.engine
@@ -442,40 +383,8 @@ class HoleMachine(RuleBasedStateMachine):
         if self.cached is not None:
             self.cached.expect(plan)
 
-    def _evict(self, share: float, rng: random.Random) -> None:
-        tier = self.engine.tier
-        for entry in list(tier._entries.values()):
-            if entry.is_evictable and rng.random() < share:
-                tier._remove(entry, Removal.EVICTED)
-
-    def _evict_on_device(self, share: float, rng: random.Random) -> None:
-        pool = self.engine.block_pool
-        cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
-        pool.evict_blocks({block_id for block_id in cached if rng.random() < share})
-
-    def _live(self) -> list[Request]:
-        return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
-
     def _with_holes(self) -> set[str]:
         return set(self.engine.side._holes._parked)
-
-    def _can_restart_running(self) -> bool:
-        """Not while a load writes to blocks."""
-        if vllm.__version__.startswith("0.20.") and self.engine.options.is_async:
-            return False  # It leaves out the next token, whether one was on its way or not.
-        scheduler = self.engine.scheduler
-        loaded = scheduler.finished_recving_kv_req_ids
-        return all(
-            request.request_id in loaded or self._waits_for_holes_alone(request.request_id)
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            else not request.is_finished()
-            for request in scheduler.requests.values()
-        )
-
-    def _waits_for_holes_alone(self, request_id: str) -> bool:
-        holes = self.engine.side._holes
-        parked = holes._parked.get(request_id) if holes is not None else None
-        return parked is not None and parked.is_loaded
 
 
 @pytest.fixture(scope="module", autouse=True)
