@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from support.connector.blending_engine import BlendingEngine
-from support.connector.engine_machine import EngineMachine, NoEstimates
+from support.connector.engine_machine import EngineMachine, NoEstimates, blocks_of_longest
 from support.connector.exact_contents import ExactContents
 from support.connector.offload_run import (
     check_blocks,
@@ -53,7 +53,7 @@ LAYOUTS = {
 BLOCK_TOKENS = FULL.groups[0].block_tokens
 MOST_PROMPT_TOKENS = 32 * BLOCK_TOKENS
 MOST_NEW_TOKENS = 8
-BLOCKS_OF_LONGEST = (MOST_PROMPT_TOKENS + MOST_NEW_TOKENS) // BLOCK_TOKENS + 2
+MOST_TOKENS = MOST_PROMPT_TOKENS + MOST_NEW_TOKENS
 MOST_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MOST_LIVE_REQUESTS = 12
@@ -72,7 +72,9 @@ DOCUMENTS.append((*DOCUMENTS[1][:32], *tokens(_rng, 9)))
 
 ENGINES = st.fixed_dictionaries(
     {
-        "num_blocks": st.sampled_from([1, 8, 40, 120]).map(lambda n: BLOCKS_OF_LONGEST + n),
+        "num_blocks": st.sampled_from([1, 8, 40, 120]).map(
+            lambda n: MOST_TOKENS // BLOCK_TOKENS + 2 + n
+        ),
         "max_num_seqs": st.sampled_from([1, 2, 4, 8]),
         "max_num_batched_tokens": st.sampled_from([18, 40, 64, 256]),
         "long_prefill_tokens": st.sampled_from([0, 0, 24]),
@@ -240,6 +242,7 @@ class BlendMachine(EngineMachine):
         )
         loads.LEAST_RUN_TOKENS = BLOCK_TOKENS
         engine["num_blocks"] *= 2 * len(layout.groups) - 1  # Holes have windows of their own.
+        engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout, MOST_TOKENS))
         connector["chunk_tokens"] *= layout.unit_tokens
         options = offloading(
             layout, hole_reuse=True, blending=True, segment_separator=[SEPARATOR], **connector
@@ -248,7 +251,7 @@ class BlendMachine(EngineMachine):
         assert self.engine.parts.blending is not None
         self.engine.side._cost = NoEstimates()  # type: ignore[assignment]
         self.watch = Watch(self.engine)
-        self.contents = ExactContents(self.engine, MOST_PROMPT_TOKENS + MOST_NEW_TOKENS)
+        self.contents = ExactContents(self.engine, MOST_TOKENS)
         self.num_steps = 0
         # Who waits for the load of another waits for a number of steps, however fast they are.
         self.engine.parts.loads._clock = lambda: self.num_steps * STEP_S

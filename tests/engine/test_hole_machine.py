@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from support.connector.cached_blocks import CachedBlocks
-from support.connector.engine_machine import EngineMachine, NoEstimates
+from support.connector.engine_machine import EngineMachine, NoEstimates, blocks_of_longest
 from support.connector.offload_run import (
     check_blocks,
     check_nothing_is_left,
@@ -56,7 +56,7 @@ LAYOUTS = {
 BLOCK_TOKENS = FULL.groups[0].block_tokens
 MOST_PROMPT_TOKENS = 32 * BLOCK_TOKENS
 MOST_NEW_TOKENS = 8
-BLOCKS_OF_LONGEST = (MOST_PROMPT_TOKENS + MOST_NEW_TOKENS) // BLOCK_TOKENS + 2
+MOST_TOKENS = MOST_PROMPT_TOKENS + MOST_NEW_TOKENS
 MOST_STEPS_TO_THE_END = 1500
 STEP_S = 0.2
 MOST_LIVE_REQUESTS = 12
@@ -69,7 +69,9 @@ DOCUMENTS = [tokens(_rng, length) for length in (5 * BLOCK_TOKENS, 83, 4 * BLOCK
 
 ENGINES = st.fixed_dictionaries(
     {
-        "num_blocks": st.sampled_from([1, 8, 40, 120]).map(lambda n: BLOCKS_OF_LONGEST + n),
+        "num_blocks": st.sampled_from([1, 8, 40, 120]).map(
+            lambda n: MOST_TOKENS // BLOCK_TOKENS + 2 + n
+        ),
         "max_num_seqs": st.sampled_from([1, 2, 4, 8]),
         "max_num_batched_tokens": st.sampled_from([18, 40, 64, 256]),
         "long_prefill_tokens": st.sampled_from([0, 0, 24]),
@@ -231,6 +233,7 @@ class HoleMachine(EngineMachine):
         )
         loads.LEAST_RUN_TOKENS = least_run_blocks * BLOCK_TOKENS
         engine["num_blocks"] *= 2 * len(layout.groups) - 1  # Holes have windows of their own.
+        engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout, MOST_TOKENS))
         connector["chunk_tokens"] *= layout.unit_tokens
         options = offloading(layout, hole_reuse=True, **connector)
         self.engine = SimulatedEngine(layout, EngineOptions(offloading=options, **engine), script)

@@ -220,8 +220,11 @@ class Loads:
                 self._prospects[request_id] = prospect
                 if needs_more:
                     return None
-                has_room = self._room_for(request, prospect.hit) is Room.YES
-                return prospect.hit.num_tokens if has_room else None
+                if self._room_for(request, prospect.hit) is not Room.YES:
+                    return None
+                if self._hold_windows(request, prospect.hit):
+                    return prospect.hit.num_tokens
+                del self._prospects[request_id]
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         if self._still_waits(request_id, local_tokens):
             return None
@@ -261,7 +264,29 @@ class Loads:
         if load is None:
             return 0
         self._prospects[request_id] = _Prospect(hit, load)
+        self._hold_windows(request, hit)
         return hit.num_tokens
+
+    def _hold_windows(self, request: Request, hit: Hit) -> bool:
+        """Keep what a request with segments reads of windows on the device until it begins.
+
+        Returns:
+            False if it is not there any more.
+        """
+        if self._blended is None or self._holes is None or self._holes.windows is None:
+            return True
+        windows = self._holes.windows
+        if not hit.placed or hit.exact_tails is not None or windows.is_held(request.request_id):
+            return True
+        cached = self._blended.cached_windows(request, hit.exact_tokens)
+        if cached is not None:
+            windows.hold(request.request_id, cached)
+        return cached is not None
+
+    def end_step(self) -> None:
+        """A step is planned: who has not begun in it is asked about again."""
+        if self._holes is not None and self._holes.windows is not None:
+            self._holes.windows.release_held()
 
     def _with_segments(self, request: Request, hit: Hit) -> Hit | None:
         """The hit with segments behind it, if there are some, and it could have room."""
@@ -413,14 +438,8 @@ class Loads:
         if not hit.holes and self._holes.windows is None and probe is None:
             return {}
         holes = [Run(*hole) for hole in hit.holes]
-        cached = None
-        if self._blended is not None and hit.exact_tails is None:
-            request = self._engine.requests[request_id]
-            cached = self._blended.cached_windows(request, hit.exact_tokens)
-            if cached is None:
-                return {}  # It is gone since: the load fails.
         dense = self._holes.begin_dense(
-            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, cached or {}, probe
+            request_id, holes, hit.after_tokens, hit.exact_tokens, block_ids, probe
         )
         return dense or {}
 

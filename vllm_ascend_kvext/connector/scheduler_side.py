@@ -452,6 +452,7 @@ class SchedulerSide:
                     continue
             stores.note_step(request, num_new_tokens)
         room.end_step()
+        self._parts.loads.end_step()
         swaps, self._swaps = tuple(self._swaps), []
         loads, self._step_loads = tuple(self._step_loads), []
         # A step that computes nothing may be the last for a while.

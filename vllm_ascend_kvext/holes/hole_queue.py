@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.span_plan import Run, union
@@ -167,7 +167,6 @@ class HoleQueue:
         after_tokens: int,
         first_tokens: int,
         own_ids: Sequence[Sequence[int]],
-        cached: Mapping[int, Sequence[Any]],
         probe: ProbePlan | None = None,
     ) -> Mapping[int, DenseTable] | None:
         """The same where segments lie between the holes, whose windows have no tails.
@@ -175,7 +174,6 @@ class HoleQueue:
         Args:
             first_tokens: Where the request is exact no more.
             own_ids: Its block ids, by KV cache group.
-            cached: See ``WindowBlocks.begin_dense``.
             probe: Before these are computed.
 
         Returns:
@@ -184,9 +182,9 @@ class HoleQueue:
         """
         tables: Mapping[int, DenseTable] | None = {}
         if self.windows is not None:
-            tables = self.windows.begin_dense(request_id, first_tokens, own_ids, cached)
-            if after_tokens and not cached:
+            if after_tokens and not self.windows.is_held(request_id):
                 after_tokens = _NOWHERE  # The window before it is loaded.
+            tables = self.windows.begin_dense(request_id, first_tokens, own_ids)
         if tables is None:
             return None
         parked = _Parked(list(holes), after_tokens)

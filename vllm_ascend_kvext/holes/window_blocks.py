@@ -117,6 +117,7 @@ class WindowBlocks:
         self._tokens_per_page = tokens_per_page
         self._holes: dict[str, list[_Tables]] = {}
         self._dense: dict[str, dict[int, DenseTable]] = {}
+        self._held: dict[str, Mapping[int, Sequence[Any]]] = {}
         self._leaving: list[Any] = []
 
     def __len__(self) -> int:
@@ -127,20 +128,41 @@ class WindowBlocks:
         """First and end page that going on from a token reads, by KV cache group with windows."""
         return self._window_pages(first_tokens)
 
+    def hold(self, request_id: str, cached: Mapping[int, Sequence[Any]]) -> None:
+        """Keep cached blocks until `begin_dense`, or until `release_held`.
+
+        The request's own blocks are allocated first, and would be taken from what is free.
+
+        Args:
+            cached: By KV cache group: blocks that have the whole window where it will begin. They
+                are only read.
+        """
+        assert request_id not in self._held
+        for blocks in cached.values():
+            self._blocks.take(blocks)
+        self._held[request_id] = cached
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether `hold` was called for a request that has not begun."""
+        return request_id in self._held
+
+    def release_held(self) -> None:
+        """A step is planned: whoever has not begun in it has got no blocks."""
+        for cached in self._held.values():
+            for blocks in cached.values():
+                self._blocks.release(blocks)
+        self._held.clear()
+
     def begin_dense(
-        self,
-        request_id: str,
-        first_tokens: int,
-        own_ids: Sequence[Sequence[int]],
-        cached: Mapping[int, Sequence[Any]],
+        self, request_id: str, first_tokens: int, own_ids: Sequence[Sequence[int]]
     ) -> dict[int, DenseTable] | None:
         """Take blocks for all windows from a token on, as far as a request has none of its own.
+
+        What is held for the request becomes part of the tables.
 
         Args:
             first_tokens: Where it begins; the window before it is in the tables, too.
             own_ids: The request's block ids, by KV cache group, nulls included.
-            cached: By KV cache group: blocks that have the whole window before it already. They are
-                held, and only read.
 
         Returns:
             By KV cache group with windows; None, and nothing is taken, if there are too few blocks.
@@ -150,12 +172,12 @@ class WindowBlocks:
             ids = own_ids[group]
             first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
             ranges[group] = min(first_page, first_own), first_own
-        kept = {
-            group: list(cached.get(group, ()))[: end - first]
-            for group, (first, end) in ranges.items()
-        }
-        for blocks in kept.values():
-            self._blocks.take(blocks)
+        held = self._held.pop(request_id, {})
+        kept: dict[int, list[Any]] = {}
+        for group, (first, end) in ranges.items():
+            blocks = list(held.get(group, ()))
+            kept[group] = blocks[: end - first]
+            self._blocks.release(blocks[end - first :])
         num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
         if num_blocks > self._blocks.num_free:
             for blocks in kept.values():

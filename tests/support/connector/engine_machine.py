@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from support.connector.paged_layouts import PagedLayout
 from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.store.counters import Removal
 
@@ -30,6 +31,15 @@ class NoEstimates:
         pass
 
     note_copies = note_load = note_step = note
+
+
+def blocks_of_longest(layout: PagedLayout, most_tokens: int) -> int:
+    """Blocks without which vLLM may never admit a request: all of its windows' are counted.
+
+    Args:
+        most_tokens: Of a prompt and its answer.
+    """
+    return sum(-(-most_tokens // group.block_tokens) + 2 for group in layout.groups)
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -55,7 +55,7 @@ PLAN = ProbePlan(Run(18, 26), (Run(2, 4),))
 def queue(pool: Pool) -> HoleQueue:
     """With a request that has been loaded, and waits for its probe."""
     queue = HoleQueue(probe_blocks=ProbeBlocks(pool, {0: PAGE_TOKENS}))
-    assert queue.begin_dense("a", HOLES, 0, 0, OWN_IDS, {}, PLAN) == {}
+    assert queue.begin_dense("a", HOLES, 0, 0, OWN_IDS, PLAN) == {}
     queue.note_load_ended("a")
     return queue
 
@@ -109,7 +109,7 @@ def test_request_that_goes_leaves_no_blocks(queue: HoleQueue, pool: Pool, end: s
 
 def test_nothing_is_computed_before_the_load_ends(pool: Pool) -> None:
     queue = HoleQueue(probe_blocks=ProbeBlocks(pool, {0: PAGE_TOKENS}))
-    queue.begin_dense("a", [], 0, 0, OWN_IDS, {}, ProbePlan(Run(18, 20), ()))
+    queue.begin_dense("a", [], 0, 0, OWN_IDS, ProbePlan(Run(18, 20), ()))
     assert take(queue) == [] == queue.end_step()
     assert queue.note_load_ended("a")
     assert queue.end_step() == []
@@ -171,7 +171,7 @@ def test_probe_that_nobody_speaks_of_is_given_up(queue: HoleQueue) -> None:
 def test_a_probe_of_a_request_that_began_anew_is_another(queue: HoleQueue) -> None:
     before = take(queue)[-1]
     queue.restart("a")
-    queue.begin_dense("a", HOLES, 0, 0, OWN_IDS, {}, PLAN)
+    queue.begin_dense("a", HOLES, 0, 0, OWN_IDS, PLAN)
     queue.note_load_ended("a")
     assert queue.probed_request(before.row_id) is None
     after = take(queue)[-1]

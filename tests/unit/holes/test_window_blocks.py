@@ -36,6 +36,10 @@ class Pool:
         taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
         return taken
 
+    def take(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self.free.remove(block)
+
     def release(self, blocks: Sequence[Block]) -> None:
         assert not set(blocks) & set(self.free)
         self.free += blocks
@@ -155,3 +159,41 @@ def test_all_blocks_come_back() -> None:
                 assert not queue.note_load_ended("a")
             queue.end_step()
             assert pool.num_free == 20, (num_steps, is_loaded)
+
+
+def test_held_windows_outlast_the_requests_own_blocks() -> None:
+    pool = Pool()
+    windows = blocks_of(pool)
+    cached = pool.free[:WINDOW_PAGES]
+    windows.hold("a", {GROUP: cached})
+    own = pool.allocate(3)
+    assert not set(own) & set(cached)
+    own_ids = [[], [0, 0, 0, 0, 0, 0, *(block.block_id for block in own)]]
+    tables = windows.begin_dense("a", 16, own_ids)
+    assert tables is not None
+    assert tables[GROUP].blocks[:WINDOW_PAGES] == cached and len(tables[GROUP].blocks) == 4
+    windows.release_held()  # It has begun: nothing is held for it any more.
+    assert not set(pool.free) & set(cached)
+    windows.drop("a")
+    assert pool.num_free == 20 - len(own)
+
+
+def test_windows_of_a_request_that_got_no_blocks_are_released() -> None:
+    pool = Pool()
+    windows = blocks_of(pool)
+    windows.hold("a", {GROUP: pool.free[:WINDOW_PAGES]})
+    windows.release_held()
+    assert pool.num_free == 20 and not windows.is_held("a")
+    windows.hold("a", {GROUP: pool.free[:WINDOW_PAGES]})
+    pool.allocate(pool.num_free)
+    assert windows.begin_dense("a", 16, [[], [0] * 9]) is None
+    assert pool.num_free == WINDOW_PAGES
+
+
+def test_more_than_the_gap_is_not_held() -> None:
+    pool = Pool()
+    windows = blocks_of(pool)
+    windows.hold("a", {GROUP: pool.free[:WINDOW_PAGES]})
+    tables = windows.begin_dense("a", 16, [[], [0, 0, 0, 99]])
+    assert tables is not None and len(tables[GROUP].blocks) == 1
+    assert pool.num_free == 19
