@@ -8,14 +8,19 @@ next step, and an engine without requests may never make one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.connector.learned_requests import cancel_learning
 from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+
+    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
 
 MOST_DRAINING_S = 30.0
 
@@ -26,15 +31,31 @@ def drain_before_reset(
     """Make steps until no transfer is under way, if there is nothing else to do."""
     side = side_of(core.scheduler)
     if side is not None:
-        side.release_pages()
-        deadline_s = time.monotonic() + MOST_DRAINING_S
-        while (
-            side.has_transfers
-            and not core.scheduler.has_unfinished_requests()
-            and time.monotonic() < deadline_s
-        ):
-            _step(core)
+        with _learning_held(core.scheduler, side):
+            side.release_pages()
+            deadline_s = time.monotonic() + MOST_DRAINING_S
+            while (
+                side.has_transfers
+                and not core.scheduler.has_unfinished_requests()
+                and time.monotonic() < deadline_s
+            ):
+                _step(core)
     return wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _learning_held(scheduler: Scheduler, side: SchedulerSide) -> Iterator[None]:
+    """Have no requests of our own, whose blocks would be in use."""
+    learning = side.learning
+    if learning is None:
+        yield
+        return
+    cancel_learning(scheduler, learning)
+    learning.is_held = True
+    try:
+        yield
+    finally:
+        learning.is_held = False
 
 
 def _step(core: EngineCore) -> None:

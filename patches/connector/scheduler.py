@@ -25,6 +25,10 @@ from vllm_ascend_kvext.patches.connector.hole_rows import (
     correct_hits,
     go_on_behind_holes,
 )
+from vllm_ascend_kvext.patches.connector.learned_requests import (
+    LearnedRequests,
+    cancel_learning,
+)
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -112,6 +116,7 @@ class ConnectedScheduler:
                 recomputes_failed_loads=scheduler.recompute_kv_load_failures,
                 has_other_connectors=scheduler.connector is not connector,
                 most_request_tokens=scheduler.max_model_len,
+                num_data_parallel=scheduler.vllm_config.parallel_config.data_parallel_size,
                 cached_blocks=partial(_cached_blocks, manager),
             )
         )
@@ -141,6 +146,11 @@ class ConnectedScheduler:
         if connector.options.blending:
             methods.append(self.add_request)
             manager.coordinator.cache_blocks = self.cache_blocks
+        self._learned: LearnedRequests | None = None
+        self._update_from_output = scheduler.update_from_output
+        if connector.options.blending and connector.options.learn_segments:
+            self._learned = LearnedRequests(scheduler, self._side)
+            methods.append(self.update_from_output)
         self._replaced = [method.__name__ for method in methods]
         for method in methods:
             setattr(scheduler, method.__name__, method)
@@ -200,10 +210,14 @@ class ConnectedScheduler:
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
         scheduler.max_num_running_reqs -= len(rows)
         try:
+            if self._learned is not None:
+                self._learned.begin_step()
             output = self._schedule()
         finally:
             scheduler.max_num_scheduled_tokens = most_tokens
             scheduler.max_num_running_reqs = most_requests
+        if self._learned is not None:
+            self._learned.end_step()
         output.finished_req_ids.update(self._row_ids)
         self._row_ids = {row.row_id for row in rows}
         add_rows(scheduler, output, rows)
@@ -211,12 +225,21 @@ class ConnectedScheduler:
             correct_hits(scheduler, new)
         return output
 
+    def update_from_output(self, scheduler_output: SchedulerOutput, from_model: Any) -> Any:
+        """Note the output of a step. Nobody is told of requests of our own."""
+        assert self._learned is not None
+        outputs = self._update_from_output(scheduler_output, from_model)
+        self._learned.drop_outputs(outputs)
+        return outputs
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
         for request_id in self._side.end_hole_step():
             go_on_behind_holes(self._scheduler, request_id)
+        if self._side.learning is not None:
+            cancel_learning(self._scheduler, self._side.learning)
         if reset_running_requests:
             self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:
@@ -374,6 +397,7 @@ PATCHES = (
             f"{_SCHEDULER}._update_request_as_session",
             f"{_SCHEDULER}._mamba_block_aligned_split",
             f"{_SCHEDULER}.add_request",
+            f"{_SCHEDULER}.finish_requests",
             f"{_SCHEDULER}._update_waiting_for_remote_kv",
             f"{_SCHEDULER}._try_promote_blocked_waiting_request",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",

@@ -35,6 +35,11 @@ class SegmentPrefix:
         self.packed_ids = pack_ids(token_ids)
         self.num_segment_tokens = len(token_ids)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the segment: a copy."""
+        return array(_ID_TYPE, self.packed_ids).tolist()
+
     @cached_property
     def num_tokens(self) -> int:
         return -(-self.num_segment_tokens // self._unit_tokens) * self._unit_tokens

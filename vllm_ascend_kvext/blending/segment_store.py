@@ -80,6 +80,10 @@ class SegmentStore:
             found.append(PlacedRows(entry, first_tokens + begin, first_tokens + end, begin))
         return found
 
+    def is_missing(self, prefix: SegmentPrefix) -> bool:
+        """Whether some of a segment is neither stored nor on its way."""
+        return bool(self._tier.missing_pieces(prefix, 0, prefix.num_tokens))
+
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
         """Take places for what is missing of a segment.
 

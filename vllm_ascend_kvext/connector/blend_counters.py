@@ -29,6 +29,28 @@ class BlendRefusal(enum.Enum):
     """The device's pool, or host memory, is too small for it."""
 
 
+class LearningDrop(enum.Enum):
+    """Why a segment that was seen twice has not been stored."""
+
+    QUEUE = "queue"
+    """Too many others waited to be computed."""
+
+    TOO_LONG = "too_long"
+    """It does not fit into the model's context behind the sink."""
+
+    BUSY = "busy"
+    """Requests of clients needed the room of the one that computed it."""
+
+    ROOM = "room"
+    """The device's pool, or host memory, is too small for it."""
+
+    FAILED = "failed"
+    """Workers could not store it."""
+
+    CANCELLED = "cancelled"
+    """Caches were reset, or all requests ended, before it was stored."""
+
+
 @dataclass(slots=True)
 class BlendCounters:
     """What became of segments; counters never go down.
@@ -39,6 +61,8 @@ class BlendCounters:
         reused_tokens: Prompt tokens that were loaded from segments.
         recomputed_tokens: Tokens of reused segments that were computed.
         stored_segments: That were stored.
+        learned_segments: Those of them that no client has stored, see ``segment_learning``.
+        learning_drops: Segments that were seen twice and are not stored, by reason.
         scored_probes: Questions that were compared with segments.
         lost_probes: Questions that were to be, and were not.
         probed_tokens: That were computed for it, and for nothing else.
@@ -50,6 +74,10 @@ class BlendCounters:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     stored_segments: int = 0
+    learned_segments: int = 0
+    learning_drops: dict[LearningDrop, int] = field(
+        default_factory=lambda: dict.fromkeys(LearningDrop, 0)
+    )
     scored_probes: int = 0
     lost_probes: int = 0
     probed_tokens: int = 0

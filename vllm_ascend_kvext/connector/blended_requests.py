@@ -27,6 +27,7 @@ from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefus
 from vllm_ascend_kvext.connector.engine import Block, Engine, Request
 from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.questions import Questions
+from vllm_ascend_kvext.connector.segment_learning import SegmentLearning
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.span_plan import Run
@@ -87,6 +88,7 @@ class BlendedRequests:
         options: What is reused.
         counters: Of the engine.
         questions: Compares questions with segments; None if nothing does.
+        learning: Is told which segments requests have; None if nothing is learned.
 
     Attributes:
         keys_are_checked: Whether this model's keys are known to turn with their positions alone.
@@ -100,6 +102,7 @@ class BlendedRequests:
         options: BlendOptions,
         counters: BlendCounters,
         questions: Questions | None = None,
+        learning: SegmentLearning | None = None,
     ) -> None:
         self._engine = engine
         self._window_pages = window_pages
@@ -108,6 +111,7 @@ class BlendedRequests:
         self._options = options
         self._counters = counters
         self._questions = questions
+        self._learning = learning
         self._known: dict[str, list[_KnownSegment]] = {}
         self._blended: dict[str, _Blended] = {}
         # Requests that have lost what they reused, and keep what they have answered by it.
@@ -141,6 +145,17 @@ class BlendedRequests:
             )
             for segment in long_enough
         ]
+        if self._learning is not None:
+            self._note_seen(request, self._learning)
+
+    def _note_seen(self, request: Request, learning: SegmentLearning) -> None:
+        """Have segments learned that would be reused if they were stored."""
+        worth_storing = []
+        for segment, prefix in self._known[request.request_id]:
+            run = self._reusable(segment, segment.num_tokens)
+            if run is not None and run.num_tokens >= self._options.min_tokens:
+                worth_storing.append(prefix)
+        learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
     def find(self, request: Request, hit: Hit) -> Hit | None:
         """What can be loaded of a request if segments are reused behind what is exact.

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal
+from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefusal, LearningDrop
 from vllm_ascend_kvext.connector.messages import Direction, Traffic
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
@@ -245,6 +245,18 @@ METRICS = (
         "blend_stored_segments",
         "Segments stored in host memory.",
         lambda counters: [counters.blending.stored_segments],
+    ),
+    Metric(
+        "blend_learned_segments",
+        "Segments stored because two requests had them.",
+        lambda counters: [counters.blending.learned_segments],
+    ),
+    Metric(
+        "blend_learning_drops",
+        "Segments that two requests had and that are not stored, by reason.",
+        lambda counters: counters.blending.learning_drops.values(),
+        "reason",
+        _values(LearningDrop),
     ),
     Metric(
         "blend_probes",

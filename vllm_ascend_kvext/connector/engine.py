@@ -29,6 +29,7 @@ class Request(Protocol):
     mm_features: Any
     cache_salt: str | None
     status: Any
+    _block_hasher: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -73,6 +74,7 @@ class Engine:
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
         has_other_connectors: Whether other connectors see the same requests.
         most_request_tokens: Of a prompt and its answer.
+        num_data_parallel: Engines that take every step together, of a mixture of experts.
         cached_blocks: Asks the local prefix cache. What it names may be reallocated.
     """
 
@@ -90,6 +92,7 @@ class Engine:
     recomputes_failed_loads: bool = True
     has_other_connectors: bool = False
     most_request_tokens: int = 1 << 60
+    num_data_parallel: int = 1
     cached_blocks: CachedBlocks = lambda *asked: None
 
     def prefix(self, request: Request) -> HashedPrefix:

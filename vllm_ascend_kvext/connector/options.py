@@ -66,6 +66,7 @@ class ConnectorOptions:
         segment_separator: What stands between segments: text, or token ids; None finds none.
         segment_sink: Token ids that segments are computed behind; None takes the model's own token
             for the beginning of a sequence, if it has one.
+        learn_segments: Whether segments are stored that two requests had.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
         copy_threads: Threads of one copy; None leaves it to ``CopyPlacement``.
@@ -89,6 +90,7 @@ class ConnectorOptions:
     blend_across_windows: bool = False
     segment_separator: str | tuple[int, ...] | None = None
     segment_sink: tuple[int, ...] | None = None
+    learn_segments: bool = False
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
     copy_threads: int | None = None
@@ -433,6 +435,13 @@ OPTIONS = (
         _parse_token_ids,
         "With `blending`: token ids that segments are computed behind, such as a system prompt. "
         "Unset: the model's token for the beginning of a sequence, if it has one; `[]` is nothing.",
+    ),
+    Option(
+        "learn_segments",
+        _parse_flag,
+        "With `blending`. `true`: a segment that two requests had, and that no client has stored, "
+        "is computed by itself and stored while no request waits to be admitted. `false`: only "
+        "clients store segments.",
     ),
     Option(
         "load_if_slower",

@@ -43,6 +43,7 @@ from vllm_ascend_kvext.connector.messages import (
 from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
+from vllm_ascend_kvext.connector.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.stores import Events, Stores
@@ -86,6 +87,7 @@ class Blending(NamedTuple):
 
     requests: BlendedRequests
     stores: SegmentStores
+    learning: SegmentLearning | None
 
     def stores_prompt(self, request_id: str) -> bool:
         """Whether KV of a request may be stored as that of a prompt."""
@@ -306,6 +308,12 @@ class SchedulerSide:
         blending = self._parts.blending if self._parts is not None else None
         if blending is not None and not blending.stores.note_new(request):
             blending.requests.note_new(request)
+
+    @property
+    def learning(self) -> SegmentLearning | None:
+        """Wants segments to be computed; None if nothing does."""
+        blending = self._parts.blending if self._parts is not None else None
+        return None if blending is None else blending.learning
 
     def exact_tokens(self, request_id: str) -> int | None:
         """Before which token the KV of a request is exact; None if all of it is."""
@@ -576,6 +584,8 @@ class SchedulerSide:
         if self._parts is not None:
             self._parts.tier.clear()
             self._parts.chooser.clear()
+            if self.learning is not None:
+                self.learning.clear()
 
     def take_events(self) -> list[Any]:
         """KV events of the tier since the last call."""
@@ -624,6 +634,7 @@ class SchedulerSide:
             self._segment_tokens.separator_ids,
         )
         questions = self._make_questions(layout, workers)
+        learning = self._make_learning(store)
         self._key_checks_missing = len(workers)
         logger.info(
             "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
@@ -633,7 +644,9 @@ class SchedulerSide:
             "" if questions is None else ", and without what the question attends to",
         )
         return Blending(
-            BlendedRequests(self._engine, layout.window_pages, store, options, counters, questions),
+            BlendedRequests(
+                self._engine, layout.window_pages, store, options, counters, questions, learning
+            ),
             SegmentStores(
                 self._engine,
                 store,
@@ -642,8 +655,25 @@ class SchedulerSide:
                 self._references,
                 jobs,
                 counters,
+                learning,
             ),
+            learning,
         )
+
+    def _make_learning(self, store: SegmentStore) -> SegmentLearning | None:
+        """None if only clients store segments."""
+        if not self._options.learn_segments:
+            return None
+        engine = self._engine
+        assert engine is not None
+        if engine.num_data_parallel > 1:
+            logger.warning(
+                "KvextConnector: learn_segments is off: the %d data-parallel engines of a mixture "
+                "of experts take their steps together, and one of them would begin some alone.",
+                engine.num_data_parallel,
+            )
+            return None
+        return SegmentLearning(store, engine.most_request_tokens, self.counters.blending)
 
     def _make_questions(
         self, layout: HostLayout, workers: Sequence[WorkerLayout]
@@ -684,6 +714,8 @@ class SchedulerSide:
         if results.key_check_failure:
             self._key_checks_missing = -1  # for good
             self._parts.blending.requests.keys_are_checked = False
+            if self.learning is not None:
+                self.learning.stop()
             logger.error(
                 "KvextConnector: blending is off: %s. Requests are computed as without segments.",
                 results.key_check_failure,

@@ -22,6 +22,7 @@ from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefus
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.connector.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.store_jobs import Pages, StoreJobs, table_parts
 from vllm_ascend_kvext.connector.stores import MOST_REFERENCED_SHARE
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
@@ -55,6 +56,7 @@ class SegmentStores:
         references: To pages.
         jobs: The stores under way.
         counters: Of the engine.
+        learning: Has requests of its own; None if there are only clients.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SegmentStores:
         references: BlockReferences,
         jobs: StoreJobs,
         counters: BlendCounters,
+        learning: SegmentLearning | None = None,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -74,6 +77,7 @@ class SegmentStores:
         self._references = references
         self._jobs = jobs
         self._counters = counters
+        self._learning = learning
         self._wanted: dict[str, _Wanted] = {}
         self._segment_ids: set[str] = set()  # of requests
 
@@ -128,12 +132,14 @@ class SegmentStores:
             self._give_up(request.request_id)
             return None
         del self._wanted[request.request_id]
+        if self._learning is not None:
+            self._learning.note_store(request.request_id, bool(entries))
         if not entries:
             self._release(wanted)
             return None
         self._references.take(new)
         blocks = [*wanted.held.values(), *new]
-        number = self._jobs.begin(blocks, partial(self._end, prefix, entries))
+        number = self._jobs.begin(blocks, partial(self._end, request.request_id, prefix, entries))
         rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
         return StoreJob(number, (), table_parts(pages, len(self._engine.managers)), rows)
 
@@ -154,8 +160,12 @@ class SegmentStores:
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
             self._release(wanted)
+        if self._learning is not None:
+            self._learning.forget(request_id)
 
-    def _end(self, prefix: SegmentPrefix, entries: Sequence[Entry], has_failed: bool) -> None:
+    def _end(
+        self, request_id: str, prefix: SegmentPrefix, entries: Sequence[Entry], has_failed: bool
+    ) -> None:
         """All workers have ended a store."""
         for entry in entries:
             if has_failed:
@@ -163,9 +173,12 @@ class SegmentStores:
             else:
                 self._store.finish_store(prefix, entry)
         self._counters.stored_segments += not has_failed
+        if self._learning is not None:
+            self._learning.end_store(request_id, has_failed)
 
     def _give_up(self, request_id: str) -> None:
-        self._counters.refusals[BlendRefusal.ROOM] += 1
+        if self._learning is None or not self._learning.note_no_room(request_id):
+            self._counters.refusals[BlendRefusal.ROOM] += 1
         self._release(self._wanted.pop(request_id))
 
     def _release(self, wanted: _Wanted) -> None:

@@ -29,6 +29,7 @@ class BlendingEngine(SimulatedEngine):
         sink_ids: What segments are computed behind.
         reused: What requests have loaded, those of which something is reused.
         num_loaded_tokens: Of all requests.
+        own_plans: Requests that nobody has sent: by them, segments are learned.
     """
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
@@ -37,20 +38,44 @@ class BlendingEngine(SimulatedEngine):
         self.sink_ids: list[int] = list(options.offloading["segment_sink"])
         self.reused: dict[str, Hit] = {}
         self.num_loaded_tokens = 0
+        self.own_plans: list[RequestPlan] = []
         self._plans: dict[str, RequestPlan] = {}
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
         self._allocated, self._note_output = side.allocated, side.note_output
         side.allocated = self._learn_hit  # type: ignore[method-assign]
         side.note_output = self._learn_results  # type: ignore[method-assign]
+        self._queue_request = self.scheduler.add_request
+        self.scheduler.add_request = self._expect_own  # type: ignore[method-assign]
 
     def add_request(self, plan: RequestPlan) -> Request:
         """The request's prompt may have been changed: see ``connector.segment_stores``."""
         request = super().add_request(plan)
+        self._expect(request, plan)
+        return request
+
+    def _expect(self, request: Request, plan: RequestPlan) -> None:
         stream = BlendedStream(request.prompt_token_ids, plan.seed)
         self._plans[plan.request_id], self._streams[plan.request_id] = plan, stream
         self.runner.expect(plan.request_id, stream)
-        return request
+
+    def _expect_own(self, request: Request) -> None:
+        self._queue_request(request)
+        if request.request_id in self.requests:
+            return
+        assert request.sampling_params is not None
+        plan = RequestPlan(
+            request_id=request.request_id,
+            arrival_step=0,
+            prompt=tuple(request.prompt_token_ids or ()),
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            extra_args=tuple((request.sampling_params.extra_args or {}).items()),
+        )
+        self.requests[plan.request_id] = request
+        self.own_plans.append(plan)
+        self._expect(request, plan)
 
     def _learn_hit(self, request: Request, block_ids: Any, num_tokens: int) -> None:
         self._allocated(request, block_ids, num_tokens)

@@ -22,7 +22,10 @@ from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.store.worth import EvictionRule
 
 KEYS = [option.key for option in OPTIONS]
-FLAGS = ("swap_on_preemption", "hole_reuse", "blending", "blend_across_windows", "load_if_slower")
+FLAGS = (
+    *("swap_on_preemption", "hole_reuse", "blending", "blend_across_windows"),
+    *("learn_segments", "load_if_slower"),
+)
 GIB = 1 << 30
 
 
@@ -88,6 +91,7 @@ def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
         "blend_across_windows": "false",
         "segment_separator": "unset",
         "segment_sink": "unset",
+        "learn_segments": "false",
         "load_if_slower": "false",
         "copy_cpus": "unset",
         "copy_threads": "unset",
@@ -114,6 +118,7 @@ def test_everything_given() -> None:
         blend_across_windows=True,
         segment_separator=" # # ",
         segment_sink=[1, 2],
+        learn_segments=True,
         load_if_slower=True,
         copy_cpus=[3, 1],
         copy_threads=2,
@@ -136,6 +141,7 @@ def test_everything_given() -> None:
         blend_across_windows=True,
         segment_separator=" # # ",
         segment_sink=(1, 2),
+        learn_segments=True,
         load_if_slower=True,
         copy_cpus=(1, 3),
         copy_threads=2,
@@ -179,6 +185,7 @@ WRONG = {
     "blend_across_windows": (1, 0, "1", "yes", "", [True]),
     "segment_separator": ("", [], 5, [True], [-1], ["a"], {}),
     "segment_sink": (1, "1", [True], [-1], [1.0], {}),
+    "learn_segments": (1, 0, "1", "yes", "", [True]),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
     "copy_cpus": (
         *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-", "1,,2"),

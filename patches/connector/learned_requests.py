@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: requests of our own, which compute segments to be stored.
+
+A scheduler takes them for requests of a client. They begin only while nobody waits to be admitted,
+and are taken back as soon as somebody does whom they might keep waiting. What they answer goes to
+nobody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from vllm_ascend_kvext.blending.segments import STORE_KEY
+from vllm_ascend_kvext.patches.connector.hole_rows import budget_of_holes
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import Request
+
+    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+    from vllm_ascend_kvext.connector.segment_learning import SegmentLearning, WantedSegment
+
+_LAST_PRIORITY = 1 << 62
+"""Where scheduling is by priority: admitted last, and preempted first."""
+
+
+class LearnedRequests:
+    """Of one scheduler.
+
+    Args:
+        scheduler: That has the connector.
+        side: Knows what is to be computed, once the workers are known.
+    """
+
+    def __init__(self, scheduler: Scheduler, side: SchedulerSide) -> None:
+        self._scheduler = scheduler
+        self._side = side
+        self._ids: set[str] = set()  # of those whose answer has not come
+        self._new: list[Request] = []  # in the step that is being scheduled
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled: queue what is to be computed, if nobody waits."""
+        scheduler, learning = self._scheduler, self._side.learning
+        if learning is None or not learning.has_queue:
+            return
+        num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+        if num_waiting > scheduler.num_waiting_for_streaming_input:
+            return
+        left_tokens, left_rows, _ = budget_of_holes(scheduler)
+        while left_tokens > 0 and left_rows > 0:
+            wanted = learning.take()
+            if wanted is None:
+                return
+            request = _request_of(wanted, learning.sink_ids)
+            left_tokens -= request.num_tokens
+            left_rows -= 1
+            learning.begin(request.request_id, wanted)
+            self._ids.add(request.request_id)
+            self._new.append(request)
+            scheduler.add_request(request)
+
+    def end_step(self) -> None:
+        """A step has been scheduled: take back what others have to wait for."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler, learning = self._scheduler, self._side.learning
+        new, self._new = self._new, []
+        if learning is None or not learning.request_ids:
+            return
+        for request in new:
+            if request.status == RequestStatus.RUNNING:
+                _forget_query(scheduler, request)
+        others_wait = _others_wait(scheduler, self._ids)
+        for request_id in learning.request_ids:
+            request = scheduler.requests[request_id]
+            is_computing = request.num_computed_tokens < request.num_prompt_tokens
+            if request.status != RequestStatus.RUNNING or (others_wait and is_computing):
+                learning.note_busy(request_id)
+                scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def drop_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Take what is answered to nobody out of the outputs of a step, by client."""
+        if not self._ids:
+            return
+        for client, of_client in list(outputs.items()):
+            of_others = [each for each in of_client.outputs if each.request_id not in self._ids]
+            if len(of_others) == len(of_client.outputs):
+                continue
+            of_client.outputs = of_others
+            if not (of_others or of_client.scheduler_stats or of_client.finished_requests):
+                del outputs[client]
+        self._ids = {each for each in self._ids if each in self._scheduler.requests}
+
+
+def cancel_learning(scheduler: Scheduler, learning: SegmentLearning) -> None:
+    """Take back all requests of our own."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler.finish_requests(learning.request_ids, RequestStatus.FINISHED_ABORTED)
+
+
+def _request_of(wanted: WantedSegment, sink_ids: tuple[int, ...]) -> Request:
+    """What a client would send, but for the sink: a segment may begin like it."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=f"kvext-learns-{uuid4().hex}",
+        prompt_token_ids=[*sink_ids, *wanted.prefix.token_ids],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, extra_args={STORE_KEY: True}),
+        pooling_params=None,
+        cache_salt=wanted.cache_salt,
+        priority=_LAST_PRIORITY,
+        block_hasher=wanted.block_hasher,
+    )
+
+
+def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
+    """Whether a request could not be admitted for want of tokens, of blocks, or of a place."""
+    from vllm.v1.request import RequestStatus
+
+    waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    return any(
+        request.status in waits and request.request_id not in own_ids
+        for queue in (scheduler.waiting, scheduler.skipped_waiting)
+        for request in queue
+    )
+
+
+def _forget_query(scheduler: Scheduler, request: Request) -> None:
+    """Upstream takes every request that is admitted for one that asks the connector for hits."""
+    stats: Any = scheduler.connector_prefix_cache_stats
+    if stats is not None:
+        stats.requests -= 1
+        stats.queries -= request.num_tokens

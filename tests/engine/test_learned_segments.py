@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that no client stores, on vLLM's real scheduler and real pages: computed all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.connector.blending_engine import BlendingEngine
+from support.connector.exact_contents import ExactContents
+from support.connector.offload_run import (
+    check_blocks,
+    check_nothing_is_left,
+    offloading_installed,
+)
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.connector.blend_counters import BlendRefusal, LearningDrop
+from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
+
+_rng = random.Random("seen twice")
+SINK = [5]
+ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
+LONG = tuple(tokens(_rng, 150))
+QUESTION = tuple(tokens(_rng, 9))
+HEAD_TOKENS = 4
+MOST_TOKENS = 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+class LearningEngine(BlendingEngine):
+    """Keeps what it answers, and looks at all that it does."""
+
+    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
+        super().__init__(layout, options, script)
+        self.answers: dict[str, list[int]] = {}
+        self.contents = ExactContents(self, MOST_TOKENS)
+        self.num_asked = 0
+
+    def ask(
+        self,
+        *documents: Sequence[int],
+        extra_args: dict[str, Any] | None = None,
+        max_tokens: int = 3,
+        **more: Any,
+    ) -> str:
+        """A request names some documents, between tokens of its own."""
+        prompt: list[int] = tokens(random.Random(self.num_asked), 5)
+        segments = []
+        for document in documents:
+            segments.append([len(prompt), len(prompt) + len(document)])
+            prompt += document
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=(*prompt, *QUESTION),
+            max_tokens=max_tokens,
+            extra_args=tuple({SEGMENTS_KEY: segments, **(extra_args or {})}.items()),
+            **more,
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        return plan.request_id
+
+    def step(self) -> Any:
+        num_own = len(self.own_plans)
+        step = super().step()
+        for plan in self.own_plans[num_own:]:
+            self.contents.expect(plan)
+            self.contents.expect_segment(plan.prompt[len(SINK) :], plan)
+        for request_id, token_ids, _ in step.outputs:
+            self.answers.setdefault(request_id, []).extend(token_ids)
+        check_blocks(self)
+        self.contents.check()
+        return step
+
+    def serve(self) -> None:
+        self.step_until(lambda: not self.has_work())
+
+    def step_until(self, has_come: Callable[[], Any]) -> None:
+        for _ in range(300):
+            if has_come():
+                return
+            self.step()
+        raise AssertionError("the engine stands still")
+
+    @property
+    def own_ids(self) -> list[str]:
+        """Of its own requests that have not ended."""
+        own = {plan.request_id for plan in self.own_plans}
+        return [request_id for request_id in self.scheduler.requests if request_id in own]
+
+    @property
+    def learned(self) -> list[tuple[int, ...]]:
+        """What its own requests have computed, or were to."""
+        return [plan.prompt[len(SINK) :] for plan in self.own_plans]
+
+    @property
+    def counts(self) -> Any:
+        return self.side.counters.blending
+
+    @property
+    def drops(self) -> dict[LearningDrop, int]:
+        drops = self.counts.learning_drops
+        return {drop: number for drop, number in drops.items() if number}
+
+
+@contextmanager
+def learning_engine(
+    layout: PagedLayout = FULL,
+    script: TransferScript | None = None,
+    connector: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[LearningEngine]:
+    """An engine whose keys are checked."""
+    config = offloading(
+        layout,
+        blending=True,
+        segment_sink=SINK,
+        blend_head_tokens=HEAD_TOKENS,
+        blend_min_tokens=8,
+        **({"learn_segments": True} | (connector or {})),
+    )
+    engine = LearningEngine(
+        layout,
+        EngineOptions(**({"num_blocks": 400} | options), offloading=config),
+        script or TransferScript(),
+    )
+    try:
+        yield engine
+        engine.serve()
+        engine.contents.check(is_end=True)
+        check_nothing_is_left(engine)
+        check_nothing_is_remembered(engine)
+        assert set(engine.answers) <= {f"request-{n + 1}" for n in range(engine.num_asked)}
+    finally:
+        engine.shutdown()
+
+
+def check_nothing_is_remembered(engine: LearningEngine) -> None:
+    learning = engine.side.learning
+    assert not engine.parts.blending.stores._segment_ids
+    if learning is not None:
+        assert not learning._begun and not learning._queue and not learning._known
+        (connected,) = (
+            each for each in patched_scheduler._connected if each._scheduler is engine.scheduler
+        )
+        assert connected._learned is not None and not connected._learned._ids
+
+
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_what_two_requests_have_had_is_reused_by_the_third(
+    layout: PagedLayout, is_async: bool
+) -> None:
+    # Else all of a segment as short as these lies within a window of its beginning.
+    across = {"blend_across_windows": True}
+    with learning_engine(layout, is_async=is_async, connector=across) as engine:
+        engine.ask(ONE, OTHER)
+        engine.serve()
+        assert not engine.learned
+        engine.ask(OTHER)
+        engine.serve()
+        assert engine.learned == [OTHER]
+        assert engine.counts.learned_segments == engine.counts.stored_segments == 1
+        assert engine.counts.reused_tokens == 0
+        engine.ask(ONE, OTHER)
+        engine.serve()
+        assert engine.counts.reused_tokens == len(OTHER) - HEAD_TOKENS
+        engine.ask(ONE, OTHER)
+        engine.serve()
+        assert engine.learned == [OTHER, ONE]
+        reused_tokens = 3 * (len(OTHER) - HEAD_TOKENS) + 2 * (len(ONE) - HEAD_TOKENS)
+        engine.ask(ONE, OTHER)
+        engine.serve()
+        assert engine.counts.reused_tokens == reused_tokens
+
+
+def test_unless_it_is_asked_for_nothing_is_learned() -> None:
+    with learning_engine(connector={"learn_segments": False}) as engine:
+        for _ in range(4):
+            engine.ask(ONE)
+            engine.serve()
+        assert not engine.own_plans and engine.counts.stored_segments == 0
+
+
+def test_nothing_of_it_is_answered_or_counted_as_a_query() -> None:
+    with learning_engine() as engine:
+        engine.scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
+        ids = [engine.ask(ONE), engine.ask(ONE)]
+        engine.serve()
+        assert engine.counts.learned_segments == 1
+        assert engine.answers.keys() == set(ids)
+        num_tokens = sum(len(engine.requests[each].prompt_token_ids) for each in ids)
+        assert (stats.requests, stats.queries) == (len(ids), num_tokens)
+
+
+def test_a_segment_that_begins_like_the_sink_is_found() -> None:
+    segment = (*SINK, *ONE)
+    with learning_engine() as engine:
+        for _ in range(3):
+            engine.ask(QUESTION, segment)
+            engine.serve()
+        assert engine.learned == [segment]
+        assert engine.counts.reused_tokens == len(segment) - HEAD_TOKENS
+
+
+def test_separators_show_segments_too() -> None:
+    with learning_engine(connector={"segment_separator": [62]}) as engine:
+        for _ in range(3):
+            engine.ask((62, *ONE, 62), extra_args={SEGMENTS_KEY: None})
+            engine.serve()
+        assert engine.learned == [ONE]
+        assert engine.counts.reused_tokens == len(ONE) - HEAD_TOKENS
+
+
+def test_segments_of_different_salts_are_different() -> None:
+    with learning_engine() as engine:
+        for salt in (None, "salt"):
+            engine.ask(ONE, cache_salt=salt)
+            engine.serve()
+        assert not engine.learned
+        engine.ask(ONE, cache_salt="salt")
+        engine.serve()
+        assert [plan.cache_salt for plan in engine.own_plans] == ["salt"]
+        engine.ask(ONE)
+        engine.serve()
+        assert engine.counts.reused_tokens == 0
+
+
+def test_what_would_not_be_reused_is_not_learned() -> None:
+    with learning_engine() as engine:
+        short = ONE[: HEAD_TOKENS + 7]
+        for _ in range(3):
+            engine.ask(QUESTION, short)
+            engine.ask(ONE, adapter="adapter-1")
+            engine.ask(ONE, extra_args={SEGMENTS_KEY: [[5, 4]]})
+            engine.ask(ONE, extra_args={SEGMENTS_KEY: []})
+            engine.serve()
+        assert not engine.own_plans
+
+
+def test_it_does_not_begin_while_a_request_waits() -> None:
+    with learning_engine(max_num_seqs=1) as engine:
+        for _ in range(4):
+            engine.ask(ONE)
+        engine.step_until(lambda: not engine.scheduler.waiting)
+        assert not engine.own_plans
+        engine.serve()
+        assert engine.learned == [ONE]
+
+
+def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    with learning_engine(**options) as engine:
+        engine.ask(LONG)
+        engine.serve()
+        engine.ask(LONG)
+        engine.step_until(lambda: engine.own_ids)
+        engine.ask(QUESTION, max_tokens=30)
+        engine.ask(QUESTION, max_tokens=30)
+        engine.step()
+        assert not engine.own_ids
+        engine.serve()
+        assert engine.drops == {LearningDrop.BUSY: 1}
+        assert engine.counts.learned_segments == 0
+        engine.ask(LONG)
+        engine.serve()
+        assert len(engine.learned) == 1, "it was seen once since then"
+        engine.ask(LONG)
+        engine.serve()
+        assert engine.counts.learned_segments == 1
+
+
+def test_it_is_taken_back_where_there_are_no_blocks_for_it() -> None:
+    with learning_engine(num_blocks=60) as engine:
+        engine.ask(LONG)
+        engine.serve()
+        engine.ask(LONG, max_tokens=20)
+        engine.step()
+        taken = engine.block_pool.get_new_blocks(engine.block_pool.get_num_free_blocks() - 4)
+        for _ in range(4):
+            BlendingEngine.step(engine)  # Somebody else's blocks are not those of a request.
+        assert engine.learned == [LONG] and not engine.own_ids
+        engine.block_pool.free_blocks(taken)
+        engine.serve()
+        assert engine.drops == {LearningDrop.BUSY: 1}
+
+
+def test_a_paused_scheduler_begins_nothing() -> None:
+    with learning_engine() as engine:
+        engine.ask(ONE)
+        engine.serve()
+        engine.ask(ONE)
+        engine.step()
+        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        engine.serve()
+        assert not engine.own_plans
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        engine.ask(QUESTION)
+        engine.serve()
+        assert engine.counts.learned_segments == 1
+
+
+@pytest.mark.parametrize("restarts_running", [False, True])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_a_reset_of_the_prefix_cache_cancels_it(restarts_running: bool, is_async: bool) -> None:
+    with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
+        for _ in range(2):
+            engine.ask(LONG, max_tokens=1)
+            engine.step_until(lambda: len(engine.answers) == engine.num_asked)
+        engine.step_until(lambda: engine.own_ids)
+        assert engine.reset(reset_running_requests=restarts_running)
+        assert not engine.own_ids
+        assert engine.drops == {LearningDrop.CANCELLED: 1}
+
+
+def test_a_reset_of_the_connector_forgets_what_was_seen() -> None:
+    with learning_engine() as engine:
+        engine.ask(ONE)
+        engine.serve()
+        engine.reset(reset_connector=True)
+        engine.ask(ONE)
+        engine.serve()
+        assert not engine.own_plans
+
+
+def test_an_abort_of_all_requests_cancels_it() -> None:
+    with learning_engine(max_num_batched_tokens=32) as engine:
+        for _ in range(2):
+            engine.ask(LONG)
+            engine.step_until(lambda: len(engine.answers) == engine.num_asked)
+        engine.step_until(lambda: engine.own_ids)
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        engine.serve()
+        assert engine.drops == {LearningDrop.CANCELLED: 1}
+
+
+def test_a_store_that_fails_is_not_tried_in_a_loop() -> None:
+    with learning_engine(script=TransferScript(seed=1, failing_stores=1.0)) as engine:
+        for _ in range(4):
+            engine.ask(ONE)
+            engine.serve()
+        assert engine.learned == [ONE, ONE]
+        assert engine.drops == {LearningDrop.FAILED: 2}
+        assert engine.counts.learned_segments == 0
+
+
+def test_where_it_does_not_fit_into_host_memory_no_client_is_refused() -> None:
+    tiny = {"host_memory_gib": 2048 / (1 << 30)}
+    with learning_engine(connector=tiny) as engine:
+        for _ in range(2):
+            engine.ask(LONG)
+            engine.serve()
+        assert engine.learned == [LONG]
+        assert engine.drops == {LearningDrop.ROOM: 1}
+        assert not engine.counts.refusals[BlendRefusal.ROOM]
+
+
+def test_what_a_client_stores_is_not_learned() -> None:
+    with learning_engine() as engine:
+        engine.ask(ONE)
+        plan = RequestPlan(
+            request_id="request-2",
+            arrival_step=0,
+            prompt=ONE,
+            max_tokens=1,
+            extra_args=((STORE_KEY, True),),
+        )
+        engine.num_asked += 1
+        engine.add_request(plan)
+        engine.contents.expect(plan)
+        engine.contents.expect_segment(ONE, plan)
+        engine.serve()
+        for _ in range(2):
+            engine.ask(ONE)
+            engine.serve()
+        assert not engine.own_plans
+
+
+def test_by_priority_it_comes_last() -> None:
+    with learning_engine(by_priority=True, caching=False) as engine:
+        engine.ask(ONE, priority=1 << 40)
+        engine.ask(ONE, priority=1 << 40)
+        engine.serve()
+        (plan,) = engine.own_plans
+        assert plan.priority > 1 << 40
