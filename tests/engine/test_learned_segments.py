@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that no client stores, on vLLM's real scheduler and real pages: computed all the same."""
+"""Segments that no client stores, and that are computed: on vLLM's real scheduler, real pages."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
 
 
 def test_it_is_taken_back_where_there_are_no_blocks_for_it() -> None:
-    with learning_engine(num_blocks=60) as engine:
+    with learning_engine(num_blocks=60, max_num_batched_tokens=256) as engine:
         engine.ask(LONG)
         engine.serve()
         engine.ask(LONG, max_tokens=20)
