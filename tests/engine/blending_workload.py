@@ -47,6 +47,14 @@ CROWD = {
 }
 """As many requests as there are, small steps, and a pool that is too small for them."""
 
+LEARNING: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((0, 1), ()),
+    ((1, 2), (1,)),
+    ((2, 1, 0), (2, 0)),
+    ((0, 3, 2, 1), ()),
+)
+"""Documents of prompts, and those that two prompts have had for the first time."""
+
 MIXED_ROUNDS = 5
 MIXED_CONVERSATIONS = 5
 MIXED_ORDERS = ((0, 1), (0, 3), (2, 0), (MISSING, 1), (3, 1, 2), (3, 4), (5, 0, 2))
@@ -177,6 +185,13 @@ class Engine:
                 self._llm.llm_engine.step()
             self._sequences.add((*self.sink_ids, *document))
         self.note("sink", list(self.sink_ids))
+
+    def idle(self) -> int:
+        """Let the engine do what it does without requests; how many answers come of it."""
+        num_answers = 0
+        while self.scheduler.has_requests():
+            num_answers += len(self._llm.llm_engine.step())
+        return num_answers
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -520,6 +535,35 @@ def recomputed(engine: Engine) -> None:
     engine.note("compared", compared)
 
 
+def learned(engine: Engine) -> None:
+    """Documents that nobody stores, or, with ``stores``, clients do when two prompts have had them.
+
+    Each prompt waits until the engine has nothing left to do.
+    """
+    rng = random.Random(4)
+    texts = documents(rng)
+    sent: set[str] = set()
+    update = engine.scheduler.update_from_output
+
+    def update_and_note(*args: Any) -> Any:
+        outputs = update(*args)
+        sent.update(output.request_id for each in outputs.values() for output in each.outputs)
+        return outputs
+
+    engine.scheduler.update_from_output = update_and_note
+    counts = []
+    for order, popular in LEARNING:
+        engine.ask("learned", [in_order(rng, texts, order)])
+        engine.note("answers to nobody", engine.idle())
+        if engine.plan["stores"]:
+            engine.store([texts[index] for index in popular])
+            sent.clear()
+        counters = engine.side.counters.blending
+        counts.append([counters.learned_segments, counters.stored_segments])
+    engine.note("counts", counts)
+    engine.note("sent", len(sent))
+
+
 def plain(engine: Engine) -> None:
     """Prompts, each for itself: there is no prefix cache."""
     for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
@@ -529,7 +573,7 @@ def plain(engine: Engine) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (orders, exact, controls, crowd, mixed, recomputed, plain)
+    for scenario in (orders, exact, controls, crowd, mixed, recomputed, learned, plain)
 }
 
 
