@@ -95,6 +95,7 @@ CONNECTORS = st.fixed_dictionaries(
         "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
         "blend_min_tokens": st.sampled_from([1, 6, 20]),
         "blend_across_windows": st.booleans(),
+        "learn_segments": st.sampled_from([False, True]),
         "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
         "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
             lambda n: n / (1 << 30)
@@ -253,6 +254,7 @@ class BlendMachine(EngineMachine):
         self.watch = Watch(self.engine)
         self.contents = ExactContents(self.engine, MOST_TOKENS)
         self.num_steps = 0
+        self.num_own_plans = 0
         # Who waits for the load of another waits for a number of steps, however fast they are.
         self.engine.parts.loads._clock = lambda: self.num_steps * STEP_S
         self.is_well = True
@@ -403,6 +405,9 @@ class BlendMachine(EngineMachine):
         check_nothing_is_left(engine)
         self._check_nothing_is_remembered(set())
         assert not engine.parts.jobs
+        learning = engine.side.learning
+        assert learning is None or not learning._begun
+        assert self.watch.outputs.keys() <= self.plans.keys(), "nobody has asked for these answers"
         assert not engine.runner._states, "workers remember requests or rows that have ended"
         windows = engine.side._holes.windows
         assert windows is None or not (len(windows) or windows._leaving)
@@ -410,6 +415,9 @@ class BlendMachine(EngineMachine):
             self._check_output(request_id)
         counters = engine.side.counters
         counts["stored segments"] += counters.blending.stored_segments
+        counts["learned segments"] += counters.blending.learned_segments
+        for drop, number in counters.blending.learning_drops.items():
+            counts[f"not learned: {drop.value}"] += number
         counts["reused tokens"] += counters.blending.reused_tokens
         counts["failed loads"] += counters.tier.failed_loads
         counts["preemptions"] += sum(r.num_preemptions for r in engine.requests.values())
@@ -437,12 +445,13 @@ class BlendMachine(EngineMachine):
         assert output == (expected if is_whole else expected[: len(output)])
 
     def _check_nothing_is_remembered(self, live: set[str]) -> None:
-        requests, stores = self.engine.parts.blending
+        requests, stores, learning = self.engine.parts.blending
         remembered = (
             *(requests._known, requests._blended),
             *(requests._answered, requests._refused),
         )
-        for books in (*remembered, stores._wanted, stores._segment_ids):
+        own_ids = learning.request_ids if learning is not None else ()
+        for books in (*remembered, stores._wanted, stores._segment_ids, own_ids):
             assert set(books) <= live, f"requests that are gone are remembered: {books}"
 
     def _step(self, taken: list[Any] | None = None) -> None:
@@ -450,6 +459,10 @@ class BlendMachine(EngineMachine):
         self.is_well = False
         if engine.has_work():
             engine.step()
+        for plan in engine.own_plans[self.num_own_plans :]:
+            self.contents.expect(plan)
+            self.contents.expect_segment(plan.prompt[len(engine.sink_ids) :], plan)
+        self.num_own_plans = len(engine.own_plans)
         if taken is not None:
             engine.block_pool.free_blocks(taken)
         check_blocks(engine)
@@ -530,7 +543,7 @@ def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
             suppress_health_check=list(HealthCheck),
         )
         machine().runTest()
-    assert counts["reused tokens"] and counts["marked answers"]
+    assert counts["reused tokens"] and counts["marked answers"] and counts["learned segments"]
     assert counts["cached blocks"] and counts["segments"] and counts["rows"] and counts["tails"]
     if not IS_SAMPLE:  # Half as many examples may well miss one of these.
         assert counts["aborts of blended requests"] and counts["failed loads"]

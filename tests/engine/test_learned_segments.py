@@ -27,6 +27,9 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.blend_counters import BlendRefusal, LearningDrop
+from vllm_ascend_kvext.connector.engine import Engine
+from vllm_ascend_kvext.connector.messages import JobResults
+from vllm_ascend_kvext.connector.segment_learning import MOST_BEGUN_SEGMENTS
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 
 _rng = random.Random("seen twice")
@@ -402,3 +405,47 @@ def test_by_priority_it_comes_last() -> None:
         engine.serve()
         (plan,) = engine.own_plans
         assert plan.priority > 1 << 40
+
+
+def test_engines_that_take_their_steps_together_learn_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def two_engines(**facts: Any) -> Engine:
+        return Engine(**{**facts, "num_data_parallel": 2})
+
+    monkeypatch.setattr(patched_scheduler, "Engine", two_engines)
+    with learning_engine() as engine:
+        for _ in range(3):
+            engine.ask(ONE)
+            engine.serve()
+        assert not engine.own_plans
+    assert "learn_segments is off: the 2 data-parallel engines" in caplog.text
+
+
+def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> None:
+    with learning_engine() as engine:
+        for document in (ONE, OTHER):
+            engine.ask(document)
+            engine.serve()
+        engine.side.note_output(JobResults(key_check_failure="keys of equal tokens differ"), ())
+        for document in (ONE, OTHER):
+            engine.ask(document)
+            engine.serve()
+        assert not engine.own_plans
+
+
+def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
+    """What is queued begins in the first step of a client that comes after it."""
+    with learning_engine(script=TransferScript(most_per_step=1)) as engine:
+        documents = [ONE, OTHER, LONG]
+        for _ in range(2):
+            engine.ask(*documents)
+            engine.step_until(lambda: len(engine.answers) == engine.num_asked)
+        engine.step_until(lambda: len(engine.own_plans) == MOST_BEGUN_SEGMENTS)
+        engine.step_until(lambda: not engine.scheduler.requests)
+        assert engine.side.has_transfers and engine.side.learning.has_queue
+        assert engine.reset()
+        assert len(engine.own_plans) == MOST_BEGUN_SEGMENTS
+        engine.ask(QUESTION)
+        engine.serve()
+        assert sorted(engine.learned) == sorted(documents)
