@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_kvext.connector.blend_counters import BlendRefusal
+from vllm_ascend_kvext.connector.blend_counters import BlendRefusal, LearningDrop
 from vllm_ascend_kvext.connector.counters import (
     METRICS,
     ConnectorCounters,
@@ -84,6 +84,13 @@ def refuse_blending(reason: BlendRefusal) -> Event:
     return add
 
 
+def drop_segments(drop: LearningDrop) -> Event:
+    def add(counters: ConnectorCounters, amount: int) -> None:
+        counters.blending.learning_drops[drop] += amount
+
+    return add
+
+
 # By the keys that they change, one after the other.
 COUNTED: dict[str, Event] = {
     **{f"host_{name}": add_to(name) for name in OWN},
@@ -99,6 +106,8 @@ COUNTED: dict[str, Event] = {
     "blend_tokens.reused": add_to_blending("reused_tokens"),
     "blend_tokens.recomputed": add_to_blending("recomputed_tokens"),
     "blend_stored_segments": add_to_blending("stored_segments"),
+    "blend_learned_segments": add_to_blending("learned_segments"),
+    **{f"blend_learning_drops.{drop.value}": drop_segments(drop) for drop in LearningDrop},
     "blend_probes.scored": add_to_blending("scored_probes"),
     "blend_probes.lost": add_to_blending("lost_probes"),
     "blend_probed_tokens": add_to_blending("probed_tokens"),
