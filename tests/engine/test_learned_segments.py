@@ -335,6 +335,29 @@ def test_a_reset_of_the_prefix_cache_cancels_it(restarts_running: bool, is_async
         assert engine.drops == {LearningDrop.CANCELLED: 1}
 
 
+def test_the_scheduler_alone_cancels_it_too() -> None:
+    with learning_engine(max_num_batched_tokens=32) as engine:
+        for _ in range(2):
+            engine.ask(LONG, max_tokens=1)
+            engine.step_until(lambda: len(engine.answers) == engine.num_asked)
+        engine.step_until(lambda: engine.own_ids)
+        assert engine.scheduler.reset_prefix_cache()
+        assert not engine.own_ids
+
+
+def test_a_reset_leaves_time_for_the_stores_of_others() -> None:
+    options = {"max_num_batched_tokens": 64, "connector": {"store_policy": "never"}}
+    with learning_engine(script=TransferScript(most_per_step=1), **options) as engine:
+        for _ in range(2):
+            engine.ask(ONE, LONG, max_tokens=1)
+            engine.step_until(lambda: len(engine.answers) == engine.num_asked)
+        engine.step_until(lambda: len(engine.own_plans) == 2 and len(engine.own_ids) == 1)
+        assert engine.side.has_transfers
+        assert engine.reset()
+        assert engine.counts.learned_segments == 1
+        assert engine.drops == {LearningDrop.CANCELLED: 1}
+
+
 def test_a_reset_of_the_connector_forgets_what_was_seen() -> None:
     with learning_engine() as engine:
         engine.ask(ONE)
