@@ -21,7 +21,7 @@ class Answer:
         computed_tokens: That the engine computed until then.
         exact_tokens: Of the prompt, that the response says were cached exactly; None: not said.
         reused_tokens: That it says were reused.
-        recomputed_tokens: That it says were chosen to be recomputed.
+        recomputed_tokens: That it says were computed behind the first reused one.
     """
 
     tokens: list[int]

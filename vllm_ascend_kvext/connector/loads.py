@@ -46,6 +46,10 @@ MOST_PATIENCE_S = 10.0
 """How long a request waits for the load of another before it makes its own, and for blocks of its
 holes, which later requests may take, before it does without."""
 
+MOST_LOOKUPS_IN_VAIN = 16
+"""So many requests are looked up in one step only to be told to wait. A lookup takes about a
+millisecond, and thousands of requests may be waiting."""
+
 MOST_REMEMBERED_FAILURES = 4096
 """Requests of which it is known that a load failed."""
 
@@ -150,6 +154,7 @@ class Loads:
         self._hole_refusals: dict[str, HoleRefusal] = {}
         self._lack_blocks_since_s: dict[str, float] = {}
         self._failed: dict[str, None] = {}
+        self._lookups_in_vain = 0  # of the step that is being planned
 
     @property
     def num_under_way(self) -> int:
@@ -207,7 +212,9 @@ class Loads:
         if later.free_blocks:
             has_too_few = later.free_blocks > self._room.num_free
             return has_too_few and not self._has_waited_long(request.request_id)
-        return later.room_version == self._room.version
+        return later.room_version == self._room.version or self._room.is_behind_other(
+            request.request_id
+        )
 
     def _match(self, request: Request, local_tokens: int) -> int | None:
         request_id = request.request_id
@@ -231,6 +238,14 @@ class Loads:
         self._shortfalls.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
+        if self._lookups_in_vain >= MOST_LOOKUPS_IN_VAIN:
+            return None
+        num_tokens = self._look_up(request, local_tokens)
+        self._lookups_in_vain += num_tokens is None
+        return num_tokens
+
+    def _look_up(self, request: Request, local_tokens: int) -> int | None:
+        request_id = request.request_id
         prefix = self._engine.prefix(request)
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
@@ -285,6 +300,7 @@ class Loads:
 
     def end_step(self) -> None:
         """A step is planned: who has not begun in it is asked about again."""
+        self._lookups_in_vain = 0
         if self._holes is not None and self._holes.windows is not None:
             self._holes.windows.release_held()
 

@@ -111,7 +111,7 @@ class PoolRoom:
         needs = self._needs(num_tokens, boundary_tokens, holes)
         if needs.held + needs.missing > self._num_blocks:
             return Room.NEVER
-        if self._first_waiting_id not in (None, request_id):
+        if self.is_behind_other(request_id):
             return Room.LATER
         held = needs.held + sum(parked.held for parked in self._parked.values())
         missing = max([needs.missing, *(parked.missing for parked in self._parked.values())])
@@ -120,6 +120,10 @@ class PoolRoom:
         self._first_waiting_id = request_id
         self.keep_turn(request_id)
         return Room.LATER
+
+    def is_behind_other(self, request_id: str) -> bool:
+        """Whether an earlier request waits for room: no load of this one may begin."""
+        return self._first_waiting_id not in (None, request_id)
 
     def keep_turn(self, request_id: str) -> None:
         """A request that waits is still asked about."""
