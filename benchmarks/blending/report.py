@@ -238,7 +238,9 @@ def verdicts(found: Sequence[Row]) -> Iterator[str]:
                 yield _verdict(is_met, f"{what}: recovers {row.exact_recovered:.0%} of exact match")
             if row.segment_share is not None:
                 is_met = row.segment_share <= MOST_COMPUTED
-                yield _verdict(is_met, f"{what}: computes {row.segment_share:.1%} of what is stored")
+                yield _verdict(
+                    is_met, f"{what}: computes {row.segment_share:.1%} of what is stored"
+                )
             speed_up = full.p50_s / row.p50_s
             is_met = speed_up >= LEAST_SPEED_UP
             yield _verdict(
