@@ -200,8 +200,9 @@ def line(row: Row) -> str:
     of_segments = "" if row.segment_share is None else f"{row.segment_share:.1%}"
     exact, f1s = f"{row.exact_difference:+.0%}", f"{row.f1_difference:+.0%}"
     regained = "" if row.exact_recovered is None else f"{row.exact_recovered:.0%}"
+    cell = _cell(row.num_missing)
     return (
-        f"{row.mode:15} {_cell(row.num_missing):>7} {row.num_prompts:4} | {row.computed_share:8.1%} "
+        f"{row.mode:15} {cell:>7} {row.num_prompts:4} | {row.computed_share:8.1%} "
         f"{of_segments:>11} | {row.exact:4.0%} {exact:>20} {row.f1:4.0%} {f1s:>20} {regained:>20} "
         f"| {row.divergence:6.3f} {row.same_top:5.0%} | {row.p50_s:6.2f}s {row.p99_s:6.2f}s | "
         f"{kinds}"
