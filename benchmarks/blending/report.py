@@ -183,8 +183,10 @@ def _row(
 def _segment_share(scored: Sequence[_Scored]) -> float | None:
     if all(each.answer.reused_tokens is None for each in scored):
         return None
-    reused_tokens = sum(each.answer.reused_tokens or 0 for each in scored)
-    return 1 - reused_tokens / sum(each.stored_tokens for each in scored)
+    stored_tokens = sum(each.stored_tokens for each in scored)
+    if not stored_tokens:
+        return None
+    return 1 - sum(each.answer.reused_tokens or 0 for each in scored) / stored_tokens
 
 
 HEAD = (
