@@ -26,7 +26,8 @@ from blending_workload import (
 )
 from connector_models import WINDOW_TOKENS
 from served import PLUGIN_OFF
-from support.blending.oracle import Oracle, Reused
+from support.blending.oracle import Oracle
+from support.blending.reused import Reused
 from support.sample import IS_SAMPLE
 
 ORACLE_TOLERANCE = 1e-3
