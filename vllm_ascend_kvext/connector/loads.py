@@ -295,10 +295,7 @@ class Loads:
         blended = self._blended.find(request, hit)
         if blended is None:
             return None
-        has_waited_long = self._has_waited_long(request.request_id)
-        if (has_waited_long and self._too_few_blocks(request, blended)) or (
-            self._room_for(request, blended) is Room.NEVER
-        ):
+        if self._has_no_room(request, blended):
             self._blended.refuse_for_room(request.request_id)
             return None
         return blended
@@ -309,10 +306,7 @@ class Loads:
         if not beyond.holes:
             return hit
         refusal = why_no_holes(request)
-        if refusal is None and (
-            (self._has_waited_long(request.request_id) and self._too_few_blocks(request, beyond))
-            or self._room_for(request, beyond) is Room.NEVER
-        ):
+        if refusal is None and self._has_no_room(request, beyond):
             refusal = HoleRefusal.ROOM
         if refusal is None and self._takes_longer(beyond):
             refusal = HoleRefusal.TOO_DEAR
@@ -374,6 +368,15 @@ class Loads:
         if windows is not None and has_dense_windows:
             free_blocks += windows.num_blocks(hit.exact_tokens, hit.boundary_tokens)
         return free_blocks if free_blocks > self._room.num_free else 0
+
+    def _has_no_room(self, request: Request, hit: Hit) -> bool:
+        """Whether holes are not worth waiting for: blocks may never be, or have long been too few."""
+        free_blocks = self._too_few_blocks(request, hit)
+        return (
+            free_blocks > self._room.num_blocks
+            or (free_blocks > 0 and self._has_waited_long(request.request_id))
+            or self._room_for(request, hit) is Room.NEVER
+        )
 
     def _has_waited_long(self, request_id: str) -> bool:
         """Whether the windows of a request's holes have lacked blocks for a long time."""
