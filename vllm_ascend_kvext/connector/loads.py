@@ -218,7 +218,7 @@ class Loads:
             needs_more = is_good and self._holes_need_more_blocks(request, prospect.hit)
             if is_good and not (needs_more and self._has_waited_long(request_id)):
                 self._prospects[request_id] = prospect
-                if needs_more:
+                if needs_more or self._keeps_parked_waiting():
                     return None
                 if self._room_for(request, prospect.hit) is not Room.YES:
                     return None
@@ -266,6 +266,14 @@ class Loads:
         self._prospects[request_id] = _Prospect(hit, load)
         self._hold_windows(request, hit)
         return hit.num_tokens
+
+    def _keeps_parked_waiting(self) -> bool:
+        """Whether a request that was not admitted with its load stands before parked ones.
+
+        vLLM 0.23 admits a load only beside all that parked requests still need, and tries nobody
+        behind one that it cannot admit: where nothing runs, the engine would stand still.
+        """
+        return self._room.num_parked > 0 and not self._engine.num_running()
 
     def _hold_windows(self, request: Request, hit: Hit) -> bool:
         """Keep what a request with segments reads of windows on the device until it begins.
@@ -370,7 +378,7 @@ class Loads:
         return free_blocks if free_blocks > self._room.num_free else 0
 
     def _has_no_room(self, request: Request, hit: Hit) -> bool:
-        """Whether holes are not worth waiting for: blocks may never be, or have long been too few."""
+        """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
         free_blocks = self._too_few_blocks(request, hit)
         return (
             free_blocks > self._room.num_blocks
