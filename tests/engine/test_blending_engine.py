@@ -437,8 +437,9 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
 def test_requests_of_all_kinds_were_mixed(reports: Reports, name: str) -> None:
     counted = reports[name]["facts"]["counted"]
     assert counted["requests"] == SETTINGS[name].requests
-    kinds = "blended", "plain", "stored", "salted", "aborted", "preempted"
-    assert all(counted[kind] > 3 for kind in kinds), counted
+    kinds = "blended", "plain", "stored", "salted", "aborted"
+    assert all(counted[kind] >= 20 for kind in kinds), counted
+    assert counted["preempted"] > 0  # Who, depends on when loads end.
 
 
 @pytest.mark.parametrize("name", MIXED)
