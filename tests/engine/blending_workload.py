@@ -356,6 +356,8 @@ class Engine:
         from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
         config = self._llm.llm_engine.vllm_config.cache_config
+        if not config.enable_prefix_caching:
+            return
         hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
         parent = None
         for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS):
