@@ -12,13 +12,14 @@ import pytest
 from support.connector.blending_engine import BlendingEngine
 from support.connector.offload_run import check_nothing_is_left, offloading_installed
 from support.connector.offload_workloads import offloading, tokens
-from support.connector.paged_layouts import FULL, PagedLayout
+from support.connector.paged_layouts import FULL, GEMMA, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.connector.blend_counters import BlendRefusal
 
 _rng = random.Random("documents")
 SINK = [5]
@@ -123,6 +124,17 @@ def test_a_segment_may_stand_in_a_prompt_twice() -> None:
         run(engine)
         assert engine.tier.counters.failed_loads == 0
         assert engine.side.counters.blending.reused_tokens == 2 * (len(ONE) - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("num_blocks", [140, 170, 200, 220, 260])
+def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
+    """Windows of what is computed between segments take blocks beside those of the request."""
+    with engine_with(ONE, OTHER, layout=GEMMA, num_blocks=num_blocks) as engine:
+        engine.parts.loads._clock = lambda: 0.0  # Nobody has ever waited for long.
+        engine.add_request(asked("blended", OTHER, QUESTION, ONE))
+        run(engine)
+        counters = engine.side.counters.blending
+        assert bool(counters.refusals[BlendRefusal.ROOM]) is not bool(counters.reused_tokens)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

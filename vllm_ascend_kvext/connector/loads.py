@@ -225,7 +225,7 @@ class Loads:
             needs_more = is_good and self._holes_need_more_blocks(request, prospect.hit)
             if is_good and not (needs_more and self._has_waited_long(request_id)):
                 self._prospects[request_id] = prospect
-                if needs_more:
+                if needs_more or self._keeps_parked_waiting():
                     return None
                 if self._room_for(request, prospect.hit) is not Room.YES:
                     return None
@@ -282,6 +282,14 @@ class Loads:
         self._hold_windows(request, hit)
         return hit.num_tokens
 
+    def _keeps_parked_waiting(self) -> bool:
+        """Whether a request that was not admitted with its load stands before parked ones.
+
+        vLLM 0.23 admits a load only beside all that parked requests still need, and tries nobody
+        behind one that it cannot admit: where nothing runs, the engine would stand still.
+        """
+        return self._room.num_parked > 0 and not self._engine.num_running()
+
     def _hold_windows(self, request: Request, hit: Hit) -> bool:
         """Keep what a request with segments reads of windows on the device until it begins.
 
@@ -311,10 +319,7 @@ class Loads:
         blended = self._blended.find(request, hit)
         if blended is None:
             return None
-        has_waited_long = self._has_waited_long(request.request_id)
-        if (has_waited_long and self._too_few_blocks(request, blended)) or (
-            self._room_for(request, blended) is Room.NEVER
-        ):
+        if self._has_no_room(request, blended):
             self._blended.refuse_for_room(request.request_id)
             return None
         return blended
@@ -325,10 +330,7 @@ class Loads:
         if not beyond.holes:
             return hit
         refusal = why_no_holes(request)
-        if refusal is None and (
-            (self._has_waited_long(request.request_id) and self._too_few_blocks(request, beyond))
-            or self._room_for(request, beyond) is Room.NEVER
-        ):
+        if refusal is None and self._has_no_room(request, beyond):
             refusal = HoleRefusal.ROOM
         if refusal is None and self._takes_longer(beyond):
             refusal = HoleRefusal.TOO_DEAR
@@ -390,6 +392,15 @@ class Loads:
         if windows is not None and has_dense_windows:
             free_blocks += windows.num_blocks(hit.exact_tokens, hit.boundary_tokens)
         return free_blocks if free_blocks > self._room.num_free else 0
+
+    def _has_no_room(self, request: Request, hit: Hit) -> bool:
+        """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
+        free_blocks = self._too_few_blocks(request, hit)
+        return (
+            free_blocks > self._room.num_blocks
+            or (free_blocks > 0 and self._has_waited_long(request.request_id))
+            or self._room_for(request, hit) is Room.NEVER
+        )
 
     def _has_waited_long(self, request_id: str) -> bool:
         """Whether the windows of a request's holes have lacked blocks for a long time."""

@@ -89,6 +89,11 @@ class PoolRoom:
         return len(self._parked)
 
     @property
+    def num_blocks(self) -> int:
+        """That can be free at once."""
+        return self._num_blocks
+
+    @property
     def num_free(self) -> int:
         """Free blocks of the pool."""
         return self._num_free()
