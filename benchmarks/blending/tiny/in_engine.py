@@ -8,12 +8,13 @@ Asked are facts that refer to an earlier document, eight documents in a prompt, 
 Every document is stored alone before; every prompt is asked once, in each mode by an engine of its
 own, many prompts at a time. *Right* is the share of right answers. *Others* are prompts to which
 the engine says another token than plain torch, and *distance* is the largest difference between
-their log-probabilities of the engine's five most probable tokens. *Computed* are tokens of a prompt, those that
-`question` computes twice included, and their share of it. *Spans* are prompts of which the engine
-says that it has reused another number of tokens than plain torch.
+their log-probabilities of the engine's five most probable tokens. *Spans* are prompts of which the
+engine says that it has reused another number of tokens than plain torch. *Computed* are tokens of a
+prompt, those that `question` computes twice included, and their share of it.
 
-The engine's selector `question` chooses at least one run of each document, so that it computes
-more than `table.py`'s: next to it stand heads of about as many tokens.
+The engine's selector `question` chooses at least one run of each document, so that it computes more
+than `table.py`'s: next to it stand heads of about as many tokens. It compares at the layer with
+full attention that is best on other prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from blending.answers import Reply  # noqa: E402
 from blending.prompts import Prompt, Workload  # noqa: E402
 from blending.questions import Kind  # noqa: E402
 from blending.tiny import spans, table, task  # noqa: E402
-from blending.tiny.model import SEEDS, SERVED_VARIANTS, Shape, Variant  # noqa: E402
+from blending.tiny.model import SEEDS, SERVED_VARIANTS, Variant  # noqa: E402
 from blending.tiny.served_modes import SERVED_MODES, ServedMode  # noqa: E402
 
 QUESTIONS = 512
@@ -62,6 +63,7 @@ class Row:
     Attributes:
         model: Variant and seed.
         mode: Its name.
+        check_layer: At which questions are compared; None: in this mode they are not.
         questions: That were asked.
         computed_tokens: Of a prompt, mean.
         computed_share: The same, of the prompt's tokens.
@@ -74,6 +76,7 @@ class Row:
 
     model: str
     mode: str
+    check_layer: int | None
     questions: int
     computed_tokens: float
     computed_share: float
@@ -85,14 +88,15 @@ class Row:
 
 
 HEAD = (
-    f"{'model':9} {'mode':26} {'n':>4} | {'computed':>15} | {'right':>6} {'torch':>6} | "
+    f"{'model':9} {'mode':26} {'layer':>5} {'n':>4} | {'computed':>15} | {'right':>6} {'torch':>6} | "
     f"{'others':>6} {'distance':>9} {'spans':>5}"
 )
 
 
 def line(row: Row) -> str:
+    layer = "" if row.check_layer is None else row.check_layer
     return (
-        f"{row.model:9} {row.mode:26} {row.questions:4} | {row.computed_tokens:7.1f} "
+        f"{row.model:9} {row.mode:26} {layer:>5} {row.questions:4} | {row.computed_tokens:7.1f} "
         f"({row.computed_share:4.0%}) | {row.right:6.3f} {row.torch_right:6.3f} | "
         f"{row.others:6} {row.distance:9.1e} {row.other_spans:5}"
     )
@@ -110,7 +114,7 @@ def make_workload(asked: spans.Asked) -> Workload:
     return Workload(tuple(stored), prompts)
 
 
-def check_layer(model: table.Model) -> int:
+def best_layer(model: table.Model) -> int:
     """The layer with full attention whose scores choose best, on other prompts."""
     by_layer = model.calibrate()
     shape = model.shape
@@ -120,7 +124,12 @@ def check_layer(model: table.Model) -> int:
 
 @torch.inference_mode()
 def compare(
-    variant: Variant, seed: int, num_questions: int, modes: Sequence[ServedMode], out: Path
+    variant: Variant,
+    seed: int,
+    num_questions: int,
+    modes: Sequence[ServedMode],
+    out: Path,
+    check_layer: int | None = None,
 ) -> Iterator[Row]:
     """One model, in the engine and in plain torch.
 
@@ -130,12 +139,13 @@ def compare(
         num_questions: About; prompts without a reference are left out.
         modes: That suit the variant.
         out: Folder for what the engines are told and say.
+        check_layer: At which questions are compared; None: at the best one.
 
     Raises:
         SystemExit: The engines failed.
     """
     model = table.Model(variant, seed, num_questions)
-    layer = check_layer(model)
+    layer = best_layer(model) if check_layer is None else check_layer
     asked = model.asked
     modes = [served.at_layer(layer) for served in modes]
     served = _serve(variant, seed, modes, make_workload(asked), out)
@@ -170,6 +180,7 @@ def _row(
     return Row(
         name,
         served.mode.name,
+        served.check_layer,
         num_prompts,
         computed_tokens / num_prompts,
         computed_tokens / (num_prompts * prompt_tokens),
@@ -197,8 +208,8 @@ def _serve(
         finished = subprocess.run(command, check=False, stdout=file, stderr=subprocess.STDOUT)
     if finished.returncode:
         raise SystemExit(
-            f"{variant}-{seed}: the engines ended with exit code {finished.returncode}, see {log}:\n"
-            + log.read_text()[-MOST_SHOWN:]
+            f"{variant}-{seed}: the engines ended with exit code {finished.returncode}, see {log}\n"
+            f"{log.read_text()[-MOST_SHOWN:]}"
         )
     found: dict[str, dict[str, object]] = json.loads((out / "replies.json").read_text())
     return found
@@ -223,6 +234,7 @@ def main() -> None:
     parser.add_argument("--seed", action="append", type=int)
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--questions", type=int)
+    parser.add_argument("--check-layer", type=int, help="instead of the best one")
     parser.add_argument("--quick", action="store_true", help="few questions, one seed")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-blending" / "tiny")
     arguments = parser.parse_args()
@@ -235,7 +247,7 @@ def main() -> None:
         modes = [served for served in wanted if variant in served.variants]
         for seed in seeds:
             out = arguments.out / f"{variant}-{seed}"
-            for row in compare(variant, seed, num_questions, modes, out):
+            for row in compare(variant, seed, num_questions, modes, out, arguments.check_layer):
                 rows.append(row)
                 print(line(row), flush=True)
     print(verdict(rows), SEEDS_ARE_CHOSEN, sep="\n")

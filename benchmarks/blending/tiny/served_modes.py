@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,18 @@ class ServedMode:
     variants: tuple[Variant, ...] = ("full", "window")
 
     def at_layer(self, check_layer: int) -> ServedMode:
-        """With the layer at which questions are compared, where that matters."""
+        """With the layer at which questions are compared, where they are."""
         options = self.mode.options
         if options is None or options["blend_selector"] != "question":
             return self
         told = {**options, "blend_check_layer": check_layer}
-        return ServedMode(Mode(self.mode.name, options=told), self.choose, self.variants)
+        return replace(self, mode=replace(self.mode, options=told))
+
+    @property
+    def check_layer(self) -> int | None:
+        """None: questions are not compared."""
+        options = self.mode.options
+        return None if options is None else options.get("blend_check_layer")
 
 
 def _everything(scores: torch.Tensor) -> torch.Tensor:
