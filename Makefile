@@ -44,7 +44,7 @@ RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(
 .SECONDARY:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
 demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory, with parts of it missing

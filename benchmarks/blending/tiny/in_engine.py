@@ -88,8 +88,8 @@ class Row:
 
 
 HEAD = (
-    f"{'model':9} {'mode':26} {'layer':>5} {'n':>4} | {'computed':>15} | {'right':>6} {'torch':>6} | "
-    f"{'others':>6} {'distance':>9} {'spans':>5}"
+    f"{'model':9} {'mode':26} {'layer':>5} {'n':>4} | {'computed':>15} | "
+    f"{'right':>6} {'torch':>6} | {'others':>6} {'distance':>9} {'spans':>5}"
 )
 
 
