@@ -33,8 +33,8 @@ ENGINE_OPTIONS = {
 }
 
 EQUAL_TOKENS = tuple(range(FIRST_NOISE, FIRST_NOISE + NUM_NOISE)) * 4
-"""A segment for the check of keys: in most documents too few tokens occur twice, and nothing is reused
-before a segment has passed it."""
+"""A segment for the check of keys: too few tokens occur twice in most documents, and nothing is
+reused before a segment has passed it."""
 
 
 def serve(mode: Mode, model: str, workload: Workload) -> dict[str, Any]:
