@@ -25,6 +25,7 @@ from blending.prompts import Prompt, Workload  # noqa: E402
 ANSWER_TOKENS = 8
 TOP_TOKENS = 50
 TOP_TOKENS_OF_REPLY = 5
+MOST_STORES = 256
 MAX_MODEL_TOKENS = 4096
 FORCED = "bench_forced_tokens"
 WARM_UP = tuple(range(10, 100))
@@ -104,9 +105,24 @@ class Engine:
         return self._serve(prompt.tokens, len(said), extra, TOP_TOKENS).top
 
     def store_all(self, segments: Sequence[Sequence[int]]) -> None:
-        """Compute segments alone, many at a time, and store them."""
-        self._generate(segments, [{"kvext_store_segment": True}] * len(segments))
-        self._settle()
+        """Compute segments alone, many at a time, and store them.
+
+        Not all at once: where stores fall behind, the connector refuses what would hold too many
+        blocks, and answers all the same.
+
+        Raises:
+            RuntimeError: Some were not stored.
+        """
+        for first in range(0, len(segments), MOST_STORES):
+            some = segments[first : first + MOST_STORES]
+            self._generate(some, [{"kvext_store_segment": True}] * len(some))
+            self._settle()
+        counters = self.scheduler.connector.scheduler_side.counters.blending
+        if any(counters.refusals.values()):
+            raise RuntimeError(
+                f"segments: expected {len(segments)} stored ones, found refusals "
+                f"{counters.refusals}; give the engine more blocks, or more host memory"
+            )
 
     def ask_all(self, prompts: Sequence[Prompt]) -> tuple[list[Reply], int]:
         """Prompts that the engine has not seen, many at a time.
