@@ -97,6 +97,45 @@ def run(engine: BlendingEngine) -> None:
     raise AssertionError("the engine stands still")
 
 
+def params_of_answers(engine: BlendingEngine) -> dict[str, Any]:
+    """What responses will say, by request."""
+    params: dict[str, Any] = {}
+    finished = engine.scheduler._connector_finished
+
+    def finish(request: Any) -> Any:
+        params[request.request_id] = engine.side.params(request)
+        return finished(request)
+
+    engine.scheduler._connector_finished = finish
+    return params
+
+
+def test_segments_wait_for_the_stores_of_others() -> None:
+    """A client stores all it has at once, and copies take their time."""
+    rng = random.Random(3)
+    documents = [tokens(rng, 40) for _ in range(60)]
+    script = TransferScript(most_per_step=1)
+    with engine_with(script=script, num_blocks=80, max_num_seqs=8) as engine:
+        params = params_of_answers(engine)
+        for number, document in enumerate(documents):
+            engine.add_request(plan(f"store-{number}", document, 1, {STORE_KEY: True}))
+        run(engine)
+        assert engine.side.counters.blending.stored_segments == len(documents)
+        assert not engine.side.counters.blending.refusals[BlendRefusal.ROOM]
+        assert list(params.values()) == [{"kvext_stored_tokens": 40}] * len(documents)
+
+
+def test_answers_say_that_segments_were_not_stored() -> None:
+    with engine_with(num_blocks=12) as engine:
+        params = params_of_answers(engine)
+        long = tokens(random.Random(3), 80)
+        engine.add_request(plan("long", long, 1, {STORE_KEY: True}))
+        engine.add_request(plan("wrong", ONE, 1, {STORE_KEY: "perhaps"}))
+        run(engine)
+        assert params == dict.fromkeys(("long", "wrong"), {"kvext_stored_tokens": 0})
+        assert engine.side.counters.blending.refusals[BlendRefusal.ROOM] == 1
+
+
 def test_what_is_loaded_is_counted_as_hits_and_what_lies_between_is_not() -> None:
     with engine_with(ONE, OTHER) as engine:
         engine.add_request(asked("blended", QUESTION, OTHER, ONE))
