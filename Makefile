@@ -40,11 +40,11 @@ ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	--lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending clean
+.PHONY: help demo demo-blending check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-19s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first run installs vLLM for CPUs: minutes, and several GB in .venv/."
 
 demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and without retention, with KV in host memory, with parts of it missing
@@ -99,10 +99,13 @@ bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, tor
 bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
 	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
 
-bench-blending: $(MAIN_ENV)/.package ## Score, tokens and time to first token of approximate reuse, with SmolLM2 and with tiny models
-	$(MAIN_PYTHON) benchmarks/blending/tiny/table.py --shipped
+bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, with SmolLM2 and with tiny models
 	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)
 	$(MAIN_PYTHON) benchmarks/blending/steady.py $(filter --quick,$(BENCH))
+
+bench-blending-tiny: $(MAIN_ENV)/.package ## Score and tokens of approximate reuse, with tiny models: in plain torch, and in the engine beside it
+	$(MAIN_PYTHON) benchmarks/blending/tiny/table.py --shipped
+	$(MAIN_PYTHON) benchmarks/blending/tiny/in_engine.py $(filter --quick,$(BENCH))
 
 clean: ## Remove all that make has made, the environments included
 	rm -rf .venv out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Answer:
         computed_tokens: That the engine computed until then.
         exact_tokens: Of the prompt, that the response says were cached exactly; None: not said.
         reused_tokens: That it says were reused.
-        recomputed_tokens: That it says were chosen to be recomputed.
+        recomputed_tokens: That it says were computed behind the first reused one.
     """
 
     tokens: list[int]
@@ -31,6 +31,20 @@ class Answer:
     exact_tokens: int | None = None
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
+
+
+class Reply(NamedTuple):
+    """The first token that follows a prompt.
+
+    Attributes:
+        token: The most probable one.
+        top: The most probable tokens and their log-probabilities.
+        reused_tokens: Of the prompt, that the response says were reused.
+    """
+
+    token: int
+    top: list[tuple[int, float]]
+    reused_tokens: int
 
 
 @dataclass(slots=True)

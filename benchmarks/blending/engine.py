@@ -18,12 +18,14 @@ from typing import Any
 # Instead of this folder, whose modules are not to be found by their short names.
 sys.path[0] = str(Path(__file__).parents[1])
 
-from blending.answers import Answer, Answers  # noqa: E402
+from blending.answers import Answer, Answers, Reply  # noqa: E402
 from blending.modes import FULL, MODES, Mode  # noqa: E402
 from blending.prompts import Prompt, Workload  # noqa: E402
 
 ANSWER_TOKENS = 8
 TOP_TOKENS = 50
+TOP_TOKENS_OF_REPLY = 5
+MOST_STORES = 256
 MAX_MODEL_TOKENS = 4096
 FORCED = "bench_forced_tokens"
 WARM_UP = tuple(range(10, 100))
@@ -102,6 +104,67 @@ class Engine:
         extra = {**_segments(prompt), FORCED: list(said)}
         return self._serve(prompt.tokens, len(said), extra, TOP_TOKENS).top
 
+    def store_all(self, segments: Sequence[Sequence[int]]) -> None:
+        """Compute segments alone, many at a time, and store them.
+
+        Not all at once: where stores fall behind, the connector refuses what would hold too many
+        blocks, and answers all the same.
+
+        Raises:
+            RuntimeError: Some were not stored.
+        """
+        for first in range(0, len(segments), MOST_STORES):
+            some = segments[first : first + MOST_STORES]
+            self._generate(some, [{"kvext_store_segment": True}] * len(some))
+            self._settle()
+        counters = self.scheduler.connector.scheduler_side.counters.blending
+        if any(counters.refusals.values()):
+            raise RuntimeError(
+                f"segments: expected {len(segments)} stored ones, found refusals "
+                f"{counters.refusals}; give the engine more blocks, or more host memory"
+            )
+
+    def ask_all(self, prompts: Sequence[Prompt]) -> tuple[list[Reply], int]:
+        """Prompts that the engine has not seen, many at a time.
+
+        Returns:
+            The first token that follows each prompt, and the tokens computed for all of them.
+        """
+        self._computed_tokens = 0
+        outputs = self._generate(
+            [prompt.tokens for prompt in prompts], [_segments(prompt) for prompt in prompts]
+        )
+        self._settle()
+        return [_reply(output) for output in outputs], self._computed_tokens
+
+    def close(self) -> None:
+        """End it: another engine may begin in this process."""
+        import torch
+
+        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
+        torch.accelerator.synchronize = lambda *args, **more: None
+        torch.accelerator.empty_cache = lambda *args, **more: None
+        self._engine.engine_core.shutdown()
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], extra_args: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """One token behind each prompt."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                detokenize=False,
+                logprobs=TOP_TOKENS_OF_REPLY,
+                extra_args=extra,
+            )
+            for extra in extra_args
+        ]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return list(self._llm.generate(requests, sampling, use_tqdm=False))
+
     def _serve(
         self,
         tokens: Sequence[int],
@@ -156,6 +219,14 @@ def _answer(output: Any, first_token_s: float, computed_tokens: int) -> Answer:
         reused_tokens=marks.get("kvext_reused_tokens"),
         recomputed_tokens=marks.get("kvext_recomputed_tokens"),
     )
+
+
+def _reply(output: Any) -> Reply:
+    (said,) = output.outputs
+    (token,) = said.token_ids
+    marks = output.kv_transfer_params or {}
+    top = [(each, found.logprob) for each, found in said.logprobs[0].items()]
+    return Reply(token, top, marks.get("kvext_reused_tokens", 0))
 
 
 def _forcing() -> type:

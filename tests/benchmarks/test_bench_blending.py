@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 from blending import smollm2  # noqa: E402
 from blending.answers import Answers  # noqa: E402
 from blending.modes import FULL, PREFIX_CACHING  # noqa: E402
-from blending.prompts import Prompt, Workload  # noqa: E402
-from blending.questions import Kind  # noqa: E402
-from blending.tiny import spans, table, task, train  # noqa: E402
+from blending.prompts import Workload  # noqa: E402
+from blending.tiny import in_engine, spans, table, train  # noqa: E402
 from blending.tiny.model import (  # noqa: E402
     SEEDS,
     VARIANTS,
@@ -114,6 +114,22 @@ def test_budgets_are_kept() -> None:
     assert heads.sum() == 18
 
 
+@pytest.mark.parametrize("run_tokens", (4, 5, 8))
+@pytest.mark.parametrize("ratio", (0.1, 0.4, 0.7, 1.0))
+def test_runs_are_those_that_the_connector_chooses(ratio: float, run_tokens: int) -> None:
+    from vllm_ascend_kvext.blending.question_selection import select_runs
+    from vllm_ascend_kvext.holes.span_plan import Run
+
+    scores = torch.rand(5, 120, generator=torch.Generator().manual_seed(0))
+    documents = [Run(first, first + 15) for first in range(0, 120, 15)]
+    found = spans.runs_of_each(scores, 8, ratio, run_tokens)
+    for of_prompt, scores_of_prompt in zip(found, scores.numpy(), strict=True):
+        runs = select_runs(documents, scores_of_prompt, documents, ratio, run_tokens)
+        chosen = [token for run in runs for token in range(run.first_tokens, run.end_tokens)]
+        assert of_prompt.nonzero()[:, 0].tolist() == chosen
+        assert of_prompt.view(8, 15).any(dim=1).all()
+
+
 def test_rotation_adds_up() -> None:
     rows = torch.randn(2, 7, 3, 16, generator=torch.Generator().manual_seed(0))
     by = torch.arange(7)
@@ -158,15 +174,7 @@ def test_rows_that_turn_together_are_taken_apart() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_workload() -> Workload:
-    asked = spans.ask_references(np.random.default_rng(3), 4, CPU)
-    places = range(1, 1 + asked.segment_tokens, task.DOCUMENT_TOKENS)
-    segments = tuple((place, place + task.DOCUMENT_TOKENS) for place in places)
-    prompts = [
-        Prompt(tuple(tokens), segments, Kind.REFERENCE, 0, str(answer))
-        for tokens, answer in zip(asked.tokens.tolist(), asked.answers.tolist(), strict=True)
-    ]
-    stored = {prompt.tokens[start:end] for prompt in prompts for start, end in segments}
-    return Workload(tuple(stored), tuple(prompts))
+    return in_engine.make_workload(spans.ask_references(np.random.default_rng(3), 4, CPU))
 
 
 @pytest.mark.main_version
@@ -202,3 +210,25 @@ def test_the_engine_agrees_with_plain_torch(
             assert len(answer.top) == len(one.tokens)
             for token, found in answer.top[0].items():
                 assert found == pytest.approx(expected[token].item(), abs=1e-3)
+
+
+@pytest.mark.main_version
+def test_blended_prompts_in_the_engine_are_those_in_plain_torch(tmp_path: Path) -> None:
+    """Windows and full attention; everything is stored before, and every prompt is new."""
+    modes = [in_engine.MODES[name] for name in ("plain reuse", "question 10%, runs of 4")]
+    plain, question = in_engine.compare(
+        "window", SEEDS["window"][0], 12, modes, tmp_path, check_layer=1
+    )
+    for row in (plain, question):
+        assert row.questions == 12
+        assert (row.others, row.other_spans) == (0, 0)
+        assert row.distance < 1e-3
+        assert row.right == row.torch_right
+    # The sink, and the question's two tokens.
+    assert plain.computed_tokens == 3
+    # These twice, and of each document a run of at most 4.
+    assert 6 + 8 * 3 <= question.computed_tokens <= 6 + 8 * 4
+    assert question.right > plain.right
+    assert in_engine.verdict([plain, question]).startswith("met")
+    assert in_engine.verdict([plain, replace(question, others=1)]).startswith("NOT MET")
+    assert in_engine.verdict([replace(plain, other_spans=1)]).startswith("NOT MET")

@@ -22,17 +22,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VOCABULARY_TOKENS = 512
-BLOCK_TOKENS = 16
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mixed_requests
+from blended_prompts import (
+    BLOCK_TOKENS,
+    MISSING,
+    STORED_LENGTHS,
+    Prompt,
+    Tokens,
+    documents,
+    in_order,
+    random_tokens,
+    separated,
+)
+
 CHUNK_TOKENS = 128
 REPLY_TOKENS = 8
-SEPARATOR = [3, 2]
-"""Token ids that occur nowhere else: random ones are larger."""
-
-STORED_LENGTHS = (137, 203, 90, 300, 171, 171)
-"""Of documents. Ends lie within blocks and within chunks; the last two have one length."""
-MISSING = len(STORED_LENGTHS)
-"""The document that is not stored."""
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
 SWAPPED = (4, 5)
 HEADS_TOKENS = (0, 16, 32)
@@ -55,27 +61,7 @@ LEARNING: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 """Documents of prompts, and those that two prompts have had for the first time."""
 
-MIXED_ROUNDS = 5
-MIXED_CONVERSATIONS = 5
-MIXED_ORDERS = ((0, 1), (0, 3), (2, 0), (MISSING, 1), (3, 1, 2), (3, 4), (5, 0, 2))
-"""In a round, each is a blended request and then three plain ones: 100 in all."""
-
-Tokens = list[int]
-Segments = list[list[int]]
-
-
-class Prompt(NamedTuple):
-    """A request.
-
-    Attributes:
-        token_ids: Of the prompt.
-        segments: First and end token of each document in it.
-        is_named: Whether the request says so.
-    """
-
-    token_ids: Tokens
-    segments: Segments
-    is_named: bool = True
+MIXED_REPLY_TOKENS = 16
 
 
 class KeptBlock(NamedTuple):
@@ -90,10 +76,6 @@ class KeptBlock(NamedTuple):
     prefix: tuple[int, ...]
     group: int
     pages: dict[str, Any]
-
-
-_kept: dict[str, list[KeptBlock]] = {}
-"""By plan: for an engine that follows."""
 
 
 class Engine:
@@ -134,9 +116,10 @@ class Engine:
         self.plan = plan
         self._llm = LLM(plan["model"], **common | plan["engine"])
         self._core = self._llm.llm_engine.engine_core.engine_core
-        self._asked: dict[str, Any] = {}
+        self.asked: dict[str, list[dict[str, Any]]] = {}
         self._facts: dict[str, Any] = {}
-        self._sequences: set[tuple[int, ...]] = set()
+        self._prefixes: dict[bytes, tuple[int, ...]] = {}
+        self._num_served = 0
         self.scheduler = self._core.scheduler
         if "blending" in plan:
             self.side = self.scheduler.connector.scheduler_side
@@ -151,39 +134,88 @@ class Engine:
     ) -> list[Tokens]:
         """Send all prompts at once; report the answers under ``label`` and return the replies."""
         outputs = self._generate(
-            [prompt.token_ids for prompt in prompts],
+            prompts,
             [
                 {"kvext_segments": prompt.segments} if prompt.is_named and not is_plain else None
                 for prompt in prompts
             ],
             reply_tokens,
         )
-        replies = [list(output.outputs[0].token_ids) for output in outputs]
-        self._asked.setdefault(label, [])
-        for prompt, reply, output in zip(prompts, replies, outputs, strict=True):
-            self._sequences.add((*prompt.token_ids, *reply))
-            self._asked[label].append(
-                {
-                    "prompt": prompt.token_ids,
-                    "segments": [] if is_plain else prompt.segments,
-                    "reply": reply,
-                    "logprobs": [
-                        {token: entry.logprob for token, entry in step.items()}
-                        for step in output.outputs[0].logprobs
-                    ],
-                    "params": output.kv_transfer_params,
-                    "hit_tokens": output.num_cached_tokens or 0,
-                }
+        return [
+            self._note(label, prompt, output, is_plain)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def serve(self, wave: Sequence[mixed_requests.Asked]) -> list[Tokens | None]:
+        """Send all at once; report the answers and return the replies, None of what is aborted.
+
+        What has ended before it was to be aborted is reported.
+        """
+        engine = self._llm.llm_engine
+        numbers = [str(self._num_served + number) for number in range(len(wave))]
+        self._num_served += len(wave)
+        names = {}
+        for number, asked in zip(numbers, wave, strict=True):
+            token_ids, segments, _, cache_salt = asked.prompt
+            extra: dict[str, Any] = {"kvext_segments": segments} if segments else {}
+            if asked.label == "stored":
+                extra = {"kvext_store_segment": True}
+            salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+            names[number] = engine.add_request(
+                number,
+                {"prompt_token_ids": token_ids, **salt},
+                _sampling(extra or None, 1 if asked.label == "stored" else MIXED_REPLY_TOKENS),
             )
+        outputs: dict[str, Any] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+            steps += 1
+            due = [
+                n for n, asked in zip(numbers, wave, strict=True) if asked.steps_to_abort == steps
+            ]
+            engine.abort_request([n for n in due if n not in outputs or not outputs[n].finished])
+        replies: list[Tokens | None] = []
+        for number, asked in zip(numbers, wave, strict=True):
+            output = outputs.get(number)
+            if output is not None and output.finished and asked.label != "stored":
+                replies.append(self._note(asked.label, asked.prompt, output, id=names[number]))
+                continue
+            replies.append([] if asked.label == "stored" else None)
+            sink = self.sink_ids if asked.label == "stored" else ()
+            begun = [] if output is None else output.outputs[0].token_ids
+            self._learn((*sink, *asked.prompt.token_ids, *begun), asked.prompt.cache_salt)
         return replies
 
-    def store(self, documents: Sequence[Tokens]) -> None:
+    def _note(
+        self, label: str, prompt: Prompt, output: Any, is_plain: bool = False, **more: Any
+    ) -> Tokens:
+        """Report an answer under ``label`` and return the reply."""
+        reply = list(output.outputs[0].token_ids)
+        self._learn((*prompt.token_ids, *reply), prompt.cache_salt)
+        self.asked.setdefault(label, []).append(
+            {
+                "prompt": prompt.token_ids,
+                "segments": [] if is_plain else prompt.segments,
+                "reply": reply,
+                "logprobs": [
+                    {token: entry.logprob for token, entry in step.items()}
+                    for step in output.outputs[0].logprobs
+                ],
+                "params": output.kv_transfer_params,
+                "hit_tokens": output.num_cached_tokens or 0,
+                **more,
+            }
+        )
+        return reply
+
+    def store(self, documents: Sequence[Tokens], cache_salt: str | None = None) -> None:
         """Have each document stored as a segment."""
         for document in documents:
-            self._generate([document], [{"kvext_store_segment": True}], 1)
-            while self.side.has_transfers:
-                self._llm.llm_engine.step()
-            self._sequences.add((*self.sink_ids, *document))
+            prompt = Prompt(document, [], cache_salt=cache_salt)
+            self._generate([prompt], [{"kvext_store_segment": True}], 1)
+            self.finish_transfers()
+            self._learn((*self.sink_ids, *document), cache_salt)
         self.note("sink", list(self.sink_ids))
 
     def idle(self) -> int:
@@ -196,6 +228,11 @@ class Engine:
     @property
     def sink_ids(self) -> tuple[int, ...]:
         return self._blending.requests._store.sink_ids
+
+    def finish_transfers(self) -> None:
+        """Step until nothing is on its way."""
+        while self.side.has_transfers:
+            self._llm.llm_engine.step()
 
     def reset(self) -> None:
         """Empty the prefix cache of the device."""
@@ -224,6 +261,26 @@ class Engine:
         load_jobs.rows_to_load = lambda placed: rows_to_load(placed)._replace(shift_tokens=0)
         yield
         load_jobs.rows_to_load = rows_to_load
+
+    @contextmanager
+    def without(self, protections: Sequence[str]) -> Iterator[None]:
+        """Let approximate KV into the prefix cache.
+
+        Args:
+            protections: ``clamp`` keeps blocks out of it; ``private hashes`` would keep them from
+                being found.
+        """
+        from vllm_ascend_kvext.connector import blended_requests
+
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        clamp, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
+        if "clamp" in protections:
+            del coordinator.cache_blocks
+        if "private hashes" in protections:
+            blended_requests.PrivateHashes = _HashesOfTokens
+        yield
+        coordinator.cache_blocks = clamp
+        blended_requests.PrivateHashes = private_hashes
 
     @contextmanager
     def swapping(self, one: Tokens, other: Tokens) -> Iterator[None]:
@@ -283,35 +340,46 @@ class Engine:
         self.scheduler._preempt_request = preempt_and_count
         return counted
 
+    def watch_preemptions(self) -> set[str]:
+        """Names of requests, from here on."""
+        found: set[str] = set()
+        preempt = self.scheduler._preempt_request
+
+        def preempt_and_note(request: Any, *args: Any, **more: Any) -> Any:
+            found.add(request.request_id)
+            return preempt(request, *args, **more)
+
+        self.scheduler._preempt_request = preempt_and_note
+        return found
+
     def cached_blocks(self) -> list[KeptBlock]:
         """What is in the prefix cache; an empty prefix where a hash is that of no tokens."""
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-        prefixes = self._prefixes()
         pool = self.scheduler.kv_cache_manager.block_pool
         found = []
         for key, blocks in pool.cached_block_hash_to_block._cache.items():
             group = get_group_id(key)
-            prefix = prefixes.get(get_block_hash(key), ())
+            prefix = self._prefixes.get(get_block_hash(key), ())
             for block_id in blocks if isinstance(blocks, dict) else [blocks.block_id]:
                 found.append(KeptBlock(prefix, group, self._pages(group, block_id)))
         return found
 
-    def _prefixes(self) -> dict[bytes, tuple[int, ...]]:
-        """By block hash: full blocks of everything that was asked."""
+    def _learn(self, sequence: tuple[int, ...], cache_salt: str | None = None) -> None:
+        """The hashes of the full blocks of some tokens."""
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
         config = self._llm.llm_engine.vllm_config.cache_config
+        if not config.enable_prefix_caching:
+            return
         hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
-        found: dict[bytes, tuple[int, ...]] = {}
-        for sequence in self._sequences:
-            parent = None
-            for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS):
-                tokens = sequence[end - BLOCK_TOKENS : end]
-                parent = hash_block_tokens(hash_function, parent, tokens)
-                found[parent] = sequence[:end]
-        return found
+        parent = None
+        for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS):
+            tokens = sequence[end - BLOCK_TOKENS : end]
+            salt = (cache_salt,) if cache_salt is not None and parent is None else None
+            parent = hash_block_tokens(hash_function, parent, tokens, salt)
+            self._prefixes[parent] = sequence[:end]
 
     def _pages(self, group: int, block_id: int) -> dict[str, Any]:
         """A page of each layer of a group."""
@@ -328,34 +396,24 @@ class Engine:
 
     def _generate(
         self,
-        prompts: Sequence[Tokens],
+        prompts: Sequence[Prompt],
         extra_args: Sequence[dict[str, Any] | None],
         reply_tokens: int,
     ) -> list[Any]:
-        from vllm import SamplingParams
-
-        sampling = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=reply_tokens,
-                ignore_eos=True,
-                logprobs=5,
-                detokenize=False,
-                extra_args=extra,
-            )
-            for extra in extra_args
+        asked = [
+            {"prompt_token_ids": prompt.token_ids}
+            | ({} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt})
+            for prompt in prompts
         ]
-        return self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
-        )
+        sampling = [_sampling(extra, reply_tokens) for extra in extra_args]
+        return self._llm.generate(asked, sampling, use_tqdm=False)
 
     def report(self) -> dict[str, Any]:
         """What was asked, and what is left when all is done."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        report: dict[str, Any] = {"asked": self._asked, "facts": self._facts}
+        report: dict[str, Any] = {"asked": self.asked, "facts": self._facts}
         if "blending" in self.plan:
-            while self.side.has_transfers:
-                self._llm.llm_engine.step()
+            self.finish_transfers()
             self.reset()
             report["own"] = self.side.counters.totals()
             report["left"] = {
@@ -374,38 +432,27 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
-    return rng.choices(range(4, VOCABULARY_TOKENS), k=num_tokens)
+class _HashesOfTokens:
+    """Leaves a request its hashes; see ``connector.private_hashes``."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def take_back(self) -> None:
+        pass
 
 
-def documents(rng: random.Random) -> list[Tokens]:
-    """Those that are stored, and the one that is missing."""
-    return [random_tokens(rng, length) for length in (*STORED_LENGTHS, 155)]
+def _sampling(extra_args: dict[str, Any] | None, reply_tokens: int) -> Any:
+    from vllm import SamplingParams
 
-
-def in_order(
-    rng: random.Random,
-    texts: Sequence[Tokens],
-    order: Sequence[int],
-    instructions: Tokens | None = None,
-) -> Prompt:
-    """Instructions, documents with a few tokens behind each, and a question."""
-    token_ids = list(instructions or random_tokens(rng, rng.randrange(5, 70)))
-    segments = []
-    for index in order:
-        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
-        token_ids += texts[index] + random_tokens(rng, rng.randrange(4))
-    return Prompt(token_ids + random_tokens(rng, rng.randrange(10, 40)), segments)
-
-
-def separated(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:
-    """The same, with the separator around each document."""
-    token_ids = random_tokens(rng, 23) + SEPARATOR
-    segments = []
-    for index in order:
-        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
-        token_ids += texts[index] + SEPARATOR
-    return Prompt(token_ids + random_tokens(rng, 30), segments, is_named=False)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=reply_tokens,
+        ignore_eos=True,
+        logprobs=5,
+        detokenize=False,
+        extra_args=extra_args,
+    )
 
 
 def orders(engine: Engine) -> None:
@@ -472,69 +519,6 @@ def crowd(engine: Engine) -> None:
     engine.note("preemptions", counted)
 
 
-def mixed(engine: Engine) -> None:
-    """Blended requests, and plain ones that begin like them or go on where they ended."""
-    rng = random.Random(3)
-    texts = documents(rng)
-    engine.store(texts[:MISSING])
-    instructions = [random_tokens(rng, length) for length in (21, 64)]
-    kept: list[KeptBlock] = []
-    for number in range(MIXED_ROUNDS):
-        blended = [
-            in_order(rng, texts, order, rng.choice(instructions))
-            for order in rng.sample(MIXED_ORDERS, k=MIXED_CONVERSATIONS)
-        ]
-        replies = engine.ask("blended", blended)
-        plain = []
-        for prompt, reply in zip(blended, replies, strict=True):
-            token_ids = prompt.token_ids
-            cut = rng.randrange(len(token_ids) // 2, len(token_ids))
-            plain += [
-                token_ids,
-                token_ids + reply + random_tokens(rng, 30),
-                token_ids[:cut] + random_tokens(rng, 20),
-            ]
-        rng.shuffle(plain)
-        engine.ask("plain", [Prompt(each, []) for each in plain], is_plain=True)
-        kept += engine.cached_blocks()
-        if number % 2:
-            engine.reset()
-    _kept[engine.plan["name"]] = kept
-    engine.note("blocks", len(kept))
-    engine.note("blocks of no tokens", sum(not each.prefix for each in kept))
-
-
-def recomputed(engine: Engine) -> None:
-    """Compare the blocks that an engine before has kept with those of the same tokens here."""
-    kept = [each for each in _kept[engine.plan["of"]] if each.prefix]
-    worst = 0.0
-    compared = 0
-    by_prefix: dict[tuple[int, ...], list[KeptBlock]] = {}
-    for each in kept:
-        by_prefix.setdefault(each.prefix, []).append(each)
-    left = set(by_prefix)
-    while left:
-        longest = max(left, key=len)
-        engine.reset()
-        engine._sequences = {longest}
-        # The last token of a prompt is computed: with one more, its last block is cached, too.
-        engine.ask("recomputed", [Prompt([*longest, 5], [])], reply_tokens=1, is_plain=True)
-        here = {(block.prefix, block.group): block for block in engine.cached_blocks()}
-        for end in range(BLOCK_TOKENS, len(longest) + 1, BLOCK_TOKENS):
-            for each in by_prefix.get(longest[:end], ()):
-                if (each.prefix, each.group) not in here:
-                    continue
-                pages = here[each.prefix, each.group].pages
-                for name, page in each.pages.items():
-                    worst = max(worst, float((page - pages[name]).abs().max()))
-                compared += 1
-            left.discard(longest[:end])
-            by_prefix.pop(longest[:end], None)
-    engine._asked.clear()
-    engine.note("largest difference", worst)
-    engine.note("compared", compared)
-
-
 def learned(engine: Engine) -> None:
     """Documents that nobody stores, or, with ``stores``, clients do when two prompts have had them.
 
@@ -573,7 +557,10 @@ def plain(engine: Engine) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (orders, exact, controls, crowd, mixed, recomputed, learned, plain)
+    for scenario in (
+        *(orders, exact, controls, crowd, learned, plain),
+        *(mixed_requests.mixed, mixed_requests.recomputed),
+    )
 }
 
 

@@ -196,12 +196,17 @@ class Watch:
         assert stats.hits + stats.preempted_hits == self._engine.num_loaded_tokens
 
     def _check_mark(self, request_id: str, mark: dict[str, int] | None) -> None:
+        request = self._engine.requests[request_id]
+        if STORE_KEY in (request.sampling_params.extra_args or {}):
+            assert mark is not None and mark.keys() == {"kvext_stored_tokens"}
+            counts["stores that were answered"] += bool(mark["kvext_stored_tokens"])
+            return
         hit = self._engine.reused.get(request_id) or self._answered.get(request_id)
         if hit is None:
             assert mark is None
             return
         reused_tokens = sum(rows.end_tokens - rows.first_tokens for rows in hit.placed)
-        num_tokens = self._engine.requests[request_id].num_prompt_tokens
+        num_tokens = request.num_prompt_tokens
         assert mark == {
             "kvext_exact_tokens": hit.exact_tokens,
             "kvext_reused_tokens": reused_tokens,
@@ -408,6 +413,7 @@ class BlendMachine(EngineMachine):
         learning = engine.side.learning
         assert learning is None or not learning._begun
         assert self.watch.outputs.keys() <= self.plans.keys(), "nobody has asked for these answers"
+        assert not engine.parts.blending.stores._num_expected_blocks
         assert not engine.runner._states, "workers remember requests or rows that have ended"
         windows = engine.side._holes.windows
         assert windows is None or not (len(windows) or windows._leaving)
@@ -451,7 +457,8 @@ class BlendMachine(EngineMachine):
             *(requests._answered, requests._refused),
         )
         own_ids = learning.request_ids if learning is not None else ()
-        for books in (*remembered, stores._wanted, stores._segment_ids, own_ids):
+        of_stores = stores._wanted, stores._segment_ids, stores._stored_tokens, own_ids
+        for books in (*remembered, *of_stores):
             assert set(books) <= live, f"requests that are gone are remembered: {books}"
 
     def _step(self, taken: list[Any] | None = None) -> None:
@@ -544,6 +551,7 @@ def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         machine().runTest()
     assert counts["reused tokens"] and counts["marked answers"] and counts["learned segments"]
+    assert counts["stores that were answered"]
     assert counts["cached blocks"] and counts["segments"] and counts["rows"] and counts["tails"]
     if not IS_SAMPLE:  # Half as many examples may well miss one of these.
         assert counts["aborts of blended requests"] and counts["failed loads"]

@@ -12,13 +12,14 @@ import pytest
 from support.connector.blending_engine import BlendingEngine
 from support.connector.offload_run import check_nothing_is_left, offloading_installed
 from support.connector.offload_workloads import offloading, tokens
-from support.connector.paged_layouts import FULL, PagedLayout
+from support.connector.paged_layouts import FULL, GEMMA, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.connector.blend_counters import BlendRefusal
 
 _rng = random.Random("documents")
 SINK = [5]
@@ -96,6 +97,45 @@ def run(engine: BlendingEngine) -> None:
     raise AssertionError("the engine stands still")
 
 
+def params_of_answers(engine: BlendingEngine) -> dict[str, Any]:
+    """What responses will say, by request."""
+    params: dict[str, Any] = {}
+    finished = engine.scheduler._connector_finished
+
+    def finish(request: Any) -> Any:
+        params[request.request_id] = engine.side.params(request)
+        return finished(request)
+
+    engine.scheduler._connector_finished = finish
+    return params
+
+
+def test_segments_wait_for_the_stores_of_others() -> None:
+    """A client stores all it has at once, and copies take their time."""
+    rng = random.Random(3)
+    documents = [tokens(rng, 40) for _ in range(60)]
+    script = TransferScript(most_per_step=1)
+    with engine_with(script=script, num_blocks=80, max_num_seqs=8) as engine:
+        params = params_of_answers(engine)
+        for number, document in enumerate(documents):
+            engine.add_request(plan(f"store-{number}", document, 1, {STORE_KEY: True}))
+        run(engine)
+        assert engine.side.counters.blending.stored_segments == len(documents)
+        assert not engine.side.counters.blending.refusals[BlendRefusal.ROOM]
+        assert list(params.values()) == [{"kvext_stored_tokens": 40}] * len(documents)
+
+
+def test_answers_say_that_segments_were_not_stored() -> None:
+    with engine_with(num_blocks=12) as engine:
+        params = params_of_answers(engine)
+        long = tokens(random.Random(3), 80)
+        engine.add_request(plan("long", long, 1, {STORE_KEY: True}))
+        engine.add_request(plan("wrong", ONE, 1, {STORE_KEY: "perhaps"}))
+        run(engine)
+        assert list(params.values()) == [{"kvext_stored_tokens": 0}] * 2
+        assert engine.side.counters.blending.refusals[BlendRefusal.ROOM] == 1
+
+
 def test_what_is_loaded_is_counted_as_hits_and_what_lies_between_is_not() -> None:
     with engine_with(ONE, OTHER) as engine:
         engine.add_request(asked("blended", QUESTION, OTHER, ONE))
@@ -123,6 +163,17 @@ def test_a_segment_may_stand_in_a_prompt_twice() -> None:
         run(engine)
         assert engine.tier.counters.failed_loads == 0
         assert engine.side.counters.blending.reused_tokens == 2 * (len(ONE) - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("num_blocks", [140, 170, 200, 220, 260])
+def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
+    """Windows of what is computed between segments take blocks beside those of the request."""
+    with engine_with(ONE, OTHER, layout=GEMMA, num_blocks=num_blocks) as engine:
+        engine.parts.loads._clock = lambda: 0.0  # Nobody has ever waited for long.
+        engine.add_request(asked("blended", OTHER, QUESTION, ONE))
+        run(engine)
+        counters = engine.side.counters.blending
+        assert bool(counters.refusals[BlendRefusal.ROOM]) is not bool(counters.reused_tokens)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

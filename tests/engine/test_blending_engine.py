@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import blending_models
 import pytest
 import served
+from blended_prompts import SEPARATOR, STORED_LENGTHS
 from blending_workload import (
     CROWD,
     CROWD_REPLY_TOKENS,
     HEADS_TOKENS,
+    MIXED_REPLY_TOKENS,
     ORDERS,
     REPLY_TOKENS,
-    SEPARATOR,
-    STORED_LENGTHS,
 )
 from connector_models import WINDOW_TOKENS
 from served import PLUGIN_OFF
-from support.blending.oracle import Oracle, Reused
+from support.blending.oracle import Oracle
+from support.blending.reused import Reused
 from support.sample import IS_SAMPLE
 
 ORACLE_TOLERANCE = 1e-3
@@ -38,6 +39,8 @@ MOST_TOKENS = 1200
 SINK_IDS = (7, 8, 9)
 WRONG = 0.1
 """Log-probabilities: what is wrong differs by more."""
+MOST_ORACLE_ANSWERS = 30
+"""Of a setting whose requests are mixed: the oracle is slow."""
 PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"}
 
 
@@ -54,6 +57,8 @@ class Setting:
         environ: Of its process.
         window_tokens: Where tokens are computed because a window reaches across.
         is_main_only: Whether it says nothing about other versions of vLLM.
+        requests: How many are mixed.
+        without: What does not protect the prefix cache.
     """
 
     model: str
@@ -64,6 +69,8 @@ class Setting:
     environ: Mapping[str, str] | None = None
     window_tokens: int = 0
     is_main_only: bool = False
+    requests: int = 0
+    without: Sequence[str] = ()
 
     def plan(self, models: Mapping[str, Path]) -> dict[str, Any]:
         blending = {"segment_separator": SEPARATOR, **(self.blending or {})}
@@ -73,9 +80,19 @@ class Setting:
             "heads": self.heads,
             "blending": blending,
             "engine": dict(self.engine or {}),
+            "requests": self.requests,
+            "without": self.without,
         }
 
 
+MIXED_REQUESTS = 500
+MIXED_BLENDING = {"store_policy": "all", "host_memory_gib": 0.5}
+SMALL_POOL = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 1280,
+    "num_gpu_blocks_override": 100,
+}
 ACROSS = {"blend_across_windows": True}
 ALL_SETTINGS = {
     "llama": Setting("llama", ("orders", "exact", "controls"), HEADS_TOKENS),
@@ -92,13 +109,27 @@ ALL_SETTINGS = {
         environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         is_main_only=True,
     ),
-    "mixed": Setting("llama", ("mixed",), blending={"store_policy": "all"}),
+    "mixed": Setting(
+        "llama",
+        ("mixed",),
+        blending=MIXED_BLENDING,
+        engine=SMALL_POOL,
+        requests=MIXED_REQUESTS,
+    ),
     "mixed, gemma3": Setting(
         "gemma3",
         ("mixed",),
-        blending={"store_policy": "all"},
+        blending=MIXED_BLENDING,
+        engine=SMALL_POOL | {"num_gpu_blocks_override": 220},
         window_tokens=WINDOW_TOKENS,
         is_main_only=True,
+        requests=MIXED_REQUESTS,
+    ),
+}
+UNPROTECTED = {
+    "mixed, no clamp": replace(ALL_SETTINGS["mixed"], requests=50, without=("clamp",)),
+    "mixed, no protection": replace(
+        ALL_SETTINGS["mixed"], requests=50, without=("clamp", "private hashes")
     ),
 }
 SETTINGS = {
@@ -108,7 +139,7 @@ SETTINGS = {
 }
 MIXED = [name for name in SETTINGS if "mixed" in SETTINGS[name].scenarios]
 CROWDS = [name for name in SETTINGS if "crowd" in SETTINGS[name].scenarios]
-REPLIES = {"crowd": CROWD_REPLY_TOKENS}
+REPLIES = {"crowd": CROWD_REPLY_TOKENS, "plain": MIXED_REPLY_TOKENS}
 """By label, where they are not of the usual length."""
 
 
@@ -122,6 +153,7 @@ class Answer:
     logprobs: list[dict[str, float]]
     params: dict[str, int] | None
     hit_tokens: int
+    is_preempted: bool = False
 
     @property
     def exact_tokens(self) -> int:
@@ -173,12 +205,12 @@ def reports(models: Mapping[str, Path], run: Run) -> Reports:
     """Of all engines that blend, and of those that compute anew what their caches held."""
     plans: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}
-    for name, setting in SETTINGS.items():
+    for name, setting in (SETTINGS | UNPROTECTED).items():
         if setting.environ is not None:
             found |= run({name: setting.plan(models)}, setting.environ)
             continue
         plans[name] = setting.plan(models)
-        if name in MIXED:
+        if setting.requests:
             plans[f"{name}, recomputed"] = {
                 "model": str(models[setting.model]),
                 "scenarios": ["recomputed"],
@@ -323,7 +355,7 @@ def test_what_is_exact_and_what_is_reused_counts_as_cached(reports: Reports, nam
         if label == "crowd":  # A request that was preempted may find more.
             continue
         for answer in answers(reports, name, label):
-            if answer.params is not None:
+            if answer.params is not None and not answer.is_preempted:
                 assert answer.hit_tokens == answer.exact_tokens + answer.reused_tokens
 
 
@@ -402,15 +434,31 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
 
 
 @pytest.mark.parametrize("name", MIXED)
+def test_requests_of_all_kinds_were_mixed(reports: Reports, name: str) -> None:
+    counted = reports[name]["facts"]["counted"]
+    assert counted["requests"] == SETTINGS[name].requests
+    kinds = "blended", "plain", "stored", "salted", "aborted"
+    assert all(counted[kind] >= 20 for kind in kinds), counted
+    assert counted["preempted"] > 0  # Who, depends on when loads end.
+
+
+@pytest.mark.parametrize("name", MIXED)
 def test_blended_requests_begin_with_what_plain_ones_have_computed(
     reports: Reports, oracles: Oracles, name: str
 ) -> None:
-    found = [answer for answer in answers(reports, name, "blended") if answer.params is not None]
-    assert sum(answer.exact_tokens > 0 for answer in found) > 2
-    for answer in found:
+    found = [
+        answer
+        for answer in answers(reports, name, "blended")
+        # One that was preempted may have answered by two plans.
+        if answer.params is not None and not answer.is_preempted
+    ]
+    assert len(found) > SETTINGS[name].requests / 5
+    assert sum(answer.exact_tokens > 0 for answer in found) > len(found) / 10
+    for number, answer in enumerate(found):
         reused = expected_reuse(answer, SETTINGS[name], 16)
         assert answer.reused_tokens == num_tokens(reused)
-        assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
+        if number < MOST_ORACLE_ANSWERS:
+            assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -419,8 +467,8 @@ def test_plain_requests_see_nothing_of_blended_ones(
 ) -> None:
     """They begin like blended ones, or go on where these have ended."""
     found = answers(reports, name, "plain")
-    assert len(found) == 75
-    assert sum(answer.hit_tokens > 0 for answer in found) > 25
+    assert len(found) == reports[name]["facts"]["counted"]["plain"] > SETTINGS[name].requests / 3
+    assert sum(answer.hit_tokens > 0 for answer in found) > len(found) / 3
     assert max(differences(found, answers(references, name, "plain"))) <= SAME_TOLERANCE
 
 
@@ -429,8 +477,20 @@ def test_cached_blocks_hold_what_their_hashes_say(reports: Reports, name: str) -
     facts = reports[name]["facts"]
     again = reports[f"{name}, recomputed"]["facts"]
     assert facts["blocks of no tokens"] == 0
-    assert again["compared"] == facts["blocks"] > 500
+    assert again["compared"] == facts["blocks"] > 2 * SETTINGS[name].requests
     assert again["largest difference"] <= SAME_TOLERANCE
+
+
+def test_approximate_blocks_would_have_private_hashes(reports: Reports) -> None:
+    """Each of two protections is enough; this is what the first one prevents."""
+    facts = reports["mixed, no clamp"]["facts"]
+    again = reports["mixed, no clamp, recomputed"]["facts"]
+    assert facts["blocks of no tokens"] > 20
+    assert again["largest difference"] <= SAME_TOLERANCE
+
+
+def test_approximate_blocks_would_show(reports: Reports) -> None:
+    assert reports["mixed, no protection, recomputed"]["facts"]["largest difference"] > WRONG
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -43,6 +43,7 @@ from support.sample import IS_SAMPLE, sampled
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.loads import MOST_LOOKUPS_IN_VAIN
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
@@ -413,6 +414,44 @@ def test_session_that_goes_on_has_the_hashes_of_its_tokens() -> None:
         expected = engine.make_request(plan_of("expected", [*kept, *new_tokens]))
         assert list(request.all_token_ids) == [*kept, *new_tokens]
         assert request.block_hashes == expected.block_hashes
+
+
+def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
+    num_requests, num_at_once = 60, 3
+    layout = LAYOUTS[0]
+    rng = random.Random(7)
+    prompts = [tokens(rng, 8 * layout.unit_tokens) for _ in range(num_requests)]
+    blocks_per_request = len(prompts[0]) // layout.groups[0].block_tokens + 1
+    num_blocks = num_at_once * blocks_per_request + 1
+    with engine_of(layout, num_blocks=num_blocks, max_num_seqs=num_requests) as engine:
+        for number, prompt in enumerate(prompts):
+            serve(engine, plan_of(f"first-{number}", prompt))
+        counts = Counter[str]()
+        of_steps: list[Counter[str]] = []
+        look_up, schedule = engine.tier.look_up, engine.scheduler.schedule
+
+        def counted(*arguments: Any) -> Any:
+            counts["lookups"] += 1
+            return look_up(*arguments)
+
+        def one_step() -> Any:
+            counts.clear()
+            output = schedule()
+            of_steps.append(counts.copy())
+            return output
+
+        engine.tier.look_up, engine.scheduler.schedule = counted, one_step
+        requests = [
+            engine.add_request(plan_of(f"again-{number}", prompt))
+            for number, prompt in enumerate(prompts)
+        ]
+        while engine.has_work():
+            engine.step()
+        assert all(request.is_finished() for request in requests)
+        assert engine.side.counters.hit_requests == num_requests
+        assert max(step["lookups"] for step in of_steps) <= MOST_LOOKUPS_IN_VAIN + num_at_once
+        # Each is looked up when it comes and when it is its turn, not whenever another ends.
+        assert sum(step["lookups"] for step in of_steps) <= 3 * num_requests
 
 
 def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> None:

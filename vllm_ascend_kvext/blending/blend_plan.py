@@ -42,7 +42,9 @@ class BlendPlan:
         return sum(run.num_tokens for run in self.reused)
 
 
-def behind_head(segment: Segment, stored_tokens: int, head_tokens: int) -> Run | None:
+def behind_head(
+    segment: Segment, stored_tokens: int, head_tokens: int, least_head_tokens: int = 0
+) -> Run | None:
     """What is reused of one segment if its head is computed; None if that is nothing.
 
     Args:
@@ -50,11 +52,13 @@ def behind_head(segment: Segment, stored_tokens: int, head_tokens: int) -> Run |
         stored_tokens: How much of it is stored, from its beginning on.
         head_tokens: Length of a head; 0 reuses segments as they are. A segment shorter than twice
             that is computed whole.
+        least_head_tokens: The same for all segments, whatever their length.
     """
     if segment.num_tokens < 2 * head_tokens:
         return None
-    run = Run(segment.first_tokens + head_tokens, segment.first_tokens + stored_tokens)
-    return run if run.num_tokens > 0 else None
+    first_tokens = segment.first_tokens + max(head_tokens, least_head_tokens)
+    end_tokens = segment.first_tokens + stored_tokens
+    return Run(first_tokens, end_tokens) if first_tokens < end_tokens else None
 
 
 def plan_blend(

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from vllm_ascend_kvext.blending.token_pages import (
     TokenPlane,
     numbers_of,
 )
+from vllm_ascend_kvext.blending.token_slots import BlockTable, slots_of
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -42,19 +43,8 @@ if TYPE_CHECKING:
 MOST_STAGING_BYTES = 64 << 20
 """Of the rows that one call rotates: of more, one part after the other."""
 
-_NULL_PAGE = 0
 _STAGED_PAGE = 1
 """In the table of planes, the rows of a segment are a page of their own; page 0 is never moved."""
-
-
-class BlockTable(Protocol):
-    """Part of a block table, see ``TablePart``."""
-
-    @property
-    def first_page(self) -> int: ...
-
-    @property
-    def ids(self) -> tuple[int, ...]: ...
 
 
 class _Staged(NamedTuple):
@@ -305,10 +295,21 @@ class SegmentMover:
                 end_bytes,
                 "Pass the section where it was allocated.",
             )
-        return {
-            group: _slots(rows, group, tokens_per_page, pages.num_pages, block_ids)
-            for group, tokens_per_page in pages.tokens_per_page.items()
-        }
+        slots: dict[int, npt.NDArray[np.int64]] = {}
+        for group, tokens_per_page in pages.tokens_per_page.items():
+            what = f"block ids of KV cache group {group}"
+            if group >= len(block_ids):
+                found = f"{len(block_ids)} tables"
+                raise _refused(rows, what, "a table of every group", found, "Pass all tables.")
+            slots[group] = slots_of(
+                f"{_tokens(rows)}, {what}",
+                rows.first_tokens,
+                rows.end_tokens,
+                block_ids[group],
+                tokens_per_page,
+                pages.num_pages,
+            )
+        return slots
 
     def _require_pages(self) -> TokenPages:
         if self._pages is None:
@@ -334,54 +335,6 @@ def _numbers(
 
 
 _STORE_AS_IT_IS = "Store tokens as they are; a load moves them."
-
-
-def _slots(
-    rows: SegmentRows,
-    group: int,
-    tokens_per_page: int,
-    num_pages: int,
-    block_ids: Sequence[BlockTable],
-) -> npt.NDArray[np.int64]:
-    """The slots of a segment's tokens in the pages of one KV cache group."""
-    what = f"block ids of KV cache group {group}"
-    if group >= len(block_ids):
-        raise _refused(
-            rows, what, "a table of every group", f"{len(block_ids)} tables", _PASS_THE_TABLES
-        )
-    table = block_ids[group]
-    first_page, end_page = (
-        rows.first_tokens // tokens_per_page,
-        -(-rows.end_tokens // tokens_per_page),
-    )
-    if first_page < table.first_page or end_page > table.first_page + len(table.ids):
-        raise _refused(
-            rows,
-            what,
-            f"pages {first_page} to {end_page - 1}",
-            f"{table.first_page} to {table.first_page + len(table.ids) - 1}",
-            _PASS_THE_TABLES,
-        )
-    ids = np.array(table.ids[first_page - table.first_page : end_page - table.first_page], DTYPE)
-    is_wrong = (ids <= _NULL_PAGE) | (ids >= num_pages)
-    if is_wrong.any():
-        index = int(np.argmax(is_wrong))
-        found = int(ids[index])
-        raise _refused(
-            rows,
-            what,
-            f"pages 1 to {num_pages - 1}",
-            f"{found} for page {first_page + index} of the request"
-            + (", the null page" if found == _NULL_PAGE else ""),
-            "Leave out tokens whose pages are gone.",
-        )
-    tokens = np.arange(rows.first_tokens, rows.end_tokens, dtype=DTYPE)
-    pages, in_page = np.divmod(tokens, tokens_per_page)
-    slots: npt.NDArray[np.int64] = ids[pages - first_page] * tokens_per_page + in_page
-    return slots
-
-
-_PASS_THE_TABLES = "Pass the part of each table that the tokens need."
 
 
 def _require_disjoint(layout: SegmentLayout, rows: Sequence[SegmentRows]) -> None:
@@ -443,10 +396,11 @@ def _slots_of(batch: Sequence[_Staged]) -> Slots:
 def _refused(
     rows: SegmentRows, what: str, expected: object, found: object, remedy: str
 ) -> SegmentError:
-    return SegmentError(
-        f"segment with tokens {rows.first_tokens} to {rows.end_tokens - 1} of the request, {what}: "
-        f"expected {expected}, found {found}. {remedy}"
-    )
+    return SegmentError(f"{_tokens(rows)}, {what}: expected {expected}, found {found}. {remedy}")
+
+
+def _tokens(rows: SegmentRows) -> str:
+    return f"segment with tokens {rows.first_tokens} to {rows.end_tokens - 1} of the request"
 
 
 def _short(row_bytes: Sequence[int]) -> str:

@@ -152,8 +152,11 @@ class BlendedRequests:
         """Have segments learned that would be reused if they were stored."""
         worth_storing = []
         for segment, prefix in self._known[request.request_id]:
-            run = self._reusable(segment, segment.num_tokens)
-            if run is not None and run.num_tokens >= self._options.min_tokens:
+            options = self._options
+            run = behind_head(
+                segment, segment.num_tokens, options.head_tokens, options.least_head_tokens
+            )
+            if run is not None and run.num_tokens >= options.min_tokens:
                 worth_storing.append(prefix)
         learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
@@ -191,7 +194,10 @@ class BlendedRequests:
                 continue
             rows = self._store.find(prefix, segment.first_tokens)
             stored_tokens = rows[-1].end_tokens - segment.first_tokens if rows else 0
-            run = self._reusable(segment, stored_tokens)
+            options = self._options
+            run = behind_head(
+                segment, stored_tokens, options.head_tokens, options.least_head_tokens
+            )
             if run is not None:
                 found += rows
                 candidates.append(run)
@@ -209,13 +215,6 @@ class BlendedRequests:
             exact_tokens=exact_tokens,
             exact_tails=exact_tails,
         )
-
-    def _reusable(self, segment: Segment, stored_tokens: int) -> Run | None:
-        run = behind_head(segment, stored_tokens, self._options.head_tokens)
-        if run is None:
-            return None
-        first_tokens = max(run.first_tokens, segment.first_tokens + self._options.least_head_tokens)
-        return Run(first_tokens, run.end_tokens) if first_tokens < run.end_tokens else None
 
     def _tails_at(self, hit: Hit) -> Entry | None:
         """The tails where a hit ends; None where that is where the device's own rows end."""

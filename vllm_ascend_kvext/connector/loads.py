@@ -46,6 +46,10 @@ MOST_PATIENCE_S = 10.0
 """How long a request waits for the load of another before it makes its own, and for blocks of its
 holes, which later requests may take, before it does without."""
 
+MOST_LOOKUPS_IN_VAIN = 16
+"""So many requests are looked up in one step only to be told to wait. A lookup takes about a
+millisecond, and thousands of requests may be waiting."""
+
 MOST_REMEMBERED_FAILURES = 4096
 """Requests of which it is known that a load failed."""
 
@@ -150,6 +154,7 @@ class Loads:
         self._hole_refusals: dict[str, HoleRefusal] = {}
         self._lack_blocks_since_s: dict[str, float] = {}
         self._failed: dict[str, None] = {}
+        self._lookups_in_vain = 0  # of the step that is being planned
 
     @property
     def num_under_way(self) -> int:
@@ -207,7 +212,9 @@ class Loads:
         if later.free_blocks:
             has_too_few = later.free_blocks > self._room.num_free
             return has_too_few and not self._has_waited_long(request.request_id)
-        return later.room_version == self._room.version
+        return later.room_version == self._room.version or self._room.is_behind_other(
+            request.request_id
+        )
 
     def _match(self, request: Request, local_tokens: int) -> int | None:
         request_id = request.request_id
@@ -218,7 +225,7 @@ class Loads:
             needs_more = is_good and self._holes_need_more_blocks(request, prospect.hit)
             if is_good and not (needs_more and self._has_waited_long(request_id)):
                 self._prospects[request_id] = prospect
-                if needs_more:
+                if needs_more or self._keeps_parked_waiting():
                     return None
                 if self._room_for(request, prospect.hit) is not Room.YES:
                     return None
@@ -231,6 +238,14 @@ class Loads:
         self._shortfalls.pop(request_id, None)
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
+        if self._lookups_in_vain >= MOST_LOOKUPS_IN_VAIN:
+            return None
+        num_tokens = self._look_up(request, local_tokens)
+        self._lookups_in_vain += num_tokens is None
+        return num_tokens
+
+    def _look_up(self, request: Request, local_tokens: int) -> int | None:
+        request_id = request.request_id
         prefix = self._engine.prefix(request)
         # The last token is computed in any case: its output is wanted.
         hit = self._tier.look_up(prefix, request.num_tokens - 1, local_tokens)
@@ -267,6 +282,14 @@ class Loads:
         self._hold_windows(request, hit)
         return hit.num_tokens
 
+    def _keeps_parked_waiting(self) -> bool:
+        """Whether a request that was not admitted with its load stands before parked ones.
+
+        vLLM 0.23 admits a load only beside all that parked requests still need, and tries nobody
+        behind one that it cannot admit: where nothing runs, the engine would stand still.
+        """
+        return self._room.num_parked > 0 and not self._engine.num_running()
+
     def _hold_windows(self, request: Request, hit: Hit) -> bool:
         """Keep what a request with segments reads of windows on the device until it begins.
 
@@ -285,6 +308,7 @@ class Loads:
 
     def end_step(self) -> None:
         """A step is planned: who has not begun in it is asked about again."""
+        self._lookups_in_vain = 0
         if self._holes is not None and self._holes.windows is not None:
             self._holes.windows.release_held()
 
@@ -295,10 +319,7 @@ class Loads:
         blended = self._blended.find(request, hit)
         if blended is None:
             return None
-        has_waited_long = self._has_waited_long(request.request_id)
-        if (has_waited_long and self._too_few_blocks(request, blended)) or (
-            self._room_for(request, blended) is Room.NEVER
-        ):
+        if self._has_no_room(request, blended):
             self._blended.refuse_for_room(request.request_id)
             return None
         return blended
@@ -309,10 +330,7 @@ class Loads:
         if not beyond.holes:
             return hit
         refusal = why_no_holes(request)
-        if refusal is None and (
-            (self._has_waited_long(request.request_id) and self._too_few_blocks(request, beyond))
-            or self._room_for(request, beyond) is Room.NEVER
-        ):
+        if refusal is None and self._has_no_room(request, beyond):
             refusal = HoleRefusal.ROOM
         if refusal is None and self._takes_longer(beyond):
             refusal = HoleRefusal.TOO_DEAR
@@ -374,6 +392,15 @@ class Loads:
         if windows is not None and has_dense_windows:
             free_blocks += windows.num_blocks(hit.exact_tokens, hit.boundary_tokens)
         return free_blocks if free_blocks > self._room.num_free else 0
+
+    def _has_no_room(self, request: Request, hit: Hit) -> bool:
+        """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
+        free_blocks = self._too_few_blocks(request, hit)
+        return (
+            free_blocks > self._room.num_blocks
+            or (free_blocks > 0 and self._has_waited_long(request.request_id))
+            or self._room_for(request, hit) is Room.NEVER
+        )
 
     def _has_waited_long(self, request_id: str) -> bool:
         """Whether the windows of a request's holes have lacked blocks for a long time."""

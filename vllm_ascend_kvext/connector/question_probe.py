@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys
 from vllm_ascend_kvext.blending.errors import BlendingError
@@ -21,10 +20,9 @@ from vllm_ascend_kvext.blending.question_scores import attention_scores
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.rotary import torch_dtype
 from vllm_ascend_kvext.blending.token_pages import TokenPages
+from vllm_ascend_kvext.blending.token_slots import slots_of
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.messages import ProbeJob
-from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.transfer_plan import TablePart
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +32,6 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 CHECK_DEPTH = 3, 5
 """Where the check layer is if nobody says: so far into the model. Of the 30 layers of SmolLM2-135M,
 the one with index 18 is by far the best at finding the answer to a question."""
-
-_NULL_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +168,14 @@ class QuestionProbe:
         heads = queries.reshape(len(queries), -1, plane.head_elements)
         for job in self._jobs:
             table = job.block_ids[plane.group]
-            own = _slots(job.tokens, table, tokens_per_page, pages.num_pages)
+            of_pages = table, tokens_per_page, pages.num_pages
+            what = f"probe {job.row_id}"
+            own = slots_of(what, job.tokens.first, job.tokens.end, *of_pages)
             places = np.searchsorted(slots_of_step, own, sorter=order)
             rows = order[np.minimum(places, len(order) - 1)]
             if not np.array_equal(slots_of_step[rows], own):
                 raise _wrong(job, "a row of this step", "tokens that it does not compute")
-            before = TokenRange(0, job.tokens.end)
-            slots = _slots(before, table, tokens_per_page, pages.num_pages)
+            slots = slots_of(what, 0, job.tokens.end, *of_pages)
             stored = pages.read_plane(self._plane, slots)
             keys = (
                 torch.from_numpy(stored)
@@ -190,26 +187,6 @@ class QuestionProbe:
             self._scores[job.row_id] = np.concatenate(
                 [scores[each.first : each.end] for each in job.scored]
             )
-
-
-def _slots(
-    tokens: TokenRange, table: TablePart, tokens_per_page: int, num_pages: int
-) -> npt.NDArray[np.int64]:
-    """The slots of tokens in the pages of one KV cache group.
-
-    Raises:
-        ConnectorError: Some have no page.
-    """
-    pages, in_page = np.divmod(np.arange(tokens.first, tokens.end), tokens_per_page)
-    ids = np.array((*table.ids, _NULL_PAGE), np.int64)
-    of_tokens = ids[np.clip(pages - table.first_page, -1, len(table.ids))]
-    if ((of_tokens <= _NULL_PAGE) | (of_tokens >= num_pages)).any():
-        raise ConnectorError(
-            f"probe: expected pages for tokens {tokens.first} to {tokens.end - 1}, found a table "
-            f"of {len(table.ids)} pages that lacks some. Probe tokens that have pages."
-        )
-    slots: npt.NDArray[np.int64] = of_tokens * tokens_per_page + in_page
-    return slots
 
 
 def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:

@@ -89,6 +89,11 @@ class PoolRoom:
         return len(self._parked)
 
     @property
+    def num_blocks(self) -> int:
+        """That can be free at once."""
+        return self._num_blocks
+
+    @property
     def num_free(self) -> int:
         """Free blocks of the pool."""
         return self._num_free()
@@ -111,7 +116,7 @@ class PoolRoom:
         needs = self._needs(num_tokens, boundary_tokens, holes)
         if needs.held + needs.missing > self._num_blocks:
             return Room.NEVER
-        if self._first_waiting_id not in (None, request_id):
+        if self.is_behind_other(request_id):
             return Room.LATER
         held = needs.held + sum(parked.held for parked in self._parked.values())
         missing = max([needs.missing, *(parked.missing for parked in self._parked.values())])
@@ -120,6 +125,10 @@ class PoolRoom:
         self._first_waiting_id = request_id
         self.keep_turn(request_id)
         return Room.LATER
+
+    def is_behind_other(self, request_id: str) -> bool:
+        """Whether an earlier request waits for room: no load of this one may begin."""
+        return self._first_waiting_id not in (None, request_id)
 
     def keep_turn(self, request_id: str) -> None:
         """A request that waits is still asked about."""

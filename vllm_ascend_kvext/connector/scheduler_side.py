@@ -321,9 +321,14 @@ class SchedulerSide:
         return None if blending is None else blending.requests.exact_tokens(request_id)
 
     def params(self, request: Request) -> dict[str, int] | None:
-        """What the response is to say of a request that ends: see ``BlendedRequests.params``."""
+        """What the response is to say of a request that ends.
+
+        See ``BlendedRequests.params`` and ``SegmentStores.params``.
+        """
         blending = self._parts.blending if self._parts is not None else None
-        return None if blending is None else blending.requests.params(request)
+        if blending is None:
+            return None
+        return blending.stores.params(request.request_id) or blending.requests.params(request)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
@@ -335,6 +340,9 @@ class SchedulerSide:
                     "pages look like. Is another connector of the same MultiConnector before it?"
                 )
             return 0
+        blending = self._parts.blending
+        if blending is not None and blending.stores.has_to_wait(request):
+            return None
         return self._parts.loads.match(request, local_tokens)
 
     def allocated(

@@ -39,10 +39,12 @@ class _Wanted:
     Attributes:
         token_ids: Of the segment.
         held: Pages of its windows.
+        expected_blocks: That its store will hold; 0 until it may be computed.
     """
 
     token_ids: tuple[int, ...]
     held: Pages = field(default_factory=dict)
+    expected_blocks: int = 0
 
 
 class SegmentStores:
@@ -80,6 +82,8 @@ class SegmentStores:
         self._learning = learning
         self._wanted: dict[str, _Wanted] = {}
         self._segment_ids: set[str] = set()  # of requests
+        self._stored_tokens: dict[str, int] = {}
+        self._num_expected_blocks = 0  # of all that are wanted or being stored
 
     def is_segment(self, request_id: str) -> bool:
         """Whether the prompt of a request is one: it is not stored once more as a prompt."""
@@ -100,13 +104,37 @@ class SegmentStores:
             if not is_to_be_stored(request.sampling_params.extra_args):
                 return False
         except SegmentError as error:
+            self._stored_tokens[request.request_id] = 0
             self._counters.refusals[BlendRefusal.WRONG_SEGMENTS] += 1
             logger.warning("Request %s: %s", request.request_id, error)
             return True
+        self._stored_tokens[request.request_id] = 0
         refusal = self._prepare(request)
         if refusal is not None:
             self._counters.refusals[refusal] += 1
         return True
+
+    def has_to_wait(self, request: Request) -> bool:
+        """Whether segments before this one hold so many pages that it might be refused.
+
+        Asked before a request is admitted. One that needs too many by itself does not wait.
+        """
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.expected_blocks:
+            return False
+        num_tokens = len(self._store.sink_ids) + len(wanted.token_ids)
+        num_blocks = sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
+        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks / 2  # Others store, too.
+        if self._num_expected_blocks and self._num_expected_blocks + num_blocks > most_blocks:
+            return True
+        wanted.expected_blocks = num_blocks
+        self._num_expected_blocks += num_blocks
+        return False
+
+    def params(self, request_id: str) -> dict[str, int] | None:
+        """What the response says of a request that was to store a segment."""
+        stored_tokens = self._stored_tokens.get(request_id)
+        return None if stored_tokens is None else {"kvext_stored_tokens": stored_tokens}
 
     def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
         """A request computes in the step that is being planned; what is stored after it."""
@@ -132,14 +160,18 @@ class SegmentStores:
             self._give_up(request.request_id)
             return None
         del self._wanted[request.request_id]
+        self._stored_tokens[request.request_id] = len(token_ids)
         if self._learning is not None:
             self._learning.note_store(request.request_id, bool(entries))
         if not entries:
+            self._expect_nothing(wanted)
             self._release(wanted)
             return None
         self._references.take(new)
         blocks = [*wanted.held.values(), *new]
-        number = self._jobs.begin(blocks, partial(self._end, request.request_id, prefix, entries))
+        number = self._jobs.begin(
+            blocks, partial(self._end, request.request_id, wanted, prefix, entries)
+        )
         rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
         return StoreJob(number, (), table_parts(pages, len(self._engine.managers)), rows)
 
@@ -147,6 +179,7 @@ class SegmentStores:
         """A request begins again: its pages are gone."""
         wanted = self._wanted.get(request_id)
         if wanted is not None:
+            self._expect_nothing(wanted)
             self._release(wanted)
 
     def release_all_held(self) -> None:
@@ -157,16 +190,24 @@ class SegmentStores:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._segment_ids.discard(request_id)
+        self._stored_tokens.pop(request_id, None)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
+            self._expect_nothing(wanted)
             self._release(wanted)
         if self._learning is not None:
             self._learning.forget(request_id)
 
     def _end(
-        self, request_id: str, prefix: SegmentPrefix, entries: Sequence[Entry], has_failed: bool
+        self,
+        request_id: str,
+        wanted: _Wanted,
+        prefix: SegmentPrefix,
+        entries: Sequence[Entry],
+        has_failed: bool,
     ) -> None:
         """All workers have ended a store."""
+        self._expect_nothing(wanted)
         for entry in entries:
             if has_failed:
                 self._store.fail_store(entry)
@@ -179,7 +220,13 @@ class SegmentStores:
     def _give_up(self, request_id: str) -> None:
         if self._learning is None or not self._learning.note_no_room(request_id):
             self._counters.refusals[BlendRefusal.ROOM] += 1
-        self._release(self._wanted.pop(request_id))
+        wanted = self._wanted.pop(request_id)
+        self._expect_nothing(wanted)
+        self._release(wanted)
+
+    def _expect_nothing(self, wanted: _Wanted) -> None:
+        self._num_expected_blocks -= wanted.expected_blocks
+        wanted.expected_blocks = 0
 
     def _release(self, wanted: _Wanted) -> None:
         self._references.release(list(wanted.held.values()))

@@ -192,6 +192,53 @@ def _best_runs(scores: torch.Tensor, num_documents: int, budget_tokens: int) -> 
     return by_document[:, :, : task.DOCUMENT_TOKENS].flatten(1)
 
 
+def num_documents(scores: torch.Tensor) -> int:
+    """In each prompt. Shape of ``scores``: [prompts, tokens]."""
+    return scores.shape[1] // task.DOCUMENT_TOKENS
+
+
+def heads_of_each(num_documents: int, head_tokens: int) -> torch.Tensor:
+    """The first tokens of every document, shape: [1, tokens]."""
+    is_head = torch.arange(task.DOCUMENT_TOKENS) < head_tokens
+    return is_head.repeat(num_documents)[None]
+
+
+def runs_of_each(
+    scores: torch.Tensor, num_documents: int, ratio: float, run_tokens: int
+) -> torch.Tensor:
+    """What the connector's selector `question` computes without heads, written down once more.
+
+    Documents are cut into runs; the best run of each is chosen, by the sum of its scores, and then
+    the best of the others, for as long as they fit into the budget.
+
+    Args:
+        scores: Of the tokens, shape: [prompts, tokens].
+        num_documents: In each prompt.
+        ratio: Of the documents' tokens; the budget.
+        run_tokens: Of a run; the last one of a document may be shorter.
+
+    Returns:
+        Shape: [prompts, tokens].
+    """
+    places = torch.arange(num_documents * task.DOCUMENT_TOKENS)
+    document, place = places // task.DOCUMENT_TOKENS, places % task.DOCUMENT_TOKENS
+    runs_per_document = -(-task.DOCUMENT_TOKENS // run_tokens)
+    run = document * runs_per_document + place // run_tokens
+    lengths = run.bincount().tolist()
+    chosen = torch.zeros(len(scores), len(lengths), dtype=torch.bool)
+    sums = torch.zeros(chosen.shape).index_add_(1, run, scores.cpu())
+    best = sums.view(-1, num_documents, runs_per_document).argmax(dim=2)
+    chosen.scatter_(1, best + torch.arange(num_documents) * runs_per_document, True)
+    for of_prompt, sums_of_prompt in zip(chosen, sums, strict=True):
+        left_tokens = int(ratio * len(places))
+        left_tokens -= sum(lengths[number] for number in of_prompt.nonzero()[:, 0].tolist())
+        for number in sums_of_prompt.argsort(descending=True, stable=True).tolist():
+            if not of_prompt[number] and lengths[number] <= left_tokens:
+                of_prompt[number] = True
+                left_tokens -= lengths[number]
+    return chosen[:, run]
+
+
 def answered(
     weights: Weights, shape: Shape, asked: Asked, stored: list[Rows], is_chosen: torch.Tensor
 ) -> torch.Tensor:

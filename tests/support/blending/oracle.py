@@ -22,21 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from support.blending.reused import Reused
+
 _ATTENTION = "keys and values by position"
-
-
-class Reused(NamedTuple):
-    """Tokens of a prompt whose keys and values are those of a segment that was computed alone.
-
-    Attributes:
-        first_tokens: Of the prompt.
-        end_tokens: Behind the last of them.
-        segment: First token of the segment that they are of, and its end, in the prompt.
-    """
-
-    first_tokens: int
-    end_tokens: int
-    segment: tuple[int, int]
 
 
 @dataclass(slots=True)

@@ -21,6 +21,11 @@ def test_a_segment_shorter_than_two_heads_is_computed() -> None:
     assert behind_head(Segment(100, 132), 32, 16) == Run(116, 132)
 
 
+def test_a_window_makes_heads_longer() -> None:
+    assert behind_head(Segment(100, 200), 100, 16, 40) == Run(140, 200)
+    assert behind_head(Segment(100, 200), 100, 16, 100) is None
+
+
 def test_what_is_not_stored_is_computed() -> None:
     assert behind_head(Segment(100, 200), 50, 16) == Run(116, 150)
     assert behind_head(Segment(100, 200), 16, 16) is None
