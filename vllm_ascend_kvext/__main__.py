@@ -13,6 +13,7 @@ from vllm_ascend_kvext.settings import VARIABLES
 
 _COMMANDS = {
     "status": "activate as vLLM would and show what came of each feature",
+    "check-layer": "find the layer at which blending compares questions with documents",
     "collect-env": "what to attach to a bug report",
     "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
     "ledger": "the page docs/patches.md",

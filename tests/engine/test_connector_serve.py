@@ -157,7 +157,7 @@ def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
     document, question = ([rng.randrange(100, 400) for _ in range(n)] for n in (203, 21))
     document[100:140] = document[:40]  # Equal tokens, by which keys are checked.
     stored = client.complete(document, 1, kvext_store_segment=True)
-    assert stored["kv_transfer_params"] is None
+    assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
     deadline_s = time.monotonic() + 60
     while not client.read_metrics()["kvext_blend_stored_segments_total"]:
         assert time.monotonic() < deadline_s

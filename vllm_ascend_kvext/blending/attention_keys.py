@@ -71,18 +71,9 @@ def read_layer_keys(
         RotationError: The keys of some layer cannot be moved by a rotation; the message says why.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    places = {id(module): place for place, module in enumerate(model.modules())}
-    own = {name: module for name, module in attention.items() if not shares_pages(module)}
-    for layer_name, module in own.items():
-        if id(module) not in names:
-            raise RotationError(
-                f"layer {layer_name}: expected a part of {type(model).__qualname__}, found one of "
-                "another model, such as a draft model. Serve without blending, or without it."
-            )
     read: dict[object, RotarySignature] = {}
     found = {}
-    for layer_name in sorted(own, key=lambda name: places[id(own[name])]):
-        module = own[layer_name]
+    for layer_name, module in layers_in_order(model, attention).items():
         parent = model.get_submodule(names[id(module)].rpartition(".")[0])
         rotary = _rotary_module_of(parent, layer_name)
         rank = getattr(module, "kv_lora_rank", None)
@@ -104,6 +95,27 @@ def read_layer_keys(
             window_tokens=int(getattr(module, "sliding_window", None) or 0),
         )
     return found
+
+
+def layers_in_order(model: torch.nn.Module, attention: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention modules that have pages of their own, in the order of the model.
+
+    Args:
+        model: That has them.
+        attention: By layer name: vLLM's attention modules.
+
+    Raises:
+        RotationError: One is part of another model.
+    """
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    own = {name: module for name, module in attention.items() if not shares_pages(module)}
+    for layer_name, module in own.items():
+        if id(module) not in places:
+            raise RotationError(
+                f"layer {layer_name}: expected a part of {type(model).__qualname__}, found one of "
+                "another model, such as a draft model. Serve without blending, or without it."
+            )
+    return {name: own[name] for name in sorted(own, key=lambda name: places[id(own[name])])}
 
 
 def shares_pages(attention: Any) -> bool:

@@ -409,7 +409,8 @@ OPTIONS = (
         _parse_natural_number,
         "With `blend_selector=question`: the layer at which the question is compared with the "
         "segments, counted from 0 in the order of the model, among those with pages of their own. "
-        "It must have full attention. Unset: the one next to three fifths of the model.",
+        "It must have full attention. `python -m vllm_ascend_kvext check-layer MODEL` finds it. "
+        "Unset: the one next to three fifths of the model.",
     ),
     Option(
         "blend_min_tokens",
