@@ -132,6 +132,7 @@ class Watch:
         self.ended: dict[str, str] = {}
         self.was_blended: set[str] = set()
         self._answered: dict[str, Any] = {}  # What was reused when a token was last sampled.
+        self._sampling: dict[int, dict[str, Any]] = {}  # The same, by step that is on its way.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         engine.runner.execute = self.execute  # type: ignore[method-assign]
         engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
@@ -169,10 +170,11 @@ class Watch:
             parked = self._engine.scheduler.requests[request_id]
             assert parked.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.was_blended |= self._engine.reused.keys()
-        for request_id in num_tokens:
-            hit = self._engine.reused.get(request_id)
-            if hit is not None and self._samples(request_id):
-                self._answered[request_id] = hit
+        self._sampling[id(scheduled)] = {
+            request_id: hit
+            for request_id in num_tokens
+            if (hit := self._engine.reused.get(request_id)) and self._samples(request_id)
+        }
         return self._execute(scheduled)
 
     def _samples(self, request_id: str) -> bool:
@@ -183,7 +185,11 @@ class Watch:
     def update(self, scheduled: Any, from_model: Any) -> Any:
         """The output of a step."""
         results = self._update(scheduled, from_model)
+        sampled = self._sampling.pop(id(scheduled))
         for output in (output for of_client in results.values() for output in of_client.outputs):
+            # A reset throws away what was on its way.
+            if output.new_token_ids and output.request_id in sampled:
+                self._answered[output.request_id] = sampled[output.request_id]
             self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ended[output.request_id] = str(output.finish_reason)
