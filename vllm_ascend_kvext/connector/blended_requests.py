@@ -152,11 +152,8 @@ class BlendedRequests:
         """Have segments learned that would be reused if they were stored."""
         worth_storing = []
         for segment, prefix in self._known[request.request_id]:
-            options = self._options
-            run = behind_head(
-                segment, segment.num_tokens, options.head_tokens, options.least_head_tokens
-            )
-            if run is not None and run.num_tokens >= options.min_tokens:
+            run = self._reusable(segment, segment.num_tokens)
+            if run is not None and run.num_tokens >= self._options.min_tokens:
                 worth_storing.append(prefix)
         learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
@@ -194,10 +191,7 @@ class BlendedRequests:
                 continue
             rows = self._store.find(prefix, segment.first_tokens)
             stored_tokens = rows[-1].end_tokens - segment.first_tokens if rows else 0
-            options = self._options
-            run = behind_head(
-                segment, stored_tokens, options.head_tokens, options.least_head_tokens
-            )
+            run = self._reusable(segment, stored_tokens)
             if run is not None:
                 found += rows
                 candidates.append(run)
@@ -215,6 +209,10 @@ class BlendedRequests:
             exact_tokens=exact_tokens,
             exact_tails=exact_tails,
         )
+
+    def _reusable(self, segment: Segment, stored_tokens: int) -> Run | None:
+        options = self._options
+        return behind_head(segment, stored_tokens, options.head_tokens, options.least_head_tokens)
 
     def _tails_at(self, hit: Hit) -> Entry | None:
         """The tails where a hit ends; None where that is where the device's own rows end."""

@@ -164,8 +164,7 @@ class SegmentStores:
         if self._learning is not None:
             self._learning.note_store(request.request_id, bool(entries))
         if not entries:
-            self._expect_nothing(wanted)
-            self._release(wanted)
+            self._let_go(wanted)
             return None
         self._references.take(new)
         blocks = [*wanted.held.values(), *new]
@@ -179,8 +178,7 @@ class SegmentStores:
         """A request begins again: its pages are gone."""
         wanted = self._wanted.get(request_id)
         if wanted is not None:
-            self._expect_nothing(wanted)
-            self._release(wanted)
+            self._let_go(wanted)
 
     def release_all_held(self) -> None:
         """Let go of the pages that no store reads yet: they are not stored then."""
@@ -193,8 +191,7 @@ class SegmentStores:
         self._stored_tokens.pop(request_id, None)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
-            self._expect_nothing(wanted)
-            self._release(wanted)
+            self._let_go(wanted)
         if self._learning is not None:
             self._learning.forget(request_id)
 
@@ -221,6 +218,10 @@ class SegmentStores:
         if self._learning is None or not self._learning.note_no_room(request_id):
             self._counters.refusals[BlendRefusal.ROOM] += 1
         wanted = self._wanted.pop(request_id)
+        self._let_go(wanted)
+
+    def _let_go(self, wanted: _Wanted) -> None:
+        """It is not stored, or not yet: its pages are for others."""
         self._expect_nothing(wanted)
         self._release(wanted)
 
