@@ -43,14 +43,19 @@ class LearnedRequests:
     def begin_step(self) -> None:
         """A step is about to be scheduled: queue what is to be computed, if nobody waits."""
         scheduler, learning = self._scheduler, self._side.learning
-        if learning is None or not learning.has_queue:
+        if learning is None:
+            return
+        if learning.request_ids:
+            # Behind all others: the first ones get tokens, the last one is preempted for blocks.
+            scheduler.running.sort(key=lambda request: request.request_id in self._ids)
+        if not learning.has_queue:
             return
         num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
         if num_waiting > scheduler.num_waiting_for_streaming_input:
             return
         left_tokens, left_rows, _ = budget_of_holes(scheduler)
         while left_tokens > 0 and left_rows > 0:
-            wanted = learning.take()
+            wanted = self._side.take_wanted()
             if wanted is None:
                 return
             request = _request_of(wanted, learning.sink_ids)
@@ -60,6 +65,7 @@ class LearnedRequests:
             self._ids.add(request.request_id)
             self._new.append(request)
             scheduler.add_request(request)
+            self._side.expect_store(request)
 
     def end_step(self) -> None:
         """A step has been scheduled: take back what others have to wait for."""
@@ -72,7 +78,7 @@ class LearnedRequests:
         for request in new:
             if request.status == RequestStatus.RUNNING:
                 _forget_query(scheduler, request)
-        others_wait = _others_wait(scheduler, self._ids)
+        others_wait = self._side.lacks_hole_rows or _others_wait(scheduler, self._ids)
         for request_id in learning.request_ids:
             request = scheduler.requests[request_id]
             is_computing = request.num_computed_tokens < request.num_prompt_tokens
@@ -121,6 +127,8 @@ def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
     """Whether a request could not be admitted for want of tokens, of blocks, or of a place."""
     from vllm.v1.request import RequestStatus
 
+    if scheduler.finished_recving_kv_req_ids:
+        return True  # Upstream looks at what has been loaded only while tokens are left.
     waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
     return any(
         request.status in waits and request.request_id not in own_ids

@@ -36,6 +36,7 @@ _rng = random.Random("seen twice")
 SINK = [5]
 ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
 LONG = tuple(tokens(_rng, 150))
+LONGEST = tuple(tokens(_rng, 300))
 QUESTION = tuple(tokens(_rng, 9))
 HEAD_TOKENS = 4
 MOST_TOKENS = 400
@@ -81,6 +82,35 @@ class LearningEngine(BlendingEngine):
         self.add_request(plan)
         self.contents.expect(plan)
         return plan.request_id
+
+    def store(self, document: Sequence[int]) -> None:
+        """A client has a document stored."""
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=tuple(document),
+            max_tokens=1,
+            extra_args=((STORE_KEY, True),),
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        self.contents.expect_segment(document, plan)
+
+    def queue(self, *documents: Sequence[int]) -> None:
+        """In the steps that follow, it computes some documents."""
+        self.side.learning.is_held = True
+        for document in (*documents, *documents):
+            self.ask(document)
+        self.serve()
+        self.side.learning.is_held = False
+        self.ask(QUESTION, max_tokens=1)
+
+    def begin_learning(self, *documents: Sequence[int]) -> None:
+        """Nothing but requests of its own runs, which compute some documents."""
+        self.queue(*documents)
+        self.step_until(lambda: self.own_ids)
+        assert list(self.scheduler.requests) == self.own_ids
 
     def step(self) -> Any:
         num_own = len(self.own_plans)
@@ -307,6 +337,80 @@ def test_it_is_taken_back_where_there_are_no_blocks_for_it() -> None:
         assert engine.drops == {LearningDrop.BUSY: 1}
 
 
+def test_no_request_is_preempted_for_it() -> None:
+    """Upstream would preempt the one that was admitted last, whoever lacks blocks."""
+    steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
+    with learning_engine(reserve_full_prompt=False, **steps) as engine:
+        engine.begin_learning(LONGEST)
+        client = engine.requests[engine.ask(QUESTION, max_tokens=30)]
+        engine.step_until(lambda: client.num_output_tokens)
+        assert len(engine.scheduler.running) == 2
+        taken = engine.block_pool.get_new_blocks(engine.block_pool.get_num_free_blocks())
+        for _ in range(4):
+            BlendingEngine.step(engine)  # Somebody else's blocks are not those of a request.
+        engine.block_pool.free_blocks(taken)
+        assert not engine.own_ids and not client.num_preemptions
+        engine.serve()
+        assert engine.drops == {LearningDrop.BUSY: 1}
+
+
+@pytest.mark.parametrize("is_blended", [False, True], ids=["prompt", "segments"])
+def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bool) -> None:
+    """It has left some tokens when that was admitted, and another request has taken these."""
+    steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
+    plain = {SEGMENTS_KEY: []}
+    with learning_engine(**steps) as engine:
+        engine.store(ONE)
+        engine.ask(LONG, extra_args=plain)
+        engine.serve()
+        engine.begin_learning(LONGEST)
+        engine.block_pool.evict_blocks({block.block_id for block in engine.block_pool.blocks})
+        if is_blended:
+            engine.ask(QUESTION, ONE, QUESTION, max_tokens=1)
+        else:
+            engine.num_asked = 1  # Whose prompt is the same.
+            engine.ask(LONG, extra_args=plain, max_tokens=1)
+            engine.num_asked = len(engine.requests)
+        engine.ask(tokens(_rng, 200), extra_args=plain)
+        engine.step()
+        assert engine.own_ids
+        for _ in range(3):
+            engine.step()
+        assert not engine.own_ids
+        assert engine.drops == {LearningDrop.BUSY: 1}
+
+
+SLOW_STORES = {"script": TransferScript(most_per_step=1), "connector": {"host_memory_gib": 1}}
+
+
+def test_it_waits_for_the_stores_of_others() -> None:
+    """Nobody but itself waits: it is not taken back, and does not have to be seen twice again."""
+    documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
+    with learning_engine(num_blocks=100, max_num_batched_tokens=512, **SLOW_STORES) as engine:
+        engine.queue(*documents)
+        engine.serve()
+        assert engine.learned == documents
+        assert engine.counts.learned_segments == len(documents) and not engine.drops
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_clients_store_what_it_computes(comes_first: bool) -> None:
+    """Neither waits for the other for good, in a pool that has room for one store."""
+    documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
+    with learning_engine(num_blocks=100, max_num_batched_tokens=64, **SLOW_STORES) as engine:
+        if comes_first:
+            engine.begin_learning(*documents[:2])
+        else:
+            engine.queue(*documents[:2])
+        for document in documents:
+            engine.store(document)
+        engine.serve()
+        store = engine.parts.blending.requests._store
+        assert not any(store.is_missing(store.prefix(document, None)) for document in documents)
+        assert not engine.counts.refusals[BlendRefusal.ROOM]
+        assert bool(engine.drops) is comes_first, "a client waits for blocks"
+
+
 def test_a_paused_scheduler_begins_nothing() -> None:
     with learning_engine() as engine:
         engine.ask(ONE)
@@ -403,17 +507,7 @@ def test_where_it_does_not_fit_into_host_memory_no_client_is_refused() -> None:
 def test_what_a_client_stores_is_not_learned() -> None:
     with learning_engine() as engine:
         engine.ask(ONE)
-        plan = RequestPlan(
-            request_id="request-2",
-            arrival_step=0,
-            prompt=ONE,
-            max_tokens=1,
-            extra_args=((STORE_KEY, True),),
-        )
-        engine.num_asked += 1
-        engine.add_request(plan)
-        engine.contents.expect(plan)
-        engine.contents.expect_segment(ONE, plan)
+        engine.store(ONE)
         engine.serve()
         for _ in range(2):
             engine.ask(ONE)

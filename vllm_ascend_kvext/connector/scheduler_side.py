@@ -43,7 +43,7 @@ from vllm_ascend_kvext.connector.messages import (
 from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
 from vllm_ascend_kvext.connector.room import PoolRoom
-from vllm_ascend_kvext.connector.segment_learning import SegmentLearning
+from vllm_ascend_kvext.connector.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.connector.segment_stores import SegmentStores
 from vllm_ascend_kvext.connector.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.stores import Events, Stores
@@ -315,6 +315,22 @@ class SchedulerSide:
         blending = self._parts.blending if self._parts is not None else None
         return None if blending is None else blending.learning
 
+    def take_wanted(self) -> WantedSegment | None:
+        """A segment that is to be computed now; None if there is none, or it would have to wait."""
+        blending = self._parts.blending if self._parts is not None else None
+        if blending is None or blending.learning is None:
+            return None
+        return blending.learning.take(blending.stores.has_room)
+
+    def expect_store(self, request: Request) -> None:
+        """A request for what `take_wanted` has returned is queued: others may have to wait for it.
+
+        Not only once it is admitted: until then, the next segment would be taken, too.
+        """
+        blending = self._parts.blending if self._parts is not None else None
+        if blending is not None:
+            blending.stores.has_to_wait(request)
+
     def exact_tokens(self, request_id: str) -> int | None:
         """Before which token the KV of a request is exact; None if all of it is."""
         blending = self._parts.blending if self._parts is not None else None
@@ -380,6 +396,11 @@ class SchedulerSide:
     def has_holes(self) -> bool:
         """Whether requests wait for their holes, or for `end_hole_step`."""
         return bool(self._holes)
+
+    @property
+    def lacks_hole_rows(self) -> bool:
+        """Whether a hole that could be computed does not fit into the step that is scheduled."""
+        return self._holes is not None and self.has_holes and self._holes.lacks_room
 
     def end_hole_step(self) -> list[str]:
         """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""

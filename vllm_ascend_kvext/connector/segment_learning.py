@@ -129,12 +129,21 @@ class SegmentLearning:
             elif key not in self._known and self._seen.note(key):
                 self._enqueue(key, WantedSegment(prefix, cache_salt, block_hasher))
 
-    def take(self) -> WantedSegment | None:
-        """A segment that is to be computed now; None if there is none, or enough are begun."""
+    def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
+        """A segment that is to be computed now; None if there is none, or enough are begun.
+
+        Args:
+            has_room: Whether one of so many tokens can be stored beside what is being stored. The
+                next one waits for that: its request would be taken back.
+        """
         while self._queue and not self.is_held and len(self._begun) < MOST_BEGUN_SEGMENTS:
-            wanted = self._queue.popleft()
+            wanted = self._queue[0]
+            is_missing = self._store.is_missing(wanted.prefix)
+            if is_missing and not has_room(wanted.prefix.num_segment_tokens):
+                return None
+            self._queue.popleft()
             self._known.discard(_key_of(wanted.prefix))
-            if self._store.is_missing(wanted.prefix):
+            if is_missing:
                 return wanted
         return None
 

@@ -122,14 +122,19 @@ class SegmentStores:
         wanted = self._wanted.get(request.request_id)
         if wanted is None or wanted.expected_blocks:
             return False
-        num_tokens = len(self._store.sink_ids) + len(wanted.token_ids)
-        num_blocks = sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
-        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks / 2  # Others store, too.
-        if self._num_expected_blocks and self._num_expected_blocks + num_blocks > most_blocks:
+        if not self.has_room(len(wanted.token_ids)):
             return True
-        wanted.expected_blocks = num_blocks
-        self._num_expected_blocks += num_blocks
+        wanted.expected_blocks = self._num_blocks(len(wanted.token_ids))
+        self._num_expected_blocks += wanted.expected_blocks
         return False
+
+    def has_room(self, num_segment_tokens: int) -> bool:
+        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
+        most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks / 2  # Others store, too.
+        num_expected = self._num_expected_blocks
+        return (
+            not num_expected or num_expected + self._num_blocks(num_segment_tokens) <= most_blocks
+        )
 
     def params(self, request_id: str) -> dict[str, int] | None:
         """What the response says of a request that was to store a segment."""
@@ -224,6 +229,11 @@ class SegmentStores:
         """It is not stored, or not yet: its pages are for others."""
         self._expect_nothing(wanted)
         self._release(wanted)
+
+    def _num_blocks(self, num_segment_tokens: int) -> int:
+        """That the store of a segment holds."""
+        num_tokens = len(self._store.sink_ids) + num_segment_tokens
+        return sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
 
     def _expect_nothing(self, wanted: _Wanted) -> None:
         self._num_expected_blocks -= wanted.expected_blocks

@@ -128,10 +128,12 @@ class HoleQueue:
     Attributes:
         windows: Blocks for what holes read and write of windows; None if the model has none.
         probe_blocks: Blocks for probes; None if there are no probes.
+        lacks_room: Whether a hole or a probe that could be computed had no room in the latest step.
     """
 
     windows: WindowBlocks | None = None
     probe_blocks: ProbeBlocks | None = None
+    lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
     _num_rows: int = 0
@@ -275,13 +277,14 @@ class HoleQueue:
             other_ids: Which no row may have.
         """
         rows: list[HoleRow] = []
+        self.lacks_room = True
         for request_id, parked in self._parked.items():
             while parked.holes:
-                if most_tokens <= 0 or len(rows) >= most_rows:
-                    return rows
                 hole = parked.holes[0]
                 if not parked.is_loaded and hole.first_tokens != parked.after_tokens:
                     break
+                if most_tokens <= 0 or len(rows) >= most_rows:
+                    return rows
                 num_tokens = min(hole.num_tokens, most_tokens, most_row_tokens)
                 end_tokens = hole.first_tokens + num_tokens
                 run = Run(hole.first_tokens, end_tokens)
@@ -319,6 +322,7 @@ class HoleQueue:
                 return rows
             most_tokens -= row_tokens
             rows.append(row)
+        self.lacks_room = False
         return rows
 
     def probed_request(self, row_id: str) -> str | None:

@@ -12,7 +12,11 @@ from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
 from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.connector import segment_learning
 from vllm_ascend_kvext.connector.blend_counters import BlendCounters, LearningDrop
-from vllm_ascend_kvext.connector.segment_learning import MOST_BEGUN_SEGMENTS, SegmentLearning
+from vllm_ascend_kvext.connector.segment_learning import (
+    MOST_BEGUN_SEGMENTS,
+    SegmentLearning,
+    WantedSegment,
+)
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
@@ -29,7 +33,11 @@ class Learner:
         self.store = SegmentStore(tier, SegmentLayout((64,), "one"), "one", SINK)
         self.counters = BlendCounters()
         self.learning = SegmentLearning(self.store, MOST_REQUEST_TOKENS, self.counters)
+        self.most_tokens = MOST_REQUEST_TOKENS  # that can be stored beside what is being stored
         self._num_requests = 0
+
+    def take(self) -> WantedSegment | None:
+        return self.learning.take(lambda num_tokens: num_tokens <= self.most_tokens)
 
     def prefix(self, segment: Sequence[int], cache_salt: str | None = None) -> SegmentPrefix:
         return self.store.prefix(segment, cache_salt)
@@ -50,13 +58,13 @@ class Learner:
     def taken(self) -> list[list[int]]:
         """Token ids of what is computed now; nothing comes of it."""
         found = []
-        while (wanted := self.learning.take()) is not None:
+        while (wanted := self.take()) is not None:
             found.append(wanted.prefix.token_ids)
         return found
 
     def begin(self) -> str:
         """A request begins that computes the next segment."""
-        wanted = self.learning.take()
+        wanted = self.take()
         assert wanted is not None
         self._num_requests += 1
         request_id = f"own-{self._num_requests}"
@@ -93,7 +101,7 @@ def test_requests_of_different_salts_have_different_segments() -> None:
     learner.see(ONE)
     assert learner.taken() == []
     learner.see(ONE, cache_salt="salt")
-    wanted = learner.learning.take()
+    wanted = learner.take()
     assert wanted is not None and wanted.cache_salt == "salt"
 
 
@@ -135,10 +143,10 @@ def test_no_more_are_begun_at_once_than_the_limit() -> None:
     learner.see(*segments)
     learner.see(*segments)
     began = [learner.begin() for _ in range(MOST_BEGUN_SEGMENTS)]
-    assert learner.learning.take() is None
+    assert learner.take() is None
     learner.learning.note_store(began[0], is_needed=True)
     learner.learning.forget(began[0])
-    assert learner.learning.take() is None, "its store is under way"
+    assert learner.take() is None, "its store is under way"
     learner.learning.end_store(began[0], has_failed=False)
     assert learner.taken() == [segments[-1]]
 
@@ -244,6 +252,17 @@ def test_while_it_is_held_nothing_is_begun() -> None:
     assert learner.taken() == []
     learner.learning.is_held = False
     assert learner.taken() == [ONE]
+
+
+def test_where_stores_have_no_room_for_it_a_segment_stays_queued() -> None:
+    learner = Learner()
+    for _ in range(2):
+        learner.see(ONE, OTHER)
+    learner.most_tokens = len(OTHER)
+    assert learner.taken() == [], "the first one is not passed over"
+    learner.keep(ONE)
+    assert learner.taken() == [OTHER]
+    assert not learner.drops
 
 
 def test_when_it_has_stopped_nothing_is_learned() -> None:

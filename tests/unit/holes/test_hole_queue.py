@@ -94,6 +94,19 @@ def test_no_budget_is_no_row() -> None:
     assert runs(queue) == [("a", Run(0, 10))]
 
 
+def test_it_says_that_a_hole_had_no_room() -> None:
+    queue = parked((40, 50), (60, 70))
+    runs(queue, most_tokens=0)
+    assert not queue.lacks_room, "it waits for its load"
+    queue.note_load_ended("a")
+    runs(queue, most_tokens=0)
+    assert queue.lacks_room
+    runs(queue, most_rows=1)
+    assert queue.lacks_room
+    runs(queue)
+    assert not queue.lacks_room
+
+
 def test_rows_have_names_of_their_own() -> None:
     queue = parked((0, 10), (20, 30))
     queue.note_load_ended("a")
