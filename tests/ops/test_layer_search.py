@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,57 @@ from vllm_ascend_kvext.blending.layer_search import (
     best_layer,
     copy_prompt,
     found_share,
+    mean_shares,
 )
+from vllm_ascend_kvext.commands.check_layer import search
+from vllm_ascend_kvext.commands.layer_search_worker import LayerSearchWorker
 
 VOCABULARY_TOKENS = 300
 NUM_TOKENS = 120
 NUM_COPIED = 8
 HEADS, KEY_HEADS, HEAD_ELEMENTS = 4, 2, 2 * VOCABULARY_TOKENS
+
+
+class Attention(torch.nn.Module):
+    """A layer's attention, of one head."""
+
+    head_size = 16
+    impl = SimpleNamespace(scale=1.0)
+
+    def __init__(self, window_tokens: int | None) -> None:
+        super().__init__()
+        self.sliding_window = window_tokens
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return query
+
+
+class Worker(LayerSearchWorker):
+    """Whose model has a layer with full attention between two with windows."""
+
+    def __init__(self) -> None:
+        model = torch.nn.Sequential(*(Attention(window) for window in (8, None, 8)))
+        names = [f"layers.{index}" for index in range(len(model))]
+        config = SimpleNamespace(static_forward_context=dict(zip(names, model, strict=True)))
+        self.get_model = lambda: model
+        self.model_runner = SimpleNamespace(
+            vllm_config=SimpleNamespace(compilation_config=config),
+            kv_cache_config=SimpleNamespace(
+                kv_cache_groups=[
+                    SimpleNamespace(layer_names=group) for group in (names[1:2], names[::2])
+                ]
+            ),
+        )
+
+    def compute(self, *steps_tokens: int) -> dict[str, float | None]:
+        """A prompt, in steps of so many tokens."""
+        prompt: Any = some_prompt(3)
+        self.kvext_begin_copy(*prompt)
+        for num_tokens in steps_tokens:
+            tokens = torch.zeros(num_tokens, Attention.head_size)
+            for layer in self.get_model():
+                layer(tokens, key=tokens)
+        return self.kvext_end_copy()
 
 
 def some_prompt(seed: int) -> CopyPrompt:
@@ -76,3 +123,25 @@ def test_the_best_layer_has_to_be_good() -> None:
     assert best_layer({}) is None
     assert best_layer({0: 0.5 * LEAST_SHARE, 3: 0.9 * LEAST_SHARE}) is None
     assert best_layer({0: 0.5 * LEAST_SHARE, 3: 3 * LEAST_SHARE, 5: 2 * LEAST_SHARE}) == 3
+
+
+def test_layers_are_named_in_the_order_of_the_model() -> None:
+    found = Worker().compute(NUM_TOKENS)
+    assert list(found) == ["layers.0", "layers.1", "layers.2"]
+    assert [share is None for share in found.values()] == [True, False, True]
+
+
+@pytest.mark.parametrize("steps_tokens", [(), (NUM_TOKENS // 2, NUM_TOKENS - NUM_TOKENS // 2)])
+def test_what_was_not_looked_at_says_nothing_of_a_layer(steps_tokens: tuple[int, ...]) -> None:
+    with pytest.raises(BlendingError, match=r"layer layers\.1: expected a step that computes all"):
+        Worker().compute(*steps_tokens)
+
+
+def test_without_prompts_no_layer_is_said_to_be_bad() -> None:
+    with pytest.raises(BlendingError, match="--prompts: expected at least 1, found 0"):
+        search("model", 0, NUM_TOKENS, {})
+
+
+def test_layers_are_counted_over_all_stages_of_a_pipeline() -> None:
+    stages = {"layers.0": [None, None], "layers.1": [0.25, 0.75]}, {"layers.2": [0.5, 0.0]}
+    assert mean_shares(stages[0] | stages[1]) == {1: 0.5, 2: 0.25}

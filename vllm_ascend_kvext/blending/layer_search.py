@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.blending.errors import BlendingError
@@ -103,6 +104,21 @@ def found_share(
     between = slice(prompt.num_first + MARGIN_TOKENS, first_of_copy)
     total = float(scores[between].sum())
     return float(scores[followers].sum()) / total if total else 0.0
+
+
+def mean_shares(of_layers: Mapping[str, Sequence[float | None]]) -> dict[int, float]:
+    """What has been found, by the index of a layer among those of the model that have pages.
+
+    Args:
+        of_layers: By name, in the order of the model, whoever computes them: shares of prompts.
+            None of a layer without full attention, which has an index all the same.
+    """
+    means = {}
+    for index, shares in enumerate(of_layers.values()):
+        found = [share for share in shares if share is not None]
+        if found:
+            means[index] = mean(found)
+    return means
 
 
 def best_layer(shares: Mapping[int, float]) -> int | None:

@@ -15,10 +15,10 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Mapping
-from statistics import mean
 from typing import Any
 
-from vllm_ascend_kvext.blending.layer_search import best_layer, copy_prompt
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.layer_search import best_layer, copy_prompt, mean_shares
 from vllm_ascend_kvext.commands.layer_search_worker import LayerSearchWorker
 from vllm_ascend_kvext.settings import MODE_VARIABLE
 
@@ -62,12 +62,15 @@ def search(
         options: Further arguments of ``vllm.LLM``.
 
     Returns:
-        Mean shares, by index among the model's layers that have pages; see ``found_share``.
+        See ``mean_shares``.
 
     Raises:
-        BlendingError: The attention of some layer cannot be read.
+        BlendingError: The attention of some layer cannot be read, or there are no prompts.
     """
+    if num_prompts < 1:
+        raise BlendingError(f"--prompts: expected at least 1, found {num_prompts}.")
     os.environ[MODE_VARIABLE] = "off"
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # The result is on stdout.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -86,12 +89,12 @@ def search(
     first_ids = [first_id] if isinstance(first_id, int) else []
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    found: dict[int, list[float]] = defaultdict(list)
+    found: dict[str, list[float | None]] = defaultdict(list)
     for _ in range(num_prompts):
         prompt = copy_prompt(rng, first_ids, config.vocab_size, num_tokens, _COPIED_TOKENS)
         llm.collective_rpc("kvext_begin_copy", args=tuple(prompt))
         llm.generate({"prompt_token_ids": list(prompt.token_ids)}, sampling, use_tqdm=False)
-        for of_worker in llm.collective_rpc("kvext_end_copy"):
-            for index, share in of_worker.items():
-                found[index].append(share)
-    return {index: mean(of_index) for index, of_index in sorted(found.items())}
+        for of_worker in llm.collective_rpc("kvext_end_copy"):  # stage after stage
+            for name, share in of_worker.items():
+                found[name].append(share)
+    return mean_shares(found)

@@ -27,8 +27,7 @@ class LayerSearchWorker:
         Raises:
             BlendingError: The attention of some layer cannot be read.
         """
-        self._kvext_shares: dict[int, float] = {}
-        self._kvext_hooks = []
+        self._kvext_hooks: dict[str, Any] = {}
         config = self.model_runner.vllm_config.compilation_config
         attention = {
             name: config.static_forward_context[name]
@@ -36,7 +35,8 @@ class LayerSearchWorker:
             for name in group.layer_names
         }
         layers = layers_in_order(self.get_model(), attention)
-        for index, (name, module) in enumerate(layers.items()):
+        self._kvext_shares: dict[str, float | None] = dict.fromkeys(layers)
+        for name, module in layers.items():
             if getattr(module, "sliding_window", None):
                 continue
             scale = getattr(getattr(module, "impl", None), "scale", None)
@@ -45,20 +45,33 @@ class LayerSearchWorker:
                     f"layer {name}: expected an attention module that is called with queries and "
                     f"keys, found {type(module).__qualname__}. Set blend_check_layer by hand."
                 )
-            note = partial(_note, self._kvext_shares, CopyPrompt(*prompt), index, scale)
-            self._kvext_hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+            note = partial(_note, self._kvext_shares, CopyPrompt(*prompt), name, scale)
+            self._kvext_hooks[name] = module.register_forward_pre_hook(note, with_kwargs=True)
 
-    def kvext_end_copy(self) -> dict[int, float]:
-        """The share of each layer with full attention, by its index; see ``found_share``."""
-        for hook in self._kvext_hooks:
+    def kvext_end_copy(self) -> dict[str, float | None]:
+        """The share of each layer with full attention; see ``found_share``. None of others.
+
+        Returns:
+            By name, in the order of the model: with pipeline parallelism, of this stage's layers.
+
+        Raises:
+            BlendingError: No step has computed all of the prompt in some layer.
+        """
+        for name, hook in self._kvext_hooks.items():
             hook.remove()
+            if self._kvext_shares[name] is None:
+                raise BlendingError(
+                    f"layer {name}: expected a step that computes all of a prompt, found shorter "
+                    "ones or none. Leave what shortens steps out of --engine, such as "
+                    "max_num_batched_tokens, and what captures or compiles the model."
+                )
         return self._kvext_shares
 
 
 def _note(
-    shares: dict[int, float],
+    shares: dict[str, float | None],
     prompt: CopyPrompt,
-    index: int,
+    name: str,
     scale: float,
     module: Any,
     inputs: tuple[Any, ...],
@@ -72,4 +85,4 @@ def _note(
     if len(queries) < len(prompt.token_ids):
         return  # a step that is not the prompt's
     queries, keys = (each.reshape(len(each), -1, module.head_size) for each in (queries, keys))
-    shares[index] = found_share(queries, keys, scale, prompt)
+    shares[name] = found_share(queries, keys, scale, prompt)
