@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/engine/core.py``: stores end before the prefix cache is reset.
+"""``vllm/v1/engine/core.py``: stores end before a reset, and learning before a shutdown.
 
-A reset is refused while blocks are in use. Those that a store reads are; its end is noticed by the
-next step, and an engine without requests may never make one.
+A reset of the prefix cache is refused while blocks are in use. Those that a store reads are; its
+end is noticed by the next step, and an engine without requests may never make one. An engine that
+shuts down makes steps for as long as there are requests, its own included.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
 
@@ -58,6 +59,16 @@ def _learning_held(scheduler: Scheduler, side: SchedulerSide) -> Iterator[None]:
         learning.is_held = False
 
 
+def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc) -> bool:
+    """Compute nothing for host memory that ends with this process."""
+    side = side_of(core.scheduler)
+    learning = None if side is None else side.learning
+    if learning is not None and not core.is_running():
+        cancel_learning(core.scheduler, learning)
+        learning.stop()
+    return wrapped()
+
+
 def _step(core: EngineCore) -> None:
     # In a process of its own, an engine sends what a step says of requests that have ended.
     step = getattr(core, "_process_engine_step", None)
@@ -79,5 +90,17 @@ PATCHES = (
         why="The prefix cache cannot be reset while a store reads a block, and without requests "
         "nobody notices that it has ended.",
         retire_when="upstream waits for its connector before a reset",
+    ),
+    Patch(
+        id="KVX-406",
+        target="vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
+        kind=Kind.WRAP,
+        feature="connector",
+        vllm=("==0.20.2.*", "==0.23.0.*"),
+        wrapper=stop_learning_at_shutdown,
+        why="An engine that shuts down makes steps until no request is left, and each of them may "
+        "begin requests that learn segments, for host memory that ends with the process.",
+        retire_when="upstream tells its scheduler or its connector of a shutdown",
+        relies_on=("vllm.v1.engine.core:EngineCoreProc.is_running",),
     ),
 )

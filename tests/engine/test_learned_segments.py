@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
@@ -470,6 +472,46 @@ def test_a_reset_of_the_connector_forgets_what_was_seen() -> None:
         engine.ask(ONE)
         engine.serve()
         assert not engine.own_plans
+
+
+def stopping(engine: LearningEngine, shutdown_timeout: int) -> EngineCoreProc:
+    """The engine core of a process that has been asked to stop."""
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler = engine.scheduler
+    core.vllm_config = SimpleNamespace(shutdown_timeout=shutdown_timeout)
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    core.engines_running, core.batch_queue = False, engine._in_flight
+    core._send_abort_outputs = lambda aborted: None
+    return core
+
+
+@pytest.mark.parametrize("shutdown_timeout", [0, 30], ids=["abort", "drain"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) -> None:
+    """Nothing of it goes on, or begins in the steps that are left: host memory ends, too."""
+    with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
+        engine.begin_learning(LONG, ONE, OTHER)
+        client = engine.ask(QUESTION)
+        core = stopping(engine, shutdown_timeout)
+        num_own = len(engine.own_plans)
+        for _ in range(50):
+            if not core._handle_shutdown():
+                break
+            assert not engine.own_ids
+            engine.step()
+        assert not engine.has_work() and len(engine.own_plans) == num_own
+        assert engine.drops == {LearningDrop.CANCELLED: 3}
+        assert (client in engine.answers) is bool(shutdown_timeout)
+
+
+def test_before_a_shutdown_it_goes_on() -> None:
+    with learning_engine(max_num_batched_tokens=32) as engine:
+        engine.begin_learning(LONG)
+        core = stopping(engine, 0)
+        core.shutdown_state = EngineShutdownState.RUNNING
+        assert core._handle_shutdown()
+        engine.serve()
+        assert engine.counts.learned_segments == 1
 
 
 def test_an_abort_of_all_requests_cancels_it() -> None:
