@@ -61,6 +61,9 @@ LEARNING: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 """Documents of prompts, and those that two prompts have had for the first time."""
 
+LONGER_THAN_A_STEP = 3
+"""A document."""
+
 MIXED_REPLY_TOKENS = 16
 
 
@@ -238,6 +241,14 @@ class Engine:
         """Empty the prefix cache of the device."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
+
+    def sleep(self) -> None:
+        """All that runs is aborted, and what caches hold is forgotten."""
+        self._llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """Go on."""
+        self._llm.wake_up()
 
     def note(self, label: str, fact: Any) -> None:
         """Report a fact."""
@@ -548,6 +559,41 @@ def learned(engine: Engine) -> None:
     engine.note("sent", len(sent))
 
 
+def asleep(engine: Engine) -> None:
+    """The engine falls asleep while it computes a document, and another one is queued."""
+    rng = random.Random(6)
+    texts = documents(rng)
+    assert len(texts[LONGER_THAN_A_STEP]) > 256
+    both = (LONGER_THAN_A_STEP, 1)
+    learning = engine.side.learning
+    counters = engine.side.counters.blending
+
+    def ask_twice() -> None:
+        for _ in range(2):
+            engine.ask("asleep", [in_order(rng, texts, both)])
+
+    learning.is_held = True
+    ask_twice()
+    engine.idle()
+    learning.is_held = False
+    # The second step begins what is queued, and is the last one: the engine has no process.
+    engine.ask("asleep", [in_order(rng, texts, ())], reply_tokens=2)
+    engine.note("before sleep", [len(engine.scheduler.running), learning.has_queue])
+    dropped = counters.learning_drops.copy()
+    engine.sleep()
+    new_drops = {
+        drop.value: number - dropped[drop]
+        for drop, number in counters.learning_drops.items()
+        if number != dropped[drop]
+    }
+    engine.note("asleep", [len(engine.scheduler.requests), learning.has_queue, new_drops])
+    engine.wake_up()
+    num_learned = counters.learned_segments
+    ask_twice()
+    engine.idle()
+    engine.note("learned after sleep", counters.learned_segments - num_learned)
+
+
 def plain(engine: Engine) -> None:
     """Prompts, each for itself: there is no prefix cache."""
     for label, (prompts, reply_tokens) in engine.plan["prompts"].items():
@@ -558,7 +604,7 @@ def plain(engine: Engine) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        *(orders, exact, controls, crowd, learned, plain),
+        *(orders, exact, controls, crowd, learned, asleep, plain),
         *(mixed_requests.mixed, mixed_requests.recomputed),
     )
 }
