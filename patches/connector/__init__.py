@@ -9,6 +9,7 @@ from vllm_ascend_kvext.patches.connector import (
     computed_token_gaps,
     core,
     factory,
+    model_check,
     model_loader,
     scheduler,
 )
@@ -18,6 +19,7 @@ PATCHES: tuple[Patch, ...] = (
     *factory.PATCHES,
     *scheduler.PATCHES,
     *core.PATCHES,
+    *model_check.PATCHES,
     *model_loader.PATCHES,
     *computed_token_gaps.PATCHES,
 )

@@ -92,7 +92,7 @@ PATCHES = (
         retire_when="upstream waits for its connector before a reset",
     ),
     Patch(
-        id="KVX-406",
+        id="KVX-408",
         target="vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
         kind=Kind.WRAP,
         feature="connector",

@@ -258,10 +258,10 @@ class Engine:
     def with_heads(self, head_tokens: int) -> Iterator[None]:
         """As an engine with another ``blend_head_tokens``."""
         requests = self._blending.requests
-        options = requests._options
-        requests._options = dataclasses.replace(options, head_tokens=head_tokens)
+        options = requests.options
+        requests.options = dataclasses.replace(options, head_tokens=head_tokens)
         yield
-        requests._options = options
+        requests.options = options
 
     @contextmanager
     def not_rotating(self) -> Iterator[None]:

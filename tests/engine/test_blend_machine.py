@@ -457,7 +457,8 @@ class BlendMachine(EngineMachine):
         assert output == (expected if is_whole else expected[: len(output)])
 
     def _check_nothing_is_remembered(self, live: set[str]) -> None:
-        requests, stores, learning = self.engine.parts.blending
+        blending = self.engine.parts.blending
+        requests, stores, learning = blending.requests, blending.stores, blending.learning
         remembered = (
             *(requests._known, requests._blended),
             *(requests._answered, requests._refused),

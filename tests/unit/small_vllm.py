@@ -26,8 +26,9 @@ ENGINE = "class Engine:\n    def step(self):\n        return 'stock'\n"
 ENVS = f"""\
 import os
 environment_variables = {{{RETENTION_INTERVAL_VARIABLE!r}: lambda: None}}
+VLLM_CACHE_ROOT = ""
 """
-OLD_ENVS = "environment_variables = {}\n"
+OLD_ENVS = "environment_variables = {}\nVLLM_CACHE_ROOT = ''\n"
 
 
 class World:

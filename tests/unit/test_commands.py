@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from small_upstream import MODULE, PACKAGE, SOURCE, AddPackage, declare
-from small_vllm import ENGINE, OLD_ENVS, TARGET, World
+from small_vllm import ENGINE, ENVS, OLD_ENVS, TARGET, World
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
+from vllm_ascend_kvext.blending.gate_records import GateRecord, write_record
 from vllm_ascend_kvext.commands import fingerprint, ledger
 from vllm_ascend_kvext.connector.options import OPTIONS
 from vllm_ascend_kvext.errors import SettingsError
@@ -265,6 +266,27 @@ class TestStatus:
         _, report = self.status(capsys)
         refused = {row["what"].partition(": ")[2] for row in report["holes"]}
         assert {reason.value for reason in (*HoleRefusal, *EngineRefusal)} <= refused
+
+    def test_models_that_were_asked_are_counted_and_listed_on_request(
+        self, world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        main(["status"])
+        assert "blending:" not in capsys.readouterr().out
+        records = [
+            GateRecord("model/one", True, "they agree", "2026-01-01T00:00:00+00:00"),
+            GateRecord("model/two", False, "they do not", "2026-01-02T00:00:00+00:00"),
+        ]
+        for record in records:
+            write_record(str(tmp_path), record.model.replace("/", "-"), record)
+        world.upstream(envs=f"{ENVS}VLLM_CACHE_ROOT = {str(tmp_path)!r}\n")
+        assert main(["status"]) == 0
+        assert "blending: 2 checks of models, 1 passed" in capsys.readouterr().out
+        assert main(["status", "--blending"]) == 0
+        two, one = capsys.readouterr().out.splitlines()[-2:]
+        assert two.split()[:2] == ["model/two", "computed"] and "they do not" in two
+        assert one.split()[:2] == ["model/one", "reused"] and "they agree" in one
+        _, report = self.status(capsys)
+        assert [row["model"] for row in report["models"]] == ["model/two", "model/one"]
 
     def test_a_line_per_feature_says_how_the_features_of_this_package_stand(
         self, world: World, capsys: pytest.CaptureFixture[str]

@@ -41,6 +41,10 @@ class SegmentStore:
         layout: Of the workers' rows.
         fingerprint: Of all workers' layouts.
         sink_ids: Token ids that segments are computed behind.
+
+    Attributes:
+        fingerprint: See the arguments.
+        sink_ids: The same.
     """
 
     def __init__(
@@ -48,12 +52,12 @@ class SegmentStore:
     ) -> None:
         self._tier = tier
         self._layout = layout
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self.sink_ids = tuple(sink_ids)
 
     def prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> SegmentPrefix:
         """The keys of a segment."""
-        space = key_space(self._fingerprint, self.sink_ids, cache_salt)
+        space = key_space(self.fingerprint, self.sink_ids, cache_salt)
         return SegmentPrefix(space, token_ids, self._tier.geometry.unit_tokens)
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[PlacedRows]:

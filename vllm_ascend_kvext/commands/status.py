@@ -15,13 +15,14 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from importlib import metadata
 from typing import Any
 
 from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
+from vllm_ascend_kvext.blending.gate_records import GateRecord, all_records
 from vllm_ascend_kvext.commands.feature_states import FeatureRow, describe_features
 from vllm_ascend_kvext.commands.hole_reasons import HOLES_HEADER, HoleRow, describe_holes
 from vllm_ascend_kvext.commands.table import render_rows
@@ -32,6 +33,17 @@ from vllm_ascend_kvext.settings import Mode, Settings
 
 _ENTRY_POINT_GROUP = "vllm.general_plugins"
 _ENTRY_POINT = "ascend_kvext"
+
+
+class Part(enum.Enum):
+    """Of the report, for people: shown if asked for. The value is the name of the argument."""
+
+    PATCHES = "patches"
+    HOLES = "holes"
+    BLENDING = "blending"
+
+
+_MODELS_HEADER = ("model", "segments are", "because", "asked at")
 
 
 class Verdict(enum.Enum):
@@ -69,6 +81,7 @@ class StatusReport:
     error: str = ""
     features: list[FeatureRow] = field(default_factory=list)
     holes: list[HoleRow] = field(default_factory=list)
+    models: list[GateRecord] = field(default_factory=list)
     patches: list[PatchRow] = field(default_factory=list)
 
 
@@ -77,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patches", action="store_true", help="list every patch, too")
     parser.add_argument(
         "--holes", action="store_true", help="list where holes are computed, and where not, too"
+    )
+    parser.add_argument(
+        "--blending", action="store_true", help="list models that were asked, and why not, too"
     )
 
 
@@ -87,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        print("\n".join(render(report, with_patches=arguments.patches, with_holes=arguments.holes)))
+        parts = {part for part in Part if getattr(arguments, part.value)}
+        print("\n".join(render(report, parts)))
     return Verdict[report.verdict.upper()].value
 
 
@@ -103,6 +120,7 @@ def diagnose() -> StatusReport:
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
         if report.supported:
             report.holes = describe_holes(settings, upstream)
+            report.models = _models()
         surveyed = activation.survey(settings, plan_everything=True)
     except Exception as error:
         return _failed(report, error)
@@ -118,6 +136,13 @@ def diagnose() -> StatusReport:
         report.notes = _complaints(surveyed, findings)
         report.verdict = _verdict(surveyed, report.notes).name.lower()
     return report
+
+
+def _models() -> list[GateRecord]:
+    """What engines of this user have found out about models."""
+    from vllm import envs
+
+    return all_records(envs.VLLM_CACHE_ROOT)
 
 
 def _verdict(surveyed: Activation, notes: Sequence[str]) -> Verdict:
@@ -173,7 +198,7 @@ def _obstacles() -> list[str]:
     return obstacles
 
 
-def render(report: StatusReport, *, with_patches: bool, with_holes: bool = False) -> list[str]:
+def render(report: StatusReport, parts: Collection[Part] = ()) -> list[str]:
     """The report for a person: lines."""
     upstream = Upstream(**report.upstream) if report.upstream else "an unknown upstream"
     lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
@@ -184,7 +209,7 @@ def render(report: StatusReport, *, with_patches: bool, with_holes: bool = False
     lines += [f"note: {note}" for note in report.notes]
     if report.error:
         lines += ["", report.error]
-    if report.patches and with_patches:
+    if report.patches and Part.PATCHES in parts:
         rows_of_patches = [
             (row.id, row.feature, row.state, row.target, row.reason) for row in report.patches
         ]
@@ -195,8 +220,20 @@ def render(report: StatusReport, *, with_patches: bool, with_holes: bool = False
         states = Counter(row.state for row in report.patches)
         counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         lines.append(f"patches: {counts}; `status --patches` lists them")
-    if report.holes and with_holes:
+    if report.holes and Part.HOLES in parts:
         lines += ["", *render_rows([HOLES_HEADER, *map(astuple, report.holes)])]
     elif report.holes:
         lines.append(f"holes: {report.holes[0].holes}; `status --holes` says where not, and why")
+    if report.models and Part.BLENDING in parts:
+        rows_of_models = [
+            (row.model, "reused" if row.passed else "computed", row.message, row.checked_at)
+            for row in report.models
+        ]
+        lines += ["", *render_rows([_MODELS_HEADER, *rows_of_models])]
+    elif report.models:
+        num_passed = sum(row.passed for row in report.models)
+        lines.append(
+            f"blending: {len(report.models)} checks of models, {num_passed} passed; "
+            "`status --blending` lists them"
+        )
     return lines

@@ -91,6 +91,7 @@ class BlendedRequests:
         learning: Is told which segments requests have; None if nothing is learned.
 
     Attributes:
+        options: What is reused.
         keys_are_checked: Whether this model's keys are known to turn with their positions alone.
     """
 
@@ -108,7 +109,7 @@ class BlendedRequests:
         self._window_pages = window_pages
         self._needs_tails = bool(window_pages(0))
         self._store = store
-        self._options = options
+        self.options = options
         self._counters = counters
         self._questions = questions
         self._learning = learning
@@ -117,6 +118,7 @@ class BlendedRequests:
         # Requests that have lost what they reused, and keep what they have answered by it.
         self._answered: dict[str, _Blended] = {}
         self._refused: set[str] = set()
+        self._prescribed: dict[str, tuple[Run, ...]] = {}
         self.keys_are_checked = False
 
     def note_new(self, request: Request) -> None:
@@ -131,9 +133,9 @@ class BlendedRequests:
             logger.warning("Request %s: %s", request.request_id, error)
             return
         if segments is None:
-            separator_ids = self._options.separator_ids
+            separator_ids = self.options.separator_ids
             segments = separated_segments(token_ids, separator_ids) if separator_ids else []
-        long_enough = [each for each in segments if each.num_tokens >= self._options.min_tokens]
+        long_enough = [each for each in segments if each.num_tokens >= self.options.min_tokens]
         if not long_enough:
             return
         if why_no_holes(request) is not None:
@@ -148,12 +150,21 @@ class BlendedRequests:
         if self._learning is not None:
             self._note_seen(request, self._learning)
 
+    def reuse_only(self, request_id: str, runs: Sequence[Run]) -> None:
+        """Reuse these tokens of a request that has not arrived yet, whatever the options say.
+
+        Args:
+            request_id: Of the request, which names its segments.
+            runs: Tokens of them; ascending.
+        """
+        self._prescribed[request_id] = tuple(runs)
+
     def _note_seen(self, request: Request, learning: SegmentLearning) -> None:
         """Have segments learned that would be reused if they were stored."""
         worth_storing = []
         for segment, prefix in self._known[request.request_id]:
-            run = self._reusable(segment, segment.num_tokens)
-            if run is not None and run.num_tokens >= self._options.min_tokens:
+            run = self.reusable(segment, segment.num_tokens)
+            if run is not None and run.num_tokens >= self.options.min_tokens:
                 worth_storing.append(prefix)
         learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
@@ -191,11 +202,12 @@ class BlendedRequests:
                 continue
             rows = self._store.find(prefix, segment.first_tokens)
             stored_tokens = rows[-1].end_tokens - segment.first_tokens if rows else 0
-            run = self._reusable(segment, stored_tokens)
-            if run is not None:
+            runs = self._candidates(request_id, segment, stored_tokens)
+            if runs:
                 found += rows
-                candidates.append(run)
-        plan = plan_blend(request.num_tokens, exact_tokens, candidates, self._options.min_tokens)
+                candidates += runs
+        least_run_tokens = 1 if request_id in self._prescribed else self.options.min_tokens
+        plan = plan_blend(request.num_tokens, exact_tokens, candidates, least_run_tokens)
         if plan is None:
             return None
         return replace(
@@ -205,13 +217,26 @@ class BlendedRequests:
             holes=plan.holes,
             hole_tails=(None,) * len(plan.holes),
             placed=tuple(_cut(found, plan.reused)),
-            heads=() if self._questions is None else tuple(_cut(found, plan.holes)),
+            heads=tuple(_cut(found, plan.holes)) if self._asks(request_id) else (),
             exact_tokens=exact_tokens,
             exact_tails=exact_tails,
         )
 
-    def _reusable(self, segment: Segment, stored_tokens: int) -> Run | None:
-        options = self._options
+    def _candidates(self, request_id: str, segment: Segment, stored_tokens: int) -> list[Run]:
+        prescribed = self._prescribed.get(request_id)
+        if prescribed is None:
+            run = self.reusable(segment, stored_tokens)
+            return [] if run is None else [run]
+        end_tokens = segment.first_tokens + stored_tokens
+        return [
+            run
+            for run in prescribed
+            if segment.first_tokens <= run.first_tokens and run.end_tokens <= end_tokens
+        ]
+
+    def reusable(self, segment: Segment, stored_tokens: int) -> Run | None:
+        """What is reused of a segment, see ``behind_head``."""
+        options = self.options
         return behind_head(segment, stored_tokens, options.head_tokens, options.least_head_tokens)
 
     def _tails_at(self, hit: Hit) -> Entry | None:
@@ -257,7 +282,13 @@ class BlendedRequests:
 
     def probe(self, request: Request, hit: Hit) -> ProbePlan | None:
         """How the question of a request that has begun is compared with its segments, if it is."""
-        return None if self._questions is None else self._questions.begin(request, hit)
+        if self._questions is None or not self._asks(request.request_id):
+            return None
+        return self._questions.begin(request, hit)
+
+    def _asks(self, request_id: str) -> bool:
+        """Whether a question is compared with the segments of its request."""
+        return self._questions is not None and request_id not in self._prescribed
 
     def scored(self, request_id: str) -> tuple[Run, ...]:
         """The tokens that the question of a request is compared with."""
@@ -295,6 +326,7 @@ class BlendedRequests:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._known.pop(request_id, None)
+        self._prescribed.pop(request_id, None)
         self._blended.pop(request_id, None)
         self._answered.pop(request_id, None)
         self._refused.discard(request_id)

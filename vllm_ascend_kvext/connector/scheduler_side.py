@@ -13,7 +13,6 @@ then ``note_output`` with what the workers report, and ``finish`` for requests t
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import deque
@@ -22,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
-from vllm_ascend_kvext.blending.segment_store import SegmentStore, is_segment
-from vllm_ascend_kvext.connector.blended_requests import BlendedRequests, BlendOptions
+from vllm_ascend_kvext.blending.segment_store import is_segment
+from vllm_ascend_kvext.connector.blending_parts import Blending, BlendingPlace, make_blending
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.boundaries import BoundaryPlanner
 from vllm_ascend_kvext.connector.counters import ConnectorCounters, Report
@@ -40,16 +39,14 @@ from vllm_ascend_kvext.connector.messages import (
     StoreJob,
     WorkerLayout,
 )
-from vllm_ascend_kvext.connector.options import ConnectorOptions, Selector
-from vllm_ascend_kvext.connector.questions import QuestionOptions, Questions
+from vllm_ascend_kvext.connector.options import ConnectorOptions
 from vllm_ascend_kvext.connector.room import PoolRoom
 from vllm_ascend_kvext.connector.segment_learning import SegmentLearning, WantedSegment
-from vllm_ascend_kvext.connector.segment_stores import SegmentStores
+from vllm_ascend_kvext.connector.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
 from vllm_ascend_kvext.connector.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.stores import Events, Stores
 from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
-from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.rows import TokenRange
@@ -80,34 +77,6 @@ class _Parts:
     jobs: StoreJobs
     stores: Stores
     blending: Blending | None
-
-
-class Blending(NamedTuple):
-    """What exists of segments, where they are reused."""
-
-    requests: BlendedRequests
-    stores: SegmentStores
-    learning: SegmentLearning | None
-
-    def stores_prompt(self, request_id: str) -> bool:
-        """Whether KV of a request may be stored as that of a prompt."""
-        is_exact = self.requests.exact_tokens(request_id) is None
-        return is_exact and not self.stores.is_segment(request_id)
-
-
-class SegmentTokens(NamedTuple):
-    """Token ids that segments depend on, see ``ConnectorOptions``.
-
-    Attributes:
-        sink_ids: What segments are computed behind.
-        separator_ids: What stands between them; nothing if only requests name segments.
-    """
-
-    sink_ids: tuple[int, ...] = ()
-    separator_ids: tuple[int, ...] = ()
-
-
-NO_SEGMENT_TOKENS = SegmentTokens()
 
 
 @dataclass(slots=True)
@@ -176,7 +145,6 @@ class SchedulerSide:
         self._probes: list[ProbeJob] = []  # of the same
         self._has_warned = False
         self._has_news = False
-        self._key_checks_missing = 0
 
     def bind(self, engine: Engine) -> None:
         """The scheduler is there."""
@@ -237,7 +205,20 @@ class SchedulerSide:
         jobs = StoreJobs(self._references, len(workers))
         blending = None
         if self._options.blending:
-            blending = self._make_blending(layout, tier, workers, jobs)
+            blending = make_blending(
+                BlendingPlace(
+                    engine,
+                    layout,
+                    tier,
+                    self._references,
+                    jobs,
+                    self._holes,
+                    self.counters.blending,
+                ),
+                self._options,
+                self._segment_tokens,
+                workers,
+            )
         loads = Loads(
             engine,
             tier,
@@ -305,19 +286,24 @@ class SchedulerSide:
 
     def note_new(self, request: Request) -> None:
         """A request has arrived, and nobody has looked at it yet. It may be changed."""
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         if blending is not None and not blending.stores.note_new(request):
             blending.requests.note_new(request)
 
     @property
+    def blending(self) -> Blending | None:
+        """Where segments are reused; None if they are not, or the workers are not known."""
+        return None if self._parts is None else self._parts.blending
+
+    @property
     def learning(self) -> SegmentLearning | None:
         """Wants segments to be computed; None if nothing does."""
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         return None if blending is None else blending.learning
 
     def take_wanted(self) -> WantedSegment | None:
         """A segment that is to be computed now; None if there is none, or it would have to wait."""
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         if blending is None or blending.learning is None:
             return None
         return blending.learning.take(blending.stores.has_room)
@@ -327,13 +313,13 @@ class SchedulerSide:
 
         Not only once it is admitted: until then, the next segment would be taken, too.
         """
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         if blending is not None:
             blending.stores.has_to_wait(request)
 
     def exact_tokens(self, request_id: str) -> int | None:
         """Before which token the KV of a request is exact; None if all of it is."""
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         return None if blending is None else blending.requests.exact_tokens(request_id)
 
     def params(self, request: Request) -> dict[str, int] | None:
@@ -341,7 +327,7 @@ class SchedulerSide:
 
         See ``BlendedRequests.params`` and ``SegmentStores.params``.
         """
-        blending = self._parts.blending if self._parts is not None else None
+        blending = self.blending
         if blending is None:
             return None
         return blending.stores.params(request.request_id) or blending.requests.params(request)
@@ -528,8 +514,8 @@ class SchedulerSide:
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
                 parts.jobs.end(number, num_workers, number in results.failed_stores)
-            if results.key_checks or results.key_check_failure:
-                self._note_key_check(results)
+            if parts.blending is not None:
+                parts.blending.note_key_checks(results.key_checks, results.key_check_failure)
             for row_id, scores in results.scores.items():
                 self._end_probe(parts, row_id, scores)
         with_holes = set()
@@ -636,122 +622,6 @@ class SchedulerSide:
         if engine.looks_ahead or engine.num_lookahead_tokens:
             return EngineRefusal.DRAFTS
         return None
-
-    def _make_blending(
-        self,
-        layout: HostLayout,
-        tier: HostTier,
-        workers: Sequence[WorkerLayout],
-        jobs: StoreJobs,
-    ) -> Blending | None:
-        assert self._engine is not None and self._references is not None
-        refusal = self._why_no_blending(layout, workers)
-        if refusal is not None:
-            logger.warning("KvextConnector: blending is off: %s.", refusal)
-            return None
-        of_workers = [each.segments for each in workers if each.segments is not None]
-        fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
-        store = SegmentStore(
-            tier, of_workers[0], fingerprint.hexdigest(), self._segment_tokens.sink_ids
-        )
-        counters = self.counters.blending
-        window_tokens = max(each.window_tokens for each in of_workers)
-        options = BlendOptions(
-            self._options.blend_head_tokens,
-            0 if self._options.blend_across_windows else max(0, window_tokens - 1),
-            self._options.blend_min_tokens,
-            self._segment_tokens.separator_ids,
-        )
-        questions = self._make_questions(layout, workers)
-        learning = self._make_learning(store)
-        self._key_checks_missing = len(workers)
-        logger.info(
-            "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
-            "without their first %d%s. It is approximate.",
-            len(store.sink_ids),
-            max(options.head_tokens, options.least_head_tokens),
-            "" if questions is None else ", and without what the question attends to",
-        )
-        return Blending(
-            BlendedRequests(
-                self._engine, layout.window_pages, store, options, counters, questions, learning
-            ),
-            SegmentStores(
-                self._engine,
-                store,
-                layout.tokens_per_page,
-                layout.window_pages(0).keys(),
-                self._references,
-                jobs,
-                counters,
-                learning,
-            ),
-            learning,
-        )
-
-    def _make_learning(self, store: SegmentStore) -> SegmentLearning | None:
-        """None if only clients store segments."""
-        if not self._options.learn_segments:
-            return None
-        engine = self._engine
-        assert engine is not None
-        if engine.num_data_parallel > 1:
-            logger.warning(
-                "KvextConnector: learn_segments is off: the %d data-parallel engines of a mixture "
-                "of experts take their steps together, and one of them would begin some alone.",
-                engine.num_data_parallel,
-            )
-            return None
-        return SegmentLearning(store, engine.most_request_tokens, self.counters.blending)
-
-    def _make_questions(
-        self, layout: HostLayout, workers: Sequence[WorkerLayout]
-    ) -> Questions | None:
-        """None if questions are not compared with segments."""
-        if self._options.blend_selector is not Selector.QUESTION:
-            return None
-        for rank, worker in enumerate(workers):
-            if worker.probe_refusal:
-                logger.warning(
-                    "KvextConnector: blend_selector is heads: worker %d: %s",
-                    rank,
-                    worker.probe_refusal,
-                )
-                return None
-        assert self._engine is not None and self._references is not None
-        assert self._holes is not None
-        self._holes.probe_blocks = ProbeBlocks(self._references, layout.tokens_per_page)
-        options = QuestionOptions(self._options.blend_ratio, self._options.blend_run_tokens)
-        return Questions(self._engine, options, self.counters.blending)
-
-    def _why_no_blending(self, layout: HostLayout, workers: Sequence[WorkerLayout]) -> str | None:
-        assert self._engine is not None
-        if self._holes is None:
-            return "the tokens between segments are computed as holes, and hole_reuse is off"
-        for rank, worker in enumerate(workers):
-            if worker.segments is None:
-                return f"worker {rank}: {worker.segment_refusal}"
-        if len({worker.segments.row_bytes for worker in workers if worker.segments}) > 1:
-            return "the rows of its workers differ in size"
-        if self._engine.has_other_connectors:
-            return "other connectors of a MultiConnector would take approximate KV for exact"
-        return None
-
-    def _note_key_check(self, results: JobResults) -> None:
-        """Workers have compared keys of equal tokens in a segment, see ``blending.key_check``."""
-        assert self._parts is not None and self._parts.blending is not None
-        if results.key_check_failure:
-            self._key_checks_missing = -1  # for good
-            self._parts.blending.requests.keys_are_checked = False
-            if self.learning is not None:
-                self.learning.stop()
-            logger.error(
-                "KvextConnector: blending is off: %s. Requests are computed as without segments.",
-                results.key_check_failure,
-            )
-        elif self._key_checks_missing > 0:
-            self._key_checks_missing -= results.key_checks
-            self._parts.blending.requests.keys_are_checked = self._key_checks_missing <= 0
 
     def _window_blocks(self, layout: HostLayout) -> WindowBlocks | None:
         """Where holes compute what they have in windows."""

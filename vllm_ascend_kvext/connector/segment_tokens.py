@@ -3,14 +3,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.connector.options import CONFIG, ConnectorOptions
-from vllm_ascend_kvext.connector.scheduler_side import SegmentTokens
 from vllm_ascend_kvext.errors import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+
+class SegmentTokens(NamedTuple):
+    """Token ids that segments depend on, see ``ConnectorOptions``.
+
+    Attributes:
+        sink_ids: What segments are computed behind.
+        separator_ids: What stands between them; nothing if only requests name segments.
+    """
+
+    sink_ids: tuple[int, ...] = ()
+    separator_ids: tuple[int, ...] = ()
+
+
+NO_SEGMENT_TOKENS = SegmentTokens()
 
 
 def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentTokens:

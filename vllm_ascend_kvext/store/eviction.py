@@ -26,7 +26,8 @@ Entries differ in size, so the first in the order need not make a hole that is l
 
 - The order is followed until some entry, with holes and earlier entries beside it, does.
 - After `MOST_TRIED` entries without one, the first that is large enough by itself goes.
-- If there is none, one of the tried goes together with any lesser neighbours.
+- If there is none, one of the tried goes together with any lesser neighbours, or these go alone if
+  they are enough.
 
 Only what lies in that hole goes, and what has been spared `MOST_SPARED` times so: small entries
 that lie alone among large ones would stay for good, and be tried again every time.
@@ -213,7 +214,7 @@ class _Search:
     def _widen(self, tried: list[Entry]) -> list[int] | None:
         """The window of lesser entries around a tried one in which none is worth much."""
         windows = [
-            window
+            self._shrink(entry.offset_bytes, window)
             for entry in tried
             if (
                 window := self._arena.window_around(
@@ -222,6 +223,17 @@ class _Search:
             )
         ]
         return min(windows, key=self._greatest_worth, default=None)
+
+    def _shrink(self, center: int, window: list[int]) -> list[int]:
+        """Without the entry that it was found around, where the others are enough."""
+        while len(window) > 1 and center in (window[0], window[-1]):
+            others = set(window) - {center}
+            beside = window[1] if center == window[0] else window[-2]
+            smaller = self._arena.window_around(beside, self._num_bytes, others.__contains__)
+            if smaller is None:
+                return window
+            center, window = beside, smaller
+        return window
 
     def _is_lesser(self, offset_bytes: int) -> bool:
         return self._order.is_lesser(self._entries[offset_bytes], self._below)

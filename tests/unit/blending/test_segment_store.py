@@ -80,7 +80,7 @@ def test_a_segment_of_another_space_is_another() -> None:
 def test_another_fingerprint_finds_nothing() -> None:
     store = SmallStore()
     store.store(range(20))
-    store._fingerprint = "two"
+    store.fingerprint = "two"
     assert store.found_tokens(range(20)) == 0
 
 

@@ -275,6 +275,20 @@ def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
     assert tier.evicted() == [small[0], large[0]]
 
 
+def test_a_tried_entry_stays_where_its_lesser_neighbours_are_enough() -> None:
+    num_small = MOST_TRIED
+    tier = SmallTier(5 * num_small)
+    uses = [tier.next_use() for _ in range(3 * num_small)]
+    large = []
+    for number in range(num_small):
+        tier.store(text_of(number), CHUNK, 1, uses[number])
+        for other in range(2):
+            use = uses[num_small + 2 * number + other]
+            large.append(tier.store(text_of(1000 + 2 * number + other), CHUNK, 2, use))
+    tier.store(text_of(5000), CHUNK, 4)
+    assert tier.evicted() == large[:2]
+
+
 def test_a_neighbour_that_is_being_loaded_does_not_go_along() -> None:
     num_small = MOST_TRIED_IN_ALL
     tier = SmallTier(3 * num_small)
