@@ -140,7 +140,7 @@ class _Engine:
         """Leave an engine that has seen no request."""
         self._core.scheduler.reset_prefix_cache()
         self._side.clear()
-        self._side.take_report()
+        self._side.counters.forget()
 
     def _request(self, question: GateQuestion) -> Request:
         from vllm.sampling_params import SamplingParams

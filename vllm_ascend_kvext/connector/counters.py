@@ -65,6 +65,9 @@ class ConnectorCounters:
     _reported: list[Number] = field(
         init=False, repr=False, default_factory=lambda: [0] * len(_KEYS)
     )
+    _forgotten: list[Number] = field(
+        init=False, repr=False, default_factory=lambda: [0] * len(_KEYS)
+    )
 
     def add_traffic(self, traffic: Mapping[Direction, Traffic]) -> None:
         """Count what workers say they have moved."""
@@ -73,7 +76,17 @@ class ConnectorCounters:
 
     def totals(self) -> Report:
         """Everything counted so far, zeros included: a copy."""
-        return dict(zip(_KEYS, self._values(), strict=True))
+        return {
+            key: value - forgotten
+            for key, value, forgotten in zip(_KEYS, self._values(), self._forgotten, strict=True)
+        }
+
+    def forget(self) -> None:
+        """Begin anew: what has been counted is reported to nobody."""
+        self._forgotten = [
+            0 if is_gauge(key) else value for key, value in zip(_KEYS, self._values(), strict=True)
+        ]
+        self._reported = self._forgotten
 
     def take(self) -> Report:
         """What has been counted since the last call.

@@ -201,6 +201,18 @@ def test_reports_are_plain_data(counters: ConnectorCounters) -> None:
     assert {type(value) for value in report.values()} <= {int, float}
 
 
+def test_what_is_forgotten_is_reported_to_nobody() -> None:
+    counters = ConnectorCounters()
+    counters.hit_tokens, counters.capacity_bytes = 5, 100
+    counters.forget()
+    assert [value for value in counters.take().values() if value] == [100], "gauges are reported"
+    assert [value for value in counters.totals().values() if value] == [100]
+    counters.hit_tokens += 2
+    hits = {key: value for key, value in counters.totals().items() if value == 2}
+    assert len(hits) == 1
+    assert hits.items() <= counters.take().items()
+
+
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 1000), st.booleans())))
 def test_reports_add_up_to_the_totals(steps: list[tuple[Event, int, bool]]) -> None:
     counters = ConnectorCounters()
