@@ -80,20 +80,23 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> Ga
         f"log-probabilities differ by {reused:.2g} where segments are reused in place, by "
         f"{noise:.2g} between two runs without reuse, by {other:.2g} with other tokens there"
     )
-    if not reused <= limit:  # Also of what is no number.
+    if not (math.isfinite(reused) and reused <= limit):  # The limit may be no number either.
         return GateVerdict(
             False,
             f"{numbers}: expected at most {limit:.2g} of reuse in place. What is stored, loaded or "
             "computed between segments is not what the model computes. Serve it without blending, "
             "and report it.",
         )
+    if other <= limit:
+        numbers += f": with a limit of {limit:.2g} that says nothing about what is reused in place"
     if not moved:
         return GateVerdict(True, numbers)
     as_stored = [difference(each.alone, each.as_stored) for each in moved]
     repaired = [difference(each.alone, each.repaired) for each in moved]
     numbers += f"; moved, by {mean(as_stored):.2g} as stored and {mean(repaired):.2g} repaired"
     gains = [before - after for before, after in zip(as_stored, repaired, strict=True)]
-    if not mean(gains) >= -max(limit, _standard_error(gains)):
+    are_numbers = all(map(math.isfinite, gains))
+    if not (are_numbers and mean(gains) >= -max(limit, _standard_error(gains))):
         return GateVerdict(
             False,
             f"{numbers}: expected that computing the first tokens of segments brings answers "
@@ -117,6 +120,9 @@ def difference(wanted: Answer, found: Answer) -> float:
     if not wanted or not found:
         return math.inf
     last = min(found.values())
-    differences = [abs(value - found.get(token, last)) for token, value in wanted.items()]
-    found_mean = mean(differences)
+    pairs = [(value, found.get(token, last)) for token, value in wanted.items()]
+    # Tokens that a model never answers have infinite ones.
+    found_mean = mean(
+        0.0 if one == other == -math.inf else abs(one - other) for one, other in pairs
+    )
     return found_mean if math.isfinite(found_mean) else math.inf

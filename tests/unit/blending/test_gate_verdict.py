@@ -79,3 +79,30 @@ def test_the_message_has_the_differences() -> None:
 
 def test_a_token_that_is_not_found_counts_as_the_last_of_the_others() -> None:
     assert difference({1: -1.0, 2: -3.0}, {1: -1.0, 3: -2.0}) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("nothing", [{}, {5: math.nan, 6: 0.0, 7: 0.0}])
+def test_a_model_whose_own_answers_are_no_numbers_is_refused(nothing: Answer) -> None:
+    """Two runs without reuse differ by infinity, and so may all others."""
+    for broken in (InPlace(*[nothing] * 4), InPlace(ALONE, nothing, nothing, FAR)):
+        assert not judge([broken], [], "float32").passed
+
+
+@pytest.mark.parametrize("wrong", [{}, shifted(math.nan), shifted(math.inf)])
+def test_moved_answers_that_are_no_numbers_are_refused(wrong: Answer) -> None:
+    good = Moved(ALONE, shifted(0.8), shifted(0.3))
+    for broken in (Moved(ALONE, wrong, ALONE), Moved(ALONE, ALONE, wrong), Moved(*[wrong] * 3)):
+        assert not judge([in_place(ALONE)], [good, broken], "float32").passed
+
+
+def test_tokens_that_are_never_answered_do_not_differ() -> None:
+    never = {**ALONE, 8: -math.inf}
+    assert difference(never, never) == 0
+    assert difference(never, ALONE) == math.inf
+
+
+def test_it_is_said_if_other_tokens_make_no_difference() -> None:
+    found = judge([InPlace(ALONE, ALONE, ALONE, shifted(0.0005))], [], "float32")
+    assert found.passed
+    assert "with a limit of 0.001 that says nothing" in found.message
+    assert "says nothing" not in judge([in_place(ALONE)], [], "float32").message
