@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _FOLDER = Path("kvext", "model_checks")
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".gguf", ".json"})
+_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"})
+"""Of weights, and of what says how to compute with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def files_of_model(model: str) -> list[list[object]]:
         return []
     found = []
     for path in sorted(folder.iterdir()):
-        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+        if path.suffix in _SUFFIXES and path.is_file():
             state = path.stat()
             found.append([path.name, state.st_size, state.st_mtime_ns])
     return found
@@ -107,4 +108,4 @@ def _read(path: Path) -> GateRecord | None:
 
 
 def _folder(cache_root: str) -> Path:
-    return Path(cache_root).expanduser() / _FOLDER
+    return Path(cache_root) / _FOLDER

@@ -81,5 +81,22 @@ def test_weights_that_change_are_seen(tmp_path: Path) -> None:
     assert files_of_model(str(tmp_path)) != before
 
 
+def test_code_that_changes_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "modeling_mine.py").write_text("")
+    assert [file[0] for file in files_of_model(str(tmp_path))] == ["modeling_mine.py"]
+
+
+def test_a_user_without_a_home_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM expands the folder, and leaves it as it is where there is no home."""
+
+    def fail(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", fail)
+    monkeypatch.chdir(tmp_path)
+    write_record("~/.cache/vllm", KEY, RECORD)
+    assert all_records("~/.cache/vllm") == [read_record("~/.cache/vllm", KEY)] == [RECORD]
+
+
 def test_a_name_has_no_files() -> None:
     assert files_of_model("some/model") == []
