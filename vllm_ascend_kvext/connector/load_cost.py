@@ -33,6 +33,10 @@ class LoadCost:
     __slots__ = ("_parked_s", "_s_per_byte", "_s_per_token")
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has been measured."""
         self._s_per_byte = _Mean()
         self._s_per_token = _Mean()
         self._parked_s = _Mean()

@@ -602,6 +602,13 @@ class SchedulerSide:
             if self.learning is not None:
                 self.learning.clear()
 
+    def begin_anew(self) -> None:
+        """Forget all that was computed so far, what was counted and measured of it included."""
+        self.clear()
+        self.counters.forget()
+        self._cost.forget()
+        self._events.take()
+
     def take_events(self) -> list[Any]:
         """KV events of the tier since the last call."""
         return self._events.take()

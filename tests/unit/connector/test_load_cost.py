@@ -37,6 +37,14 @@ def test_steps_of_few_tokens_say_nothing() -> None:
     assert cost.compute_s(1000) == 1.0
 
 
+def test_what_was_measured_can_be_forgotten() -> None:
+    cost = measured()
+    assert cost.compute_s(100)
+    cost.forget()
+    assert cost.compute_s(100) is None
+    assert cost.load_s(1 << 20) == 0
+
+
 def test_estimates_follow_what_is_measured() -> None:
     cost = measured()
     for _ in range(100):

@@ -13,6 +13,7 @@ from support.connector.small_engine import (
     full_only,
 )
 
+from vllm_ascend_kvext.connector.counters import is_gauge
 from vllm_ascend_kvext.connector.messages import Direction, JobResults, Traffic
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Kind
@@ -331,6 +332,27 @@ def test_load_that_costs_more_than_computing_is_not_made() -> None:
     assert engine.side.match(request, 0) == 0
     assert engine.side.match(request, 0) == 0
     assert engine.side.counters.too_dear_loads == 1
+
+
+def test_an_engine_that_begins_anew_has_measured_and_counted_nothing() -> None:
+    """What takes long before the first client would make every load look cheap, or dear."""
+    engine = SmallEngine(load_if_slower=False)
+    first = engine.add("first", "?" * 100)
+    engine.admit(first)
+    engine.step(first)
+    engine.clock.now_s += 0.001
+    engine.output()
+    traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic(1, 1.0, 1)}
+    engine.side.note_output(JobResults(traffic=traffic), [])
+    engine.serve("a", LETTERS * 3)
+    engine.side.begin_anew()
+    assert engine.side.match(engine.add("b", LETTERS * 3), 0) == 0  # nothing is stored
+    assert not any(
+        value for key, value in engine.side.counters.totals().items() if not is_gauge(key)
+    )
+    engine.serve("c", LETTERS * 3)
+    assert engine.side.match(engine.add("d", LETTERS * 3), 0) == 152
+    assert engine.side.counters.too_dear_loads == 0
 
 
 def test_reason_for_a_shorter_hit_is_counted_once_per_request(engine: SmallEngine) -> None:
