@@ -94,6 +94,7 @@ def make_prompts(
     vocabulary_tokens: int,
     repaired_tokens: int,
     least_reused_tokens: int,
+    page_tokens: int,
     most_prompt_tokens: int,
 ) -> GatePrompts:
     """Random tokens, the same at each call.
@@ -104,6 +105,7 @@ def make_prompts(
             are there.
         repaired_tokens: What is computed at least of each reused segment, from its beginning on.
         least_reused_tokens: Fewer are not reused.
+        page_tokens: Of the largest pages. Segments lie in several, and what is reused of them too.
         most_prompt_tokens: That there is room for.
 
     Raises:
@@ -111,6 +113,7 @@ def make_prompts(
     """
     segment_tokens = max(
         LEAST_SEGMENT_TOKENS,
+        2 * page_tokens,
         2 * repaired_tokens,
         repaired_tokens + max(_LEAST_REUSED_TOKENS, least_reused_tokens),
     )

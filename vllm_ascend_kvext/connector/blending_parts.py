@@ -129,6 +129,7 @@ class Blending:
             self.requests,
             self._store.sink_ids,
             lambda tokens: sum(-(-tokens // of_group) for of_group in tokens_per_page),
+            max(tokens_per_page),
             engine.num_blocks,
             engine.most_request_tokens,
             layout.geometry.needs_tails,

@@ -78,6 +78,7 @@ class ModelGate:
         requests: Of the engine.
         sink_ids: What segments are computed behind.
         pages_of: How many blocks so many tokens take.
+        page_tokens: Of the largest blocks.
         num_blocks: In the pool.
         most_request_tokens: Of a prompt and its answer.
         has_windows: Whether the model has sliding windows.
@@ -89,6 +90,7 @@ class ModelGate:
         requests: BlendedRequests,
         sink_ids: tuple[int, ...],
         pages_of: Callable[[int], int],
+        page_tokens: int,
         num_blocks: int,
         most_request_tokens: int,
         has_windows: bool,
@@ -97,6 +99,7 @@ class ModelGate:
         self._requests = requests
         self._sink_ids = sink_ids
         self._pages_of = pages_of
+        self._page_tokens = page_tokens
         self._num_blocks = num_blocks
         self._most_request_tokens = most_request_tokens
         self._has_windows = has_windows
@@ -119,6 +122,7 @@ class ModelGate:
             vocabulary_tokens,
             max(options.head_tokens, options.least_head_tokens),
             options.min_tokens,
+            self._page_tokens,
             self._most_prompt_tokens(),
         )
         self._store(engine, prompts)

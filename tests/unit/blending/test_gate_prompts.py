@@ -23,10 +23,18 @@ VOCABULARY_TOKENS = 1000
 
 
 def prompts(
-    repaired_tokens: int = 16, least_reused_tokens: int = 32, most_prompt_tokens: int = 4096
+    repaired_tokens: int = 16,
+    least_reused_tokens: int = 32,
+    most_prompt_tokens: int = 4096,
+    page_tokens: int = 16,
 ) -> GatePrompts:
     return make_prompts(
-        SINK, VOCABULARY_TOKENS, repaired_tokens, least_reused_tokens, most_prompt_tokens
+        SINK,
+        VOCABULARY_TOKENS,
+        repaired_tokens,
+        least_reused_tokens,
+        page_tokens,
+        most_prompt_tokens,
     )
 
 
@@ -73,6 +81,15 @@ def test_something_of_each_segment_would_be_reused(
     for segment in prompts(repaired_tokens, least_reused_tokens).segments:
         assert len(segment) >= repaired_tokens + least_reused_tokens
         assert len(segment) >= 2 * repaired_tokens
+
+
+@pytest.mark.parametrize("page_tokens", [64, 128, 256])
+def test_a_part_that_is_reused_goes_on_in_the_next_page(page_tokens: int) -> None:
+    for prompt in prompts(page_tokens=page_tokens).in_place:
+        runs = parts_of(*prompt.segments)
+        assert any(
+            run.first_tokens // page_tokens < (run.end_tokens - 1) // page_tokens for run in runs
+        )
 
 
 def test_special_tokens_are_left_out() -> None:

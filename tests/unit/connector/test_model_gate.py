@@ -85,6 +85,7 @@ def engine(requests: FakeRequests) -> FakeEngine:
 
 def check(engine: FakeEngine, **changes: Any) -> GateVerdict:
     parts = {
+        "page_tokens": PAGE_TOKENS,
         "num_blocks": 1000,
         "most_request_tokens": 4096,
         "has_windows": False,
@@ -107,6 +108,14 @@ def test_segments_are_stored_first_and_then_asked_for(engine: FakeEngine) -> Non
     for question in engine.questions:
         for segment in question.segments:
             assert SINK + question.token_ids[slice(*segment)] in stored
+
+
+def test_segments_lie_in_several_pages(engine: FakeEngine) -> None:
+    """In one page, whatever goes wrong with tables of pages is not seen."""
+    check(engine, page_tokens=128)
+    for question in engine.questions:
+        places = {run.first_tokens // 128 for run in question.reused}
+        assert len(places) > 1 or not question.reused
 
 
 def test_prompts_are_asked_alone_and_beside_others_before_anything_is_reused(
