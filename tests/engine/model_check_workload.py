@@ -4,8 +4,8 @@
     python model_check_workload.py REPORT PLANS
 
 ``PLANS`` is JSON: by name, ``model`` is a folder, ``cache`` one in which checks are remembered,
-``engine`` holds arguments of ``LLM``, ``blending`` options of the connector, and ``fault`` names a
-function below.
+``engine`` holds arguments of ``LLM``, ``blending`` options of the connector, ``failed_loads`` is
+vLLM's policy for them, and ``fault`` names a function below.
 """
 
 from __future__ import annotations
@@ -66,8 +66,24 @@ def turns_keys_further() -> Iterator[None]:
     key_check.turn = turn
 
 
+@contextmanager
+def fails_loads() -> Iterator[None]:
+    """Let no load of a segment succeed."""
+    from vllm_ascend_kvext.blending.errors import SegmentError
+    from vllm_ascend_kvext.blending.segment_mover import SegmentMover
+
+    def fail(mover: Any, rows: Any, block_ids: Any) -> int:
+        raise SegmentError("a load that fails")
+
+    load = SegmentMover.load
+    SegmentMover.load = fail
+    yield
+    SegmentMover.load = load
+
+
 FAULTS = {
-    fault.__name__: fault for fault in (none, loads_other_rows, leaves_holes, turns_keys_further)
+    fault.__name__: fault
+    for fault in (none, loads_other_rows, leaves_holes, turns_keys_further, fails_loads)
 }
 
 
@@ -89,7 +105,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         "kv_transfer_config": {
             "kv_connector": "KvextConnector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": plan["failed_loads"],
             "kv_connector_extra_config": extra,
         },
     }

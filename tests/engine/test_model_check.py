@@ -29,8 +29,11 @@ DIFFERENT = 1e-2
 FULL, WINDOWS = "llama", "gemma3"
 SMALL_POOL = {"num_gpu_blocks_override": 30, "max_model_len": 256}
 
+MADE_UP = {"load_format": "dummy"}
+
 # By name: model, cache folder, fault, options of the connector, arguments of LLM.
 ENGINES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
+    "made-up weights": (FULL, "cache", "none", {}, MADE_UP),
     "full attention": (FULL, "cache", "none", {}, {}),
     "the same again": (FULL, "cache", "none", {}, {}),
     "other options": (FULL, "cache", "none", {"blend_head_tokens": 32}, {}),
@@ -40,11 +43,22 @@ ENGINES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
     "wrong rows again": (FULL, "wrong-rows", "none", {}, {}),
     "holes": (FULL, "holes", "leaves_holes", {}, {}),
     "wrong keys": (FULL, "wrong-keys", "turns_keys_further", {}, {}),
+    "failing loads": (FULL, "room", "fails_loads", {}, {}),
     "small pool": (FULL, "room", "none", {}, SMALL_POOL),
     "small host memory": (FULL, "room", "none", {"host_memory_gib": 0.0001}, {}),
 }
-PASSED = ["full attention", "the same again", "other options", "windows", "questions"]
+PASSED = [
+    "made-up weights",
+    "full attention",
+    "the same again",
+    "other options",
+    "windows",
+    "questions",
+]
 REFUSED = [name for name in ENGINES if name not in PASSED]
+ENDS_FAILED_LOADS = "failing loads"
+"""vLLM's default ends their requests. The others have them computed."""
+
 ON_OTHER_VERSIONS = {"full attention", "windows", "wrong rows", "holes"}
 
 
@@ -75,6 +89,7 @@ def reports(folder: Path) -> Reports:
             "fault": fault,
             "blending": blending,
             "engine": engine,
+            "failed_loads": "fail" if name == ENDS_FAILED_LOADS else "recompute",
         }
     plans_path, report_path = folder / "plans.json", folder / "report.json"
     plans_path.write_text(json.dumps(plans))
@@ -106,12 +121,19 @@ def test_a_model_with_windows_is_also_asked_whether_repair_helps(reports: Report
 def test_what_was_found_is_remembered(reports: Reports, folder: Path) -> None:
     assert reports["the same again"]["asked"] == 0
     records = all_records(str(folder / "cache"))
-    assert sorted(Path(record.model).name for record in records) == [WINDOWS, FULL, FULL]
+    assert sorted(Path(record.model).name for record in records) == [WINDOWS, FULL, FULL, FULL]
     assert all(record.passed for record in records)
 
 
 def test_other_options_are_asked_about_anew(reports: Reports) -> None:
     assert reports["other options"]["asked"] == IN_PLACE_QUESTIONS
+
+
+def test_made_up_weights_say_nothing_of_others(reports: Reports, folder: Path) -> None:
+    assert reports["made-up weights"]["asked"] == IN_PLACE_QUESTIONS
+    assert reports["full attention"]["asked"] == IN_PLACE_QUESTIONS
+    messages = [record.message for record in all_records(str(folder / "cache"))]
+    assert len([message for message in messages if "says nothing" in message]) == 1
 
 
 @pytest.mark.parametrize("name", PASSED)
@@ -139,6 +161,7 @@ def test_nothing_is_reused_where_a_model_has_not(reports: Reports, name: str) ->
         ("wrong rows", "where segments are reused in place"),
         ("holes", "where segments are reused in place"),
         ("wrong keys", "keys of the first layer"),
+        ("failing loads", "expected answers to 3 prompts, found 0"),
         ("small pool", "found room for"),
         ("small host memory", "found no room for it"),
     ],
