@@ -8,6 +8,7 @@ first token and what was computed until then are known.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -20,7 +21,8 @@ sys.path[0] = str(Path(__file__).parents[1])
 
 from blending.answers import Answer, Answers, Reply  # noqa: E402
 from blending.modes import FULL, MODES, Mode  # noqa: E402
-from blending.prompts import Prompt, Workload  # noqa: E402
+from blending.prompts import FolderTokenizer, Prompt, Workload  # noqa: E402
+from blending.sink_text import TEXT  # noqa: E402
 
 ANSWER_TOKENS = 8
 TOP_TOKENS = 50
@@ -51,7 +53,8 @@ class Engine:
     def __init__(self, mode: Mode, model: str, host_gib: float, **options: Any) -> None:
         from vllm import LLM
 
-        connector = mode.kv_transfer_config(host_gib)
+        sink_ids = _text_sink(Path(model)) if mode.has_text_sink else None
+        connector = mode.kv_transfer_config(host_gib, sink_ids)
         if connector is not None:
             options["kv_transfer_config"] = connector
         settings = {
@@ -201,6 +204,11 @@ class Engine:
         """Until what follows an answer, such as a store, is done."""
         while self.scheduler.has_requests():
             self._engine.step()
+
+
+def _text_sink(model: Path) -> list[int]:
+    first_id = json.loads((model / "config.json").read_text())["bos_token_id"]
+    return [first_id, *FolderTokenizer(model).encode(TEXT)]
 
 
 def _segments(prompt: Prompt) -> dict[str, Any]:

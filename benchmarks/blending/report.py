@@ -20,7 +20,15 @@ from blending.metrics import (
     recovered,
     same_top,
 )
-from blending.modes import FULL, HEADS_16, PLAIN, PREFIX_CACHING, QUESTION_10
+from blending.modes import (
+    FULL,
+    HEADS_16,
+    HEADS_16_TEXT,
+    PLAIN,
+    PREFIX_CACHING,
+    QUESTION_10,
+    QUESTION_10_TEXT,
+)
 from blending.prompts import Prompt, Workload
 from blending.questions import Kind
 
@@ -190,7 +198,7 @@ def _segment_share(scored: Sequence[_Scored]) -> float | None:
 
 
 HEAD = (
-    f"{'mode':15} {'missing':>7} {'n':>4} | {'computed':>8} {'of segments':>11} | {'EM':>4} "
+    f"{'mode':19} {'missing':>7} {'n':>4} | {'computed':>8} {'of segments':>11} | {'EM':>4} "
     f"{'difference':>20} {'F1':>4} {'difference':>20} {'recovered':>20} | {'KL':>6} {'top-1':>5} | "
     f"{'p50':>7} {'p99':>7} | EM by kind"
 )
@@ -204,7 +212,7 @@ def line(row: Row) -> str:
     regained = "" if row.exact_recovered is None else f"{row.exact_recovered:.0%}"
     cell = _cell(row.num_missing)
     return (
-        f"{row.mode:15} {cell:>7} {row.num_prompts:4} | {row.computed_share:8.1%} "
+        f"{row.mode:19} {cell:>7} {row.num_prompts:4} | {row.computed_share:8.1%} "
         f"{of_segments:>11} | {row.exact:4.0%} {exact:>20} {row.f1:4.0%} {f1s:>20} {regained:>20} "
         f"| {row.divergence:6.3f} {row.same_top:5.0%} | {row.p50_s:6.2f}s {row.p99_s:6.2f}s | "
         f"{kinds}"
@@ -231,7 +239,7 @@ def verdicts(found: Sequence[Row]) -> Iterator[str]:
     for num_missing in dict.fromkeys(row.num_missing for row in found):
         full = by_name[FULL.name, num_missing]
         cached = by_name.get((PREFIX_CACHING.name, num_missing))
-        for mode in (HEADS_16, QUESTION_10):
+        for mode in (HEADS_16, QUESTION_10, HEADS_16_TEXT, QUESTION_10_TEXT):
             row = by_name.get((mode.name, num_missing))
             if row is None:
                 continue

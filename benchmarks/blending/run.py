@@ -5,8 +5,9 @@
 
 SmolLM2-135M-Instruct, in float32, answers generated questions about eight documents of 100 to 200
 tokens; see `questions.py`. Every prompt has its own order of documents and is asked once. In modes
-that blend, most documents were stored before; of a prompt none, one or two are missing. Every mode
-has a process of its own, with the same prompts. Full recompute comes first: of its answers, the
+that blend, most documents were stored before; of a prompt none, one or two are missing. In modes
+with *text* in their names, they were stored behind a text, see `sink_text.py`. Every mode has a
+process of its own, with the same prompts. Full recompute comes first: of its answers, the
 other modes say how probable they find each token.
 
 Exact match and F1 are of what a mode says by itself; KL and top-1 are against full recompute, over
@@ -49,6 +50,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--questions", type=int, help=f"of each kind and number of missing documents: {QUESTIONS}"
     )
     parser.add_argument("--missing", action="append", type=int, choices=MISSING)
+    parser.add_argument("--seed", type=int, default=0, help="of documents and questions: 0")
     parser.add_argument("--quick", action="store_true", help="few questions, four modes")
     parser.add_argument("--resume", action="store_true", help="keep modes that are measured")
     parser.add_argument("--model", type=Path, default=smollm2.DEFAULT_FOLDER, help="folder")
@@ -85,7 +87,7 @@ def measure(name: str, workload: Path, model: Path, out: Path) -> Answers:
 
 
 def answers_path(out: Path, name: str) -> Path:
-    return out / f"{name.replace(' ', '-').replace('%', 'percent')}.json"
+    return out / f"{name.replace(',', '').replace(' ', '-').replace('%', 'percent')}.json"
 
 
 def main() -> None:
@@ -96,7 +98,7 @@ def main() -> None:
     if model == smollm2.DEFAULT_FOLDER:
         smollm2.build(model)
     tokenizer = FolderTokenizer(model)
-    workload = make_workload(tokenizer, arguments.questions, arguments.missing)
+    workload = make_workload(tokenizer, arguments.questions, arguments.missing, arguments.seed)
     path = out / "workload.json"
     is_known = path.is_file() and Workload.read(path) == workload
     workload.write(path)
@@ -108,8 +110,8 @@ def main() -> None:
             found[name] = measure(name, path, model, out)
     rows = list(report.rows(workload, found, tokenizer.decode))
     lines = [report.HEAD, *map(report.line, rows)]
-    blending = [found[name] for name in found if MODES[name].blends]
-    lines += [report.storing(workload, answers) for answers in blending[:1]]
+    blending = {MODES[name].has_text_sink: found[name] for name in found if MODES[name].blends}
+    lines += [report.storing(workload, answers) for answers in blending.values()]
     lines += report.verdicts(rows)
     print(*lines, sep="\n")
     (out / "table.txt").write_text("\n".join([*lines, ""]))

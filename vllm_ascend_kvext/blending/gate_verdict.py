@@ -20,6 +20,11 @@ NOISE_FACTOR = 4
 """A difference of so many times that of two runs without reuse is not told from it."""
 
 
+SURE_ERRORS = 2.0
+"""Standard errors by which repair has to take answers further away: 95 % of models where it does
+nothing pass."""
+
+
 class InPlace(NamedTuple):
     """Answers to a prompt whose reused KV is exact.
 
@@ -96,7 +101,7 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> Ga
     numbers += f"; moved, by {mean(as_stored):.2g} as stored and {mean(repaired):.2g} repaired"
     gains = [before - after for before, after in zip(as_stored, repaired, strict=True)]
     are_numbers = all(map(math.isfinite, gains))
-    if not (are_numbers and mean(gains) >= -max(limit, _standard_error(gains))):
+    if not (are_numbers and mean(gains) >= -max(limit, SURE_ERRORS * _standard_error(gains))):
         return GateVerdict(
             False,
             f"{numbers}: expected that computing the first tokens of segments brings answers "

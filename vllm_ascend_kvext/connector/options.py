@@ -64,8 +64,8 @@ class ConnectorOptions:
         blend_across_windows: Whether tokens are reused whose windows reach across the beginning of
             their segment.
         segment_separator: What stands between segments: text, or token ids; None finds none.
-        segment_sink: Token ids that segments are computed behind; None takes the model's own token
-            for the beginning of a sequence, if it has one.
+        segment_sink: What segments are computed behind: text behind the model's own token for the
+            beginning of a sequence, or token ids; None takes that token, if the model has one.
         learn_segments: Whether segments are stored that two requests had.
         load_if_slower: Whether loads are made that cost more than recomputing.
         copy_cpus: Where copies run, ascending; None leaves it to ``default_placement``.
@@ -89,7 +89,7 @@ class ConnectorOptions:
     blend_min_tokens: int = 32
     blend_across_windows: bool = False
     segment_separator: str | tuple[int, ...] | None = None
-    segment_sink: tuple[int, ...] | None = None
+    segment_sink: str | tuple[int, ...] | None = None
     learn_segments: bool = False
     load_if_slower: bool = False
     copy_cpus: tuple[int, ...] | None = None
@@ -244,6 +244,12 @@ def _parse_token_ids(key: str, value: Any) -> tuple[int, ...]:
     if not is_list or not all(_is_integer(token) and token >= 0 for token in value):
         raise _wrong(key, value, "a list of token ids")
     return tuple(value)
+
+
+def _parse_sink(key: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and not value:
+        raise _wrong(key, value, "a text that is not empty, or a list of token ids")
+    return value if isinstance(value, str) else _parse_token_ids(key, value)
 
 
 def _parse_separator(key: str, value: Any) -> str | tuple[int, ...]:
@@ -433,9 +439,12 @@ OPTIONS = (
     ),
     Option(
         "segment_sink",
-        _parse_token_ids,
-        "With `blending`: token ids that segments are computed behind, such as a system prompt. "
-        "Unset: the model's token for the beginning of a sequence, if it has one; `[]` is nothing.",
+        _parse_sink,
+        "With `blending`: what segments are computed behind. A text, which is tokenized once, "
+        "without special tokens, and follows the model's token for the beginning of a sequence, if "
+        "it has one; or a list of token ids. Unset: that token alone; `[]` is nothing. A few "
+        "hundred tokens of any text bring answers nearer to those without reuse, and are computed "
+        "with every segment that is stored.",
     ),
     Option(
         "learn_segments",

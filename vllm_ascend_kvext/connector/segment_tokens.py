@@ -31,8 +31,8 @@ def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentT
     """What segments are computed behind, and what separates them.
 
     Raises:
-        SettingsError: If the separator is a text of which the tokenizer makes nothing, or there is
-            no tokenizer.
+        SettingsError: If one of them is a text of which the tokenizer makes nothing, or there is no
+            tokenizer.
     """
     if not options.blending:
         return SegmentTokens()
@@ -40,12 +40,14 @@ def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentT
 
 
 def _sink_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, ...]:
-    if options.segment_sink is not None:
-        return options.segment_sink
+    sink = options.segment_sink
+    if sink is not None and not isinstance(sink, str):
+        return sink
     first = getattr(model.hf_text_config, "bos_token_id", None)
     if isinstance(first, list):
         first = first[0] if first else None
-    return () if first is None else (int(first),)
+    first_ids = () if first is None else (int(first),)
+    return first_ids if sink is None else (*first_ids, *_tokenize(model, "segment_sink", sink))
 
 
 def _separator_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, ...]:
@@ -54,18 +56,21 @@ def _separator_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, 
         return ()
     if not isinstance(separator, str):
         return separator
+    return _tokenize(model, "segment_separator", separator)
+
+
+def _tokenize(model: ModelConfig, key: str, text: str) -> tuple[int, ...]:
     if model.skip_tokenizer_init:
-        raise _wrong(separator, "token ids, because the engine has no tokenizer")
+        raise _wrong(key, text, "token ids, because the engine has no tokenizer")
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    token_ids = cached_tokenizer_from_config(model).encode(separator, add_special_tokens=False)
+    token_ids = cached_tokenizer_from_config(model).encode(text, add_special_tokens=False)
     if not token_ids:
-        raise _wrong(separator, "a text that is at least one token")
+        raise _wrong(key, text, "a text that is at least one token")
     return tuple(token_ids)
 
 
-def _wrong(separator: str, expected: str) -> SettingsError:
+def _wrong(key: str, found: str, expected: str) -> SettingsError:
     return SettingsError(
-        f"{CONFIG}: segment_separator: expected {expected}, found {separator!r}. Correct it, or "
-        "leave the key out."
+        f"{CONFIG}: {key}: expected {expected}, found {found!r}. Correct it, or leave the key out."
     )

@@ -11,7 +11,7 @@ import pytest
 from blending import report
 from blending.answers import Answer, Answers
 from blending.metrics import divergence
-from blending.modes import FULL, HEADS_16, MODES, PLAIN, PREFIX_CACHING
+from blending.modes import FULL, HEADS_16, HEADS_16_TEXT, MODES, PLAIN, PREFIX_CACHING
 from blending.prompts import Prompt, Workload
 from blending.questions import Kind
 
@@ -132,15 +132,25 @@ def test_answers_are_the_same_when_they_are_read(found: dict[str, Answers], tmp_
 def test_modes_differ_in_what_the_connector_is_told() -> None:
     assert FULL.kv_transfer_config(1.0) is None
     told = {
-        name: json.dumps(mode.kv_transfer_config(1.0), sort_keys=True)
+        name: json.dumps(
+            mode.kv_transfer_config(1.0, (1, 2) if mode.has_text_sink else None), sort_keys=True
+        )
         for name, mode in MODES.items()
         if mode.blends
     }
-    assert len(set(told.values())) == len(told) == 7
+    assert len(set(told.values())) == len(told) == 10
     extra = MODES["question 5 %"].kv_transfer_config(2.0)["kv_connector_extra_config"]
     assert extra == {
         "host_memory_gib": 2.0,
         "blending": True,
         "blend_selector": "question",
         "blend_ratio": 0.05,
+    }
+    behind_text = HEADS_16_TEXT.kv_transfer_config(2.0, (1, 2))["kv_connector_extra_config"]
+    assert behind_text == {
+        "host_memory_gib": 2.0,
+        "blending": True,
+        "blend_selector": "heads",
+        "blend_head_tokens": 16,
+        "segment_sink": [1, 2],
     }

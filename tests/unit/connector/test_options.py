@@ -184,7 +184,7 @@ WRONG = {
     "blend_min_tokens": (0, -1, True, "16", 16.0),
     "blend_across_windows": (1, 0, "1", "yes", "", [True]),
     "segment_separator": ("", [], 5, [True], [-1], ["a"], {}),
-    "segment_sink": (1, "1", [True], [-1], [1.0], {}),
+    "segment_sink": (1, "", [True], [-1], [1.0], {}),
     "learn_segments": (1, 0, "1", "yes", "", [True]),
     "load_if_slower": (1, 0, "1", "yes", "", [True]),
     "copy_cpus": (
@@ -215,6 +215,10 @@ def test_separators_are_text_or_token_ids() -> None:
 
 def test_segments_may_be_computed_behind_nothing() -> None:
     assert parse(segment_sink=[]).segment_sink == ()
+
+
+def test_segments_may_be_computed_behind_a_text() -> None:
+    assert parse(segment_sink="Once upon a time.").segment_sink == "Once upon a time."
 
 
 def test_blending_is_refused_where_holes_are_not_computed() -> None:

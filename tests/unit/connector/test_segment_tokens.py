@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What segments are computed behind and what separates them, as token ids."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_kvext.connector.options import ConnectorOptions
+from vllm_ascend_kvext.connector.segment_tokens import SegmentTokens, segment_tokens_of
+from vllm_ascend_kvext.errors import SettingsError
+
+
+class Letters:
+    """A tokenizer: the token of a letter is its number."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text if letter != "."]
+
+
+@pytest.fixture(autouse=True)
+def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the place of ``vllm.tokenizers``."""
+    module = ModuleType("vllm.tokenizers")
+    module.cached_tokenizer_from_config = lambda model: Letters()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.tokenizers", module)
+
+
+def tokens(first: Any = 1, has_tokenizer: bool = True, **options: Any) -> SegmentTokens:
+    model: Any = SimpleNamespace(
+        hf_text_config=SimpleNamespace(bos_token_id=first), skip_tokenizer_init=not has_tokenizer
+    )
+    return segment_tokens_of(model, ConnectorOptions(blending=True, **options))
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, (1,)), (None, ()), ([7, 8], (7,)), ([], ())])
+def test_the_sink_is_the_token_for_the_beginning(first: Any, expected: tuple[int, ...]) -> None:
+    assert tokens(first, has_tokenizer=False) == SegmentTokens(expected, ())
+
+
+def test_token_ids_take_its_place() -> None:
+    assert tokens(segment_sink=(5, 6)).sink_ids == (5, 6)
+    assert tokens(segment_sink=()).sink_ids == ()
+
+
+def test_a_text_follows_it() -> None:
+    assert tokens(segment_sink="ab").sink_ids == (1, 97, 98)
+    assert tokens(None, segment_sink="ab").sink_ids == (97, 98)
+
+
+def test_separators_are_tokenized_by_themselves() -> None:
+    assert tokens(segment_separator="#").separator_ids == (35,)
+    assert tokens(segment_separator=(3,)).separator_ids == (3,)
+
+
+@pytest.mark.parametrize("key", ["segment_sink", "segment_separator"])
+@pytest.mark.parametrize(
+    ("text", "has_tokenizer", "expected"),
+    [("ab", False, "token ids, because"), (".", True, "a text that is at least one token")],
+)
+def test_a_text_of_which_nothing_is_made_is_refused(
+    key: str, text: str, has_tokenizer: bool, expected: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"{key}: expected {expected}.*found '{text}'"):
+        tokens(has_tokenizer=has_tokenizer, **{key: text})
+
+
+def test_without_blending_nothing_is_asked_of_the_model() -> None:
+    assert segment_tokens_of(object(), ConnectorOptions()) == SegmentTokens()  # type: ignore[arg-type]
