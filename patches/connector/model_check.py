@@ -43,6 +43,9 @@ logger = logging.getLogger("vllm.ascend_kvext.blending")
 MOST_CHECKING_S = 600.0
 """For all prompts of a check."""
 
+_WAITING_S = 0.001
+"""After a step that computes nothing, as upstream waits: copying threads need the interpreter."""
+
 _MOST_ANSWER_TOKENS = 20
 """Whose log-probabilities are compared; as many as vLLM gives clients by default."""
 
@@ -207,6 +210,8 @@ class _Engine:
                 self._give_up("a few prompts to be computed, found that the engine is to end.")
             outputs, is_executed = core.step_fn()
             core.post_step(is_executed)
+            if not is_executed:
+                time.sleep(_WAITING_S)
             for of_client in (outputs or {}).values():
                 for output in of_client.outputs:
                     if output.new_logprobs is not None:

@@ -80,11 +80,14 @@ class FakeCore:
             parallel_config=SimpleNamespace(data_parallel_size=1),
         )
         self.num_steps = 0
+        self.num_steps_in_vain = 0
         self.has_shut_down = False
         self.has_failed_requests = False
 
     def step_fn(self) -> tuple[dict[int, Any], bool]:
         self.num_steps += 1
+        if self.num_steps <= self.num_steps_in_vain:
+            return {}, False
         self.scheduler.kv_event_publisher.publish(["stored"])
         logprobs = SimpleNamespace(
             logprob_token_ids=Logprobs([5, 6]), logprobs=Logprobs([-0.5, -1.5])
@@ -212,6 +215,17 @@ def test_an_engine_that_fails_is_shut_down(core: FakeCore, check: Callable[[], N
     with pytest.raises(RuntimeError, match="out of memory"):
         check()
     assert core.has_shut_down
+
+
+def test_threads_that_copy_get_the_interpreter(
+    core: FakeCore, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    core.num_steps_in_vain = 3
+    check()
+    assert core.num_steps == 4
+    assert waits == [0.001] * 3
 
 
 def test_too_long_is_said(
