@@ -174,10 +174,10 @@ class ConnectedScheduler:
         self._add_request(request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Cache blocks up to where a request's KV is exact."""
-        exact_tokens = self._side.exact_tokens(request.request_id)
-        if exact_tokens is not None:
-            num_computed_tokens = min(num_computed_tokens, exact_tokens)
+        """Cache blocks of a request that are for everyone."""
+        shared_tokens = self._side.shared_tokens(request.request_id)
+        if shared_tokens is not None:
+            num_computed_tokens = min(num_computed_tokens, shared_tokens)
         self._cache_blocks(request, num_computed_tokens)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:

@@ -344,7 +344,7 @@ class Engine:
         preempt = self.scheduler._preempt_request
 
         def preempt_and_count(request: Any, *args: Any, **more: Any) -> Any:
-            is_exact = self.side.exact_tokens(request.request_id) is None
+            is_exact = self.side.shared_tokens(request.request_id) is None
             counted["plain" if is_exact else "blended"] += 1
             return preempt(request, *args, **more)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,14 +44,13 @@ def engine_with(
     **options: Any,
 ) -> Iterator[BlendingEngine]:
     """An engine that has stored some documents as segments."""
-    config = offloading(
-        layout,
-        blending=True,
-        segment_sink=SINK,
-        blend_head_tokens=HEAD_TOKENS,
-        blend_min_tokens=1,
-        **(connector or {}),
-    )
+    settings = {
+        "blending": True,
+        "segment_sink": SINK,
+        "blend_head_tokens": HEAD_TOKENS,
+        "blend_min_tokens": 1,
+    }
+    config = offloading(layout, **(settings | (connector or {})))
     engine = BlendingEngine(
         layout,
         EngineOptions(**({"num_blocks": 200} | options), offloading=config),
@@ -205,3 +205,66 @@ def test_an_answer_that_began_with_reused_tokens_stays_marked(is_async: bool) ->
             "kvext_reused_tokens": len(OTHER) - HEAD_TOKENS,
             "kvext_recomputed_tokens": len(QUESTION) + HEAD_TOKENS,
         }
+
+
+def count_computed(engine: BlendingEngine) -> Counter[str]:
+    """Tokens computed from now on, by request."""
+    computed_tokens: Counter[str] = Counter()
+    schedule = engine.scheduler.schedule
+
+    def counted() -> Any:
+        output = schedule()
+        computed_tokens.update(output.num_scheduled_tokens)
+        return output
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    return computed_tokens
+
+
+@pytest.mark.parametrize("layout", [FULL, GEMMA], ids=["full attention", "windows"])
+def test_whole_blocks_of_a_sink_are_computed_once_and_nothing_of_segments_is_cached(
+    layout: PagedLayout,
+) -> None:
+    block_tokens = layout.unit_tokens
+    sink = tokens(random.Random("sink"), 3 * block_tokens + 2)
+    with engine_with(layout=layout, connector={"segment_sink": sink}) as engine:
+        computed_tokens = count_computed(engine)
+        engine.add_request(plan("first", ONE, 1, {STORE_KEY: True}))
+        run(engine)
+        engine.side.clear()
+        for number in range(2):
+            engine.add_request(plan(f"again-{number}", ONE, 1, {STORE_KEY: True}))
+            run(engine)
+        engine.add_request(plan("other", OTHER, 1, {STORE_KEY: True}))
+        run(engine)
+        assert computed_tokens == {
+            "first": len(sink) + len(ONE),
+            "again-0": 2 + len(ONE),
+            "again-1": 2 + len(ONE),
+            "other": 2 + len(OTHER),
+        }
+        params = params_of_answers(engine)
+        engine.add_request(asked("asked", ONE, OTHER))
+        run(engine)
+        assert params["asked"]["kvext_reused_tokens"] > 0
+
+
+def test_a_sink_that_is_shorter_than_a_block_is_computed_each_time() -> None:
+    with engine_with(ONE) as engine:
+        computed_tokens = count_computed(engine)
+        engine.add_request(plan("again", ONE, 1, {STORE_KEY: True}))
+        run(engine)
+        assert computed_tokens == {"again": len(SINK) + len(ONE)}
+
+
+def test_a_store_that_begins_again_finds_its_sink_and_not_its_own_blocks() -> None:
+    block_tokens = FULL.unit_tokens
+    sink = tokens(random.Random("sink"), 2 * block_tokens)
+    with engine_with(connector={"segment_sink": sink}, max_num_batched_tokens=32) as engine:
+        request = engine.add_request(plan("store", tokens(_rng, 160), 1, {STORE_KEY: True}))
+        for _ in range(3):
+            engine.step()
+        assert request.num_computed_tokens > len(sink)
+        manager = engine.scheduler.kv_cache_manager
+        assert manager.get_computed_blocks(request)[1] == len(sink)
+        run(engine)

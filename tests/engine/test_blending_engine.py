@@ -37,6 +37,8 @@ SAME_TOLERANCE = 1e-4
 MIN_TOKENS = 32
 MOST_TOKENS = 1200
 SINK_IDS = (7, 8, 9)
+LONG_SINK_IDS = tuple(range(100, 175))
+"""Four blocks and some tokens, more than a window."""
 WRONG = 0.1
 """Log-probabilities: what is wrong differs by more."""
 MOST_ORACLE_ANSWERS = 30
@@ -99,6 +101,13 @@ ALL_SETTINGS = {
     "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
     "gemma3": Setting("gemma3", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
     "gemma3, across windows": Setting("gemma3", blending=ACROSS),
+    "gemma3, long sink": Setting(
+        "gemma3",
+        ("orders", "exact"),
+        blending={"segment_sink": LONG_SINK_IDS},
+        window_tokens=WINDOW_TOKENS,
+        is_main_only=True,
+    ),
     "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
     "gpt-oss, across windows": Setting("gpt-oss", blending=ACROSS, is_main_only=True),
     "crowd": Setting("llama", ("crowd",), engine=CROWD),

@@ -178,10 +178,15 @@ class Loads:
         tails = hit.exact_tails if hit.placed else hit.entries[-1]
         return tails if tails is not None and tails.piece.kind is Kind.TAILS else None
 
-    def match(self, request: Request, local_tokens: int) -> int | None:
+    def match(self, request: Request, local_tokens: int, may_load: bool = True) -> int | None:
         """How many tokens past those on the device can be loaded.
 
         What is found is pinned until `begin` or `forget`.
+
+        Args:
+            request: That is to be admitted.
+            local_tokens: On the device.
+            may_load: Whether anything may be loaded; always the same of one request.
 
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
@@ -195,7 +200,7 @@ class Loads:
         self._later.pop(request_id, None)
         if self._blended is not None:
             self._blended.restart(request_id)
-        num_tokens = self._match(request, local_tokens)
+        num_tokens = self._match(request, local_tokens) if may_load else 0
         if num_tokens == 0 and self._room.of_other(request.num_tokens) is Room.LATER:
             self._later[request_id] = _Later(local_tokens, None)
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes that nothing else has: for tokens whose KV is not what their hash would promise.
+"""Block hashes that nothing else has: for tokens whose KV nobody else is to find.
 
 A block hash stands for exact KV. Where a request's KV is approximate, whoever stores, finds or
 reports it by its hashes must not mix it up with the exact one. So from there on its hashes are
-random numbers.
+random numbers. And a segment that is to be stored is not to be found in a cache, behind its sink.
 """
 
 from __future__ import annotations

@@ -317,10 +317,16 @@ class SchedulerSide:
         if blending is not None:
             blending.stores.has_to_wait(request)
 
-    def exact_tokens(self, request_id: str) -> int | None:
-        """Before which token the KV of a request is exact; None if all of it is."""
+    def shared_tokens(self, request_id: str) -> int | None:
+        """Before which token blocks of a request are for everyone; None if all of them are.
+
+        Behind it, its KV is approximate, or that of a segment behind a sink of its own.
+        """
         blending = self.blending
-        return None if blending is None else blending.requests.exact_tokens(request_id)
+        if blending is None:
+            return None
+        exact_tokens = blending.requests.exact_tokens(request_id)
+        return blending.stores.shared_tokens(request_id) if exact_tokens is None else exact_tokens
 
     def params(self, request: Request) -> dict[str, int] | None:
         """What the response is to say of a request that ends.
@@ -343,9 +349,10 @@ class SchedulerSide:
                 )
             return 0
         blending = self._parts.blending
+        is_segment = blending is not None and blending.stores.is_segment(request.request_id)
         if blending is not None and blending.stores.has_to_wait(request):
             return None
-        return self._parts.loads.match(request, local_tokens)
+        return self._parts.loads.match(request, local_tokens, may_load=not is_segment)
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int
@@ -567,7 +574,7 @@ class SchedulerSide:
         parts = self._parts
         if parts is None or not self._options.swap_on_preemption:
             return
-        if self.exact_tokens(request.request_id) is not None:
+        if self.shared_tokens(request.request_id) is not None:
             return  # It is planned anew.
         num_bytes = parts.stores.swap_bytes(request)
         compute_s = self._cost.compute_s(request.num_computed_tokens)

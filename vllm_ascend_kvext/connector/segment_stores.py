@@ -2,8 +2,9 @@
 """Requests whose prompt is a segment that is to be stored.
 
 The prompt is computed behind the sink and nothing else: whatever the client sends, the sink is put
-before it, and nothing is read from a cache. After the step that ends it, its rows are stored, in
-one job. Until then the pages that leave its windows are held.
+before it. Whole blocks of the sink are read from the local prefix cache, and nothing of the segment
+is read from any cache. After the step that ends it, its rows are stored, in one job. Until then the
+pages that leave its windows are held.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm_ascend_kvext.connector.blend_counters import BlendCounters, BlendRefus
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.engine import Engine, Request
 from vllm_ascend_kvext.connector.messages import StoreJob
+from vllm_ascend_kvext.connector.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.store_jobs import Pages, StoreJobs, table_parts
 from vllm_ascend_kvext.connector.stores import MOST_REFERENCED_SHARE
@@ -82,12 +84,17 @@ class SegmentStores:
         self._learning = learning
         self._wanted: dict[str, _Wanted] = {}
         self._segment_ids: set[str] = set()  # of requests
+        self._hashes: dict[str, PrivateHashes] = {}  # of those that find their sink in the cache
         self._stored_tokens: dict[str, int] = {}
         self._num_expected_blocks = 0  # of all that are wanted or being stored
 
     def is_segment(self, request_id: str) -> bool:
         """Whether the prompt of a request is one: it is not stored once more as a prompt."""
         return request_id in self._segment_ids
+
+    def shared_tokens(self, request_id: str) -> int | None:
+        """Before which token the blocks of a request are for everyone; None if all of them are."""
+        return len(self._store.sink_ids) if request_id in self._hashes else None
 
     def note_new(self, request: Any) -> bool:
         """A request has arrived. If its prompt is to be stored, the sink is put before it.
@@ -193,6 +200,7 @@ class SegmentStores:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._segment_ids.discard(request_id)
+        self._hashes.pop(request_id, None)
         self._stored_tokens.pop(request_id, None)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
@@ -278,7 +286,12 @@ class SegmentStores:
             return BlendRefusal.TOO_LONG
         if not has_sink:
             _put_before(request, sink)
-        request.skip_reading_prefix_cache = True
+        hash_tokens = self._engine.hash_tokens
+        if len(sink) < hash_tokens:
+            request.skip_reading_prefix_cache = True
+        else:
+            hashes = PrivateHashes(request, len(sink), hash_tokens)
+            self._hashes[request.request_id] = hashes
         self._wanted[request.request_id] = _Wanted(tuple(segment))
         self._segment_ids.add(request.request_id)
         return None

@@ -143,7 +143,7 @@ class ExactContents:
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
-            exact_tokens = self._engine.side.exact_tokens(request_id)
+            exact_tokens = self._engine.side.shared_tokens(request_id)
             num_exact = len(hashes)
             if exact_tokens is not None:
                 num_exact = exact_tokens // self._hash_tokens
