@@ -90,8 +90,8 @@ def _check_if_reused(core: EngineCore) -> None:
 def _check(core: EngineCore, side: SchedulerSide, blending: Blending) -> None:
     from vllm import envs
 
-    key = record_key(_facts(core, blending))
-    record = read_record(envs.VLLM_CACHE_ROOT, key)
+    key = _key(core, blending)
+    record = None if key is None else read_record(envs.VLLM_CACHE_ROOT, key)
     if record is not None:
         logger.info("KvextConnector: the model was checked at %s.", record.checked_at)
     else:
@@ -99,7 +99,8 @@ def _check(core: EngineCore, side: SchedulerSide, blending: Blending) -> None:
         if record is None:
             return
         try:
-            write_record(envs.VLLM_CACHE_ROOT, key, record)
+            if key is not None:
+                write_record(envs.VLLM_CACHE_ROOT, key, record)
         except OSError as error:
             logger.warning("KvextConnector: the check of the model is not kept: %s", error)
     if record.passed:
@@ -107,6 +108,17 @@ def _check(core: EngineCore, side: SchedulerSide, blending: Blending) -> None:
         blending.accept()
     else:
         blending.refuse(record.message)
+
+
+def _key(core: EngineCore, blending: Blending) -> str | None:
+    """Of the record of this model; None if none is kept."""
+    if core.vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        return None  # Ranks decide for themselves, and have to take the same steps.
+    try:
+        return record_key(_facts(core, blending))
+    except TypeError as error:  # An additional_config that JSON cannot hold.
+        logger.warning("KvextConnector: the check of the model is not kept: %s", error)
+        return None
 
 
 def _new_record(core: EngineCore, side: SchedulerSide, blending: Blending) -> GateRecord | None:

@@ -239,3 +239,25 @@ def test_too_long_is_said(
     assert not core.scheduler.requests
     (reason,) = blending.refusals
     assert "to be computed within" in reason
+
+
+def core_with(**parallel: Any) -> Any:
+    config = {"distributed_executor_backend": None} | parallel
+    return SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**config)))
+
+
+def test_ranks_that_decide_for_themselves_all_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "_facts", lambda core, blending: {})
+    blending: Any = None
+    assert model_check._key(core_with(), blending)
+    core = core_with(distributed_executor_backend="external_launcher")
+    assert model_check._key(core, blending) is None
+
+
+def test_what_has_no_key_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(core: Any, blending: Any) -> dict[str, object]:
+        raise TypeError("Object of type set is not JSON serializable")
+
+    monkeypatch.setattr(model_check, "_facts", fail)
+    blending: Any = None
+    assert model_check._key(core_with(), blending) is None
