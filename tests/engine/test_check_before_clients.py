@@ -77,7 +77,9 @@ class FakeCore:
         self.is_pooling_model = False
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(get_vocab_size=lambda: 1000, dtype="torch.float32"),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                data_parallel_size=1, distributed_executor_backend=None
+            ),
         )
         self.num_steps = 0
         self.num_steps_in_vain = 0
