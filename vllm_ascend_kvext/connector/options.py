@@ -442,9 +442,9 @@ OPTIONS = (
         _parse_sink,
         "With `blending`: what segments are computed behind. A text, which is tokenized once, "
         "without special tokens, and follows the model's token for the beginning of a sequence, if "
-        "it has one; or a list of token ids. Unset: that token alone; `[]` is nothing. A few "
-        "hundred tokens of any text bring answers nearer to those without reuse, and are computed "
-        "with every segment that is stored.",
+        "it has one; or a list of token ids. Unset: that token alone; `[]` is nothing. With a few "
+        "hundred tokens of text, answers came nearer to those without reuse; see "
+        "`docs/blending.md`.",
     ),
     Option(
         "learn_segments",
