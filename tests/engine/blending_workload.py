@@ -435,12 +435,17 @@ class Engine:
         return report
 
     def shutdown(self) -> None:
-        import torch
+        shut_down(self._llm)
 
-        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-        torch.accelerator.synchronize = lambda *args, **more: None
-        torch.accelerator.empty_cache = lambda *args, **more: None
-        self._llm.llm_engine.engine_core.shutdown()
+
+def shut_down(llm: Any) -> None:
+    """End an engine: another one may begin in this process."""
+    import torch
+
+    # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
+    torch.accelerator.synchronize = lambda *args, **more: None
+    torch.accelerator.empty_cache = lambda *args, **more: None
+    llm.llm_engine.engine_core.shutdown()
 
 
 class _HashesOfTokens:

@@ -19,6 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blending_workload import shut_down
+
 BLOCK_TOKENS = 16
 DOCUMENT_TOKENS = 64
 
@@ -164,15 +168,6 @@ def serve(llm: Any, num_asked: int) -> dict[str, Any]:
         for step in output.outputs[0].logprobs
     ]
     return report
-
-
-def shut_down(llm: Any) -> None:
-    import torch
-
-    # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-    torch.accelerator.synchronize = lambda *args, **more: None
-    torch.accelerator.empty_cache = lambda *args, **more: None
-    llm.llm_engine.engine_core.shutdown()
 
 
 def count_questions() -> list[Any]:

@@ -217,7 +217,7 @@ class BlendedRequests:
             holes=plan.holes,
             hole_tails=(None,) * len(plan.holes),
             placed=tuple(_cut(found, plan.reused)),
-            heads=tuple(_cut(found, plan.holes)) if self._asks(request_id) else (),
+            heads=() if self._questions_of(request_id) is None else tuple(_cut(found, plan.holes)),
             exact_tokens=exact_tokens,
             exact_tails=exact_tails,
         )
@@ -282,13 +282,12 @@ class BlendedRequests:
 
     def probe(self, request: Request, hit: Hit) -> ProbePlan | None:
         """How the question of a request that has begun is compared with its segments, if it is."""
-        if self._questions is None or not self._asks(request.request_id):
-            return None
-        return self._questions.begin(request, hit)
+        questions = self._questions_of(request.request_id)
+        return None if questions is None else questions.begin(request, hit)
 
-    def _asks(self, request_id: str) -> bool:
-        """Whether a question is compared with the segments of its request."""
-        return self._questions is not None and request_id not in self._prescribed
+    def _questions_of(self, request_id: str) -> Questions | None:
+        """What compares the question of a request with its segments; None if nothing does."""
+        return None if request_id in self._prescribed else self._questions
 
     def scored(self, request_id: str) -> tuple[Run, ...]:
         """The tokens that the question of a request is compared with."""

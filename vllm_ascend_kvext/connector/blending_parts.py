@@ -124,12 +124,11 @@ class Blending:
     def make_gate(self) -> ModelGate:
         """What asks the model whether its segments may be reused."""
         engine, layout = self._place.engine, self._place.layout
-        tokens_per_page = layout.tokens_per_page.values()
         return ModelGate(
             self.requests,
             self._store.sink_ids,
-            lambda tokens: sum(-(-tokens // of_group) for of_group in tokens_per_page),
-            max(tokens_per_page),
+            self.stores.num_blocks,
+            max(layout.tokens_per_page.values()),
             engine.num_blocks,
             engine.most_request_tokens,
             layout.geometry.needs_tails,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_ascend_kvext.blending.errors import BlendingError
@@ -141,11 +141,9 @@ class ModelGate:
 
     def _store(self, engine: AskedEngine, prompts: GatePrompts) -> None:
         for segment in prompts.segments:
-            stored_tokens = 0
             question = GateQuestion((*self._sink_ids, *segment), _SALT, stores=True)
-            for reply in engine.ask([question]):
-                stored_tokens = int(str(reply.params.get("kvext_stored_tokens", 0)))
-            if stored_tokens != len(segment):
+            (reply,) = engine.ask([question])
+            if reply.params.get("kvext_stored_tokens") != len(segment):
                 raise BlendingError(
                     f"model check: expected a segment of {len(segment)} tokens to be stored, found "
                     "no room for it. Give the connector more host_memory_gib, or the engine more "
@@ -221,5 +219,4 @@ class ModelGate:
 
 
 def _reusing(prompt: GatePrompt, runs: Sequence[Run]) -> GateQuestion:
-    question = GateQuestion(prompt.token_ids, _SALT, segments=prompt.segments)
-    return replace(question, reused=tuple(runs))
+    return GateQuestion(prompt.token_ids, _SALT, segments=prompt.segments, reused=tuple(runs))

@@ -84,7 +84,7 @@ class SegmentStores:
         self._learning = learning
         self._wanted: dict[str, _Wanted] = {}
         self._segment_ids: set[str] = set()  # of requests
-        self._hashes: dict[str, PrivateHashes] = {}  # of those that find their sink in the cache
+        self._with_cached_sink: set[str] = set()  # those that may find their sink in the cache
         self._stored_tokens: dict[str, int] = {}
         self._num_expected_blocks = 0  # of all that are wanted or being stored
 
@@ -94,7 +94,7 @@ class SegmentStores:
 
     def shared_tokens(self, request_id: str) -> int | None:
         """Before which token the blocks of a request are for everyone; None if all of them are."""
-        return len(self._store.sink_ids) if request_id in self._hashes else None
+        return len(self._store.sink_ids) if request_id in self._with_cached_sink else None
 
     def note_new(self, request: Any) -> bool:
         """A request has arrived. If its prompt is to be stored, the sink is put before it.
@@ -131,7 +131,7 @@ class SegmentStores:
             return False
         if not self.has_room(len(wanted.token_ids)):
             return True
-        wanted.expected_blocks = self._num_blocks(len(wanted.token_ids))
+        wanted.expected_blocks = self._blocks_of_store(len(wanted.token_ids))
         self._num_expected_blocks += wanted.expected_blocks
         return False
 
@@ -140,7 +140,8 @@ class SegmentStores:
         most_blocks = MOST_REFERENCED_SHARE * self._engine.num_blocks / 2  # Others store, too.
         num_expected = self._num_expected_blocks
         return (
-            not num_expected or num_expected + self._num_blocks(num_segment_tokens) <= most_blocks
+            not num_expected
+            or num_expected + self._blocks_of_store(num_segment_tokens) <= most_blocks
         )
 
     def params(self, request_id: str) -> dict[str, int] | None:
@@ -200,7 +201,7 @@ class SegmentStores:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._segment_ids.discard(request_id)
-        self._hashes.pop(request_id, None)
+        self._with_cached_sink.discard(request_id)
         self._stored_tokens.pop(request_id, None)
         wanted = self._wanted.pop(request_id, None)
         if wanted is not None:
@@ -238,9 +239,12 @@ class SegmentStores:
         self._expect_nothing(wanted)
         self._release(wanted)
 
-    def _num_blocks(self, num_segment_tokens: int) -> int:
-        """That the store of a segment holds."""
-        num_tokens = len(self._store.sink_ids) + num_segment_tokens
+    def _blocks_of_store(self, num_segment_tokens: int) -> int:
+        """How many the store of a segment holds."""
+        return self.num_blocks(len(self._store.sink_ids) + num_segment_tokens)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """That so many tokens take, of all KV cache groups."""
         return sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
 
     def _expect_nothing(self, wanted: _Wanted) -> None:
@@ -290,8 +294,8 @@ class SegmentStores:
         if len(sink) < hash_tokens:
             request.skip_reading_prefix_cache = True
         else:
-            hashes = PrivateHashes(request, len(sink), hash_tokens)
-            self._hashes[request.request_id] = hashes
+            PrivateHashes(request, len(sink), hash_tokens)  # The request keeps it.
+            self._with_cached_sink.add(request.request_id)
         self._wanted[request.request_id] = _Wanted(tuple(segment))
         self._segment_ids.add(request.request_id)
         return None
