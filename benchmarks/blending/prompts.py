@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,6 +70,15 @@ class Workload:
 
     stored: tuple[tuple[int, ...], ...]
     prompts: tuple[Prompt, ...]
+
+    @classmethod
+    def join(cls, workloads: Iterable[Workload]) -> Workload:
+        """One after the other."""
+        found = list(workloads)
+        return cls(
+            tuple(tokens for each in found for tokens in each.stored),
+            tuple(prompt for each in found for prompt in each.prompts),
+        )
 
     def write(self, path: Path) -> None:
         prompts = [{**asdict(prompt), "kind": prompt.kind.value} for prompt in self.prompts]

@@ -37,6 +37,7 @@ from blending.prompts import MISSING, FolderTokenizer, Workload, make_workload  
 
 QUESTIONS = 12
 QUICK_QUESTIONS = 1
+SEEDS = (0, 1)
 QUICK_MODES = (FULL.name, PREFIX_CACHING.name, PLAIN.name, HEADS_16.name)
 MODE_VARIABLE = "VLLM_ASCEND_KVEXT_MODE"
 
@@ -50,7 +51,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--questions", type=int, help=f"of each kind and number of missing documents: {QUESTIONS}"
     )
     parser.add_argument("--missing", action="append", type=int, choices=MISSING)
-    parser.add_argument("--seed", type=int, default=0, help="of documents and questions: 0")
+    parser.add_argument(
+        "--seed", action="append", type=int, help=f"of documents and questions: {SEEDS}"
+    )
     parser.add_argument("--quick", action="store_true", help="few questions, four modes")
     parser.add_argument("--resume", action="store_true", help="keep modes that are measured")
     parser.add_argument("--model", type=Path, default=smollm2.DEFAULT_FOLDER, help="folder")
@@ -60,6 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if FULL.name not in found.mode:
         found.mode.insert(0, FULL.name)
     found.questions = found.questions or (QUICK_QUESTIONS if found.quick else QUESTIONS)
+    found.seed = found.seed or list(SEEDS[:1] if found.quick else SEEDS)
     found.missing = found.missing or list(MISSING[:1] if found.quick else MISSING)
     return found
 
@@ -98,7 +102,10 @@ def main() -> None:
     if model == smollm2.DEFAULT_FOLDER:
         smollm2.build(model)
     tokenizer = FolderTokenizer(model)
-    workload = make_workload(tokenizer, arguments.questions, arguments.missing, arguments.seed)
+    workload = Workload.join(
+        make_workload(tokenizer, arguments.questions, arguments.missing, seed)
+        for seed in arguments.seed
+    )
     path = out / "workload.json"
     is_known = path.is_file() and Workload.read(path) == workload
     workload.write(path)

@@ -105,6 +105,17 @@ def test_a_workload_is_the_same_when_it_is_read(tmp_path: Path) -> None:
     assert make_workload(Words(), 1) == workload
 
 
+def test_joined_workloads_miss_the_documents_that_each_of_them_misses() -> None:
+    one, other = (make_workload(Words(), 2, seed=seed) for seed in (0, 1))
+    joined = Workload.join([one, other])
+    assert joined.stored == one.stored + other.stored
+    assert joined.prompts == one.prompts + other.prompts
+    stored = set(joined.stored)
+    for prompt in joined.prompts:
+        found = [prompt.tokens[start:end] for start, end in prompt.segments]
+        assert sum(tokens not in stored for tokens in found) == prompt.num_missing
+
+
 def test_prompts_of_the_steady_state_never_repeat() -> None:
     workload = steady.make_workload(200, 128)
     assert len({prompt.tokens for prompt in workload.prompts}) == 200
