@@ -126,6 +126,7 @@ class ConnectedScheduler:
         self._update_session = scheduler._update_request_as_session
         self._align_step = scheduler._mamba_block_aligned_split
         self._schedule = scheduler.schedule
+        self._note_received = scheduler._update_waiting_for_remote_kv
         self._row_ids: set[str] = set()  # of holes, in the latest step
         self._has_rows = False  # in the step that is being scheduled
         self._count_common_blocks = manager.get_num_common_prefix_blocks
@@ -135,6 +136,7 @@ class ConnectedScheduler:
             self.reset_prefix_cache,
             self._update_request_as_session,
             self._mamba_block_aligned_split,
+            self._update_waiting_for_remote_kv,
         ]
         if connector.options.swap_on_preemption:
             _require_intact_pages(scheduler)
@@ -276,6 +278,16 @@ class ConnectedScheduler:
             loaded.discard(request_id)
             scheduler.failed_recving_kv_req_ids.discard(request_id)
             getattr(scheduler, "_inflight_prefills", set()).discard(request)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """A load has ended. If it failed, another may begin.
+
+        vLLM 0.23.0 admits a load beside what all prefills in flight still need, and leaves a
+        request whose load failed among them: its next load would wait for itself.
+        """
+        self._note_received(request)
+        if not request.num_computed_tokens:
+            getattr(self._scheduler, "_inflight_prefills", set()).discard(request)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         """Continue a session, whose last token upstream drops, but not from the hashes."""

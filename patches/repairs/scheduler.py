@@ -14,6 +14,9 @@ changed, in its own methods and those of its connector. All others run upstream'
 A worker may name requests instead of blocks: if the ``KVConnectorWorkerMetadata`` that it sends
 has an attribute ``failed_recving``, a set of request ids, their loads have failed. Everything else
 is as with blocks: a request that loads between steps is reported as received nevertheless.
+
+A connector may say, by an attribute ``forgets_failed_loads``, that it never offers again what could
+not be loaded. Then its hits are used when the request is admitted again.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 
 FAILED_RECVING = "failed_recving"
 """Attribute of a connector's worker metadata: ids of requests whose loads failed."""
+
+FORGETS_FAILED_LOADS = "forgets_failed_loads"
+"""Attribute of a connector: whether it never offers again what could not be loaded."""
 
 _HIT_TOKENS = "_kvext_hit_tokens"
 _LOAD_FAILED = "_kvext_load_failed"
@@ -107,6 +113,7 @@ class LoadRecovery:
         connector = scheduler.connector
         self._schedule = scheduler.schedule
         self._update_from_output = scheduler.update_from_output
+        self._forgets_failed_loads = bool(getattr(connector, FORGETS_FAILED_LOADS, False))
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._build_connector_meta = connector.build_connector_meta
         self._replaced = [
@@ -159,7 +166,7 @@ class LoadRecovery:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask the connector, and use its answer unless a load of this request has failed.
+        """Ask the connector, and use its answer unless it may offer what has failed to load.
 
         It is asked in any case: connectors forget there what they knew of an earlier admission.
         """
@@ -167,7 +174,8 @@ class LoadRecovery:
         num_external_tokens, is_async = self._get_num_new_matched_tokens(
             request, num_computed_tokens
         )
-        if num_external_tokens and getattr(request, _LOAD_FAILED, False):
+        may_fail_again = getattr(request, _LOAD_FAILED, False) and not self._forgets_failed_loads
+        if num_external_tokens and may_fail_again:
             return 0, False
         return num_external_tokens, is_async
 
@@ -329,9 +337,10 @@ class LoadRecovery:
         if self.scheduler.recompute_kv_load_failures:
             logger.warning(
                 "The KV connector failed to load %d block(s). %d request(s) are computed again, "
-                "without its hits: %s",
+                "without %s: %s",
                 len(failed),
                 len(requests),
+                "what has failed" if self._forgets_failed_loads else "its hits",
                 ids,
             )
         else:

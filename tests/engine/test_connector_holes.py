@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.connector import engines
-from support.connector.engines import make_holes, plan_of
+from support.connector.engines import make_holes, plan_of, watch_computed
 from support.connector.offload_run import (
     check_nothing_is_left,
     offloading_installed,
@@ -248,27 +248,21 @@ def test_chunk_whose_load_fails_is_computed_alone(name: str, is_async: bool) -> 
         check_nothing_is_left(engine)
 
 
-def test_load_of_a_model_with_windows_fails_as_a_whole() -> None:
-    prompt = tokens(random.Random(4), 12 * CHUNK_TOKENS + 3)
-    with engine_of(GEMMA, TransferScript(failing_load_numbers=frozenset({1}))) as engine:
-        serve(engine, plan_of("first", prompt))
-        assert engine.reset()
-        serve(engine, plan_of("second", prompt))
-        assert engine.side.counters.tier.failed_loads == 1
-        assert engine.side.counters.hit_tokens == 0
-        check_nothing_is_left(engine)
-
-
 def test_load_fails_as_a_whole_where_requests_are_to_fail_with_it() -> None:
     prompt = tokens(random.Random(4), 12 * CHUNK_TOKENS + 3)
-    with engine_of(FULL, TransferScript(failing_load_numbers=frozenset({1}))) as engine:
+    with engine_of(FULL, TransferScript(failing_load_numbers=frozenset({1, 3}))) as engine:
         serve(engine, plan_of("first", prompt))
         assert engine.reset()
         engine.parts.loads._engine = replace(
             engine.parts.loads._engine, recomputes_failed_loads=False
         )
-        serve(engine, plan_of("second", prompt))
-        assert engine.side.counters.hit_tokens == engine.side.counters.hole_tokens == 0
+        engine.scheduler.recompute_kv_load_failures = False
+        engine.add_request(plan_of("second", prompt))
+        while engine.scheduler.requests or engine.side.has_work:
+            engine.step()
+        counters = engine.side.counters
+        assert counters.hit_tokens == counters.hole_tokens == 0
+        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == 1  # The others stay.
         check_nothing_is_left(engine)
 
 
@@ -445,28 +439,6 @@ def test_adapters_stop_at_the_first_hole() -> None:
         serve(engine, replace(plan_of("second", prompt), adapter="adapter-0"))
         assert engine.side.counters.hole_tokens == 0
         assert engine.side.counters.hit_tokens == 64
-
-
-def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
-    """From now on, the tokens that steps compute, by request or row."""
-    computed: dict[str, list[tuple[int, int]]] = {}
-    execute = engine.runner.execute
-
-    def watched(output: Any) -> Any:
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            first = starts[request_id]
-            computed.setdefault(request_id, []).append((first, first + num_tokens))
-        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
-        assert output.total_num_scheduled_tokens <= engine.scheduler.max_num_scheduled_tokens
-        jobs = output.kv_connector_metadata.jobs
-        assert jobs.has_forward == bool(output.total_num_scheduled_tokens)
-        return execute(output)
-
-    engine.runner.execute = watched  # type: ignore[method-assign]
-    return computed
 
 
 def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

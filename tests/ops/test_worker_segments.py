@@ -318,7 +318,7 @@ def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> 
         mine.copy_(theirs)
     expected.compute(5, STORED.token_ids, TARGET)
     ended = worker.run(load_of(PLACED))
-    assert ended.loads == {"a"} and not ended.results.failed_loads and not ended.results.lacking
+    assert ended.loads == {"a"} and not ended.results.failed_loads and not ended.results.unreadable
     traffic = ended.results.traffic["load"]
     assert (traffic.num_bytes, traffic.transfers) == (33 * TOKEN_BYTES, 1) and traffic.seconds > 0
     for found, wanted in zip(worker.kv_caches.values(), expected.kv_caches.values(), strict=True):

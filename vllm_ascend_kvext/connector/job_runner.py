@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out one job of a worker: plans it, lets the model's kernels finish, moves the bytes.
 
-All or nothing: a job whose plan lacks anything fails before a byte moves. Only a load that may
-leave something out is made again, part by part, once it has failed. Knows no queue and no steps.
+All or nothing: a job whose plan lacks anything fails before a byte moves. A load whose bytes do not
+move is made again, part by part: so it is known which parts cannot be read. Knows no queue and no
+steps.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,14 +56,14 @@ class Moved(NamedTuple):
     Attributes:
         num_bytes: Of all planes.
         seconds: That the copies took.
-        lacking: Tokens of a load that may leave something out, whose rows are not there.
-        error: Why not, of the first of them.
+        unreadable: Where in host memory those parts of a load begin that could not be read.
+        error: Why not, of all of them together.
         key_check: Of the segments of a store; None if none were checked.
     """
 
     num_bytes: int
     seconds: float
-    lacking: tuple[TokenRange, ...] = ()
+    unreadable: frozenset[int] = frozenset()
     error: Exception | None = None
     key_check: KeyCheck | None = None
 
@@ -120,22 +121,32 @@ class JobRunner:
             DescriptorError: The same.
             BackendError: The device refused; its destination may have been written in part.
         """
-        try:
-            return self._run(job, recorded)
-        except Exception as error:
-            if isinstance(job, StoreJob) or len(job.stored_tokens) < 2 or job.segments:
-                raise
-            if not _has_all_parts(job):
-                raise
-            return self._run_apart(job, recorded, error)
-
-    def _run(self, job: Job, recorded: Any) -> Moved:
-        with self._planning:
-            plans, missing = plan_job(self._planner, job)
+        plans, missing = self._plan(job)
         if missing:
             raise _incomplete(job, missing)
-        is_store = isinstance(job, StoreJob)
-        direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
+        if isinstance(job, StoreJob):
+            moved = self._move_plans(plans, Direction.PAGES_TO_HOST, recorded)
+            if not job.segments:
+                return moved
+            moved = self._with_segments(moved, job, recorded)
+            return moved._replace(
+                key_check=self._key_gate.check(self._mover().check_keys, job.segments)
+            )
+        if job.segments:
+            moved = self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
+            return self._with_segments(moved, job, recorded)
+        try:
+            return self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
+        except Exception as error:
+            return self._load_apart(job, recorded, error)
+
+    def _plan(self, job: Job) -> tuple[list[StorePlan | LoadPlan], list[MissingRows]]:
+        with self._planning:
+            return plan_job(self._planner, job)
+
+    def _move_plans(
+        self, plans: Iterable[StorePlan | LoadPlan], direction: Direction, recorded: Any
+    ) -> Moved:
         num_bytes, seconds = 0, 0.0
         for plan in plans:
             if not len(plan.runs):
@@ -153,20 +164,17 @@ class JobRunner:
                     placement=self._placement,
                 ),
             )
-        if not job.segments:
-            return Moved(num_bytes, seconds)
-        of_segments = self._move_segments(job, recorded)
-        check = self._key_gate.check(self._mover().check_keys, job.segments) if is_store else None
-        return Moved(
-            num_bytes + of_segments.num_bytes, seconds + of_segments.seconds, key_check=check
-        )
+        return Moved(num_bytes, seconds)
 
-    def _move_segments(self, job: Job, recorded: Any) -> Moved:
+    def _with_segments(self, moved: Moved, job: Job, recorded: Any) -> Moved:
+        """Move the segments of a job, once everything else has been moved."""
         mover = self._mover()
         move = mover.store if isinstance(job, StoreJob) else mover.load
-        moved: list[int] = []
-        seconds = self.fence.run(recorded, lambda: moved.append(move(job.segments, job.block_ids)))
-        return Moved(sum(moved), seconds)
+        num_bytes = [moved.num_bytes]
+        seconds = self.fence.run(
+            recorded, lambda: num_bytes.append(move(job.segments, job.block_ids))
+        )
+        return Moved(sum(num_bytes), moved.seconds + seconds)
 
     def _mover(self) -> SegmentMover:
         if self.segments is None:
@@ -176,29 +184,32 @@ class JobRunner:
             )
         return self.segments
 
-    def _run_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
+    def _load_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
         """Load each part by itself, once the load of all of them has failed.
 
         Raises:
-            Exception: What the load of all has raised, if no part can be loaded.
+            Exception: What the load of all has raised, if no part can be read.
         """
         num_bytes, seconds = 0, 0.0
-        lacking: list[TokenRange] = []
-        for stored, tokens in zip(job.stored, job.stored_tokens, strict=True):
-            part = replace(job, tokens=tokens, stored=(stored,), holes=(), stored_tokens=())
-            moved = self._try(part, recorded) if len(lacking) < MOST_FAILED_PARTS else None
+        num_failed = 0
+        unreadable: set[int] = set()
+        for part in _parts_of(job):
+            moved = self._try(part, recorded) if num_failed < MOST_FAILED_PARTS else None
             if moved is None:
-                lacking.append(tokens)
+                num_failed += 1
+                unreadable |= part.places
                 continue
             num_bytes += moved.num_bytes
             seconds += moved.seconds
-        if len(lacking) == len(job.stored):
+        if unreadable == job.places:
             raise error
-        return Moved(num_bytes, seconds, tuple(lacking), error if lacking else None)
+        return Moved(num_bytes, seconds, frozenset(unreadable), error if unreadable else None)
 
-    def _try(self, job: Job, recorded: Any) -> Moved | None:
+    def _try(self, part: LoadJob, recorded: Any) -> Moved | None:
+        """What a part moves; None if it cannot be read. What it does not have, other parts have."""
         try:
-            return self._run(job, recorded)
+            plans, _ = self._plan(part)
+            return self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
         except Exception:
             return None
 
@@ -253,9 +264,12 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
     )
 
 
-def _has_all_parts(job: LoadJob) -> bool:
-    """Whether each token of a load is in a hole or in a part: if not, good parts say little."""
-    return _is_covered(job.tokens, (*job.holes, *job.stored_tokens))
+def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
+    """A load of each of its entries."""
+    for stored in job.stored:
+        yield replace(job, stored=(stored,), hole_tails=())
+    for tails in job.hole_tails:
+        yield replace(job, stored=(), hole_tails=(tails,))
 
 
 def _is_covered(wanted: TokenRange, ranges: Iterable[TokenRange]) -> bool:

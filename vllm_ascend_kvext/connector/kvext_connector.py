@@ -93,7 +93,12 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Raises:
         ConnectorError: If it cannot work with this configuration.
         SettingsError: If ``kv_connector_extra_config`` is wrong.
+
+    Attributes:
+        forgets_failed_loads: See the repair ``failed-loads``.
     """
+
+    forgets_failed_loads = True
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class LoadJobs:
         hit: Hit,
         block_ids: tuple[list[int], ...],
         hole_tables: Sequence[Mapping[int, WindowTable]],
-        can_lack: bool,
+        may_lack: bool,
     ) -> LoadJob:
         """The job of one request.
 
@@ -45,18 +45,17 @@ class LoadJobs:
             block_ids: By KV cache group, from the request's first token on.
             hole_tables: By hole, and by KV cache group with windows. With none, a load that needs
                 some fails.
-            can_lack: Whether rows that cannot be loaded may be left out, and reported.
+            may_lack: See `LoadJob`.
         """
-        stored, stored_tokens = self._stored(hit)
         tokens = TokenRange(hit.after_tokens, hit.boundary_tokens)
         return LoadJob(
             request_id,
             tokens,
-            stored,
+            self._stored(hit),
             self._parts(tokens, block_ids),
             tuple(TokenRange(first, end) for first, end in hit.holes),
             tuple(self._hole_tails(hit, hole_tables)),
-            stored_tokens if can_lack else (),
+            may_lack,
         )
 
     def plan_blended(
@@ -80,7 +79,7 @@ class LoadJobs:
             # The tails once more, for the part of them that the device has not.
             entries = (*hit.entries, *([hit.exact_tails] if hit.exact_tails is not None else ()))
             exact = replace(hit, boundary_tokens=hit.exact_tokens, entries=entries, holes=())
-            stored, _ = self._stored(exact)
+            stored = self._stored(exact)
         parts = list(self._parts(whole, block_ids))
         for group, table in dense.items():
             parts[group] = TablePart(table.first_page, table.block_ids)
@@ -99,30 +98,20 @@ class LoadJobs:
             segments=tuple(map(rows_to_load, _joined((*hit.placed, *hit.heads)))),
         )
 
-    def _stored(self, hit: Hit) -> tuple[tuple[StoredChunk, ...], tuple[TokenRange, ...]]:
-        """What is read, and, but for tails, of which tokens.
-
-        Rows of holes are left out: they are being computed, and perhaps read.
-        """
+    def _stored(self, hit: Hit) -> tuple[StoredChunk, ...]:
+        """What is read. Rows of holes are left out: they are being computed, and perhaps read."""
         stored = []
-        tokens = []
-        for entry, first_tokens, end_tokens in hit.read_rows:
-            for run in _between(hit.holes, first_tokens, end_tokens):
-                # The first and the last of them may reach beyond the load.
-                first, end = max(run[0], hit.after_tokens), min(run[1], hit.boundary_tokens)
-                if first >= end:
-                    continue
-                row_map = entry.row_map
-                if run != entry.piece[1:]:
-                    row_map = self._layout.rows_within(row_map, *run)
-                stored.append(StoredChunk(row_map, entry.offset_bytes))
-                tokens.append(TokenRange(first, end))
+        for entry, *run in hit.loaded_rows:
+            row_map = entry.row_map
+            if tuple(run) != entry.piece[1:]:
+                row_map = self._layout.rows_within(row_map, *run)
+            stored.append(StoredChunk(row_map, entry.offset_bytes))
         stored += [
             StoredChunk(entry.row_map, entry.offset_bytes)
             for entry in hit.entries
             if entry.piece.kind is Kind.TAILS
         ]
-        return tuple(stored), tuple(tokens)
+        return tuple(stored)
 
     def _parts(self, tokens: TokenRange, block_ids: tuple[list[int], ...]) -> tuple[TablePart, ...]:
         parts = []
@@ -162,17 +151,3 @@ def _joined(placed: Iterable[PlacedRows]) -> list[PlacedRows]:
         else:
             joined.append(rows)
     return joined
-
-
-def _between(
-    holes: Sequence[tuple[int, int]], first_tokens: int, end_tokens: int
-) -> Iterator[tuple[int, int]]:
-    """What is left of a range without the holes, which are ascending."""
-    for first, end in holes:
-        if end <= first_tokens:
-            continue
-        if first_tokens < min(first, end_tokens):
-            yield first_tokens, min(first, end_tokens)
-        first_tokens = max(first_tokens, end)
-    if first_tokens < end_tokens:
-        yield first_tokens, end_tokens

@@ -13,7 +13,6 @@ hit on the device once it is there. Knows tier, layout and costs; knows no store
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -49,6 +48,9 @@ holes, which later requests may take, before it does without."""
 MOST_LOOKUPS_IN_VAIN = 16
 """So many requests are looked up in one step only to be told to wait. A lookup takes about a
 millisecond, and thousands of requests may be waiting."""
+
+MOST_FAILED_LOADS = 2
+"""Of a request: then it is computed. Before, it is looked up again without what could not be read."""
 
 MOST_REMEMBERED_FAILURES = 4096
 """Requests of which it is known that a load failed."""
@@ -153,7 +155,7 @@ class Loads:
         self._too_dear: set[str] = set()
         self._hole_refusals: dict[str, HoleRefusal] = {}
         self._lack_blocks_since_s: dict[str, float] = {}
-        self._failed: dict[str, None] = {}
+        self._num_failed: dict[str, int] = {}
         self._lookups_in_vain = 0  # of the step that is being planned
 
     @property
@@ -241,7 +243,9 @@ class Loads:
         if self._still_waits(request_id, local_tokens):
             return None
         self._shortfalls.pop(request_id, None)
-        if request.skip_reading_prefix_cache or request_id in self._failed:
+        if request.skip_reading_prefix_cache:
+            return 0
+        if self._num_failed.get(request_id, 0) >= MOST_FAILED_LOADS:
             return 0
         if self._lookups_in_vain >= MOST_LOOKUPS_IN_VAIN:
             return None
@@ -457,7 +461,7 @@ class Loads:
             self._blended.begin(request, hit)
             return self._jobs.plan_blended(request_id, hit, block_ids, dense)
         tables = self._begin_holes(request_id, hit)
-        return self._jobs.plan(request_id, hit, block_ids, tables, self._can_lack(request_id))
+        return self._jobs.plan(request_id, hit, block_ids, tables, self._may_lack(request_id))
 
     def _begin_dense(
         self, request_id: str, hit: Hit, block_ids: tuple[list[int], ...]
@@ -480,11 +484,11 @@ class Loads:
             return []
         return self._holes.begin(request_id, [Run(*hole) for hole in hit.holes], hit.after_tokens)
 
-    def _can_lack(self, request_id: str) -> bool:
-        """Whether what a load fails to bring can be computed as a hole.
+    def _may_lack(self, request_id: str) -> bool:
+        """Whether what a load fails to bring is computed as a hole at once.
 
-        Not where a hole reads windows or states: what is stored of them at its beginning may be
-        what failed.
+        Not where a hole reads windows, for which it has no blocks yet, from the last tails before
+        it, which may be what failed. There the request is looked up again.
         """
         return (
             self._holes is not None
@@ -494,13 +498,13 @@ class Loads:
         )
 
     def end(
-        self, request_id: str, has_failed: bool, lacking: Collection[tuple[int, int]] = ()
+        self, request_id: str, has_failed: bool, unreadable: Collection[int] = ()
     ) -> Sequence[Run]:
         """All workers have ended a load; of another connector's nothing is known.
 
         Args:
-            has_failed: Nothing of it is there.
-            lacking: If it has not: first tokens and ends of what is not there on some worker.
+            has_failed: The request has to begin again.
+            unreadable: Where in host memory that begins which some worker could not read.
 
         Returns:
             Tokens that the request has to have computed as holes.
@@ -509,18 +513,20 @@ class Loads:
         if under_way is None:
             return []
         hit = under_way.hit
+        failed = {entry for entry in under_way.load.entries if entry.offset_bytes in unreadable}
         if has_failed:
-            self._tier.end_load(under_way.load, LoadOutcome.FAILED)
+            self._tier.end_load(under_way.load, LoadOutcome.FAILED, failed)
             if self._holes is not None:
                 self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._no_longer_expected(request_id)
             if self._blended is not None:
                 self._blended.restart(request_id)
-            self._remember_failure(request_id)
+            is_all = len(failed) == len(under_way.load.entries)
+            self._note_failed(request_id, MOST_FAILED_LOADS if is_all else 1)
             return []
-        runs = union(Run(*tokens) for tokens in lacking)
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, _entries_in(hit, runs))
+        runs = union(Run(*tokens) for entry, *tokens in hit.loaded_rows if entry in failed)
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, failed)
         loaded = replace(hit, holes=union([*map(Run._make, hit.holes), *runs]))
         self._counters.hit_tokens += loaded.loaded_tokens
         self._counters.hit_requests += 1
@@ -545,7 +551,7 @@ class Loads:
         self._room.unpark(request_id)
         self._later.pop(request_id, None)
         self._too_dear.discard(request_id)
-        self._failed.pop(request_id, None)
+        self._num_failed.pop(request_id, None)
 
     def _room_for(self, request: Request, hit: Hit) -> Room:
         return self._room.of_load(
@@ -607,12 +613,12 @@ class Loads:
                     return True
         return False
 
-    def _remember_failure(self, request_id: str) -> None:
+    def _note_failed(self, request_id: str, num_loads: int) -> None:
         if not self._is_live(request_id):
             return  # `forget` has been called
-        self._failed[request_id] = None
-        if len(self._failed) > MOST_REMEMBERED_FAILURES:
-            del self._failed[next(iter(self._failed))]
+        self._num_failed[request_id] = self._num_failed.get(request_id, 0) + num_loads
+        if len(self._num_failed) > MOST_REMEMBERED_FAILURES:
+            del self._num_failed[next(iter(self._num_failed))]
 
     def _is_live(self, request_id: str) -> bool:
         request = self._engine.requests.get(request_id)
@@ -621,16 +627,3 @@ class Loads:
 
 def _num_bytes(hit: Hit) -> int:
     return sum(entry.num_bytes for entry in hit.all_entries)
-
-
-def _entries_in(hit: Hit, runs: Sequence[Run]) -> set[Entry]:
-    """Entries of a hit that are read for some tokens. Runs ascend, and do not touch."""
-    found: set[Entry] = set()
-    if not runs:
-        return found
-    ends = [run.end_tokens for run in runs]
-    for entry, first_tokens, end_tokens in hit.read_rows:
-        place = bisect.bisect_right(ends, first_tokens)
-        if place < len(runs) and runs[place].first_tokens < end_tokens:
-            found.add(entry)
-    return found

@@ -88,8 +88,7 @@ class LoadJob:
         block_ids: As of `StoreJob`.
         holes: Tokens in the range whose rows are computed, and not loaded.
         hole_tails: Of those holes that read windows or states.
-        stored_tokens: Of which tokens each part of ``stored`` has rows, if what cannot be loaded
-            may be left out, and is reported. With none, all of it is loaded, or the load fails.
+        may_lack: Whether the load ends well without what cannot be read. If not, it fails then.
         segments: Tokens of segments that go into the same pages; what they cover is in ``holes``.
     """
 
@@ -99,8 +98,17 @@ class LoadJob:
     block_ids: tuple[TablePart, ...]
     holes: tuple[TokenRange, ...] = ()
     hole_tails: tuple[HoleTails, ...] = ()
-    stored_tokens: tuple[TokenRange, ...] = ()
+    may_lack: bool = False
     segments: tuple[SegmentRows, ...] = ()
+
+    @property
+    def places(self) -> set[int]:
+        """Where in host memory what it reads begins."""
+        return {
+            *(stored.host_offset_bytes for stored in self.stored),
+            *(tails.stored.host_offset_bytes for tails in self.hole_tails),
+            *(rows.offset_bytes for rows in self.segments),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,8 @@ class JobResults:
         failed_stores: Numbers of those of them that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
-        lacking: By request whose load left something out on some worker: first tokens and ends.
+        unreadable: By request whose load failed, or left something out, on some worker: where in
+            host memory that begins which could not be read.
         traffic: By direction.
         has_forward: Whether the step computed anything.
         key_checks: Stores of segments, summed over workers, whose keys were found to turn with
@@ -183,7 +192,7 @@ class JobResults:
     stores_ended: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
-    lacking: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    unreadable: dict[str, set[int]] = field(default_factory=dict)
     traffic: Mapping[Direction, Traffic] = field(
         default_factory=lambda: {"store": Traffic(), "load": Traffic()}
     )
@@ -198,7 +207,7 @@ class JobResults:
             self.has_forward
             or self.stores_ended
             or self.failed_loads
-            or self.lacking
+            or self.unreadable
             or self.scores
             or self.traffic["load"].transfers
         )
@@ -209,8 +218,8 @@ class JobResults:
             self.stores_ended[number] = self.stores_ended.get(number, 0) + count
         self.failed_stores |= other.failed_stores
         self.failed_loads |= other.failed_loads
-        for request_id, runs in other.lacking.items():
-            self.lacking.setdefault(request_id, set()).update(runs)
+        for request_id, places in other.unreadable.items():
+            self.unreadable.setdefault(request_id, set()).update(places)
         for direction, traffic in other.traffic.items():
             self.traffic[direction].add(traffic)
         self.key_checks += other.key_checks

@@ -135,7 +135,7 @@ class SchedulerSide:
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
         self._failed_loads: set[str] = set()
-        self._lacking: dict[str, set[tuple[int, int]]] = {}
+        self._unreadable: dict[str, set[int]] = {}
         self._steps: deque[_Step] = deque(maxlen=MOST_STEPS_IN_FLIGHT)
         self._last_output_s = 0.0
         self._next_stats_s = 0.0
@@ -515,8 +515,8 @@ class SchedulerSide:
             self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
             self.counters.add_traffic(results.traffic)
             self._failed_loads |= results.failed_loads
-            for request_id, runs in results.lacking.items():
-                self._lacking.setdefault(request_id, set()).update(runs)
+            for request_id, places in results.unreadable.items():
+                self._unreadable.setdefault(request_id, set()).update(places)
             moved = results.traffic["load"]
             self._cost.note_copies(moved.num_bytes, moved.seconds)
             for number, num_workers in results.stores_ended.items():
@@ -535,7 +535,7 @@ class SchedulerSide:
     def _end_load(self, parts: _Parts, request_id: str) -> None:
         has_failed = request_id in self._failed_loads
         self._failed_loads.discard(request_id)
-        holes = parts.loads.end(request_id, has_failed, self._lacking.pop(request_id, ()))
+        holes = parts.loads.end(request_id, has_failed, self._unreadable.pop(request_id, ()))
         if holes and self._holes is not None:
             self._holes.add(request_id, holes)
             hole_tokens = sum(hole.num_tokens for hole in holes)

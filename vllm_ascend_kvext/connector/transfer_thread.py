@@ -215,7 +215,7 @@ class TransferThread:
         try:
             moved = self._run(job, recorded)
             if moved.error is not None:
-                self._failures.add(job, moved.error, moved.lacking)
+                self._failures.add(job, moved.error, len(moved.unreadable))
         except Exception as error:
             self._failures.add(job, error)
         finally:
@@ -233,7 +233,7 @@ class _FailureLog:
         self._logged_at_s: float | None = None
         self._num_unlogged = 0
 
-    def add(self, job: Job, error: Exception, lacking: Sequence[TokenRange] = ()) -> None:
+    def add(self, job: Job, error: Exception, num_unreadable: int = 0) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
@@ -246,8 +246,7 @@ class _FailureLog:
             if isinstance(job, StoreJob)
             else f"The load of request {job.request_id}"
         )
-        if lacking:
-            num_tokens = sum(tokens.num_tokens for tokens in lacking)
-            what += f", for {len(lacking)} parts with {num_tokens} tokens, which are computed,"
+        if num_unreadable:
+            what += f", for {num_unreadable} of its {len(job.places)} parts, whose tokens are computed,"
         since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
         logger.error("%s failed%s: %s", what, since, error, exc_info=error)

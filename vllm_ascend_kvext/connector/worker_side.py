@@ -310,12 +310,12 @@ class WorkerSide:
                     results.failed_stores.add(job.number)
             else:
                 loads.add(job.request_id)
-                if moved is None:
+                unreadable = job.places if moved is None else set(moved.unreadable)
+                if moved is None or (unreadable and not job.may_lack):
                     results.failed_loads.add(job.request_id)
                     failed_pages |= self._pages_to_fill(job)
-                elif moved.lacking:
-                    runs = {(tokens.first, tokens.end) for tokens in moved.lacking}
-                    results.lacking[job.request_id] = runs
+                if unreadable:
+                    results.unreadable[job.request_id] = unreadable
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))

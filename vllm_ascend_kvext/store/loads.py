@@ -19,7 +19,7 @@ class LoadOutcome(enum.Enum):
     """It was not needed, or its request is gone; nothing is known against the bytes."""
 
     FAILED = "failed"
-    """A worker could not read them: they are not offered again."""
+    """A worker could not read some of them: these are not offered again."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,8 +62,8 @@ class PlacedRows(NamedTuple):
     entry_tokens: int
 
 
-class ReadRows(NamedTuple):
-    """Rows of an entry that a hit reads.
+class LoadedRows(NamedTuple):
+    """Rows of an entry that a hit loads.
 
     Attributes:
         entry: It may have more of them.
@@ -121,22 +121,23 @@ class Hit:
         return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
 
     @property
-    def read_rows(self) -> Iterator[ReadRows]:
-        """What is read of each entry with rows, ascending. Holes are not left out.
+    def loaded_rows(self) -> Iterator[LoadedRows]:
+        """What is loaded of each entry with rows, ascending. Of holes, nothing is.
 
         Rows that a later entry has, too, are those of another prefix in the earlier one::
 
             found by the key at 8      rows 0 ── 8 ── 16    of another request
             found by the key at 24          rows 8 ──────── 24
-
-        The first and the last may begin before what is loaded, or end behind it.
         """
         rows = [entry for entry in self.entries if entry.piece.kind is Kind.ROWS]
         for entry, following in itertools.zip_longest(rows, rows[1:]):
             first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
             if following is not None:
                 end_tokens = min(end_tokens, following.piece.first_tokens)
-            yield ReadRows(entry, first_tokens, end_tokens)
+            first_tokens = max(first_tokens, self.after_tokens)
+            end_tokens = min(end_tokens, self.boundary_tokens)
+            for run in _between(self.holes, first_tokens, end_tokens):
+                yield LoadedRows(entry, *run)
 
     @property
     def num_tokens(self) -> int:
@@ -265,3 +266,17 @@ class _Search:
             if reason is not None:
                 return reason
         return None
+
+
+def _between(
+    holes: Sequence[tuple[int, int]], first_tokens: int, end_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """What is left of a range without the holes, which are ascending."""
+    for first, end in holes:
+        if end <= first_tokens:
+            continue
+        if first_tokens < min(first, end_tokens):
+            yield first_tokens, min(first, end_tokens)
+        first_tokens = max(first_tokens, end)
+    if first_tokens < end_tokens:
+        yield first_tokens, end_tokens

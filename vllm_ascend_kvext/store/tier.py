@@ -166,14 +166,15 @@ class HostTier:
         self,
         load: Load,
         outcome: LoadOutcome = LoadOutcome.LOADED,
-        lacking: Collection[Entry] = (),
+        unreadable: Collection[Entry] | None = None,
     ) -> None:
         """A load is over on all workers: its entries may go.
 
         Args:
             load: Of `begin_load`.
             outcome: How it ended.
-            lacking: Entries that could not be read, of a load that ended well without them.
+            unreadable: Entries that are not offered again; by default, of a load that has FAILED all
+                of them.
 
         Raises:
             TierError: If it has ended before.
@@ -184,9 +185,11 @@ class HostTier:
                 "load once, when the last worker is done"
             )
         load.has_ended = True
-        self.counters.failed_loads += outcome is LoadOutcome.FAILED or bool(lacking)
+        if unreadable is None:
+            unreadable = load.entries if outcome is LoadOutcome.FAILED else ()
+        self.counters.failed_loads += outcome is LoadOutcome.FAILED or bool(unreadable)
         for entry in load.entries:
-            has_failed = outcome is LoadOutcome.FAILED or entry in lacking
+            has_failed = entry in unreadable
             entry.num_pins -= 1
             if outcome is LoadOutcome.LOADED and not has_failed:
                 self.counters.hit_entries[entry.piece.kind] += 1

@@ -53,3 +53,25 @@ def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> Requ
     return RequestPlan(
         request_id=request_id, arrival_step=0, prompt=tuple(prompt), max_tokens=max_tokens
     )
+
+
+def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
+    """From now on, the tokens that steps compute, by request or row."""
+    computed: dict[str, list[tuple[int, int]]] = {}
+    execute = engine.runner.execute
+
+    def watched(output: Any) -> Any:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            first = starts[request_id]
+            computed.setdefault(request_id, []).append((first, first + num_tokens))
+        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
+        assert output.total_num_scheduled_tokens <= engine.scheduler.max_num_scheduled_tokens
+        jobs = output.kv_connector_metadata.jobs
+        assert jobs.has_forward == bool(output.total_num_scheduled_tokens)
+        return execute(output)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    return computed

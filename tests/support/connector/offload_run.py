@@ -150,7 +150,8 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     assert not parts.stores._tracked and not parts.jobs
     assert not parts.stores._plans
     assert not side.has_holes
-    for name, books in (*vars(parts.loads).items(), ("_failed_loads", side._failed_loads)):
+    of_side = {name: vars(side)[name] for name in ("_failed_loads", "_unreadable")}
+    for name, books in (*vars(parts.loads).items(), *of_side.items()):
         if isinstance(books, (dict, set)):
             assert not books, f"{name} remembers requests that are gone: {books}"
     assert parts.stores._reasons.keys() <= {entry.number for entry in entries}

@@ -237,9 +237,14 @@ class SmallEngine:
         *,
         failed_stores: Iterable[int] = (),
         failed_loads: Iterable[str] = (),
+        num_readable: int = 0,
         num_workers: int | None = None,
     ) -> None:
-        """The workers have made the jobs of a step: of the latest, unless one is given."""
+        """The workers have made the jobs of a step: of the latest, unless one is given.
+
+        Args:
+            num_readable: Of the parts of each load that has failed, the first so many can be read.
+        """
         jobs = self.jobs if jobs is None else jobs
         stores: tuple[StoreJob, ...] = (*jobs.stores_before, *jobs.stores)
         results = JobResults(
@@ -249,6 +254,11 @@ class SmallEngine:
             },
             failed_stores=set(failed_stores),
             failed_loads=set(failed_loads),
+            unreadable={
+                load.request_id: set(sorted(load.places)[num_readable:])
+                for load in self.jobs.loads
+                if load.request_id in failed_loads
+            },
             has_forward=jobs.has_forward,
         )
         self.side.note_output(results, [load.request_id for load in jobs.loads])

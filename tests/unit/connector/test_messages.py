@@ -8,14 +8,14 @@ import numpy as np
 from vllm_ascend_kvext.connector.messages import JobResults
 
 
-def test_what_loads_lack_on_some_worker_is_joined() -> None:
-    results = JobResults(lacking={"a": {(0, 32)}, "b": {(0, 64)}})
-    results.add(JobResults(lacking={"a": {(64, 96)}, "c": {(32, 64)}}))
-    assert results.lacking == {"a": {(0, 32), (64, 96)}, "b": {(0, 64)}, "c": {(32, 64)}}
+def test_what_some_worker_could_not_read_is_joined() -> None:
+    results = JobResults(unreadable={"a": {0}, "b": {0}})
+    results.add(JobResults(unreadable={"a": {64}, "c": {128}}))
+    assert results.unreadable == {"a": {0, 64}, "b": {0}, "c": {128}}
 
 
 def test_a_load_that_lacks_something_is_reported() -> None:
-    assert JobResults(lacking={"a": {(0, 32)}})
+    assert JobResults(unreadable={"a": {0}})
     assert not JobResults()
 
 

@@ -70,11 +70,12 @@ def same(some: Any, others: Any) -> bool:
 
 
 class Move:
-    """`page_transfer` behind a gate; directions in which to fail can be named."""
+    """`page_transfer` behind a gate; directions, and numbers of loads, that fail can be named."""
 
     def __init__(self) -> None:
         self.gate = Gate()
         self.failing: set[Direction] = set()
+        self.failing_loads: set[int] = set()
         self.directions: list[Direction] = []
         self.threads: list[threading.Thread] = []
         self.cpus: set[frozenset[int]] = set()
@@ -88,7 +89,9 @@ class Move:
         self.placements.append(placement)
         if threading.current_thread() is not threading.main_thread():
             self.gate.pass_through()
-        if direction in self.failing:
+        num_loads = self.directions.count(Direction.HOST_TO_PAGES)
+        is_failing_load = direction is Direction.HOST_TO_PAGES and num_loads in self.failing_loads
+        if direction in self.failing or is_failing_load:
             raise BackendError("the device is on fire")
         page_transfer(*arguments, placement=placement)
 
@@ -367,8 +370,10 @@ def test_a_load_that_is_not_complete_fails_and_writes_nothing(make_worker: MakeW
     assert not ended.results.traffic["load"].transfers
 
 
-def test_a_load_that_may_lack_chunks_brings_all_others(make_worker: MakeWorker) -> None:
-    worker = make_worker("single group")
+@pytest.mark.parametrize("may_lack", [True, False])
+def test_of_a_load_that_fails_each_part_is_tried(may_lack: bool, make_worker: MakeWorker) -> None:
+    move = Move()
+    worker = make_worker("single group", move=move)
     ended = Ended(worker.side)
     chunks = [TokenRange(first, first + 32) for first in range(0, 128, 32)]
     tables = [worker.tables(tokens, 1 + 8 * n) for n, tokens in enumerate(chunks)]
@@ -378,21 +383,38 @@ def test_a_load_that_may_lack_chunks_brings_all_others(make_worker: MakeWorker) 
     worker.pages.fill(seed=2)
     parts = [worker.load("a", *each) for each in zip(stores, tables, strict=True)]
     stored = [part.stored[0] for part in parts]
-    stored[1] = StoredChunk(RowMap(), stored[1].host_offset_bytes)
     (group,) = zip(*tables, strict=True)
     whole = TablePart(0, tuple(id for table in group for id in table.ids))
     before = worker.page_bytes(tables[1])
-    load = LoadJob("a", TOKENS, tuple(stored), (whole,), stored_tokens=tuple(chunks))
+    load = LoadJob("a", TOKENS, tuple(stored), (whole,), may_lack=may_lack)
+    move.failing_loads = {1, 3}
     worker.side.begin_step(StepJobs(loads=(load,)))
     ended.wait_for(stores=set(range(4)), loads={"a"})
-    assert ended.results.lacking == {"a": {(32, 64)}}
-    assert not ended.failed_pages and not ended.results.failed_loads
+    assert ended.results.unreadable == {"a": {stored[1].host_offset_bytes}}
+    assert ended.results.failed_loads == (set() if may_lack else {"a"})
+    assert ended.failed_pages == (set() if may_lack else set(whole.ids))
     for number, table in enumerate(tables):
         expected = before if number == 1 else contents[number]
         assert same(worker.page_bytes(table), expected)
 
 
-def test_a_load_that_lacks_all_its_chunks_fails(make_worker: MakeWorker) -> None:
+def test_a_load_whose_parts_can_all_be_read_has_not_failed(make_worker: MakeWorker) -> None:
+    move = Move()
+    move.failing_loads = {1}
+    worker = make_worker(move=move)
+    ended = Ended(worker.side)
+    tables = worker.tables(TOKENS)
+    store = worker.store(1, TOKENS, tables)
+    store_now(worker, ended, store)
+    content = worker.page_bytes(tables)
+    worker.pages.fill(seed=2)
+    worker.side.begin_step(StepJobs(loads=(worker.load("a", store, tables),)))
+    ended.wait_for(stores={1}, loads={"a"})
+    assert not ended.results.failed_loads and not ended.results.unreadable
+    assert same(worker.page_bytes(tables), content)
+
+
+def test_a_load_of_which_no_part_can_be_read_fails(make_worker: MakeWorker) -> None:
     move = Move()
     move.failing = {Direction.HOST_TO_PAGES}
     worker = make_worker("single group", move=move)
@@ -401,11 +423,11 @@ def test_a_load_that_lacks_all_its_chunks_fails(make_worker: MakeWorker) -> None
     store = worker.store(1, TOKENS, tables)
     store_now(worker, ended, store)
     whole = worker.load("a", store, tables)
-    halves = (TokenRange(0, 64), TokenRange(64, 128))
-    load = dataclasses.replace(whole, stored=whole.stored * 2, stored_tokens=halves)
+    load = dataclasses.replace(whole, stored=whole.stored * 2, may_lack=True)
     worker.side.begin_step(StepJobs(loads=(load,)))
     ended.wait_for(stores={1}, loads={"a"})
-    assert ended.results.failed_loads == {"a"} and not ended.results.lacking
+    assert ended.results.failed_loads == {"a"}
+    assert ended.results.unreadable == {"a": load.places}
     assert move.directions.count(Direction.HOST_TO_PAGES) == 3
 
 
