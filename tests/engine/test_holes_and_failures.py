@@ -224,7 +224,9 @@ def serve_again(
         serve(engine, plan_of("second", prompt))
         check_nothing_is_left(engine)
         found = AfterFailures(
-            sorted(t for runs in computed.values() for first, end in runs for t in range(first, end)),
+            sorted(
+                t for runs in computed.values() for first, end in runs for t in range(first, end)
+            ),
             counters.hit_tokens - before_tokens,
             worker.transfers.counts["loads"],
             counters.tier.removed_entries[Removal.LOAD_FAILED],
@@ -265,9 +267,7 @@ def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
     assert with_hole.num_loads == 2
     assert parts[-1].piece.kind is Kind.TAILS and parts[-1].piece.end_tokens < 240
     # One call for all rows, which is well; one for the tails; then each part.
-    failed, _ = serve_again(
-        GEMMA, missing=is_of_hole, failing=frozenset({2, 2 + len(parts)})
-    )
+    failed, _ = serve_again(GEMMA, missing=is_of_hole, failing=frozenset({2, 2 + len(parts)}))
     without, _ = serve_again(
         GEMMA, missing=lambda entry: is_of_hole(entry) or entry.piece == parts[-1].piece
     )
@@ -276,7 +276,7 @@ def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
 
 
 def test_a_request_whose_load_fails_twice_is_computed() -> None:
-    whole, parts = serve_again(GEMMA)
+    _, parts = serve_again(GEMMA)
     second_load = 2 + len(parts)
     failed, _ = serve_again(GEMMA, failing=frozenset({1, 4, second_load, second_load + 1}))
     assert failed.computed[:PROMPT_TOKENS] == list(range(PROMPT_TOKENS))

@@ -50,7 +50,7 @@ MOST_LOOKUPS_IN_VAIN = 16
 millisecond, and thousands of requests may be waiting."""
 
 MOST_FAILED_LOADS = 2
-"""Of a request: then it is computed. Before, it is looked up again without what could not be read."""
+"""Of a request: then all of it is computed. Before, it is looked up again, for what is left."""
 
 MOST_REMEMBERED_FAILURES = 4096
 """Requests of which it is known that a load failed."""

@@ -12,12 +12,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm_ascend_kvext.connector.job_runner import Job, Moved
 from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
-from vllm_ascend_kvext.layout.rows import TokenRange
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -241,12 +240,12 @@ class _FailureLog:
                 return
             self._logged_at_s = now_s
             num_unlogged, self._num_unlogged = self._num_unlogged, 0
-        what = (
-            f"Store {job.number}"
-            if isinstance(job, StoreJob)
-            else f"The load of request {job.request_id}"
-        )
-        if num_unreadable:
-            what += f", for {num_unreadable} of its {len(job.places)} parts, whose tokens are computed,"
+        if isinstance(job, StoreJob):
+            what = f"Store {job.number}"
+        elif num_unreadable:
+            what = f"The load of {num_unreadable} of the {len(job.places)} parts "
+            what += f"of request {job.request_id}"
+        else:
+            what = f"The load of request {job.request_id}"
         since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
         logger.error("%s failed%s: %s", what, since, error, exc_info=error)

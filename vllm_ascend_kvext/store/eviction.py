@@ -55,6 +55,9 @@ MOST_TRIED = 8
 MOST_TRIED_IN_ALL = 128
 """Entries that are tried for one store."""
 
+MOST_MOVED = 256
+"""Entries that are queued anew for one store, once the rule has learned: a millisecond or less."""
+
 MOST_SPARED = 8
 """How often an entry is tried, and stays, while others go."""
 
@@ -129,8 +132,8 @@ class EvictionOrder:
         """
         if self._version != self.rule.version:
             self._version = self.rule.version
-            for entry in entries.values():
-                self.add(entry)
+            self.queue.renew()
+        self.queue.move(MOST_MOVED)
         search = _Search(arena, entries, num_bytes, below, self)
         window = search.find_window()
         is_outbid = window is None and any(self.queue.first(is_hit) for is_hit in (False, True))

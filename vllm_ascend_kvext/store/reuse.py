@@ -17,7 +17,7 @@ more often than its classes make expect has a greater density in proportion: the
 prior and of what was seen (so a document that many ask about differs from a conversation).
 
 Densities are learned once per request at most, and when a share of the tier's size was stored
-since. Then all entries are queued anew: a constant number per entry that is stored, amortised.
+since. Then all entries are queued anew, some of them with each store that follows.
 """
 
 from __future__ import annotations

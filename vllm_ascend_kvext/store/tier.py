@@ -173,8 +173,8 @@ class HostTier:
         Args:
             load: Of `begin_load`.
             outcome: How it ended.
-            unreadable: Entries that are not offered again; by default, of a load that has FAILED all
-                of them.
+            unreadable: Entries that are not offered again; by default all of them if it FAILED,
+                and none else.
 
         Raises:
             TierError: If it has ended before.

@@ -11,9 +11,9 @@ import pytest
 from unit.store.small_tier import CHUNK_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
-from vllm_ascend_kvext.store import reuse
+from vllm_ascend_kvext.store import eviction, reuse
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.entries import Entry, Piece, Worth
 from vllm_ascend_kvext.store.reuse import Reuse, densities
 from vllm_ascend_kvext.store.reuse_times import NUM_STAGES
 from vllm_ascend_kvext.store.worth import EvictionRule
@@ -116,3 +116,29 @@ def test_cleared_tiers_have_learned_nothing() -> None:
     tier.clear()
     assert {value for row in rule._densities for value in row} == {1.0}
     assert not len(rule.times)
+
+
+def test_no_store_waits_until_all_entries_are_queued_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier may have a hundred thousand entries, and the engine waits for the store's plan."""
+    monkeypatch.setattr(eviction, "MOST_MOVED", 50)
+    num_places = 600
+    tier = tier_of(num_places)
+    rng = random.Random(3)
+    rule = tier._rule
+    assert isinstance(rule, Reuse)
+    most, num_looks, worth_of = 0, 0, rule.worth_of
+
+    def watched(entry: Entry) -> Worth:
+        nonlocal num_looks
+        num_looks += 1
+        return worth_of(entry)
+
+    tier._order.queue._worth_of = watched
+    for number in range(4 * num_places):
+        num_looks = 0
+        ask(tier, text_of(rng.randrange(2 * num_places) if number % 2 else 5000 + number))
+        if number > num_places:
+            most = max(most, num_looks)
+    assert rule.version > 10
+    assert tier.counters.entries_held > num_places * 0.9
+    assert 50 <= most < num_places / 2
