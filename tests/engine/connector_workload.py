@@ -205,8 +205,11 @@ class Engine:
         return self.worker_side._host.tensor[entry.offset_bytes :][: entry.num_bytes]
 
     @contextmanager
-    def failing(self, direction: str) -> Iterator[None]:
-        """Let every second transfer in one direction fail, and move nothing."""
+    def failing(self, direction: str, numbers: Sequence[int] = ()) -> Iterator[None]:
+        """Let every second transfer in one direction fail, or those that are named, from 1 on.
+
+        What fails moves nothing.
+        """
         if not self.has_connector:
             yield
             return
@@ -219,7 +222,8 @@ class Engine:
             is_load = way.name == "HOST_TO_PAGES"
             if is_load == (direction == "load"):
                 calls["number"] += 1
-                if calls["number"] % 2:
+                number = calls["number"]
+                if number in numbers if numbers else number % 2:
                     raise RuntimeError(f"injected: {direction} fails")
             move(pools, host, planes, runs, way, **more)
 
@@ -506,6 +510,13 @@ def failures(engine: Engine) -> None:
     engine.ask("after failed loads", prompts)
     engine.reset()
     engine.ask("after failures", prompts)
+    engine.reset()
+    prompt = random_tokens(rng, 250)
+    engine.ask("before one part fails", [prompt])
+    engine.reset()
+    # The load of all parts, and that of the first chunk alone.
+    with engine.failing("load", numbers=(1, 2)):
+        engine.ask("one part fails", [prompt])
     engine.reset(is_host_too=True)
 
 

@@ -547,6 +547,16 @@ def test_failed_loads_are_computed(setting: Served) -> None:
     assert setting.hit_tokens("after failures") == complete
 
 
+@pytest.mark.parametrize("setting", named("default"), indirect=True)
+def test_one_part_that_cannot_be_read_costs_its_own_tokens(setting: Served) -> None:
+    """The request is looked up again: this model has windows."""
+    (answer,) = setting.answers("one part fails")
+    (hit_tokens,) = setting.hit_tokens("one part fails")
+    lost_tokens = counted(setting, "one part fails", "hole tokens")
+    assert 0 < lost_tokens <= CHUNK_TOKENS
+    assert hit_tokens == floor(answer.prompt_tokens - 1) - lost_tokens
+
+
 # Events.
 
 
