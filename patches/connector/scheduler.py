@@ -280,11 +280,15 @@ class ConnectedScheduler:
             getattr(scheduler, "_inflight_prefills", set()).discard(request)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """A load has ended. If it failed, another may begin.
+        """A load has ended. If it failed, another may begin, which takes blocks anew.
 
-        vLLM 0.23.0 admits a load beside what all prefills in flight still need, and leaves a
-        request whose load failed among them: its next load would wait for itself.
+        vLLM goes on behind what the device had, where there was something. And vLLM 0.23.0 admits a
+        load beside what all prefills in flight still need, and leaves a request whose load failed
+        among them: its next load would wait for itself.
         """
+        has_failed = request.request_id in self._scheduler.failed_recving_kv_req_ids
+        if has_failed and self._side.is_looked_up_again(request.request_id):
+            request.num_computed_tokens = 0
         self._note_received(request)
         if not request.num_computed_tokens:
             getattr(self._scheduler, "_inflight_prefills", set()).discard(request)

@@ -113,7 +113,11 @@ class LoadRecovery:
         connector = scheduler.connector
         self._schedule = scheduler.schedule
         self._update_from_output = scheduler.update_from_output
-        self._forgets_failed_loads = bool(getattr(connector, FORGETS_FAILED_LOADS, False))
+        # Of several connectors, all have to.
+        self._forgets_failed_loads = all(
+            getattr(each, FORGETS_FAILED_LOADS, False)
+            for each in getattr(connector, "_connectors", None) or (connector,)
+        )
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._build_connector_meta = connector.build_connector_meta
         self._replaced = [
@@ -334,20 +338,21 @@ class LoadRecovery:
 
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
+        what = f"{len(failed)} block(s)" if failed else "what it had found"
         if self.scheduler.recompute_kv_load_failures:
             logger.warning(
-                "The KV connector failed to load %d block(s). %d request(s) are computed again, "
+                "The KV connector failed to load %s. %d request(s) are computed again, "
                 "without %s: %s",
-                len(failed),
+                what,
                 len(requests),
                 "what has failed" if self._forgets_failed_loads else "its hits",
                 ids,
             )
         else:
             logger.error(
-                "The KV connector failed to load %d block(s). %d request(s) fail "
+                "The KV connector failed to load %s. %d request(s) fail "
                 "(kv_load_failure_policy=fail): %s",
-                len(failed),
+                what,
                 len(requests),
                 ids,
             )

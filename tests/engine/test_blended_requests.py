@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.blend_counters import BlendRefusal
+from vllm_ascend_kvext.store.counters import Removal
 
 _rng = random.Random("documents")
 SINK = [5]
@@ -268,3 +269,17 @@ def test_a_store_that_begins_again_finds_its_sink_and_not_its_own_blocks() -> No
         manager = engine.scheduler.kv_cache_manager
         assert manager.get_computed_blocks(request)[1] == len(sink)
         run(engine)
+
+
+def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
+    documents = [tokens(_rng, 64) for _ in range(5)]
+    with engine_with(*documents, layout=FULL, num_blocks=400) as engine:
+        (worker,) = engine.workers
+        removed = engine.side.counters.tier.removed_entries
+        for number, failing in enumerate([{1}, {1, 2}]):
+            worker.transfers.counts.clear()
+            worker.transfers._script = TransferScript(failing_load_numbers=frozenset(failing))
+            engine.add_request(asked(f"question-{number}", *documents))
+            run(engine)
+            assert worker.transfers.counts["failed loads"] == len(failing)
+            assert removed[Removal.LOAD_FAILED] == number

@@ -42,8 +42,9 @@ Move = Callable[..., None]
 """As `page_transfer`: pools, host, planes, runs, direction; ``placement`` by its name."""
 
 
-MOST_FAILED_PARTS = 16
-"""Of one load: then no other part is tried. Other transfers wait, and so may a shutdown."""
+MOST_FAILED_IN_A_ROW = 3
+"""Parts of one load: then no other is tried. Each may take until a device's time limit, and other
+transfers wait, and so may a shutdown."""
 
 
 class IncompleteJobError(ConnectorError, LookupError):
@@ -57,7 +58,7 @@ class Moved(NamedTuple):
         num_bytes: Of all planes.
         seconds: That the copies took.
         unreadable: Where in host memory those parts of a load begin that could not be read.
-        error: Why not, of all of them together.
+        error: Why a load was made part by part; None if it was not.
         key_check: Of the segments of a store; None if none were checked.
     """
 
@@ -125,18 +126,13 @@ class JobRunner:
         if missing:
             raise _incomplete(job, missing)
         if isinstance(job, StoreJob):
-            moved = self._move_plans(plans, Direction.PAGES_TO_HOST, recorded)
+            moved = self._move_all(job, plans, recorded)
             if not job.segments:
                 return moved
-            moved = self._with_segments(moved, job, recorded)
-            return moved._replace(
-                key_check=self._key_gate.check(self._mover().check_keys, job.segments)
-            )
-        if job.segments:
-            moved = self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
-            return self._with_segments(moved, job, recorded)
+            check = self._key_gate.check(self._mover().check_keys, job.segments)
+            return moved._replace(key_check=check)
         try:
-            return self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
+            return self._move_all(job, plans, recorded)
         except Exception as error:
             return self._load_apart(job, recorded, error)
 
@@ -144,9 +140,9 @@ class JobRunner:
         with self._planning:
             return plan_job(self._planner, job)
 
-    def _move_plans(
-        self, plans: Iterable[StorePlan | LoadPlan], direction: Direction, recorded: Any
-    ) -> Moved:
+    def _move_all(self, job: Job, plans: Iterable[StorePlan | LoadPlan], recorded: Any) -> Moved:
+        is_store = isinstance(job, StoreJob)
+        direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
         num_bytes, seconds = 0, 0.0
         for plan in plans:
             if not len(plan.runs):
@@ -164,17 +160,15 @@ class JobRunner:
                     placement=self._placement,
                 ),
             )
-        return Moved(num_bytes, seconds)
-
-    def _with_segments(self, moved: Moved, job: Job, recorded: Any) -> Moved:
-        """Move the segments of a job, once everything else has been moved."""
+        if not job.segments:
+            return Moved(num_bytes, seconds)
         mover = self._mover()
-        move = mover.store if isinstance(job, StoreJob) else mover.load
-        num_bytes = [moved.num_bytes]
-        seconds = self.fence.run(
-            recorded, lambda: num_bytes.append(move(job.segments, job.block_ids))
+        move = mover.store if is_store else mover.load
+        of_segments: list[int] = []
+        seconds += self.fence.run(
+            recorded, lambda: of_segments.append(move(job.segments, job.block_ids))
         )
-        return Moved(sum(num_bytes), moved.seconds + seconds)
+        return Moved(num_bytes + sum(of_segments), seconds)
 
     def _mover(self) -> SegmentMover:
         if self.segments is None:
@@ -191,25 +185,26 @@ class JobRunner:
             Exception: What the load of all has raised, if no part can be read.
         """
         num_bytes, seconds = 0, 0.0
-        num_failed = 0
+        num_in_a_row = 0
         unreadable: set[int] = set()
         for part in _parts_of(job):
-            moved = self._try(part, recorded) if num_failed < MOST_FAILED_PARTS else None
+            moved = self._try(part, recorded) if num_in_a_row < MOST_FAILED_IN_A_ROW else None
             if moved is None:
-                num_failed += 1
+                num_in_a_row += 1
                 unreadable |= part.places
                 continue
+            num_in_a_row = 0
             num_bytes += moved.num_bytes
             seconds += moved.seconds
         if unreadable == job.places:
             raise error
-        return Moved(num_bytes, seconds, frozenset(unreadable), error if unreadable else None)
+        return Moved(num_bytes, seconds, frozenset(unreadable), error)
 
     def _try(self, part: LoadJob, recorded: Any) -> Moved | None:
         """What a part moves; None if it cannot be read. What it does not have, other parts have."""
         try:
             plans, _ = self._plan(part)
-            return self._move_plans(plans, Direction.HOST_TO_PAGES, recorded)
+            return self._move_all(part, plans, recorded)
         except Exception:
             return None
 
@@ -266,10 +261,13 @@ def _incomplete(job: Job, missing: list[MissingRows]) -> IncompleteJobError:
 
 def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
     """A load of each of its entries."""
+    nothing = replace(job, stored=(), hole_tails=(), segments=())
     for stored in job.stored:
-        yield replace(job, stored=(stored,), hole_tails=())
+        yield replace(nothing, stored=(stored,))
     for tails in job.hole_tails:
-        yield replace(job, stored=(), hole_tails=(tails,))
+        yield replace(nothing, hole_tails=(tails,))
+    for rows in job.segments:
+        yield replace(nothing, segments=(rows,))
 
 
 def _is_covered(wanted: TokenRange, ranges: Iterable[TokenRange]) -> bool:

@@ -170,6 +170,10 @@ class Loads:
     def is_under_way(self, request_id: str) -> bool:
         return request_id in self._under_way
 
+    def is_looked_up_again(self, request_id: str) -> bool:
+        """Whether a request whose load has failed is to load what is left."""
+        return 0 < self._num_failed.get(request_id, 0) < MOST_FAILED_LOADS
+
     def hole_tokens_of(self, request_id: str) -> int:
         """Tokens of a load under way that are computed before its end."""
         return self._under_way[request_id].hit.hole_tokens
@@ -436,7 +440,9 @@ class Loads:
         if prospect is not None and num_tokens == 0:
             self._tier.end_load(prospect.load, LoadOutcome.CANCELLED)
         if request_id in self._shortfalls:
-            self._tier.count_shortfall(self._shortfalls.pop(request_id))
+            shortfall = self._shortfalls.pop(request_id)
+            if request_id not in self._num_failed:  # Else it has been counted.
+                self._tier.count_shortfall(shortfall)
         if request_id in self._hole_refusals:
             self._counters.hole_refusals[self._hole_refusals.pop(request_id)] += 1
         self._too_dear.discard(request_id)

@@ -11,6 +11,10 @@ none of them fits, the engine stands still::
 So a load begins only if each parked request could go on while the others stay parked. vLLM's own
 check (``_request_remaining_blocks``; vLLM 0.20.2 has none) does not count windows and states beyond
 the first chunk. On Ascend a chunk of 2,048 tokens takes some 360 blocks of them.
+
+Whoever is tried has to be admitted: behind a request that is not, vLLM tries nobody. What it asks
+for then (``allocate_slots``, ``full_sequence_must_fit``) counts a window and a step of each group
+with windows, as far as the request has not got these pages.
 """
 
 from __future__ import annotations
@@ -186,7 +190,12 @@ class PoolRoom:
                 continue
             window_pages = -(-max(1, group.window_tokens) // tokens_per_page) + 1
             held += min(end_page, window_pages)
-            missing += -(-chunk_tokens // tokens_per_page) + 1
+            # vLLM tries nobody behind a request for which it lacks as many as this.
+            most_tokens = min(num_tokens, group.window_tokens - 1 + self._step_tokens)
+            admitted = min(
+                -(-num_tokens // tokens_per_page), -(-most_tokens // tokens_per_page) + 1
+            )
+            missing += max(-(-chunk_tokens // tokens_per_page) + 1, admitted - end_page)
             # Holes are computed one after the other, in blocks of their own.
             of_hole += -(-hole_tokens // tokens_per_page) + 1
             held += sum(min(-(-first // tokens_per_page), window_pages) for first, _ in holes)

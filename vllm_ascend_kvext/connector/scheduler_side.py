@@ -372,6 +372,10 @@ class SchedulerSide:
         if tails is not None:
             self._parts.stores.note_hit(tails)
 
+    def is_looked_up_again(self, request_id: str) -> bool:
+        """Whether a request whose load has failed is to load what is left."""
+        return self._parts is not None and self._parts.loads.is_looked_up_again(request_id)
+
     # Steps.
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:

@@ -232,7 +232,12 @@ class _FailureLog:
         self._logged_at_s: float | None = None
         self._num_unlogged = 0
 
-    def add(self, job: Job, error: Exception, num_unreadable: int = 0) -> None:
+    def add(self, job: Job, error: Exception, num_unreadable: int | None = None) -> None:
+        """A job has failed, or a load has been made part by part.
+
+        Args:
+            num_unreadable: Of its parts, which are left out; None if nothing of the job is there.
+        """
         now_s = time.monotonic()
         with self._lock:
             if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
@@ -242,10 +247,9 @@ class _FailureLog:
             num_unlogged, self._num_unlogged = self._num_unlogged, 0
         if isinstance(job, StoreJob):
             what = f"Store {job.number}"
-        elif num_unreadable:
-            what = f"The load of {num_unreadable} of the {len(job.places)} parts "
-            what += f"of request {job.request_id}"
         else:
             what = f"The load of request {job.request_id}"
+            if num_unreadable is not None:
+                what += f", made again without {num_unreadable} of its {len(job.places)} parts,"
         since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
         logger.error("%s failed%s: %s", what, since, error, exc_info=error)

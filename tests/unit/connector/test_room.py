@@ -66,7 +66,8 @@ def test_full_attention_needs_the_pages_of_the_whole_request(
         # where it begins within a page.
         (400, 100, 4 + 5),
         (102, 100, 4 + 2),  # the rest is shorter than a step
-        (40, 4, 1 + 5),  # there is one page before the boundary
+        # There is one page before the boundary; vLLM asks for those of a window and a step.
+        (40, 4, 1 + 7),
     ],
 )
 def test_window_needs_its_pages_and_those_of_a_step(

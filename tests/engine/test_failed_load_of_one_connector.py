@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KvextConnector behind vLLM's MultiConnector, and a load of it that fails in part."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.connector.engines import plan_of
+from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import GEMMA
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_engine import SimulatedEngine
+from support.scheduler import options as engine_options
+from support.scheduler.options import EngineOptions
+from vllm.config import KVTransferConfig
+
+from vllm_ascend_kvext.patches.connector.scheduler import connector_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+def one_of_several(layout: Any, options: EngineOptions) -> KVTransferConfig:
+    own = {
+        "kv_connector": "KvextConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(options.offloading or {}),
+    }
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [own]},
+    )
+
+
+class MultiEngine(SimulatedEngine):
+    """As `SimulatedEngine`, behind a MultiConnector."""
+
+    @property
+    def side(self) -> Any:
+        return connector_of(self.scheduler).scheduler_side
+
+    def _new_runner(self, *args: Any) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+            MultiKVConnectorWorkerMetadata,
+        )
+
+        of_all = self.scheduler.vllm_config
+        config = copy.copy(of_all)
+        config.kv_transfer_config = self.scheduler.connector._ktc_kv_transfer_config[0]
+        self.scheduler.vllm_config = config
+        runner = super()._new_runner(*args)
+        self.scheduler.vllm_config = of_all
+        execute = runner.execute
+
+        def translated(scheduled: Any) -> Any:
+            of_several = scheduled.kv_connector_metadata
+            (scheduled.kv_connector_metadata,) = of_several.metadata
+            output = execute(scheduled)
+            scheduled.kv_connector_metadata = of_several
+            found = output.kv_connector_output
+            found.kv_connector_stats = None
+            if found.kv_connector_worker_meta is not None:
+                found.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(
+                    (found.kv_connector_worker_meta,)
+                )
+            return output
+
+        runner.execute = translated
+        return runner
+
+
+@pytest.mark.parametrize("engine_type", [SimulatedEngine, MultiEngine])
+def test_one_of_several_connectors_loads_what_can_be_read(
+    engine_type: type[SimulatedEngine],
+) -> None:
+    prompt = tokens(random.Random(4), 400)
+    values = offloading(GEMMA, hole_reuse=False, chunk_tokens=16)
+    options = EngineOptions(
+        num_blocks=1200,
+        max_num_batched_tokens=256,
+        caching=False,
+        events=False,
+        offloading=values,
+    )
+    transfer_config = engine_options._kv_transfer_config
+    if engine_type is MultiEngine:
+        transfer_config = one_of_several
+    with mock.patch.object(engine_options, "_kv_transfer_config", transfer_config):
+        engine = engine_type(GEMMA, options, TransferScript())
+    try:
+        serve(engine, plan_of("other", prompt[:133], max_tokens=1))
+        serve(engine, plan_of("first", prompt, max_tokens=1))
+        (worker,) = engine.workers
+        worker.transfers.counts.clear()
+        worker.transfers._script = TransferScript(failing_load_numbers=frozenset({1, 20}))
+        before_tokens = engine.side.counters.hit_tokens
+        begun: list[Any] = []
+        begin_load = engine.tier.begin_load
+
+        def watch(hit: Any, use: int) -> Any:
+            begun.append(hit.num_tokens)
+            return begin_load(hit, use)
+
+        engine.tier.begin_load = watch  # type: ignore[method-assign]
+        serve(engine, plan_of("second", prompt))
+        check_nothing_is_left(engine)
+        loaded_tokens = engine.side.counters.hit_tokens - before_tokens
+        assert loaded_tokens == begun[1], f"found {begun}, loaded {loaded_tokens}"
+    finally:
+        engine.shutdown()
