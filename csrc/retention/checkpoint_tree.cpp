@@ -53,6 +53,7 @@ void CheckpointTree::clear() {
   for (auto& [key, node] : nodes_) {
     node->is_in_tree = false;
     node->tail.clear();
+    node->tail_keys.clear();
     node->children.clear();
     node->parent = root_;  // whoever still has one of them has none of the others
   }
@@ -68,6 +69,14 @@ void CheckpointTree::clear() {
 std::shared_ptr<Checkpoint> CheckpointTree::find(const std::string& key) const {
   const auto found = nodes_.find(key);
   return found == nodes_.end() ? nullptr : found->second;
+}
+
+bool CheckpointTree::has_whole_tail(const Checkpoint& node) const {
+  for (std::size_t place = 0; place < node.tail.size(); ++place) {
+    PyObject* block = blocks_[node.tail[place]];
+    if (blocks_.fields().key(block) != node.tail_keys[place].ptr()) return false;
+  }
+  return node.has_tail();
 }
 
 void CheckpointTree::use(Checkpoint& node) {
@@ -97,9 +106,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   }
   mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
        before ? before->boundary_tokens : 0);
-  if (node->has_tail() && !is_cached(node->tail)) {
-    give_up_tail(*node);  // a connector uncached blocks of it; the request has others
-  }
+  if (node->has_tail() && !has_whole_tail(*node)) give_up_tail(*node);  // the request has another
   if (!node->has_tail()) {
     node->origin = reason.origin;
     node->reason = reason;
@@ -339,9 +346,8 @@ void CheckpointTree::join_child(Checkpoint& node) {
 
 void CheckpointTree::take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead) {
   tail.insert(tail.end(), ahead.begin(), ahead.end());
-  node.tail = std::move(tail);
+  extend_tail(node, tail);
   node.num_ahead = ahead.size();
-  need_all(node.tail);
   ++counts_.checkpoints_kept;
   ++counts_.checkpoints;
   order_.add(node);
@@ -355,9 +361,16 @@ void CheckpointTree::take_ahead(Checkpoint& node, const BlockIds& ahead) {
     if (std::find(known, node.tail.end(), id) == node.tail.end()) more.push_back(id);
   }
   if (more.empty() || node.num_ahead >= kMostContinuations * more.size()) return;
-  need_all(more);
-  node.tail.insert(node.tail.end(), more.begin(), more.end());
+  extend_tail(node, more);
   node.num_ahead += more.size();
+}
+
+void CheckpointTree::extend_tail(Checkpoint& node, const BlockIds& ids) {
+  need_all(ids);
+  node.tail.insert(node.tail.end(), ids.begin(), ids.end());
+  for (const BlockId id : ids) {
+    node.tail_keys.push_back(nb::borrow(blocks_.fields().key(blocks_[id])));
+  }
 }
 
 std::size_t CheckpointTree::give_up_tail(Checkpoint& node) {
@@ -365,6 +378,7 @@ std::size_t CheckpointTree::give_up_tail(Checkpoint& node) {
   order_.remove(node);
   const BlockIds tail = std::move(node.tail);
   node.tail.clear();
+  node.tail_keys.clear();
   node.num_ahead = 0;
   return give_up(tail);
 }
@@ -379,11 +393,6 @@ void CheckpointTree::need_all(const BlockIds& ids) {
   }
   order_.advance(static_cast<double>(num_new) / static_cast<double>(blocks_.size()));
   free_order_.move_to_back(idle);
-}
-
-bool CheckpointTree::is_cached(const BlockIds& ids) const {
-  const auto has_key = [this](BlockId id) { return blocks_.fields().is_cached(blocks_[id]); };
-  return std::all_of(ids.begin(), ids.end(), has_key);
 }
 
 std::size_t CheckpointTree::give_up(const BlockIds& ids) {

@@ -45,6 +45,8 @@ struct Checkpoint {
   /// Blocks of the sparse groups, and full-attention blocks past the boundary, that a hit reads;
   /// empty if nothing can resume here and prompts merely part ways.
   BlockIds tail;
+  /// The key of each block of the tail when it was taken: with another it holds something else.
+  std::vector<nb::object> tail_keys;
   std::size_t num_ahead = 0;      // how many of the tail are past it, in full-attention groups
   std::int64_t num_requests = 0;  // running ones that resumed here, or passed here last
   Origin origin = Origin::kLatest;  // what suggested it at first
@@ -97,6 +99,10 @@ class CheckpointTree {
 
   /// The boundary with a key; none if there is none.
   std::shared_ptr<Checkpoint> find(const std::string& key) const;
+
+  /// Whether a boundary can be resumed from: it has a tail, and the blocks hold what they held. A
+  /// connector may have uncached some, and they have been reallocated then.
+  bool has_whole_tail(const Checkpoint& node) const;
 
   /// A request resumes here.
   void use(Checkpoint& node);
@@ -167,9 +173,9 @@ class CheckpointTree {
   std::size_t remove_unneeded(std::shared_ptr<Checkpoint> node);
   void join_child(Checkpoint& node);
   void take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead);
+  void extend_tail(Checkpoint& node, const BlockIds& ids);
   void take_ahead(Checkpoint& node, const BlockIds& ahead);
   std::size_t give_up_tail(Checkpoint& node);
-  bool is_cached(const BlockIds& ids) const;
   void need_all(const BlockIds& ids);
   std::size_t give_up(const BlockIds& ids);
   void own(const BlockIds& ids, Checkpoint* node);

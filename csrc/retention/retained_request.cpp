@@ -152,7 +152,7 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
 
 void RetainedRequest::resume(const Prefix& prefix, std::int64_t hit_tokens) {
   std::shared_ptr<Checkpoint> node = cache_.tree.find(prefix.key(hit_tokens));
-  if (!node || !node->has_tail()) {
+  if (!node || !cache_.tree.has_whole_tail(*node)) {
     // It was hit because of blocks that other boundaries need, or that were surplus.
     node = keep(prefix, hit_tokens, Reason{Origin::kOverlap, 0, 0});
   }
@@ -451,7 +451,7 @@ std::shared_ptr<Checkpoint> RetainedRequest::keep(const Prefix& prefix, std::int
   std::optional<BlockIds> tail = prefix.tail(tokens);
   if (!tail) return nullptr;
   const std::shared_ptr<Checkpoint> known = cache_.tree.find(prefix.key(tokens));
-  const bool is_supplied = !known || !known->has_tail();
+  const bool is_supplied = !known || !cache_.tree.has_whole_tail(*known);
   std::shared_ptr<Checkpoint> node =
       cache_.tree.add(prefix, tokens, std::move(*tail), prefix.ahead(tokens), reason, last_);
   if (!node) return nullptr;

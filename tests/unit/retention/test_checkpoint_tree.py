@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 from support.retention.books import check_books, num_checkpoints
 from support.sample import sampled
 from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelRequest
+from unit.retention.pool_model import ModelBlock, ModelRequest
 
 from vllm_ascend_kvext._native import RetainedRequest
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -553,6 +554,65 @@ def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
     cache.finish(request)
     window = cache.managers[1].group
     assert all(len(cache.pool.copies(request, window, index)) <= 1 for index in range(12))
+
+
+def lost_first_blocks(layout: str, num_tokens: int, groups: Sequence[int]) -> ModelCache:
+    """A cache from which the first block of some groups was uncached while a request had it.
+
+    As a connector uncaches what it failed to load. Those who come next get it, and cache what they
+    compute in it.
+    """
+    cache = ModelCache(HitGeometry(LAYOUTS[layout], UNIT_TOKENS), 30)
+    request = ModelRequest.of("loads", "a" * (num_tokens + 1))
+    assert cache.step(request, num_tokens)
+    for group in groups:
+        cache.pool.uncache_unasked(cache.managers[group].req_to_blocks["loads"][0])
+    cache.finish(request)
+    return cache
+
+
+def tail_at(cache: ModelCache, boundary_tokens: int) -> list[ModelBlock]:
+    (node,) = (n for n in checkpoints(cache) if n["boundary_tokens"] == boundary_tokens)
+    return [cache.pool.blocks[index] for index in node["tail"]]
+
+
+def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
+    """The reallocated block would be in the tail twice, and what a hit reads be surplus."""
+    cache = lost_first_blocks("full looks ahead", 16, groups=[0, 1])
+    before = tail_at(cache, 4)
+    request = ModelRequest.of("computes", "a" * 9)
+    assert cache.step(request, 8)
+    assert before[0] is cache.managers[0].req_to_blocks["computes"][1]
+    check(cache)
+    own = [cache.managers[1].req_to_blocks["computes"][0], before[0]]
+    assert tail_at(cache, 4) == own
+    cache.finish(request)
+    cache.pool.allocate(num_surplus(cache))
+    assert cache.hit_tokens("a" * 9, 8) == 4
+
+
+def test_who_hits_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
+    """It is hit all the same: others have computed the block since."""
+    cache = lost_first_blocks("full and window", 24, groups=[1])
+    lost = tail_at(cache, 8)[0]
+    other = ModelRequest.of("shorter", "a" * 4 + "x")
+    assert cache.step(other, 4)
+    assert cache.managers[0].req_to_blocks["shorter"] == [lost]
+    request = ModelRequest.of("hits", "a" * 8 + "x")
+    assert cache.step(request, 1)
+    assert request.before_step_tokens == 8
+    assert tail_at(cache, 8) == cache.managers[1].req_to_blocks["hits"][:2]
+
+
+def test_a_tail_that_was_taken_anew_goes_with_what_was_not_computed() -> None:
+    cache = lost_first_blocks("full looks ahead", 16, groups=[0, 1])
+    request = ModelRequest.of("undone", "a" * 9)
+    assert cache.step(request, 8)
+    assert tail_at(cache, 4)
+    request.num_computed_tokens = request.before_step_tokens
+    cache.preempt(request)
+    tails = [cache.pool.blocks[index] for node in checkpoints(cache) for index in node["tail"]]
+    assert all(block._block_hash is not None for block in tails)
 
 
 def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
