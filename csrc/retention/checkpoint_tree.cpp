@@ -42,6 +42,7 @@ CheckpointTree::CheckpointTree(const Blocks& blocks, nb::object head, nb::object
       block_tokens_(std::move(block_tokens)),
       unit_tokens_(unit_tokens),
       needs_(blocks.size()),
+      overruled_(blocks.size(), 0),
       free_order_(blocks, needs_, std::move(head), std::move(tail)),
       order_(*this),
       evicted_(kRemembered),
@@ -97,7 +98,7 @@ std::shared_ptr<Checkpoint> CheckpointTree::add(const PrefixBlocks& prefix,
   }
   mend(is_new && !node->is_root() ? *node->parent : *node, prefix,
        before ? before->boundary_tokens : 0);
-  if (node->has_tail() && !is_cached(node->tail)) {
+  if (node->has_tail() && !has_whole_tail(*node, tail)) {
     give_up_tail(*node);  // a connector uncached blocks of it; the request has others
   }
   if (!node->has_tail()) {
@@ -138,7 +139,10 @@ void CheckpointTree::make_room(std::int64_t num_blocks) {
   }
   if (missing > 0) {
     // Only running requests need them.
-    for (const BlockId id : free_order_.next_blocks(num_blocks)) needs_[id] = 0;
+    for (const BlockId id : free_order_.next_blocks(num_blocks)) {
+      needs_[id] = 0;
+      ++overruled_[static_cast<std::size_t>(id)];
+    }
   }
 }
 
@@ -264,14 +268,6 @@ void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
                           std::int64_t after_tokens) {
   // A connector may have uncached blocks of runs. The request has computed them again.
   if (block_tokens_.empty()) return;
-  const BlockFields& fields = blocks_.fields();
-  const auto is_same = [&](BlockId known, BlockId own) {
-    if (known == own) return true;
-    PyObject* key = fields.key(blocks_[known]);
-    const int is_equal = PyObject_RichCompareBool(key, fields.key(blocks_[own]), Py_EQ);
-    if (is_equal < 0) nb::raise_python_error();
-    return is_equal == 1;
-  };
   for (Checkpoint* part = &node; !part->is_root() && part->boundary_tokens > after_tokens;
        part = part->parent.get()) {
     std::optional<Runs> runs = prefix.runs(part->parent->boundary_tokens, part->boundary_tokens);
@@ -279,7 +275,7 @@ void CheckpointTree::mend(Checkpoint& node, const PrefixBlocks& prefix,
     for (std::size_t group = 0; group < runs->size(); ++group) {
       BlockIds& run = part->runs[group];
       const BlockIds& own_run = (*runs)[group];
-      if (std::equal(run.begin(), run.end(), own_run.begin(), own_run.end(), is_same)) continue;
+      if (have_same(run.begin(), run.end(), own_run)) continue;
       need_all(own_run);
       disown(run, part);
       give_up(run);
@@ -381,9 +377,26 @@ void CheckpointTree::need_all(const BlockIds& ids) {
   free_order_.move_to_back(idle);
 }
 
-bool CheckpointTree::is_cached(const BlockIds& ids) const {
-  const auto has_key = [this](BlockId id) { return blocks_.fields().is_cached(blocks_[id]); };
-  return std::all_of(ids.begin(), ids.end(), has_key);
+bool CheckpointTree::has_whole_tail(const Checkpoint& node, const BlockIds& own_tail) const {
+  // An uncached block may have been reallocated since, and be cached as something else.
+  const auto ahead = node.tail.end() - static_cast<std::ptrdiff_t>(node.num_ahead);
+  if (!have_same(node.tail.begin(), ahead, own_tail)) return false;
+  // Past the boundary are blocks of other prompts, whose keys nobody here knows.
+  const auto is_cached = [this](BlockId id) { return blocks_.fields().is_cached(blocks_[id]); };
+  return std::all_of(ahead, node.tail.end(), is_cached);
+}
+
+bool CheckpointTree::have_same(BlockIds::const_iterator begin, BlockIds::const_iterator end,
+                               const BlockIds& own) const {
+  const BlockFields& fields = blocks_.fields();
+  const auto is_same = [&](BlockId known_id, BlockId own_id) {
+    if (known_id == own_id) return true;
+    PyObject* key = fields.key(blocks_[known_id]);
+    const int is_equal = PyObject_RichCompareBool(key, fields.key(blocks_[own_id]), Py_EQ);
+    if (is_equal < 0) nb::raise_python_error();
+    return is_equal == 1;
+  };
+  return std::equal(begin, end, own.begin(), own.end(), is_same);
 }
 
 std::size_t CheckpointTree::give_up(const BlockIds& ids) {

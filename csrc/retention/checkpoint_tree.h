@@ -120,9 +120,18 @@ class CheckpointTree {
   void remove(Checkpoint& node);
 
   /// A running request needs a block that it is about to free.
-  void need(BlockId id) { ++needs_[id]; }
+  /// @return for `is_counted`
+  std::uint32_t need(BlockId id) {
+    ++needs_[id];
+    return overruled_[static_cast<std::size_t>(id)];
+  }
 
-  /// A running request needs these no more, once for each call of `need`.
+  /// Whether a need is counted still: where nothing else is left, `make_room` overrules it.
+  bool is_counted(BlockId id, std::uint32_t need) const {
+    return overruled_[static_cast<std::size_t>(id)] == need;
+  }
+
+  /// A running request needs these no more, once for each call of `need` that is counted still.
   void release(const BlockIds& ids);
 
   /// If a block is surplus, makes it the last of the surplus to be reallocated.
@@ -169,7 +178,11 @@ class CheckpointTree {
   void take_tail(Checkpoint& node, BlockIds tail, const BlockIds& ahead);
   void take_ahead(Checkpoint& node, const BlockIds& ahead);
   std::size_t give_up_tail(Checkpoint& node);
-  bool is_cached(const BlockIds& ids) const;
+  /// Whether a node's tail still holds what a request's blocks of the sparse groups there do.
+  bool has_whole_tail(const Checkpoint& node, const BlockIds& own_tail) const;
+  /// Whether blocks are cached under the keys that a request's cached blocks have.
+  bool have_same(BlockIds::const_iterator begin, BlockIds::const_iterator end,
+                 const BlockIds& own) const;
   void need_all(const BlockIds& ids);
   std::size_t give_up(const BlockIds& ids);
   void own(const BlockIds& ids, Checkpoint* node);
@@ -184,6 +197,7 @@ class CheckpointTree {
   std::vector<std::int64_t> block_tokens_;
   std::int64_t unit_tokens_;
   BlockNeeds needs_;
+  std::vector<std::uint32_t> overruled_;  // by id: how often running requests' needs were
   FreeOrder free_order_;
   UseRates rates_;
   EvictionOrder order_;

@@ -572,5 +572,63 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
     assert not any(cache.books.num_needs(index) for index in held)
 
 
+def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
+    """A held block is reallocated for want of others, and a checkpoint comes to need it."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    holder = ModelRequest.of("r1", "a" * 60)
+    idle: list[int] = []
+    while not idle and holder.num_computed_tokens < 60:
+        assert cache.step(holder, 1)
+        held = cache.retention._requests["r1"].held_blocks()
+        idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
+    block = cache.pool.blocks[idle[0]]
+    taken = cache.pool.allocate(len(cache.pool.queue))
+    cache.pool.free([other for other in taken if other is not block])
+    cache.pool.free([block])
+    other = ModelRequest.of("r2", "b" * 24 + "x")
+    assert cache.step(other, 24)
+    cache.finish(other)
+    assert cache.books.num_needs(block.block_id)
+    cache.pool.uncache_unasked(block)
+    cache.preempt(holder)
+    check(cache)
+
+
+def test_a_tail_is_replaced_whose_block_has_become_another() -> None:
+    """As after a failed load: uncached while in use, and reallocated to the next request."""
+    cache = ModelCache(HitGeometry(LAYOUTS["full looks ahead"], UNIT_TOKENS), 16)
+    full, window = cache.managers
+    request = ModelRequest.of("r1", "a" * 16 + "x")
+    assert cache.step(request, 16)
+    lost = window.req_to_blocks["r1"][0]
+    for manager in cache.managers:
+        cache.pool.uncache_unasked(manager.req_to_blocks["r1"][0])
+    cache.finish(request)
+    again = ModelRequest.of("r2", "a" * 8 + "y")
+    assert cache.step(again, 8)
+    assert lost in full.req_to_blocks["r2"] and lost._block_hash is not None
+    check(cache)
+    (node,) = (node for node in checkpoints(cache) if node["boundary_tokens"] == 4)
+    assert node["tail"][0] == window.req_to_blocks["r2"][0].block_id
+    cache.finish(again)
+    cache.pool.allocate(num_surplus(cache))
+    assert cache.hit_tokens("a" * 8 + "z", 8) == 4
+
+
+def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: ModelCache) -> None:
+    """Checkpoints that have lost blocks do not cost others theirs."""
+    served(cache, "b" * 12 + "x")
+    request = ModelRequest.of("r", "a" * 12 + "x")
+    assert cache.step(request, 12)
+    for manager in cache.managers:
+        cache.pool.uncache_unasked(manager.req_to_blocks["r"][0])
+    cache.finish(request)
+    num_uncached = sum(block._block_hash is None for block in cache.pool.queue)
+    assert any(cache.books.num_needs(block.block_id) for block in cache.pool.queue[:num_uncached])
+    cache.pool.allocate(num_uncached)
+    assert not cache.stats.checkpoints_evicted
+
+
 def spelled(units: list[str]) -> str:
     return "".join(letter * UNIT_TOKENS for letter in units)
