@@ -42,6 +42,7 @@ CheckpointTree::CheckpointTree(const Blocks& blocks, nb::object head, nb::object
       block_tokens_(std::move(block_tokens)),
       unit_tokens_(unit_tokens),
       needs_(blocks.size()),
+      overruled_(blocks.size(), 0),
       free_order_(blocks, needs_, std::move(head), std::move(tail)),
       order_(*this),
       evicted_(kRemembered),
@@ -145,7 +146,10 @@ void CheckpointTree::make_room(std::int64_t num_blocks) {
   }
   if (missing > 0) {
     // Only running requests need them.
-    for (const BlockId id : free_order_.next_blocks(num_blocks)) needs_[id] = 0;
+    for (const BlockId id : free_order_.next_blocks(num_blocks)) {
+      needs_[id] = 0;
+      ++overruled_[static_cast<std::size_t>(id)];
+    }
   }
 }
 

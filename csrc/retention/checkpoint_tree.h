@@ -126,9 +126,18 @@ class CheckpointTree {
   void remove(Checkpoint& node);
 
   /// A running request needs a block that it is about to free.
-  void need(BlockId id) { ++needs_[id]; }
+  /// @return for `is_counted`
+  std::uint32_t need(BlockId id) {
+    ++needs_[id];
+    return overruled_[static_cast<std::size_t>(id)];
+  }
 
-  /// A running request needs these no more, once for each call of `need`.
+  /// Whether a need is counted still: where nothing else is left, `make_room` overrules it.
+  bool is_counted(BlockId id, std::uint32_t need) const {
+    return overruled_[static_cast<std::size_t>(id)] == need;
+  }
+
+  /// A running request needs these no more, once for each call of `need` that is counted still.
   void release(const BlockIds& ids);
 
   /// If a block is surplus, makes it the last of the surplus to be reallocated.
@@ -190,6 +199,7 @@ class CheckpointTree {
   std::vector<std::int64_t> block_tokens_;
   std::int64_t unit_tokens_;
   BlockNeeds needs_;
+  std::vector<std::uint32_t> overruled_;  // by id: how often running requests' needs were
   FreeOrder free_order_;
   UseRates rates_;
   EvictionOrder order_;

@@ -41,7 +41,8 @@ void FreeOrder::clear() {
 std::int64_t FreeOrder::count_next(std::int64_t limit) const {
   std::int64_t count = 0;
   PyObject* block = fields_.next(head_.ptr());
-  while (count < limit && block != tail_.ptr() && !needs_[fields_.id(block)]) {
+  while (count < limit && block != tail_.ptr() &&
+         (!needs_[fields_.id(block)] || !fields_.is_cached(block))) {
     block = fields_.next(block);
     ++count;
   }

@@ -49,7 +49,8 @@ class FreeOrder {
   /// Nothing is cached, and nothing needed.
   void clear();
 
-  /// How many of the next `limit` blocks to be reallocated nothing needs, in a row.
+  /// How many of the next `limit` blocks to be reallocated nothing needs, in a row. What is not
+  /// cached is of no use to whoever needed it.
   std::int64_t count_next(std::int64_t limit) const;
 
   /// The next blocks to be reallocated.

@@ -271,7 +271,7 @@ BlockIds RetainedRequest::held_blocks() const {
   BlockIds ids;
   for (const Progress& progress : groups_) {
     for (const auto& [index, held] : progress.left) {
-      if (is_held(held)) ids.push_back(held.id);
+      if (cache_.tree.is_counted(held.id, held.need)) ids.push_back(held.id);
     }
   }
   return ids;
@@ -495,18 +495,8 @@ void RetainedRequest::hold(std::size_t index, Range run, std::int64_t skipped_to
     PyObject* block = PyList_GET_ITEM(blocks, block_index);
     if (!fields.is_cached(block) || left.count(block_index)) continue;
     const BlockId id = fields.id(block);
-    left.emplace(block_index, Held{id, nb::borrow(fields.key(block))});
-    cache_.tree.need(id);
+    left.emplace(block_index, Held{id, cache_.tree.need(id)});
   }
-}
-
-bool RetainedRequest::is_held(const Held& held) const {
-  // With another key it was reallocated, for want of others. Without one it was uncached; if it was
-  // not reallocated since, it is counted as needed.
-  const BlockFields& fields = cache_.blocks.fields();
-  PyObject* block = cache_.blocks[held.id];
-  if (fields.key(block) == held.key.ptr()) return true;
-  return !fields.is_cached(block) && cache_.tree.needs()[held.id];
 }
 
 void RetainedRequest::let_go(std::int64_t before_tokens) {
@@ -521,8 +511,9 @@ void RetainedRequest::let_go(std::int64_t before_tokens) {
                                                 .tail(index, group.block_tokens, before_tokens)
                                                 .start);
     BlockIds ids;
-    for (auto held = left.begin(); held != end; ++held) {
-      if (is_held(held->second)) ids.push_back(held->second.id);
+    for (auto place = left.begin(); place != end; ++place) {
+      const Held& held = place->second;
+      if (cache_.tree.is_counted(held.id, held.need)) ids.push_back(held.id);
     }
     left.erase(left.begin(), end);
     cache_.tree.release(ids);

@@ -72,10 +72,9 @@ class RetainedRequest {
   BlockIds held_blocks() const;
 
  private:
-  /// What is cached of a block, and what it held then: with another key it holds something else.
   struct Held {
     BlockId id;
-    nb::object key;
+    std::uint32_t need;  // see `CheckpointTree::need`
   };
   struct Progress {
     std::int64_t next_block = 0;  // the first that is not seen to
@@ -103,7 +102,6 @@ class RetainedRequest {
   void move(std::shared_ptr<Checkpoint> node);
   bool has_states(std::int64_t tokens) const;
   void hold(std::size_t group, Range run, std::int64_t skipped_tokens);
-  bool is_held(const Held& held) const;
   void let_go(std::int64_t before_tokens);
   void uncache_unreachable(nb::handle retention);
   void forget_uncomputed(nb::handle retention, std::int64_t computed_tokens);

@@ -22,7 +22,8 @@ def check_books(
         retention: An `AdaptiveRetention`.
         blocks: All blocks of the pool.
         free_blocks: The free ones, in the order in which they will be reallocated.
-        is_exact: False where blocks were uncached that the checkpoints did not give up.
+        is_exact: False where blocks were uncached that the checkpoints did not give up. Needs are
+            counted all the same; the order of the free blocks is not looked at.
     """
     books = retention.books
     nodes = books.describe()
@@ -34,11 +35,11 @@ def check_books(
             needs.update(ids)
     for request in retention._requests.values():
         needs.update(request.held_blocks())
-    if not is_exact:
-        return
     for block in blocks:
         counted = books.num_needs(block.block_id)
         assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
+    if not is_exact:
+        return
     needed = None
     for block in free_blocks:
         if needs[block.block_id]:

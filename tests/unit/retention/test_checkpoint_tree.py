@@ -632,5 +632,42 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
     assert not any(cache.books.num_needs(index) for index in held)
 
 
+def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
+    """A held block is reallocated for want of others, and a checkpoint comes to need it."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    holder = ModelRequest.of("r1", "a" * 60)
+    idle: list[int] = []
+    while not idle and holder.num_computed_tokens < 60:
+        assert cache.step(holder, 1)
+        held = cache.retention._requests["r1"].held_blocks()
+        idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
+    block = cache.pool.blocks[idle[0]]
+    taken = cache.pool.allocate(len(cache.pool.queue))
+    cache.pool.free([other for other in taken if other is not block])
+    cache.pool.free([block])
+    other = ModelRequest.of("r2", "b" * 24 + "x")
+    assert cache.step(other, 24)
+    cache.finish(other)
+    assert cache.books.num_needs(block.block_id)
+    cache.pool.uncache_unasked(block)
+    cache.preempt(holder)
+    check(cache)
+
+
+def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: ModelCache) -> None:
+    """Checkpoints that have lost blocks do not cost others theirs."""
+    served(cache, "b" * 12 + "x")
+    request = ModelRequest.of("r", "a" * 12 + "x")
+    assert cache.step(request, 12)
+    for manager in cache.managers:
+        cache.pool.uncache_unasked(manager.req_to_blocks["r"][0])
+    cache.finish(request)
+    num_uncached = sum(block._block_hash is None for block in cache.pool.queue)
+    assert any(cache.books.num_needs(block.block_id) for block in cache.pool.queue[:num_uncached])
+    cache.pool.allocate(num_uncached)
+    assert not cache.stats.checkpoints_evicted
+
+
 def spelled(units: list[str]) -> str:
     return "".join(letter * UNIT_TOKENS for letter in units)
