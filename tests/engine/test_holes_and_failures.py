@@ -239,12 +239,13 @@ def serve_again(
 def test_a_part_that_cannot_be_read_costs_as_much_as_one_that_is_missing(
     layout: PagedLayout, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows or tails, the first or the last of them."""
+    """Rows, the first or the last of them, or tails."""
     monkeypatch.setattr(loads, "LEAST_RUN_TOKENS", 0)
     whole, parts = serve_again(layout, is_async=is_async)
     assert whole.num_loads == 1 and len(parts) > 5
     dearest = 0
-    for number, part in enumerate(parts):
+    for number in (0, 1, len(parts) // 2, len(parts) - 2, len(parts) - 1):
+        part = parts[number]
         # The first load is that of all parts, and those that follow are of one part each.
         failed, _ = serve_again(layout, failing=frozenset({1, 2 + number}), is_async=is_async)
         missing, _ = serve_again(
