@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.connector.blending_engine import BlendingEngine
+from support.connector.engines import fail_next
 from support.connector.offload_run import check_nothing_is_left, offloading_installed
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA, PagedLayout
@@ -277,8 +278,7 @@ def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
         (worker,) = engine.workers
         removed = engine.side.counters.tier.removed_entries
         for number, failing in enumerate([{1}, {1, 2}]):
-            worker.transfers.counts.clear()
-            worker.transfers._script = TransferScript(failing_load_numbers=frozenset(failing))
+            fail_next(engine, *failing)
             engine.add_request(asked(f"question-{number}", *documents))
             run(engine)
             assert worker.transfers.counts["failed loads"] == len(failing)

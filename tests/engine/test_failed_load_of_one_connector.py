@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import plan_of
+from support.connector.engines import fail_next, plan_of
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import GEMMA
@@ -109,9 +109,7 @@ def test_one_of_several_connectors_loads_what_can_be_read(
     try:
         serve(engine, plan_of("other", prompt[:133], max_tokens=1))
         serve(engine, plan_of("first", prompt, max_tokens=1))
-        (worker,) = engine.workers
-        worker.transfers.counts.clear()
-        worker.transfers._script = TransferScript(failing_load_numbers=frozenset({1, 20}))
+        fail_next(engine, 1, 20)
         before_tokens = engine.side.counters.hit_tokens
         begun: list[Any] = []
         begin_load = engine.tier.begin_load

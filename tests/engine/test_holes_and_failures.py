@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from support.connector import engines
-from support.connector.engines import make_holes, plan_of, watch_computed
+from support.connector.engines import fail_next, make_holes, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
 from support.connector.offload_workloads import blocks_for_longest, offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_LIKE, FULL, GEMMA, PagedLayout
@@ -208,8 +208,7 @@ def serve_again(
             if missing is not None and missing(entry):
                 engine.tier._remove(entry, Removal.EVICTED)
         (worker,) = engine.workers
-        worker.transfers.counts.clear()
-        worker.transfers._script = TransferScript(failing_load_numbers=failing)
+        fail_next(engine, *failing)
         counters = engine.side.counters
         before_tokens = counters.hit_tokens
         computed = watch_computed(engine)
@@ -308,8 +307,7 @@ def test_a_second_load_does_not_wait_for_the_blocks_of_the_first(layout: PagedLa
         serve(engine, plan_of("other", prompt[: PROMPT_TOKENS // 3], max_tokens=1))
         serve(engine, plan_of("first", prompt, max_tokens=1))
         (worker,) = engine.workers
-        worker.transfers.counts.clear()
-        worker.transfers._script = TransferScript(failing_load_numbers=frozenset({1, 12}))
+        fail_next(engine, 1, 12)
         serve(engine, following)
         assert worker.transfers.counts["failed loads"] == 2
         assert engine.side.counters.tier.removed_entries[Removal.LOAD_FAILED] == 1

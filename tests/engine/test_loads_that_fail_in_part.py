@@ -6,11 +6,10 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.connector import engines, offload_run
-from support.connector.engines import plan_of, watch_computed
+from support.connector.engines import fail_next, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
 from support.connector.offload_workloads import blocks_for_longest, offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA, UPSTREAM_LAYOUTS, PagedLayout
@@ -26,13 +25,6 @@ CHUNK_TOKENS = 16
 def patches_installed() -> Iterator[None]:
     with offloading_installed():
         yield
-
-
-def fail_next(engine: Any, *numbers: int) -> None:
-    """Of the loads of each worker from here on, these fail."""
-    for worker in engine.workers:
-        worker.transfers.counts.clear()
-        worker.transfers._script = TransferScript(failing_load_numbers=frozenset(numbers))
 
 
 @pytest.mark.parametrize("local_tokens", [0, 32])

@@ -75,3 +75,10 @@ def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
 
     engine.runner.execute = watched  # type: ignore[method-assign]
     return computed
+
+
+def fail_next(engine: Any, *numbers: int) -> None:
+    """Of the loads of each worker from here on, these fail."""
+    for worker in engine.workers:
+        worker.transfers.counts.clear()
+        worker.transfers._script = TransferScript(failing_load_numbers=frozenset(numbers))

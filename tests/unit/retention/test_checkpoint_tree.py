@@ -285,8 +285,8 @@ def test_a_checkpoint_that_running_requests_read_is_not_evicted_before_others(
     assert lost and all(key.startswith(b"b") for key in lost)
 
 
-def test_room_is_made_of_what_only_running_requests_need() -> None:
-    """Nothing else is left: a block that is held for a boundary to come may go."""
+def with_idle_held_blocks() -> tuple[ModelCache, ModelRequest, list[int]]:
+    """A cache, a request that holds blocks for a boundary to come, and those that it has left."""
     layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
     cache = ModelCache(HitGeometry(layout, 8), 40)
     request = ModelRequest.of("r", "a" * 60)
@@ -295,6 +295,12 @@ def test_room_is_made_of_what_only_running_requests_need() -> None:
         assert cache.step(request, 1)
         held = cache.retention._requests["r"].held_blocks()
         idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
+    return cache, request, idle
+
+
+def test_room_is_made_of_what_only_running_requests_need() -> None:
+    """Nothing else is left: a block that is held for a boundary to come may go."""
+    cache, request, idle = with_idle_held_blocks()
     assert idle, "no tail begins in blocks that have left the window"
     assert all(cache.books.num_needs(index) for index in idle)
     cache.pool.allocate(len(cache.pool.queue))
@@ -634,14 +640,7 @@ def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None
 
 def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
     """A held block is reallocated for want of others, and a checkpoint comes to need it."""
-    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
-    cache = ModelCache(HitGeometry(layout, 8), 40)
-    holder = ModelRequest.of("r1", "a" * 60)
-    idle: list[int] = []
-    while not idle and holder.num_computed_tokens < 60:
-        assert cache.step(holder, 1)
-        held = cache.retention._requests["r1"].held_blocks()
-        idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
+    cache, holder, idle = with_idle_held_blocks()
     block = cache.pool.blocks[idle[0]]
     taken = cache.pool.allocate(len(cache.pool.queue))
     cache.pool.free([other for other in taken if other is not block])
