@@ -215,9 +215,8 @@ _ASCEND_COORDINATOR = (
 )
 _ASCEND_MANAGERS = "vllm_ascend.core.single_type_kv_cache_manager"
 _CACHES_WHAT_CANNOT_HIT = (
-    "0.20.2 caches every sliding-window block. 0.23.0 caches tails, but at boundaries that an "
-    "EAGLE group, an aligned prompt, a next turn or a preempted request cannot hit, and on Ascend "
-    "at boundaries that nothing can hit."
+    "Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn or a "
+    "preempted request cannot hit, and on Ascend at boundaries that nothing can hit."
 )
 
 PATCHES = (

@@ -110,7 +110,6 @@ def kv_caches(
         "AttentionSpec": AttentionSpec,
         "MambaSpec": MambaSpec,
         "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
-        # 0.20.2rc1 rebinds upstream's names to its own classes.
         "MLAAttentionSpec": MLAAttentionSpec,
         "SlidingWindowMLASpec": SlidingWindowMLASpec,
         "AscendDeviceType": utils.AscendDeviceType,

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-import vllm
 from support.installed import installed
 from support.sample import sampled
 from support.scheduler.block_manager import (
@@ -67,13 +66,10 @@ SETTINGS = [
     Setting("dense-events", events=True),
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
+    Setting("upstream-0", events=False, units=0),
+    Setting("upstream-0-events", events=True, units=0),
+    Setting("upstream-2", events=False, units=2),
 ]
-if not vllm.__version__.startswith("0.20."):
-    SETTINGS += [
-        Setting("upstream-0", events=False, units=0),
-        Setting("upstream-0-events", events=True, units=0),
-        Setting("upstream-2", events=False, units=2),
-    ]
 
 
 @pytest.fixture(autouse=True)
