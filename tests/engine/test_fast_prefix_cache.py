@@ -10,7 +10,6 @@ outputs.
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import weakref
 from collections import Counter
@@ -196,14 +195,11 @@ def loads_more(world: BlockManager) -> None:
 
 
 def leaves_blocks_to_others(world: BlockManager) -> None:
-    """vLLM 0.23.0 can reserve blocks for requests that were admitted before."""
+    """Blocks can be reserved for requests that were admitted before."""
     request = world.request(range(60))
     world.admit(request, 20)
-    reserved = {}
-    if "reserved_blocks" in inspect.signature(world.manager.allocate_slots).parameters:
-        reserved = {"reserved_blocks": world.pool.get_num_free_blocks()}
-    allocated = world.manager.allocate_slots(request, 30, **reserved)
-    assert (allocated is None) == bool(reserved)
+    num_free_blocks = world.pool.get_num_free_blocks()
+    assert world.manager.allocate_slots(request, 30, reserved_blocks=num_free_blocks) is None
 
 
 CALLS: tuple[Call, ...] = (
@@ -313,7 +309,7 @@ def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
             elif number % 3 == 2:
                 world.decode(request, range(20))
             world.finish(request)
-            getattr(world.manager, "take_new_block_ids", list)()  # as a scheduler does
+            world.manager.take_new_block_ids()  # as a scheduler does
             gone = weakref.ref(request)
             del request
             assert gone() is None
