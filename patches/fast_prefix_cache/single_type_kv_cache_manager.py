@@ -116,18 +116,12 @@ def skip_in_one_pass(
         pool.free_blocks(uncached, prepend=True)
 
 
-def _drop_and_count_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    """Take nulls out of a table, and count them down as upstream does when it frees them."""
-    num_nulls = drop_nulls(manager, request_id)
-    if num_nulls:
-        manager._null_block.ref_cnt -= num_nulls
-
-
 def free_window(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """Free a request's blocks without a look at the nulls before its window."""
-    _drop_and_count_nulls(manager, request_id)
+    # Upstream counts down a reference for each of them.
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         cached, uncached = split_by_use(blocks[::-1])
