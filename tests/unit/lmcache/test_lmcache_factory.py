@@ -66,7 +66,7 @@ class Connector:
 
     config: Config
     role: Role
-    kv_cache_config: KVCacheConfig | None
+    kv_cache_config: KVCacheConfig
 
     @property
     def scheduler_adapter(self) -> Adapter:
