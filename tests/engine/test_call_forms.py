@@ -17,6 +17,7 @@ WRAPPING = [
     patch
     for patch in PATCHES
     if patch.wrapper is not None
+    and not patch.is_for_vllm_ascend
     and any(version_in(vllm.__version__, versions) for versions in patch.vllm)
 ]
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

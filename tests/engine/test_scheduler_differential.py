@@ -30,6 +30,7 @@ DEFAULT_IDS = tuple(
     for feature in DEFAULTS
     for patch in PATCHES
     if patch.feature == feature.name
+    and not patch.is_for_vllm_ascend
     and any(version_in(vllm.__version__, versions) for versions in patch.vllm)
 )
 NUM_SEEDS = sampled(8)

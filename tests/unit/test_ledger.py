@@ -44,13 +44,14 @@ def test_every_patch_says_why_and_until_when(patch: Patch) -> None:
 @every_patch
 def test_every_function_it_counts_on_is_stored_for_each_release(patch: Patch) -> None:
     store = FingerprintStore.load()
+    distribution = VLLM_ASCEND if patch.is_for_vllm_ascend else VLLM
     for release in SUPPORTED:
         if release.vllm not in patch.vllm:
             continue
-        versions = [v for v in store.versions(VLLM) if version_in(v, release.vllm)]
+        versions = [v for v in store.versions(distribution) if version_in(v, release.vllm)]
         assert versions
         for name in patch.fingerprinted:
-            assert store.expected(VLLM, versions[0], name), f"{name} of {versions[0]}"
+            assert store.expected(distribution, versions[0], name), f"{name} of {versions[0]}"
 
 
 @every_patch

@@ -102,11 +102,13 @@ def functions_of_interest(
     """The functions of a distribution that the ledger patches or counts on, sorted."""
     if distribution == LMCACHE:
         return tuple(sorted({name for patch in ledger for name in patch.lmcache}))
-    if distribution == VLLM_ASCEND:
-        return tuple(sorted({name for patch in ledger for name in patch.ascend}))
     names: set[str] = set()
     for patch in ledger:
-        if any(compat.version_in(version, versions) for versions in patch.vllm):
+        if distribution == VLLM_ASCEND:
+            names.update(patch.ascend)
+        is_its_own = patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND)
+        # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+        if is_its_own and any(compat.version_in(version, versions) for versions in patch.vllm):
             names.update(patch.fingerprinted)
     return tuple(sorted(names))
 

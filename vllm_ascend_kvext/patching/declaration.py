@@ -93,6 +93,11 @@ class Patch:
             )
 
     @property
+    def is_for_vllm_ascend(self) -> bool:
+        """Whether the target is vLLM-Ascend's own, and with it all that is fingerprinted."""
+        return self.target.startswith("vllm_ascend.")
+
+    @property
     def fingerprinted(self) -> tuple[str, ...]:
         """The functions of vLLM that have to be the ones this patch was written against.
 

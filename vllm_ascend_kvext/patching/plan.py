@@ -135,6 +135,8 @@ class _Check:
         version = self.upstream.vllm or ""
         if not any(version_in(version, versions) for versions in patch.vllm):
             return Finding(patch, State.SKIPPED_VERSION, f"for vLLM {' or '.join(patch.vllm)} only")
+        if patch.is_for_vllm_ascend and self.upstream.vllm_ascend is None:
+            return Finding(patch, State.SKIPPED_VERSION, "for vLLM-Ascend only")
         try:
             resolve(patch.target)
             fingerprints = [self._live(name, patch) for name in patch.fingerprinted]
@@ -147,7 +149,10 @@ class _Check:
 
     def _live(self, name: str, patch: Patch) -> str:
         """The function in place has to be the one of vLLM, or one of vLLM-Ascend's for it."""
-        expected = self.store.expected(VLLM, self.upstream.vllm or "", name)
+        if patch.is_for_vllm_ascend:
+            expected = self._expected_of_vllm_ascend(name)
+        else:
+            expected = self.store.expected(VLLM, self.upstream.vllm or "", name)
         for replacement in patch.ascend:
             expected |= self._expected_of_vllm_ascend(replacement)
         function = wrapper_chain(resolve(name).found)[-1]

@@ -200,6 +200,20 @@ class TestWithVllmAscend:
         patch = declare("Pool.free", ascend=("vllm_ascend.patches:only_in_newer",))
         assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
 
+    def test_its_own_functions_can_be_patched(self, store: FingerprintStore) -> None:
+        patch = declare(self.ADDON)
+        assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
+        (finding,) = plan_feature(FEATURE, [patch], Upstream("0.23.0"), store).findings
+        assert finding.state is State.SKIPPED_VERSION
+        assert finding.reason == "for vLLM-Ascend only"
+
+    def test_a_drifted_function_of_its_own_is_refused(
+        self, store: FingerprintStore, add_package: AddPackage
+    ) -> None:
+        add_package("vllm_ascend", {"patches": self.ADDON_SOURCE.replace("'ascend'", "'other'")})
+        (finding,) = plan_feature(FEATURE, [declare(self.ADDON)], self.WITH_ASCEND, store).findings
+        assert finding.state is State.DRIFTED
+
     def test_without_it_its_functions_do_not_count(self, store: FingerprintStore) -> None:
         self.replace()
         patch = declare("Pool.free", ascend=(self.ADDON,))
