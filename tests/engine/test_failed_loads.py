@@ -43,6 +43,7 @@ from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
 
+from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
@@ -58,6 +59,7 @@ LAYOUTS = [
     MAMBA,
     MAMBA_WINDOW,
 ]
+REPAIRED = frozenset(repair.name for repair in REPAIRS)
 
 every_load = pytest.mark.parametrize(
     "load", [ExternalLoad.IN_STEP, ExternalLoad.BETWEEN_STEPS], ids=lambda load: load.value
@@ -75,8 +77,7 @@ def repaired() -> Iterator[None]:
 
 def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how: Any) -> Workload:
     """A random workload, in a small pool, whose connector fails half of its loads."""
-    repairs = frozenset({"two-phase-allocation"})
-    workload = without_upstream_defects(random_workload(layout, seed), repairs)
+    workload = without_upstream_defects(random_workload(layout, seed), REPAIRED)
     options = workload.options
     # Loads between steps hold their blocks while they wait for each other. Of states that are
     # loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
@@ -90,8 +91,6 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
         num_blocks=num_blocks,
         external_load=load,
         is_async=is_async,
-        # Upstream leaves blocks in the cache that it preempts, by priority, before their step.
-        by_priority=False,
         failing_loads=FailingLoads(**{"seed": seed, "max_steps": 3, **how}),
     )
     # Upstream cannot preempt for a reset while a connector holds blocks.
