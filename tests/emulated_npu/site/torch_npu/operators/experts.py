@@ -94,7 +94,9 @@ def npu_moe_init_routing_custom(
     require(name, quant_mode == -1, f"quant_mode {quant_mode} is not emulated")
     is_emulated = expert_tokens_num_flag and expert_tokens_num_type == COUNTS
     require(name, is_emulated, "only counts of the experts' tokens are emulated")
-    require(name, active_num in (-1, 0, expert_idx.numel()), f"active_num {active_num} is not emulated")
+    require(
+        name, active_num in (-1, 0, expert_idx.numel()), f"active_num {active_num} is not emulated"
+    )
     first, end = active_expert_range or (0, expert_num)
     experts = expert_idx.flatten().long()
     is_here = (experts >= first) & (experts < end)
@@ -132,9 +134,17 @@ def npu_grouped_matmul(
     """
     name = "npu_grouped_matmul"
     refuse_given(name, {"scale": scale, "per_token_scale": per_token_scale})
-    require(name, group_type == 0 and split_item in (2, 3), "only groups of rows in one tensor are emulated")
+    require(
+        name,
+        group_type == 0 and split_item in (2, 3),
+        "only groups of rows in one tensor are emulated",
+    )
     require(name, len(x) == 1 and len(weight) == 1, "one x and one weight are emulated")
-    require(name, group_list is not None and group_list_type in (CUMULATED, COUNTS), "group_list is needed")
+    require(
+        name,
+        group_list is not None and group_list_type in (CUMULATED, COUNTS),
+        "group_list is needed",
+    )
     rows, matrices = x[0], weight[0]
     ends = group_list if group_list_type == CUMULATED else group_list.cumsum(0)
     output = torch.full((len(rows), matrices.shape[-1]), float("nan"))

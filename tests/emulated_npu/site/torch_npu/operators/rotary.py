@@ -67,8 +67,14 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
         x: shape ``[batch, num_heads, tokens, 64]``.
         cos: shape ``[batch, 1, tokens or 1, 64]``, as ``sin``.
     """
-    require("npu_interleave_rope", x.dim() == 4 and x.shape[-1] == ROPE_SIZE, "x has 4 dimensions, the last of 64")
-    require("npu_interleave_rope", cos.dim() == 4 and cos.shape[1] == 1, "cos is [batch, 1, tokens, 64]")
+    require(
+        "npu_interleave_rope",
+        x.dim() == 4 and x.shape[-1] == ROPE_SIZE,
+        "x has 4 dimensions, the last of 64",
+    )
+    require(
+        "npu_interleave_rope", cos.dim() == 4 and cos.shape[1] == 1, "cos is [batch, 1, tokens, 64]"
+    )
     return npu_rotary_mul(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin)
 
 
