@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with random weights on disk, one of each kind of attention.
 
-Weights have a scale of 0.2, norms lie near one: at the usual 0.02 every log-probability is nearly the
-same, and a wrong page is not seen. Sizes of heads are those that the device's operators take.
+Weights have a scale of 0.2, norms lie near one: at the usual 0.02 every log-probability is nearly
+the same, and a wrong page is not seen. Heads have sizes that the device's operators take.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -76,7 +75,7 @@ def windows() -> PreTrainedConfig:
 
 
 def sinks_and_experts() -> PreTrainedConfig:
-    """Sinks in every layer, a window in every other; experts with biases; rope stretched by YaRN."""
+    """Sinks in all layers, a window in every other; experts with biases; YaRN."""
     return GptOssConfig(
         **COMMON,
         architectures=["GptOssForCausalLM"],
@@ -120,6 +119,8 @@ def latent_and_groups() -> PreTrainedConfig:
         norm_topk_prob=True,
         routed_scaling_factor=1.5,
         num_nextn_predict_layers=0,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves prompts on the emulated NPU in a process of its own, and writes what came out as JSON.
 
-Usage: ``serve.py MODEL ROUNDS.json RESULT.json``. A round is a list of prompts. Before the round with
-the number ``spoil_before``, the values that one layer has cached are set to zero.
+Usage: ``serve.py MODEL REQUEST.json RESULT.json``. A round is a list of prompts. Before the round
+with the number ``spoil_before``, the values that one layer has cached are set to zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK_TOKENS = 128  # vllm-ascend takes no other for these models
 
 
 def main() -> None:
-    import torch_npu.kernels
+    from torch_npu import emulation
 
     folder, request_file, result_file = sys.argv[1:]
     request = json.loads(Path(request_file).read_text())
@@ -34,7 +34,7 @@ def main() -> None:
         enable_prefix_caching=True,
         **request.get("engine", {}),
     )
-    torch_npu.kernels.calls.clear()  # those of the profile run
+    emulation.count_operators()  # without those of the profile run
     core = engine.llm_engine.engine_core.engine_core
     sampling = SamplingParams(
         temperature=0,
@@ -51,7 +51,11 @@ def main() -> None:
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
         )
         result["rounds"].append([describe(output) for output in outputs])
-    result["operators"] = dict(torch_npu.kernels.calls)
+    result["operators"] = {
+        name: calls
+        for name, calls in emulation.operator_counts().items()
+        if not name.startswith("aten::")
+    }
     result["is_async"] = core.scheduler.vllm_config.scheduler_config.async_scheduling
     result["runner"] = type(runner_of(core)).__name__
     Path(result_file).write_text(json.dumps(result))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-ascend's own worker serves each kind of model on the emulated NPU as transformers computes it."""
+"""vllm-ascend's own worker serves models on the emulated NPU as transformers computes them."""
 
 from __future__ import annotations
 

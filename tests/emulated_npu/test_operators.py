@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator computes what an independent reference does: modules of transformers, or plain torch.
+"""Operators compute what an independent reference does: modules of transformers, or plain torch.
 
-A negative control beside it calls the operator with something wrong, and has to differ. The operators'
-modules need torch alone; here they get CPU tensors.
+A negative control calls the operator with something wrong, and has to differ. Their bodies
+get CPU tensors here; that they reach the device is shown by the models.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig
-from transformers.models.deepseek_v2 import modeling_deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
-
-sys.path.insert(0, str(Path(__file__).parent / "site" / "torch_npu"))
-from operators import (  # noqa: E402
+from torch_npu.custom_operators import expert_choice
+from torch_npu.custom_operators import norms as custom_norms
+from torch_npu.operators import (
     attention,
     experts,
     latent_attention,
@@ -32,6 +24,12 @@ from operators import (  # noqa: E402
     rotary,
     sampling,
 )
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, SIZE = 4, 2, 64
@@ -58,9 +56,9 @@ def test_norms_are_those_of_transformers() -> None:
     llama.weight.data, gemma.weight.data = weight, weight
     found, inverse = norms.npu_rms_norm(x, weight, 1e-5)
     assert equal(found, llama(x)) and equal(inverse, x.square().mean(-1, True).add(1e-5).rsqrt())
-    assert equal(norms.npu_gemma_rms_norm(x, weight, 1e-5)[0], gemma(x))
+    assert equal(custom_norms.npu_gemma_rms_norm(x, weight, 1e-5)[0], gemma(x))
     bias = torch.randn(32)
-    added, inverse, total = norms.npu_add_rms_norm_bias(x, residual, weight, bias, 1e-5)
+    added, inverse, total = custom_norms.npu_add_rms_norm_bias(x, residual, weight, bias, 1e-5)
     assert equal(added, llama(x + residual) + bias) and equal(total, x + residual)
     assert inverse.shape == (5, 3, 1)
     assert not equal(norms.npu_rms_norm(x, weight, 1e-1)[0], llama(x))
@@ -453,7 +451,7 @@ def moe(
 ) -> torch.Tensor:
     """The operators' way through the experts, as vllm-ascend calls them."""
     num_experts = len(gate_up)
-    rows, places, counts, _ = experts.npu_moe_init_routing_custom(
+    rows, places, counts, _ = expert_choice.npu_moe_init_routing_custom(
         x,
         ids,
         active_num=ids.numel(),
@@ -484,7 +482,7 @@ def test_experts_with_biases_are_those_of_transformers(is_wrong: bool) -> None:
         parameter.data.normal_(std=0.3)
     x = torch.randn(20, 32)
     logits = functional.linear(x, module.router.weight, module.router.bias)
-    weights, ids, _ = experts.moe_gating_top_k(logits, 3, 1, 1, 1, 1, 0, False, 1.0, 1e-20)
+    weights, ids, _ = expert_choice.moe_gating_top_k(logits, 3, 1, 1, 1, 1, 0, False, 1.0, 1e-20)
     part = module.experts
     with torch.no_grad():
         found = moe(
@@ -504,9 +502,15 @@ def test_experts_with_biases_are_those_of_transformers(is_wrong: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_experts_chosen_by_sigmoid_are_those_of_transformers(groups: int) -> None:
     config = DeepseekV3Config(
-        hidden_size=32, moe_intermediate_size=48, n_routed_experts=16, num_experts_per_tok=3,
-        n_group=groups, topk_group=max(1, groups // 2), norm_topk_prob=True, routed_scaling_factor=2.5,
-    )  # fmt: skip
+        hidden_size=32,
+        moe_intermediate_size=48,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        n_group=groups,
+        topk_group=max(1, groups // 2),
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
     module = modeling_deepseek_v3.DeepseekV3MoE(config)
     for parameter in module.parameters():
         parameter.data.normal_(std=0.3)
@@ -519,7 +523,7 @@ def test_experts_chosen_by_sigmoid_are_those_of_transformers(groups: int) -> Non
         expected = module(x.unsqueeze(0)).squeeze(0) - module.shared_experts(x)
 
         def found(bias: torch.Tensor | None) -> torch.Tensor:
-            weights, ids, _ = experts.moe_gating_top_k(logits, *arguments, bias_opt=bias)
+            weights, ids, _ = expert_choice.moe_gating_top_k(logits, *arguments, bias_opt=bias)
             matrices_ = (one.transpose(1, 2) for one in (part.gate_up_proj, part.down_proj))
             return moe(x, weights, ids, *matrices_, norms.npu_swiglu)
 
@@ -531,14 +535,19 @@ def test_experts_chosen_by_sigmoid_are_those_of_transformers(groups: int) -> Non
 def test_groups_of_experts_are_chosen_by_their_best_or_their_best_two(select_mode: int) -> None:
     """Transformers' DeepSeek-V2 takes the best; the choice of the best two differs."""
     config = DeepseekV2Config(
-        hidden_size=32, n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2,
-        topk_method="group_limited_greedy", routed_scaling_factor=1.5,
-    )  # fmt: skip
+        hidden_size=32,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+    )
     gate = modeling_deepseek_v2.DeepseekV2TopkRouter(config)
     gate.weight.data.normal_(std=0.3)
     x = torch.randn(50, 32)
     _, weights, ids = gate(x.unsqueeze(0))
-    found, found_ids, _ = experts.moe_gating_top_k(
+    found, found_ids, _ = expert_choice.moe_gating_top_k(
         functional.linear(x, gate.weight), 3, 2, 4, select_mode, 0, 0, False, 1.5, 1e-20
     )
     is_same = torch.equal(found_ids.long().sort(-1).values, ids.sort(-1).values)
@@ -548,10 +557,16 @@ def test_groups_of_experts_are_chosen_by_their_best_or_their_best_two(select_mod
 
 def test_tokens_of_other_devices_experts_come_last() -> None:
     x, ids = torch.arange(4.0).unsqueeze(1), torch.tensor([[0, 3], [2, 1], [3, 0], [1, 2]])
-    rows, places, counts, _ = experts.npu_moe_init_routing_custom(
-        x, ids.int(), active_num=8, expert_num=4, expert_tokens_num_type=1,
-        expert_tokens_num_flag=True, active_expert_range=[2, 4], quant_mode=-1,
-    )  # fmt: skip
+    rows, places, counts, _ = expert_choice.npu_moe_init_routing_custom(
+        x,
+        ids.int(),
+        active_num=8,
+        expert_num=4,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[2, 4],
+        quant_mode=-1,
+    )
     assert counts.tolist() == [2, 2] and counts.dtype == torch.int64
     assert rows[:4, 0].tolist() == [1, 3, 0, 2]
     assert places.tolist() == [-1, 2, 0, -1, 3, -1, -1, 1] and places.dtype == torch.int32

@@ -6,13 +6,13 @@ sequences, B sequences, S tokens of one sequence, N heads, D numbers of a head.
 
 What pre_tokens counts
 ----------------------
-``sparse_mode`` 4 is a band: a query sees some keys before its own place (``pre_tokens``) and behind
-it (``next_tokens``). Both places are counted from the last token of the sequence. The reference code in
-the documentation of ``npu_fusion_attention`` compares this mode with a mask that hides the keys more
-than ``pre_tokens`` places before the query's own: a query sees ``pre_tokens + 1`` keys. vllm-ascend
-0.23.0 passes the size of vLLM's window, which holds the query's own key (``attention_v1.py``, lines
-1290 and 1331). Read literally, its windows are one key wider than vLLM's, and that key can lie in a
-block that vLLM has given away.
+``sparse_mode`` 4 is a band: a query sees some keys before its own place (``pre_tokens``) and some
+behind it (``next_tokens``). Places are counted from the last token of the sequence. The reference
+code in the documentation of ``npu_fusion_attention`` compares this mode with a mask that hides the
+keys more than ``pre_tokens`` places before the query's own: a query sees ``pre_tokens + 1`` keys.
+vllm-ascend 0.23.0 passes the size of vLLM's window, which includes the query's own key
+(``attention_v1.py``, lines 1290 and 1331). Read literally, its windows are one key wider than
+vLLM's, and that key can lie in a block that vLLM has given away.
 
 No hardware was asked, so both readings are here. The default is vLLM's window. With
 ``EMULATED_NPU_LITERAL_BAND=1`` the number is taken as documented.
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .paged_cache import read_pages
-from .refusals import refuse_given, require
+from torch_npu.operators.paged_cache import read_pages
+from torch_npu.operators.refusals import refuse_given, require
 
 UNLIMITED = 2147483647
 NO_MASK, CAUSAL, BAND = 0, 3, 4  # the values of sparse_mode that vllm-ascend uses
@@ -102,13 +102,13 @@ def npu_fused_infer_attention_score(
 
     Args:
         query: ``[T, N, D]`` (TND) or ``[B, N, S, D]`` (BNSD).
-        key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]`` or
-            ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
+        key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]``
+            or ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
         query_rope: further 64 numbers of each head, as ``query``, to multiply with ``key_rope``.
         atten_mask: bool or int8, ``[2048, 2048]``, ones above the diagonal. Sparse modes 3 and 4
             need it. Its values are not read: no other are allowed.
         actual_seq_lengths: TND: where each sequence ends in ``query``.
-        actual_seq_lengths_kv: with pages the length of each sequence, else where it ends in ``key``.
+        actual_seq_lengths_kv: the length of each sequence, without pages where it ends in ``key``.
         block_table: int32, ``[sequences, max_blocks]``.
         sparse_mode: 0 no mask, 3 causal, 4 band.
 
@@ -302,7 +302,8 @@ def attend(
             heads share a kv head.
 
     Returns:
-        float32, ``[queries, heads, D of value]``, and the logarithms of the sums, ``[queries, heads]``.
+        float32, ``[queries, heads, D of value]``, and ``[queries, heads]``, the logarithms of the
+        sums.
     """
     num_sharing = query.shape[1] // key.shape[1]
     key, value = (one.float().repeat_interleave(num_sharing, dim=1) for one in (key, value))
@@ -336,3 +337,15 @@ def _arrange(
     lse = lse.unflatten(0, (query_shape[0], query_shape[2])).transpose(1, 2).unsqueeze(-1)
     order = (0, 2, 1, 3) if layout == "BNSD" else (2, 0, 1, 3)
     return by_sequence.permute(order).contiguous(), lse.contiguous()
+
+
+def npu_fusion_attention(*args: object, **kwargs: object) -> None:
+    """Exists because transformers imports it; vllm-ascend uses it for encoders alone."""
+    raise NotImplementedError("npu_fusion_attention is not emulated")
+
+
+OPERATORS = {"npu_fusion_attention": npu_fusion_attention}
+KERNELS = {
+    "npu_fused_infer_attention_score": (npu_fused_infer_attention_score, attention_outputs),
+    "npu_fused_infer_attention_score_v2": (npu_fused_infer_attention_score_v2, attention_outputs),
+}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .norms import npu_rms_norm
-from .paged_cache import write_slots
-from .refusals import refuse_given, require
-from .rotary import ROPE_SIZE, npu_interleave_rope
+from torch_npu.operators.norms import npu_rms_norm
+from torch_npu.operators.paged_cache import write_slots
+from torch_npu.operators.refusals import refuse_given, require
+from torch_npu.operators.rotary import ROPE_SIZE, npu_interleave_rope
 
 LATENT_SIZE = 512  # the only one of npu_kv_rmsnorm_rope_cache
 
@@ -42,7 +42,7 @@ def npu_kv_rmsnorm_rope_cache(
 
     Returns:
         The turned part, and the normed latent, each ``[batch, 1, tokens, size]``. The operator
-        returns the two caches before them, see ``operators/__init__.py``.
+        returns the two caches before them.
     """
     name = "npu_kv_rmsnorm_rope_cache"
     scales = {"k_rope_scale": k_rope_scale, "c_kv_scale": c_kv_scale}
@@ -107,3 +107,17 @@ def npu_attention_update(
     weights = torch.exp(parts - total).unsqueeze(-1)
     joined = (torch.stack(list(local_out)).float() * weights).sum(0).to(local_out[0].dtype)
     return joined, total if update_type == 1 else None
+
+
+OPERATORS = {
+    "npu_transpose_batchmatmul": npu_transpose_batchmatmul,
+    "npu_attention_update": npu_attention_update,
+}
+KERNELS = {
+    "npu_kv_rmsnorm_rope_cache": (
+        npu_kv_rmsnorm_rope_cache,
+        kv_rmsnorm_rope_cache_outputs,
+        # The two caches are the sixth and seventh argument.
+        lambda made, *args, **kwargs: (args[5], args[6], *made),
+    )
+}

@@ -23,3 +23,9 @@ def npu_format_cast(tensor: torch.Tensor, acl_format: int) -> torch.Tensor:
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor) -> None:
     """Adds ``x.T @ weight`` to ``c``, in float32, in place."""
     c.add_(x.float().t() @ weight.float())
+
+
+OPERATORS = {
+    "npu_format_cast": npu_format_cast,
+    "_npu_matmul_add_fp32": _npu_matmul_add_fp32,
+}

@@ -80,3 +80,13 @@ def npu_paged_cache_load(
             part = gathered[first : first + num_tokens]
             part.copy_(read_pages(cache, blocks, num_tokens).view(part.shape))
         first += num_tokens
+
+
+def _nothing(*args: object, **kwargs: object) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return []
+
+
+KERNELS = {
+    "_npu_reshape_and_cache": (_npu_reshape_and_cache, _nothing),
+    "atb.npu_paged_cache_load": (npu_paged_cache_load, _nothing),
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .refusals import refuse_given, require
+from torch_npu.operators.refusals import refuse_given, require
 
 ROPE_SIZE = 64  # the only size of npu_interleave_rope and npu_kv_rmsnorm_rope_cache
 
@@ -27,7 +27,7 @@ def _npu_rotary_embedding(
     Args:
         positions: int64, shape ``[num_tokens]``.
         query: shape ``[num_tokens, num_heads * head_size]``; ``key`` with its own number of heads.
-        cos_sin_cache: shape ``[max_positions, rotary_size]``, cosines in the first half of a row and
+        cos_sin_cache: shape ``[max_positions, rotary_size]``, cosines in the first half of a row,
             sines in the second; the first ``rotary_size`` numbers of each head are turned.
     """
     cos, sin = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, dim=-1)
@@ -87,3 +87,10 @@ def _pairs(x: torch.Tensor, is_half: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _join(pairs: tuple[torch.Tensor, torch.Tensor], is_half: bool) -> torch.Tensor:
     return torch.cat(pairs, dim=-1) if is_half else torch.stack(pairs, dim=-1).flatten(-2)
+
+
+OPERATORS = {
+    "_npu_rotary_embedding": _npu_rotary_embedding,
+    "npu_rotary_mul": npu_rotary_mul,
+    "npu_interleave_rope": npu_interleave_rope,
+}

@@ -26,3 +26,6 @@ def npu_top_k_top_p(
         is_dropped[..., -1] = False
         ordered = ordered.masked_fill(is_dropped, float("-inf"))
     return torch.empty_like(ordered).scatter(-1, places, ordered).to(logits.dtype)
+
+
+OPERATORS = {"npu_top_k_top_p": npu_top_k_top_p}
