@@ -81,10 +81,11 @@ class EmulatedHccl(dist.ProcessGroup):
 
 
 def _add(name: str, is_waited_for: bool) -> None:
-    def collective(self: EmulatedHccl, *arguments: Any) -> Any:
+    def collective(self: EmulatedHccl, *arguments: Any, opts: Any = None) -> Any:
         _emulator.synchronize_current_stream()
         call: Callable[..., Any] = getattr(self._gloo, name)
-        work = call(*(_on_cpu(argument) for argument in arguments if argument is not None))
+        given = [_on_cpu(argument) for argument in arguments if argument is not None]
+        work = call(*given) if opts is None else call(*given, opts)
         if is_waited_for:
             work.wait()
         return work

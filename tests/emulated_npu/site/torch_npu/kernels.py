@@ -4,12 +4,12 @@
 The function, its *body*, is plain torch and knows no device: it is tested on CPU tensors. There are
 two ways to give it to the device:
 
-- As an **operator** it is called with the tensors of the device, and made of operators of torch, each
-  of which is put in the stream's queue by itself. It must not read values (``item()``, masks as
-  indices): that would have the host wait, which the device's operator does not do.
-- As a **kernel** it runs as one when the stream comes to it, with CPU tensors of the same memory. So it
-  may read values. Its results need sizes before: a second function gives ``(shape, dtype)`` of each,
-  or an empty list if all it does is to write to its arguments.
+- As an **operator** it is called with the tensors of the device, and made of operators of torch,
+  each of which is put in the stream's queue by itself. It must not read values (``item()``, masks
+  as indices): that would have the host wait, which the device's operator does not do.
+- As a **kernel** it runs as one when the stream comes to it, with CPU tensors of the same memory.
+  So it may read values. Its results need sizes before: a second function gives ``(shape, dtype)``
+  of each, or an empty list if all it does is to write to its arguments.
 """
 
 from __future__ import annotations
