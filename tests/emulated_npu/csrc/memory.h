@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of the emulated NPU, which is host memory, and pinned memory of the host.
+//
+// A tensor that the host drops is gone for the host only: work in flight still has its bytes. What a
+// caching allocator does to them, which may hand them out again on the stream that they were
+// allocated on, is emulated by a poison: a fill on that stream, behind what it has been given so far.
+// So work of another stream, which nobody has made known with record_stream, may read the poison.
+#pragma once
+
+#include "streams.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <unordered_set>
+
+namespace emulated_npu {
+
+class Block {
+ public:
+  Block(size_t num_bytes, c10::Stream stream);
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void poison() const;
+
+  void* data = nullptr;
+  size_t num_bytes = 0;
+  c10::Stream stream;  // that it was allocated on
+  bool holds_floats = true;
+  std::mutex mutex;
+  std::vector<c10::Stream> used_on;  // record_stream
+};
+using BlockPtr = std::shared_ptr<Block>;
+
+struct MemoryStatistics {
+  int64_t allocated_bytes = 0;
+  int64_t peak_bytes = 0;
+  int64_t limit_bytes = 0;
+};
+
+c10::Allocator* npu_allocator();
+c10::Allocator* pinned_allocator();
+
+// The block behind an npu storage; null if it has no bytes.
+BlockPtr block_of(const c10::StorageImpl& storage);
+// A CPU storage on the same bytes, which keeps them, but not the npu storage.
+c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes);
+
+bool is_pinned(const void* data, size_t num_bytes = 1);
+bool is_on_npu(const void* data, size_t num_bytes);
+
+MemoryStatistics memory_statistics();
+void reset_peak_bytes();
+void set_memory_limit(int64_t num_bytes);
+
+// While one of these lives no bytes go back to the host's allocator: work that has raw addresses
+// may read or write memory that was freed, and finds poison there.
+class Quarantine {
+ public:
+  Quarantine();
+  ~Quarantine();
+  Quarantine(const Quarantine&) = delete;
+  Quarantine& operator=(const Quarantine&) = delete;
+};
+
+}  // namespace emulated_npu

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
+
+See the README beside this folder. Importing it adds the device to torch, ``torch.npu``, the
+communication backend ``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torch_npu import _emulator, settings
+
+torch.utils.rename_privateuse1_backend("npu")
+_emulator.start(settings.num_devices())
+_emulator.set_memory_limit(settings.memory_bytes())
+
+from torch_npu import npu  # noqa: E402 (torch has to know the device before)
+
+torch._register_device_module("npu", npu)
+torch.utils.generate_methods_for_privateuse1_backend()
+sys.modules.setdefault("torch.npu", npu)
+
+from torch_npu import _C, _hccl, emulation, stand_ins  # noqa: E402, F401
+from torch_npu.kernels import register_operators  # noqa: E402
+
+_hccl.install()
+stand_ins.install()
+
+__version__ = torch.__version__.partition("+")[0]
+float4_e2m1fn_x2 = getattr(torch, "float4_e2m1fn_x2", None)
+float8_e8m0fnu = getattr(torch, "float8_e8m0fnu", None)
+
+ACL_FORMAT_ND = 2
+
+
+def get_npu_format(tensor: torch.Tensor) -> int:
+    """Memory formats of the device are not emulated: all tensors are plain."""
+    return ACL_FORMAT_ND
+
+
+_operators = register_operators()
+atb = ModuleType("torch_npu.atb")
+for _name, _function in _operators.items():
+    # "atb.name" is in a namespace of its own.
+    setattr(
+        atb if _name.startswith("atb.") else sys.modules[__name__],
+        _name.rpartition(".")[2],
+        _function,
+    )
+emulation.set_seed(settings.seed())
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(f"torch_npu.{name} is not emulated")

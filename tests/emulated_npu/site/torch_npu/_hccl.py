@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend ``hccl`` of torch.distributed: gloo, on the memory of the npu tensors.
+
+A collective waits for the current stream and has ended when it returns: a rank whose host does not
+wait could not take part later, because nothing but a waiting host runs what is enqueued. Other
+streams stay as late as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_npu import _emulator
+
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+)
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _emulator.alias(value)
+    if isinstance(value, (list, tuple)):
+        return [_on_cpu(item) for item in value]
+    return value
+
+
+class EmulatedHccl(dist.ProcessGroup):
+    """A process group whose collectives are those of a gloo group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._name = self._description = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "hccl"
+
+    def get_hccl_comm_name(self, rank: int = 0, **_: Any) -> str:
+        return f"emulated-{self._name}"
+
+    def all_gather_single(self, output: Any, input: Any, timeout: Any = None) -> Any:
+        return self._allgather_base(output, input)
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def _add(name: str, is_waited_for: bool) -> None:
+    def collective(self: EmulatedHccl, *arguments: Any, opts: Any = None) -> Any:
+        _emulator.synchronize_current_stream()
+        call: Callable[..., Any] = getattr(self._gloo, name)
+        given = [_on_cpu(argument) for argument in arguments if argument is not None]
+        work = call(*given) if opts is None else call(*given, opts)
+        if is_waited_for:
+            work.wait()
+        return work
+
+    setattr(EmulatedHccl, name, collective)
+
+
+for _name in COLLECTIVES:
+    _add(_name, is_waited_for=True)
+for _name in POINT_TO_POINT:
+    _add(_name, is_waited_for=False)
+
+_groups: list[EmulatedHccl] = []
+"""torch keeps no reference to the Python part of a process group."""
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> EmulatedHccl:
+    group = EmulatedHccl(store, rank, size, timeout)
+    _groups.append(group)
+    return group
+
+
+def install() -> None:
+    """Lets torch know the backend."""
+    dist.Backend.register_backend("hccl", _create, devices=["npu"])
+    dist.is_hccl_available = lambda: True  # type: ignore[attr-defined]
