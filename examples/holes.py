@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_log import engine_log
 from offload_hybrid import BLOCK_TOKENS, Round, Tokens, ask, random_tokens, start_engine
 from retention import ENGINE_ENVIRON, print_aligned, write_model
 
@@ -60,6 +61,7 @@ RUNS: Mapping[str, Mapping[str, Any] | None] = {
     PICTURED: {"hole_reuse": True},
 }
 
+LOG = Path("out/holes.log")
 TOKENS_PER_SIGN = 32
 ON_DEVICE, LOADED, COMPUTED = ".=#"
 
@@ -264,11 +266,15 @@ def has_same_outputs(answers: Sequence[Answer], expected: Sequence[Answer]) -> b
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     os.environ.update(ENGINE_ENVIRON)
     questions = write_questions()
-    with tempfile.TemporaryDirectory() as folder:
+    answers = {}
+    with tempfile.TemporaryDirectory() as folder, engine_log(LOG) as terminal:
         write_model(Path(folder), num_window_layers=0)
-        answers = {name: serve(Path(folder), questions, run) for name, run in RUNS.items()}
+        for name, run in tqdm(RUNS.items(), unit=" engines", file=terminal):
+            answers[name] = serve(Path(folder), questions, run)
     print_pictures(answers[PICTURED])
     print(f"\n{NUM_QUESTIONS} questions about {NUM_DOCUMENTS} documents:")
     print_table(answers)
