@@ -31,6 +31,9 @@ from retention import ENGINE_ENVIRON, print_aligned, write_model
 
 NUM_DOCUMENTS = 4
 NUM_QUESTIONS = 20
+NUM_PICTURED = 10
+"""The last ones: before, caches are filled."""
+
 INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (40, 120)
@@ -233,10 +236,10 @@ def answer(llm: Any, observer: SpanObserver, question: Question) -> Answer:
 
 
 def print_pictures(answers: Sequence[Answer]) -> None:
-    print(f"\n{PICTURED}; a sign is {TOKENS_PER_SIGN} tokens:")
+    print(f"\n{PICTURED}, the last {NUM_PICTURED} requests; a sign is {TOKENS_PER_SIGN} tokens:")
     print(f"{ON_DEVICE} cached on the device   {LOADED} loaded from host memory   ", end="")
     print(f"{COMPUTED} computed\n")
-    for number, each in enumerate(answers, 1):
+    for number, each in list(enumerate(answers, 1))[-NUM_PICTURED:]:
         print(f"request {number:>2}, document {each.question.document}  {each.picture}")
 
 
