@@ -36,7 +36,7 @@ class Release:
 
 
 SUPPORTED = (
-    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),
+    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),  # 0.23.0 and 0.23.0.post1
     Release(vllm="==0.20.2.*", vllm_ascend="==0.20.2.*"),
 )
 
