@@ -35,10 +35,8 @@ class Release:
     vllm_ascend: str
 
 
-SUPPORTED = (
-    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),  # 0.23.0 and 0.23.0.post1
-    Release(vllm="==0.20.2.*", vllm_ascend="==0.20.2.*"),
-)
+# Of vLLM-Ascend these are 0.23.0 and 0.23.0.post1.
+SUPPORTED = (Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),)
 
 
 @dataclass(frozen=True, slots=True)
