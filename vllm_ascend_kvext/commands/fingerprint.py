@@ -186,10 +186,11 @@ def survey(tree: SourceTree, ledger: Iterable[Patch], store: FingerprintStore) -
         ]
         rows.append((order, what, name, ", ".join(ids)))
     rows.sort()
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (1, 2)]
+    what_width = max((len(what) for _, what, _, _ in rows), default=0)
+    name_width = max((len(name) for _, _, name, _ in rows), default=0)
     counts = Counter(what for _, what, _, _ in rows)
     heading = "; ".join(f"{what}: {count}" for what, count in counts.items())
     return [
         f"{tree} is not stored. Functions that patches count on: {heading or 'none'}.",
-        *(f"{what:{widths[0]}}  {name:{widths[1]}}  {ids}" for _, what, name, ids in rows),
+        *(f"{what:{what_width}}  {name:{name_width}}  {ids}" for _, what, name, ids in rows),
     ]
