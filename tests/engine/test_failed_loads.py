@@ -20,6 +20,7 @@ from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
+from support.scheduler.connector import ScriptedConnector
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import CacheContents, blocks_are_conserved
 from support.scheduler.layouts import (
@@ -525,15 +526,19 @@ class TestOneCaseAtATime:
         story.finish()
 
     @every_load
-    def test_the_connector_is_asked_again(self, load: ExternalLoad) -> None:
+    def test_the_connector_is_asked_again(
+        self, load: ExternalLoad, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Some renew what they know of a request only then (LMCache's, vLLM's offloading)."""
-        story = Story(new_engine(load))
         asked: list[str] = []
-        recovery = story.engine.scheduler.schedule.__self__
-        ask = recovery._get_num_new_matched_tokens
-        recovery._get_num_new_matched_tokens = lambda request, tokens: (
-            asked.append(request.request_id) or ask(request, tokens)
-        )
+        ask = ScriptedConnector.get_num_new_matched_tokens
+
+        def noted(self: ScriptedConnector, request: Request, num_tokens: int) -> Any:
+            asked.append(request.request_id)
+            return ask(self, request, num_tokens)
+
+        monkeypatch.setattr(ScriptedConnector, "get_num_new_matched_tokens", noted)
+        story = Story(new_engine(load))
         fail_next_load(story.engine.runner)
         story.add(plan(2, range(self.PROMPT_TOKENS)))
         story.finish()
