@@ -6,6 +6,7 @@ started without any of these.
 """
 
 from vllm_ascend_kvext.patches.connector import (
+    ascend_platform,
     computed_token_gaps,
     core,
     factory,
@@ -22,4 +23,5 @@ PATCHES: tuple[Patch, ...] = (
     *model_check.PATCHES,
     *model_loader.PATCHES,
     *computed_token_gaps.PATCHES,
+    *ascend_platform.PATCHES,
 )

@@ -5,6 +5,7 @@ One module per upstream module, named after it. Knows nothing of retention but w
 """
 
 from vllm_ascend_kvext.patches.repairs import (
+    ascend_platform,
     ascend_single_type_kv_cache_manager,
     async_scheduler,
     kv_cache_coordinator,
@@ -21,4 +22,5 @@ PATCHES: tuple[Patch, ...] = (
     *single_type_kv_cache_manager.PATCHES,
     *async_scheduler.PATCHES,
     *scheduler.PATCHES,
+    *ascend_platform.PATCHES,
 )
