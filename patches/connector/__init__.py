@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvextConnector: vLLM knows it by name, and it knows the scheduler that it works for.
 
-And connectors of others may have gaps in what they match. Nothing is changed in an engine that is
-started without any of these.
+Nothing is changed in an engine that is started without it.
 """
 
 from vllm_ascend_kvext.patches.connector import (
     ascend_platform,
-    computed_token_gaps,
     core,
     factory,
     model_check,
@@ -22,6 +20,5 @@ PATCHES: tuple[Patch, ...] = (
     *core.PATCHES,
     *model_check.PATCHES,
     *model_loader.PATCHES,
-    *computed_token_gaps.PATCHES,
     *ascend_platform.PATCHES,
 )
