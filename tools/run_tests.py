@@ -38,6 +38,7 @@ LONG_FILES = {
         "test_connector_scheduler.py",
         "test_connector_engine.py",
         "test_connector_serve.py",
+        "test_serve_lines.py",
         "test_blending_engine.py",
         "test_blend_machine.py",
         "test_question_engine.py",
@@ -53,6 +54,7 @@ LONG_FILES = {
     ),
     "ascend": (
         "test_reachability_on_ascend.py",
+        "test_serve_lines_on_ascend.py",
         "test_adaptive_on_ascend.py",
         "test_cache_contents_on_ascend.py",
     ),
@@ -70,6 +72,7 @@ LMCACHE_FILES = (
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
     ("engine", "test_lmcache_failures.py"),
+    ("engine", "test_serve_lines.py"),
 )
 """Folder and file of the tests that need LMCache."""
 

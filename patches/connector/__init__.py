@@ -5,6 +5,7 @@ Nothing is changed in an engine that is started without it.
 """
 
 from vllm_ascend_kvext.patches.connector import (
+    ascend_platform,
     core,
     factory,
     model_check,
@@ -19,4 +20,5 @@ PATCHES: tuple[Patch, ...] = (
     *core.PATCHES,
     *model_check.PATCHES,
     *model_loader.PATCHES,
+    *ascend_platform.PATCHES,
 )

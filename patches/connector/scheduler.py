@@ -28,7 +28,10 @@ from vllm_ascend_kvext.patches.connector.learned_requests import (
     cancel_learning,
 )
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
+    interval_tokens_of,
+    log_least_prompt,
+)
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
@@ -45,8 +48,9 @@ if TYPE_CHECKING:
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """Tell the connector of a new scheduler what it works for."""
+    """Tell the connector of a new scheduler what it works for, and the log what can hit."""
     wrapped(*args, **kwargs)
+    log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
         ConnectedScheduler(scheduler, connector)  # Its methods are the scheduler's now.

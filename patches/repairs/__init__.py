@@ -6,6 +6,7 @@ Knows nothing of retention but whether it is on.
 """
 
 from vllm_ascend_kvext.patches.repairs import (
+    ascend_platform,
     async_scheduler,
     discarded_frames,
     kv_cache_coordinator,
@@ -22,4 +23,5 @@ PATCHES: tuple[Patch, ...] = (
     *async_scheduler.PATCHES,
     *discarded_frames.PATCHES,
     *scheduler.PATCHES,
+    *ascend_platform.PATCHES,
 )

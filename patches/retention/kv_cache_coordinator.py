@@ -124,6 +124,30 @@ def retain(
     )
 
 
+def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
+    """Say how long a prompt has to be to hit, with or without retention."""
+    from vllm.logger import init_logger
+
+    managers = coordinator.single_type_managers
+    # With context parallelism windows have no hits.
+    if not coordinator.enable_caching or any(
+        manager.dcp_world_size * manager.pcp_world_size > 1 for manager in managers
+    ):
+        return
+    geometry = hit_geometry(coordinator)
+    init_logger("vllm.ascend_kvext.retention").info(
+        "Prefix-cache hits on the device: prompts of %d tokens or more, in multiples of %d.",
+        geometry.least_prompt_tokens,
+        geometry.unit_tokens,
+    )
+
+
+def hit_geometry(coordinator: KVCacheCoordinator) -> HitGeometry:
+    """What the lookup of a coordinator can hit."""
+    groups = (_group_geometry(coordinator, group) for group in lookup_groups(coordinator))
+    return HitGeometry(tuple(groups), hit_unit_tokens(coordinator))
+
+
 def describe_policy(policy: RetentionPolicy) -> str:
     grid = f"a checkpoint per {policy.interval_tokens} tokens" if policy.interval_tokens else ""
     if not policy.is_adaptive:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ascend_sources
 import pytest
+from npu_platform import Start, starter
 
 HERE = Path(__file__).parent
 
@@ -33,6 +34,11 @@ def ascend_folder() -> Path:
     folder = ascend_sources.sources()
     assert folder is not None, "a module without vllm_ascend is skipped as a whole"
     return folder
+
+
+@pytest.fixture(scope="session")
+def start_on_npu(ascend_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    return starter(ascend_folder, tmp_path_factory.mktemp("npu"))
 
 
 class _FreeListDiagnostics(logging.Handler):

@@ -294,7 +294,9 @@ class TestStatus:
         world.features(*FEATURES)
         world.ledger(*(declare(TARGET, feature=feature.name) for feature in FEATURES))
         assert main(["status"]) == 0
-        assert len(capsys.readouterr().out.splitlines()) <= len(FEATURES) + 4
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= len(FEATURES) + 5
+        assert lines[-1].startswith("shortest prompt that hits: it depends on the model")
 
     REPAIR = "drafts-in-flight"
 

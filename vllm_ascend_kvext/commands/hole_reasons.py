@@ -15,13 +15,25 @@ from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE, HoleReuse, Mode, Set
 
 REFUSALS_METRIC = "vllm:kvext_host_hole_refusals_total"
 
-_SCHEDULERS = (
-    ("balance", "a step with rows does not count as a full batch when ranks are balanced"),
-    ("recompute", ""),
-    ("profiling-chunk", "its prediction of chunks does not know the rows"),
-    ("dynamic-batch", "its budget for decoding does not know the rows"),
+_ASCEND_SCHEDULERS = (
+    (
+        "balance",
+        "computed",
+        "a step with rows does not count as a full batch when ranks are balanced",
+    ),
+    (
+        "profiling-chunk",
+        "does not start",
+        "it needs pipeline parallelism, which KvextConnector refuses",
+    ),
+    ("recompute", "does not start", "it needs kv_role=kv_consumer, which KvextConnector refuses"),
+    (
+        "dynamic-batch",
+        "does not start",
+        "vLLM 0.23.0 gives it hash_block_size, which it does not take",
+    ),
 )
-"""Of vLLM-Ascend, that have a ``schedule`` of their own, and what is other with rows of holes."""
+"""Of vLLM-Ascend 0.23.0, that have a ``schedule`` of their own."""
 
 HOLES_HEADER = ("holes of", "are", "reason", "a running engine says so in")
 
@@ -61,12 +73,9 @@ def describe_holes(settings: Settings, upstream: Upstream) -> list[HoleRow]:
     if upstream.vllm_ascend is not None:
         rows += [
             HoleRow(
-                f"scheduler {name} of vLLM-Ascend",
-                "computed",
-                "; ".join(filter(None, ["by reading, it has not run with holes", remark])),
-                "",
+                f"scheduler {name} of vLLM-Ascend", holes, reason, "error" * (holes != "computed")
             )
-            for name, remark in _SCHEDULERS
+            for name, holes, reason in _ASCEND_SCHEDULERS
         ]
     rows.append(
         HoleRow(

@@ -46,6 +46,13 @@ class Part(enum.Enum):
 _MODELS_HEADER = ("model", "segments are", "because", "asked at")
 
 
+_SHORTEST_HIT = (
+    "shortest prompt that hits: it depends on the model and --block-size; an engine's log says it "
+    'in "Prefix-cache hits on the device: ...", and for host memory in "KvextConnector: ... hits: '
+    '..."'
+)
+
+
 class Verdict(enum.Enum):
     """The value is the exit status."""
 
@@ -224,6 +231,8 @@ def render(report: StatusReport, parts: Collection[Part] = ()) -> list[str]:
         lines += ["", *render_rows([HOLES_HEADER, *map(astuple, report.holes)])]
     elif report.holes:
         lines.append(f"holes: {report.holes[0].holes}; `status --holes` says where not, and why")
+    if report.holes:
+        lines.append(_SHORTEST_HIT)
     if report.models and Part.BLENDING in parts:
         rows_of_models = [
             (row.model, "reused" if row.passed else "computed", row.message, row.checked_at)

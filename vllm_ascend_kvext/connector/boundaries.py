@@ -62,6 +62,11 @@ class BoundaryPlanner:
         self._tried: dict[Reason, int] = {}
         self._hits: dict[Reason, int] = {}
 
+    @property
+    def least_prompt_tokens(self) -> int:
+        """The shortest prompt that hits in host memory when it comes again."""
+        return self._policy.geometry.least_prompt_tokens
+
     def plan(self, request: Prompt, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
         """Boundaries past the hit that are known at admission.
 

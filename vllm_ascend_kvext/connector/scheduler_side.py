@@ -245,10 +245,12 @@ class SchedulerSide:
         self.counters.capacity_bytes = tier.capacity_bytes
         self._parts = _Parts(tier, layout, chooser, room, loads, jobs, stores, blending)
         logger.info(
-            "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits are multiples "
-            "of %d tokens, chunks have %d; store_policy=%s, state_policy=%s.",
+            "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits: prompts of %d "
+            "tokens or more, in multiples of %d; chunks have %d tokens; store_policy=%s, "
+            "state_policy=%s.",
             worker.host_bytes / (1 << 30),
             len(workers),
+            planner.least_prompt_tokens,
             layout.unit_tokens,
             layout.geometry.chunk_tokens,
             self._options.store_policy.value,

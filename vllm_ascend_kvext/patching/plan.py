@@ -135,7 +135,10 @@ class _Check:
         version = self.upstream.vllm or ""
         if not any(version_in(version, versions) for versions in patch.vllm):
             return Finding(patch, State.SKIPPED_VERSION, f"for vLLM {' or '.join(patch.vllm)} only")
-        if patch.is_for_vllm_ascend and self.upstream.vllm_ascend is None:
+        # Its modules cannot be imported without torch_npu, nor is it in use then.
+        if patch.is_for_vllm_ascend and not (
+            self.upstream.vllm_ascend and self.upstream.has_torch_npu
+        ):
             return Finding(patch, State.SKIPPED_VERSION, "for vLLM-Ascend only")
         try:
             resolve(patch.target)

@@ -140,6 +140,14 @@ class HitGeometry:
             return boundary_tokens + self.lag_tokens
         return self._opens_at(boundary_tokens)
 
+    @property
+    def least_prompt_tokens(self) -> int:
+        """The shortest prompt that hits when it comes again.
+
+        Its last token is always computed, so the lookup looks at one token less.
+        """
+        return self._opens_at(1) + 1
+
     def is_boundary(self, boundary_tokens: int) -> bool:
         """Whether some lookup ends exactly at ``boundary_tokens``."""
         return self.reachable_tokens(self.opens_at_tokens(boundary_tokens)) == boundary_tokens

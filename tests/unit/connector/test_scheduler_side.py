@@ -36,6 +36,12 @@ def test_same_prompt_resumes_at_the_last_unit_below_its_length(engine: SmallEngi
         assert engine.side.match(engine.add("b", LETTERS[:length]), 0) == hit_tokens
 
 
+def test_the_log_names_the_shortest_prompt_that_hits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.ascend_kvext")
+    SmallEngine()
+    assert "hits: prompts of 5 tokens or more, in multiples of 4;" in caplog.text
+
+
 def test_next_turn_resumes_at_the_last_unit_of_the_answer(engine: SmallEngine) -> None:
     engine.serve("a", LETTERS[:20], answer=LETTERS[20:31])
     assert engine.side.match(engine.add("b", LETTERS), 0) == 28

@@ -151,7 +151,7 @@ class TestWithVllmAscend:
 
     ADDON = "vllm_ascend.patches:_ascend_free"
     ADDON_SOURCE = "def _ascend_free(self, blocks, prepend=False):\n    return 'ascend'\n"
-    WITH_ASCEND = Upstream("0.23.0", "0.23.0")
+    WITH_ASCEND = Upstream("0.23.0", "0.23.0", has_torch_npu=True)
 
     @pytest.fixture
     def store(self, upstream_root: Path, add_package: AddPackage) -> FingerprintStore:
@@ -203,7 +203,13 @@ class TestWithVllmAscend:
     def test_its_own_functions_can_be_patched(self, store: FingerprintStore) -> None:
         patch = declare(self.ADDON)
         assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
-        (finding,) = plan_feature(FEATURE, [patch], Upstream("0.23.0"), store).findings
+
+    @pytest.mark.parametrize("upstream", [Upstream("0.23.0"), Upstream("0.23.0", "0.23.0")])
+    def test_where_it_cannot_run_its_own_functions_are_left_out(
+        self, store: FingerprintStore, upstream: Upstream
+    ) -> None:
+        """Its modules need torch_npu, and may fail to import without."""
+        (finding,) = plan_feature(FEATURE, [declare(self.ADDON)], upstream, store).findings
         assert finding.state is State.SKIPPED_VERSION
         assert finding.reason == "for vLLM-Ascend only"
 

@@ -37,3 +37,5 @@ npu.memory_reserved = _needs_a_device
 npu.reset_peak_memory_stats = _needs_a_device
 
 torch.npu = npu
+# ``torch.device("npu")``, which the platform's configuration makes.
+torch.utils.rename_privateuse1_backend("npu")

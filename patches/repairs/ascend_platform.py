@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm_ascend/platform.py``: models with attention and states may recompute failed loads.
+
+vLLM-Ascend refuses the policy because vLLM cannot carry it out for several KV cache groups. With
+``repairs/scheduler.py`` it can, for every connector that reports failed loads. To one that reports
+none the policy makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def allow_recompute(wrapped: Callable[..., None], _instance: None, vllm_config: VllmConfig) -> None:
+    """Refuse nothing: the function checks for this one policy only."""
+
+
+PATCHES = (
+    Patch(
+        id="KVX-127",
+        target="vllm_ascend.platform:NPUPlatform._validate_kv_load_failure_policy",
+        kind=Kind.REPLACE,
+        feature="failed-loads",
+        vllm=("==0.23.0.*",),
+        wrapper=allow_recompute,
+        why="vLLM-Ascend refuses `kv_load_failure_policy=recompute` for models with attention and "
+        "states, because vLLM cannot recompute there. With this repair it can.",
+        retire_when="KVX-305 is retired",
+    ),
+)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ``vllm serve`` line of the documentation starts an engine of a hybrid model on a CPU."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import connector_models
+import pytest
+from support.serve_lines import ServeLine, serve_lines, start
+
+LINES = serve_lines()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    connector_models.write_one_window(folder)
+    return folder
+
+
+def test_lines_of_all_kinds_are_found() -> None:
+    assert {line.connector for line in LINES} == {"", "KvextConnector", "LMCacheMPConnector"}
+    assert {line.place.partition(":")[0] for line in LINES} >= {"README.md", "docs/blending.md"}
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.place)
+def test_a_printed_line_starts(line: ServeLine, model: Path) -> None:
+    """LMCache's up to the configuration; ``test_lmcache_engine.py`` has a server for engines."""
+    is_lmcache = line.connector == "LMCacheMPConnector"
+    if is_lmcache and find_spec("lmcache") is None:
+        pytest.skip("LMCache is not installed here")
+    started = start(line, model, "config" if is_lmcache else "engine", {}, model)
+    assert started.report, started.log[-4000:]
+    assert started.report["policy"] == ("recompute" if line.connector else "")
+    if not is_lmcache:
+        assert started.report["connector"] == (line.connector or "NoneType")
+        assert started.report["recomputes"] is bool(line.connector)
+        assert len(started.report["answer"]) == 4

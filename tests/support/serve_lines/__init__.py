@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm serve`` lines of the documentation, and their starts on tiny models.
+
+A line is found in whatever code block it stands, so a new one is tested without being named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES += tuple(sorted((ROOT / "examples").glob("*.md")))
+
+TINY = (
+    *("--skip-tokenizer-init", "--enforce-eager", "--load-format", "dummy"),
+    *("--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "1024"),
+)
+"""What a tiny model on a small machine needs besides."""
+
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S* (?:\\\n)?)*vllm serve (?=\S)")
+_SETTINGS_OF_MACHINE = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")
+
+
+@dataclass(frozen=True)
+class ServeLine:
+    """One command.
+
+    Attributes:
+        place: File and line, for people.
+        environ: Variables that are set before it, in the line or by ``export``.
+        arguments: Behind ``vllm serve``, as printed.
+    """
+
+    place: str
+    environ: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+    @property
+    def connector(self) -> str:
+        """Its KV connector; empty if it has none."""
+        options = iter(self.arguments)
+        config = next((next(options) for name in options if name == "--kv-transfer-config"), "{}")
+        return str(json.loads(config).get("kv_connector", ""))
+
+    def for_model(self, model: Path) -> tuple[str, ...]:
+        """The arguments with this model, one rank, and memory and CPUs that any machine has."""
+        arguments = [str(model), *self.arguments[1:], *TINY]
+        for number, name in enumerate(arguments):
+            if name == "--tensor-parallel-size":
+                arguments[number + 1] = "1"
+            elif name == "--kv-transfer-config":
+                config = json.loads(arguments[number + 1])
+                extra = config["kv_connector_extra_config"]
+                small = {"host_memory_gib": 0.25, "copy_cpus": "0"}
+                extra |= {key: value for key, value in small.items() if key in extra}
+                arguments[number + 1] = json.dumps(config)
+        return tuple(arguments)
+
+
+def serve_lines() -> list[ServeLine]:
+    """All that are printed; of those that would start the same, the first."""
+    lines: dict[object, ServeLine] = {}
+    for line in (line for page in PAGES for line in _lines_of(page)):
+        lines.setdefault((line.for_model(Path()), *sorted(line.environ.items())), line)
+    return list(lines.values())
+
+
+def _lines_of(page: Path) -> Iterator[ServeLine]:
+    text = page.read_text()
+    for block in re.finditer(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exported = dict(re.findall(r"^export (\w+)=(\S+)", block[1], re.MULTILINE))
+        for start in re.finditer(rf"^{_COMMAND.pattern}", block[1], re.MULTILINE):
+            words = _words(block[1][start.start() :])
+            at = words.index("vllm")
+            environ = exported | dict(word.split("=", 1) for word in words[:at])
+            number = text[: block.start(1) + start.start()].count("\n") + 1
+            place = f"{page.relative_to(ROOT)}:{number}"
+            yield ServeLine(
+                place,
+                {name: environ[name] for name in environ if name not in _SETTINGS_OF_MACHINE},
+                tuple(words[at + 2 :]),
+            )
+
+
+def _words(text: str) -> list[str]:
+    """The words of the command that a text begins with, as a shell reads it."""
+    command = ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        command += line
+        try:
+            return shlex.split(command, comments=True)
+        except ValueError:  # a quotation that goes on
+            continue
+    raise ValueError(f"a command without an end: {text[:80]}")
+
+
+@dataclass(frozen=True)
+class Started:
+    """What became of a start: what it says of itself, if it got there, and its log."""
+
+    report: dict[str, object]
+    log: str
+
+
+def start(
+    line: ServeLine, model: Path, stage: str, environ: Mapping[str, str], folder: Path
+) -> Started:
+    """Start a line in a process of its own, up to a stage of ``start.py``.
+
+    Args:
+        environ: On top of the line's own and of this process's without vLLM's and ours.
+        folder: For what vLLM keeps.
+    """
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    common = {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CACHE_ROOT": str(folder),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    ended = subprocess.run(
+        [
+            *(sys.executable, Path(__file__).with_name("start.py"), stage, report),
+            *line.for_model(model),
+        ],
+        env={**inherited, **common, **line.environ, **environ},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = json.loads(report.read_text()) if report.exists() else {}
+    assert not found or ended.returncode == 0, ended.stdout[-4000:]
+    return Started(found, ended.stdout)
