@@ -314,8 +314,7 @@ def attend(
     lse = scores.logsumexp(-1)
     # A sink takes part in the sum, and in nothing else.
     total = lse if sinks is None else torch.logaddexp(lse, sinks.float().unsqueeze(1))
-    # A query that sees no key has a sum of zero: its weights are zeros, and not undefined.
-    weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0).unsqueeze(-1))
+    weights = torch.exp(scores - total.unsqueeze(-1))
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
 
 
