@@ -346,5 +346,10 @@ def npu_fusion_attention(*args: object, **kwargs: object) -> None:
 OPERATORS = {"npu_fusion_attention": npu_fusion_attention}
 KERNELS = {
     "npu_fused_infer_attention_score": (npu_fused_infer_attention_score, attention_outputs),
-    "npu_fused_infer_attention_score_v2": (npu_fused_infer_attention_score_v2, attention_outputs),
+    "npu_fused_infer_attention_score_v2": (
+        npu_fused_infer_attention_score_v2,
+        attention_outputs,
+        # vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
+        {"on_host": ["actual_seq_qlen"]},
+    ),
 }
