@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves prompts on the emulated NPU in a process of its own, and writes what came out as JSON.
 
+All rounds are greedy; those after the first by ``top_k``, which takes the path of a sampled token.
+
 Usage: ``serve.py MODEL REQUEST.json RESULT.json``. A round is a list of prompts. Before the round
 with the number ``spoil_before``, the values that one layer has cached are set to zero.
 """
@@ -36,19 +38,17 @@ def main() -> None:
     )
     emulation.count_operators()  # without those of the profile run
     core = engine.llm_engine.engine_core.engine_core
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=request["reply_tokens"],
-        ignore_eos=True,
-        logprobs=5,
-        detokenize=False,
-    )
+    common = {"max_tokens": request["reply_tokens"], "ignore_eos": True, "logprobs": 5}
+    greedy = SamplingParams(temperature=0, detokenize=False, **common)
+    best_of_one = SamplingParams(temperature=1, top_k=1, top_p=0.9, detokenize=False, **common)
     result: dict[str, Any] = {"rounds": []}
     for number, prompts in enumerate(request["rounds"]):
         if number == request["spoil_before"]:
             forget_values(core, layer=1)
         outputs = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            best_of_one if number else greedy,
+            use_tqdm=False,
         )
         result["rounds"].append([describe(output) for output in outputs])
     result["operators"] = {

@@ -157,7 +157,7 @@ def paged(tokens: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> torch.
 def test_tokens_are_written_to_their_slots_and_padding_is_not() -> None:
     key, value = torch.randn(5, KV_HEADS, SIZE), torch.randn(5, KV_HEADS, SIZE)
     caches = torch.zeros(2, 3, BLOCK_TOKENS, KV_HEADS, SIZE)
-    slots = torch.tensor([17, 0, -1, 47, 5], dtype=torch.int32)
+    slots = torch.tensor([17, 0, -1, 46, 5], dtype=torch.int32)
     expected = torch.zeros_like(caches)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -124,20 +124,20 @@ def register_operators() -> dict[str, Body]:
     """Define the operators of vLLM-Ascend's library; return those of ``torch_npu``, by name.
 
     Modules of ``operators`` have tables ``OPERATORS`` (name: body) and ``KERNELS`` (name: body,
-    outputs, and if it is something else than the outputs, what is returned); those of
-    ``custom_operators`` the same with schemas for names.
+    outputs, and as a third what else ``kernel`` takes by name); those of ``custom_operators`` the
+    same with schemas for names.
     """
     found: dict[str, Body] = {}
     for module in _modules("operators"):
         for name, body in getattr(module, "OPERATORS", {}).items():
             found[name] = operator(name, body)
-        for name, (body, *rest) in getattr(module, "KERNELS", {}).items():
-            found[name] = kernel(name, body, *rest)
+        for name, (body, outputs, *options) in getattr(module, "KERNELS", {}).items():
+            found[name] = kernel(name, body, outputs, **dict(*options))
     for module in _modules("custom_operators"):
         for schema, body in getattr(module, "OPERATORS", {}).items():
             _define(schema, operator(_name_of(schema), body))
-        for schema, (body, *rest) in getattr(module, "KERNELS", {}).items():
-            _define(schema, kernel(_name_of(schema), body, *rest))
+        for schema, (body, outputs, *options) in getattr(module, "KERNELS", {}).items():
+            _define(schema, kernel(_name_of(schema), body, outputs, **dict(*options)))
         for schema, body in getattr(module, "HOST_FUNCTIONS", {}).items():
             _define(schema, operator(_name_of(schema), body), "CPU")
     return found

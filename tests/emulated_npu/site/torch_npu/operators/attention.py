@@ -314,8 +314,7 @@ def attend(
     lse = scores.logsumexp(-1)
     # A sink takes part in the sum, and in nothing else.
     total = lse if sinks is None else torch.logaddexp(lse, sinks.float().unsqueeze(1))
-    # A query that sees no key has a sum of zero: its weights are zeros, and not undefined.
-    weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0).unsqueeze(-1))
+    weights = torch.exp(scores - total.unsqueeze(-1))
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
 
 
@@ -347,5 +346,10 @@ def npu_fusion_attention(*args: object, **kwargs: object) -> None:
 OPERATORS = {"npu_fusion_attention": npu_fusion_attention}
 KERNELS = {
     "npu_fused_infer_attention_score": (npu_fused_infer_attention_score, attention_outputs),
-    "npu_fused_infer_attention_score_v2": (npu_fused_infer_attention_score_v2, attention_outputs),
+    "npu_fused_infer_attention_score_v2": (
+        npu_fused_infer_attention_score_v2,
+        attention_outputs,
+        # vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
+        {"on_host": ["actual_seq_qlen"]},
+    ),
 }

@@ -118,6 +118,6 @@ KERNELS = {
         npu_kv_rmsnorm_rope_cache,
         kv_rmsnorm_rope_cache_outputs,
         # The two caches are the sixth and seventh argument.
-        lambda made, *args, **kwargs: (args[5], args[6], *made),
+        {"returned": lambda made, *args, **kwargs: (args[5], args[6], *made)},
     )
 }
