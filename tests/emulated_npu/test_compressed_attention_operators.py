@@ -110,7 +110,7 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
     state = torch.randn(1000, block_size, 2 * width) * 50  # what others have left there
     angles = torch.arange(4096)[:, None] * module.rotary_emb.compress_inv_freq
     cos, sin = (function(angles).repeat_interleave(2, -1) for function in (torch.cos, torch.sin))
-    cache = torch.full((40, 16, CONFIG.head_dim), float("nan"))
+    cache = torch.full((40, 16, CONFIG.head_dim), 7.0)
     key_table = torch.arange(1, 37, dtype=torch.int32).view(3, 12)
     done = [0] * len(prompts)
     while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
@@ -161,8 +161,11 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
         scatter.scatter_nd_update(cache, slots, keys)
         done = [n + more for n, more in zip(done, step, strict=True)]
     for request, keys in enumerate(expected):
-        close(cache[key_table[request].long()].flatten(0, 1)[: len(keys)], keys)
-        assert cache[key_table[request].long()].flatten(0, 1)[len(keys) :].isnan().all()
+        written = cache[key_table[request].long()].flatten(0, 1)
+        close(written[: len(keys)], keys)
+        assert written[len(keys) :].eq(7).all()
+    assert cache[0].eq(7).all()
+    assert cache[-3:].eq(7).all(), "slots of -1 are left out"
 
 
 def test_states_of_page_0_are_not_stored() -> None:
