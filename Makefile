@@ -5,7 +5,7 @@
 PYTHON ?= python3
 
 # Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
-UPSTREAMS := 0.23.0:0.23.0 0.20.2:0.20.2rc1
+UPSTREAMS := 0.23.0:0.23.0
 # Where one of these is found, the package is also tested on it, alone.
 OTHER_PYTHONS := $(shell for v in 3.10 3.11 3.12 3.13; do \
 	python$$v -c "print('$$v')" 2>/dev/null || true; done)

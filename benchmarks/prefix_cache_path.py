@@ -40,7 +40,6 @@ if os.environ.get("KVEXT_ASCEND_SOURCES"):
 
     ascend_sources.activate(ascend_sources.sources())
 
-import inspect
 
 import vllm
 from support.scheduler.layouts import Attention, Group, Layout
@@ -49,6 +48,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_kvext.activation import survey, wanted_features
@@ -65,7 +65,6 @@ from vllm_ascend_kvext.settings import (
 CHUNK_TOKENS = 8192
 NEW_TOKENS = 2048
 DECODE_STEPS = 768
-HAS_INTERVAL = "scheduler_block_size" in inspect.signature(KVCacheManager).parameters
 
 FULL_16 = Group(Attention.FULL, 16)
 LAYOUTS = (
@@ -147,11 +146,10 @@ class Bench:
         arguments = {
             "kv_cache_config": layout.to_config(num_blocks),
             "max_model_len": 1 << 21,
+            "scheduler_block_size": layout.unit_tokens,
             "hash_block_size": self.hash_block_size,
             "enable_caching": True,
         }
-        if HAS_INTERVAL:
-            arguments["scheduler_block_size"] = layout.unit_tokens
         os.environ.pop(INTERVAL_VARIABLE, None)
         if interval is not None:
             os.environ[INTERVAL_VARIABLE] = str(interval)
@@ -356,8 +354,6 @@ def measure(
         if only not in name:
             continue
         for interval in intervals:
-            if interval is not None and not HAS_INTERVAL:
-                continue
             variants = [STOCK, FAST, ADAPTIVE] if interval is None else [STOCK, FAST, RETAINING]
             variants += [
                 f"{variant}{WITHOUT}{patch_id}" for variant in variants[1:] for patch_id in left_out
@@ -419,13 +415,7 @@ def main() -> int:
 
     print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
     init_none_hash(sha256)
-    register = getattr(
-        __import__("vllm.v1.core.single_type_kv_cache_manager", fromlist=["*"]),
-        "register_all_kvcache_specs",
-        None,
-    )
-    if register is not None:
-        register(None)
+    register_all_kvcache_specs(None)
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
     left_out = []
     if arguments.patches is not None:

@@ -85,7 +85,6 @@ def start_engine(model: Path, **engine: Any) -> Any:
         enforce_eager=True,
         block_size=BLOCK_TOKENS,
         max_num_batched_tokens=1024,
-        disable_hybrid_kv_cache_manager=False,  # vLLM 0.20.2 turns it off with a connector.
         **engine,
     )
 

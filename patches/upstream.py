@@ -35,9 +35,8 @@ def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCache
 def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
     """A hit of this coordinator is a multiple of so many tokens.
 
-    vLLM-Ascend and vLLM 0.20.2 align hits to ``lcm_block_size`` (on Ascend with the compress
-    ratios), vLLM 0.23.0 to ``scheduler_block_size``, the coordinator of a single group to its
-    block size.
+    vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios), vLLM to
+    ``scheduler_block_size``, the coordinator of a single group to its block size.
     """
     for name in ("lcm_block_size", "block_size", "scheduler_block_size"):
         unit_tokens: int | None = getattr(coordinator, name, None)
@@ -49,12 +48,12 @@ def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
 def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
     """Blocks are cached up to a multiple of so many tokens; None where every full block is.
 
-    Only vLLM 0.23.0's coordinator of several groups waits for a multiple. A group that looks ahead
-    then caches one block more.
+    A coordinator of several groups waits for a multiple. A group that looks ahead then caches one
+    block more.
     """
     if not hasattr(coordinator, "attention_groups"):
         return None
-    return getattr(coordinator, "scheduler_block_size", None)
+    return coordinator.scheduler_block_size
 
 
 class LookupGroup(NamedTuple):

@@ -21,7 +21,12 @@ import venv
 import zipfile
 from pathlib import Path
 
+import emulated_npu
+
 TORCH = "torch==2.11.0"
+
+TESTED_PACKAGE = "vllm_ascend_kvext*"
+"""Its module and its metadata, which no environment takes from another one by accident."""
 
 LMCACHE_SERVER_NEEDS = (
     "sortedcontainers",
@@ -138,6 +143,29 @@ def make_lmcache(environment: Environment, version: str, like: Environment) -> N
     environment.install(*LMCACHE_SERVER_NEEDS)
 
 
+def make_emulated_npu(
+    environment: Environment, version: str, like: Environment, ascend: Path
+) -> None:
+    """Make an environment in which the unpacked vllm-ascend runs on the emulated NPU.
+
+    `build` compiles the emulator into it, `link` gives it the package that is tested.
+    """
+    environment.create()
+    link_packages(like, environment)
+    environment.install(*emulated_npu.IMPORTED_BY_ASCEND)
+    environment.install("--no-deps", emulated_npu.TORCHVISION)
+    emulated_npu.link_ascend(environment.site_packages, ascend, version)
+
+
+def link_tested_package(environment: Environment, like: Environment) -> None:
+    """Give an environment the vllm-ascend-kvext that is installed in another one."""
+    for old in environment.site_packages.glob(TESTED_PACKAGE):
+        shutil.rmtree(old)
+    for folder in like.site_packages.glob(TESTED_PACKAGE):
+        target = environment.site_packages / folder.name
+        shutil.copytree(folder, target, copy_function=link_or_copy)
+
+
 def link_packages(source: Environment, target: Environment) -> None:
     """Give ``target`` every package of ``source`` by hard links, in seconds and without space.
 
@@ -150,7 +178,7 @@ def link_packages(source: Environment, target: Environment) -> None:
         source.site_packages,
         target.site_packages,
         symlinks=True,
-        ignore=shutil.ignore_patterns("__pycache__", "*vllm_ascend_kvext*"),
+        ignore=shutil.ignore_patterns("__pycache__", TESTED_PACKAGE),
         copy_function=link_or_copy,
     )
 
@@ -198,10 +226,16 @@ def main() -> None:
     lmcache.add_argument("--like", type=Path, required=True, help="environment that has the vLLM")
     plain = commands.add_parser("plain", help="make an environment with nothing but pip")
     ascend = commands.add_parser("ascend", help="unpack the wheel of vllm-ascend")
+    emulated = commands.add_parser("emulated-npu", help="make one for vllm-ascend without an NPU")
+    emulated.add_argument("--like", type=Path, required=True, help="environment with the vLLM")
+    emulated.add_argument("--ascend", type=Path, required=True, help="unpacked vllm-ascend")
+    build = commands.add_parser("build-emulated-npu", help="compile the emulator into its own")
+    link = commands.add_parser("link", help="link the tested package from another environment")
+    link.add_argument("--like", type=Path, required=True, help="environment that has the package")
     install = commands.add_parser("install", help="install into an environment")
-    for command in (vllm, lmcache, plain, ascend, install):
+    for command in (vllm, lmcache, plain, ascend, emulated, build, link, install):
         command.add_argument("folder", type=Path)
-    for command in (vllm, lmcache, ascend):
+    for command in (vllm, lmcache, ascend, emulated):
         command.add_argument("--version", required=True)
     install.add_argument("requirements", nargs="+")
     options = parser.parse_args()
@@ -215,6 +249,13 @@ def main() -> None:
         environment.create()
     elif options.command == "ascend":
         unpack_ascend(options.folder, options.version)
+    elif options.command == "emulated-npu":
+        like = Environment(options.like)
+        make_emulated_npu(environment, options.version, like, options.ascend)
+    elif options.command == "build-emulated-npu":
+        emulated_npu.build(environment.python, options.folder / "emulated_npu")
+    elif options.command == "link":
+        link_tested_package(environment, Environment(options.like))
     else:
         environment.install(*options.requirements)
 

@@ -35,10 +35,7 @@ class Release:
     vllm_ascend: str
 
 
-SUPPORTED = (
-    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),
-    Release(vllm="==0.20.2.*", vllm_ascend="==0.20.2.*"),
-)
+SUPPORTED = (Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),)
 
 
 @dataclass(frozen=True, slots=True)

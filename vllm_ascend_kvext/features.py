@@ -17,7 +17,6 @@ REPAIRS = (
     Feature("context-parallel-windows", default_on=True),
     Feature("drafts-in-flight", default_on=True),
     Feature("failed-loads", default_on=True),
-    Feature("compressed-block-keys", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 
@@ -35,7 +34,7 @@ DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
 
 FEATURES = (
     FAST_PREFIX_CACHE,
-    Feature("retention", requires=("trim-full-groups", "compressed-block-keys")),
+    Feature("retention", requires=("trim-full-groups",)),
     *DEFAULTS,
 )
 """All of them, in the order of installation: the wrappers of a later one lie outside."""

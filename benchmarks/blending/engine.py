@@ -142,11 +142,6 @@ class Engine:
 
     def close(self) -> None:
         """End it: another engine may begin in this process."""
-        import torch
-
-        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-        torch.accelerator.synchronize = lambda *args, **more: None
-        torch.accelerator.empty_cache = lambda *args, **more: None
         self._engine.engine_core.shutdown()
 
     def _generate(

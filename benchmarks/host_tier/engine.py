@@ -155,8 +155,7 @@ def _named_like(layout: BenchLayout) -> Layout:
 
 
 def _register_specs(vllm_config: Any) -> None:
-    from vllm.v1.core import single_type_kv_cache_manager
+    """As vLLM's engine core does."""
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
-    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
-    if register is not None:  # vLLM 0.23.0; its engine core does it
-        register(vllm_config)
+    register_all_kvcache_specs(vllm_config)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's block manager, whichever supported version it is of, and what its cache did.
 
-Here is every difference between vLLM 0.20.2, 0.23.0 and 0.32.0 that the loop would see. Knows no
+Here is every difference between vLLM 0.23.0 and 0.32.0 that the loop would see. Knows no
 trace and no policy.
 """
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvextConnector: vLLM knows it by name, and it knows the scheduler that it works for.
 
-And connectors of others may have gaps in what they match. Nothing is changed in an engine that is
-started without any of these.
+Nothing is changed in an engine that is started without it.
 """
 
 from vllm_ascend_kvext.patches.connector import (
-    computed_token_gaps,
     core,
     factory,
     model_check,
@@ -21,5 +19,4 @@ PATCHES: tuple[Patch, ...] = (
     *core.PATCHES,
     *model_check.PATCHES,
     *model_loader.PATCHES,
-    *computed_token_gaps.PATCHES,
 )

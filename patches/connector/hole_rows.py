@@ -3,7 +3,7 @@
 
 A row of a hole is a request of its own to the workers: with the block table of the request whose
 hole it is, from the hole's first token on, finished in the next step. The scheduler itself knows
-nothing of it. What is here is the same for whoever knows the holes.
+nothing of it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _needs_lists(scheduler: Scheduler) -> bool:
     """Whether the workers look at prompts, and do not only copy and count their tokens."""
     model_config = scheduler.vllm_config.model_config
     return (
-        getattr(scheduler, "use_v2_model_runner", False)
+        scheduler.use_v2_model_runner
         or model_config.uses_mrope
         or bool(model_config.uses_xdrope_dim)
     )
@@ -123,7 +123,6 @@ def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) ->
     from vllm.v1.core.sched.output import NewRequestData
 
     block_ids = row.tables(scheduler.kv_cache_manager.get_block_ids(row.request_id))
-    is_second_runner = getattr(scheduler, "use_v2_model_runner", False)
     return NewRequestData(
         req_id=row.row_id,
         prompt_token_ids=token_ids,
@@ -133,7 +132,7 @@ def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) ->
         block_ids=block_ids,
         num_computed_tokens=row.run.first_tokens,
         lora_request=None,
-        prefill_token_ids=token_ids if is_second_runner else None,
+        prefill_token_ids=token_ids if scheduler.use_v2_model_runner else None,
     )
 
 

@@ -32,7 +32,7 @@ PATCHES = (
         target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=remember_model,
         undo=loaded_models.forget_all,
         why="A connector is handed the KV caches, but not the model, whose rotary modules say how "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: a scheduler and its KvextConnector get to know each other.
 
-The connector reads block tables and holds references to blocks. vLLM 0.23.0 hands it the block
-pool, 0.20.2 does not, and neither hands it the tables. And an engine without requests has to go on
-with its steps while pages are being stored: only steps notice that a store has ended.
+The connector reads block tables and holds references to blocks. vLLM hands it the block pool, but
+not the tables. And an engine without requests has to go on with its steps while pages are being
+stored: only steps notice that a store has ended.
 
 Only a scheduler that has the connector is changed, in its own methods.
 """
@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
@@ -96,7 +95,6 @@ class ConnectedScheduler:
                 "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
                 "`python -m vllm_ascend_kvext status`"
             )
-        _require_loads_beside_aligned_steps(scheduler)
         assert connector.scheduler_side is not None
         self._scheduler = scheduler
         self._side = connector.scheduler_side
@@ -277,7 +275,7 @@ class ConnectedScheduler:
             request.status = waits[request.num_preemptions > 0]
             loaded.discard(request_id)
             scheduler.failed_recving_kv_req_ids.discard(request_id)
-            getattr(scheduler, "_inflight_prefills", set()).discard(request)
+            scheduler._inflight_prefills.discard(request)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """A load has ended. If it failed, another may begin, which takes blocks anew.
@@ -291,7 +289,7 @@ class ConnectedScheduler:
             request.num_computed_tokens = 0
         self._note_received(request)
         if not request.num_computed_tokens:
-            getattr(self._scheduler, "_inflight_prefills", set()).discard(request)
+            self._scheduler._inflight_prefills.discard(request)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         """Continue a session, whose last token upstream drops, but not from the hashes."""
@@ -355,28 +353,11 @@ def _require_intact_pages(scheduler: Scheduler) -> None:
     Raises:
         ConnectorError: With vLLM's second model runner, and a model whose pages are zeroed.
     """
-    if getattr(scheduler, "use_v2_model_runner", False) and scheduler.needs_kv_cache_zeroing:
+    if scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing:
         raise ConnectorError(
             "swap_on_preemption: expected a model runner that leaves the pages of preempted "
             "requests alone until they are stored, found vLLM's V2 model runner with a model whose "
             "pages it zeroes; set VLLM_USE_V2_MODEL_RUNNER=0, or swap_on_preemption to false"
-        )
-
-
-def _require_loads_beside_aligned_steps(scheduler: Scheduler) -> None:
-    """Refuse a scheduler that aligns prefill steps to states, and then cannot load.
-
-    Raises:
-        ConnectorError: With vLLM 0.20.2 and a model with states whose prefixes are cached: there
-            ``_mamba_block_aligned_split`` asserts that no connector has found anything.
-    """
-    import vllm
-
-    if scheduler.need_mamba_block_aligned_split and version_in(vllm.__version__, "==0.20.2.*"):
-        raise ConnectorError(
-            "KvextConnector: expected a vLLM that loads KV for models with Mamba states, found "
-            f"{vllm.__version__}, whose scheduler fails at the first hit of any connector; use "
-            "vLLM 0.23.0, or start without the connector"
         )
 
 
@@ -392,12 +373,12 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=connect,
         undo=disconnect,
-        why="A connector is not told the block tables, nor, in vLLM 0.20.2, the block pool; an "
-        "engine without requests stops, whatever its connector still does; and prefill steps end "
-        "anywhere, where a state has to be left to be stored.",
+        why="A connector is not told the block tables; an engine without requests stops, whatever "
+        "its connector still does; and prefill steps end anywhere, where a state has to be left to "
+        "be stored.",
         retire_when="upstream hands connectors the KV cache manager, and asks them whether they "
         "have work",
         relies_on=(

@@ -122,7 +122,7 @@ def split_by_use(
     return [block for block in blocks if block._block_hash is not None], uncached
 
 
-_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _RETIRE_WHEN = "upstream's costs as little"

@@ -137,8 +137,7 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
     is_full = type(manager) is managers.FullAttentionManager
     unit_tokens = cache_unit_tokens(coordinator)
     if is_ascend(coordinator):
-        # Before 0.23.0 it keys compressed blocks by a part of their tokens, and counts them so.
-        is_full |= unit_tokens is not None and _is_compressed(manager)
+        is_full |= _is_compressed(manager)
     if not (is_window or is_full or _is_state(manager)):
         return None
     block_tokens = tokens_per_block(coordinator, manager)
@@ -176,7 +175,7 @@ def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
-_BOTH = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 
 PATCHES = (
     Patch(
@@ -184,7 +183,7 @@ PATCHES = (
         target=f"{_MANAGER}.allocate_slots",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=allocate_what_changes,
         why="Upstream passes over all groups four times in every step of every request, although "
         "in most steps of a decode nothing changes.",
@@ -208,7 +207,7 @@ PATCHES = (
         target=f"{_MANAGER}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=cache_when_due,
         why="With asynchronous scheduling upstream passes over all groups once more at the end of "
         "every step of every request.",

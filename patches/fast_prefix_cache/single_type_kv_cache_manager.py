@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
@@ -16,7 +16,6 @@ from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -42,10 +41,9 @@ def cache_by_runs(
         # The coordinator sets what the rule depends on before anything is cached.
         manager._kvext_tail_rules = {retention_interval: (has_mask, rule)}
     if pool.enable_kv_cache_events or (has_mask and rule is None):
-        arguments = {} if retention_interval is None else {"retention_interval": retention_interval}
         # Upstream slices a request's hashes from each block on to the prompt's end.
         num_hashes = run.stop * block_tokens // pool.hash_block_size
-        return wrapped(RequestUpTo(request, num_hashes), num_tokens, **arguments)
+        return wrapped(RequestUpTo(request, num_hashes), num_tokens, retention_interval)
     runs = [run]
     if rule is not None:
         replay_tokens = request.num_prompt_tokens - 1
@@ -67,9 +65,7 @@ def _tail_rule(
         SlidingWindowManager,
     )
 
-    mask = getattr(type(manager), "reachable_block_mask", None)
-    if mask is None:
-        return False, None  # vLLM 0.20.2 leaves out none
+    mask: Any = type(manager).reachable_block_mask
     if mask.__func__ is SingleTypeKVCacheManager.reachable_block_mask.__func__:
         return False, None
     if mask.__func__ is not SlidingWindowManager.reachable_block_mask.__func__:
@@ -113,9 +109,6 @@ def skip_in_one_pass(
     leaving.reverse()
     blocks[start:stop] = [null] * len(leaving)
     pool = manager.block_pool
-    if not _splits_by_use(pool):
-        pool.free_blocks(leaving)
-        return
     cached, uncached = split_by_use(leaving)
     if cached:
         pool.free_blocks(cached)
@@ -123,31 +116,12 @@ def skip_in_one_pass(
         pool.free_blocks(uncached, prepend=True)
 
 
-def _splits_by_use(pool: BlockPool) -> bool:
-    """vLLM 0.23.0 has what was never cached reused first; 0.20.2 does not tell them apart."""
-    return hasattr(pool.free_block_queue, "prepend_n")
-
-
-def free_live_blocks(
-    wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
-) -> None:
-    """Free a request's blocks, the last first, without a look at the nulls before its window."""
-    _drop_and_count_nulls(manager, request_id)
-    return wrapped(request_id)
-
-
-def _drop_and_count_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> None:
-    """Take nulls out of a table, and count them down as upstream does when it frees them."""
-    num_nulls = drop_nulls(manager, request_id)
-    if num_nulls:
-        manager._null_block.ref_cnt -= num_nulls
-
-
 def free_window(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
-    """The same for windows of vLLM 0.23.0, which have what was never cached reused first."""
-    _drop_and_count_nulls(manager, request_id)
+    """Free a request's blocks without a look at the nulls before its window."""
+    # Upstream counts down a reference for each of them.
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         cached, uncached = split_by_use(blocks[::-1])
@@ -158,12 +132,11 @@ def free_window(
     manager.num_cached_block.pop(request_id, None)
 
 
-_BOTH = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 _BASE = f"{_MODULE}:SingleTypeKVCacheManager"
 _WINDOW = f"{_MODULE}:SlidingWindowManager"
 _RETIRE_WHEN = "upstream's costs as little"
-_WHY_FREE = "Upstream counts down a reference for each null block of a long request."
 
 PATCHES = (
     Patch(
@@ -171,7 +144,7 @@ PATCHES = (
         target=f"{_BASE}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=cache_by_runs,
         why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
         "and makes keys for every block up to the prompt's end.",
@@ -188,7 +161,7 @@ PATCHES = (
         target=f"{_BASE}.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=skip_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window, and frees empty "
         "lists where none does.",
@@ -199,23 +172,13 @@ PATCHES = (
         ),
     ),
     Patch(
-        id="KVX-213",
-        target=f"{_BASE}.free",
-        kind=Kind.WRAP,
-        feature="fast-prefix-cache",
-        vllm=("==0.20.2.*",),
-        wrapper=free_live_blocks,
-        why=_WHY_FREE,
-        retire_when=_RETIRE_WHEN,
-    ),
-    Patch(
         id="KVX-214",
         target=f"{_WINDOW}.free",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=("==0.23.0.*",),
+        vllm=_VLLM,
         wrapper=free_window,
-        why=_WHY_FREE,
+        why="Upstream counts down a reference for each null block of a long request.",
         retire_when=_RETIRE_WHEN,
     ),
 )

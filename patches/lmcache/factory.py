@@ -10,7 +10,6 @@ factory, or `MultiConnector`.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -31,21 +30,16 @@ from vllm_ascend_kvext.lmcache.token_blocks import (
     has_states,
 )
 from vllm_ascend_kvext.patches.lmcache import known_release
-from vllm_ascend_kvext.patches.lmcache import kv_cache_interface as spec_kinds
 from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NAME = "LMCacheMPConnector"
-
-BUILTIN_VARIABLE = "LMCACHE_USE_UPSTREAM_MP"
-"""With which vLLM 0.23.0 keeps its own class."""
 
 logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 
@@ -57,21 +51,7 @@ def get_connector_class(
 
     Also of those below `MultiConnector`, which asks for classes alone.
     """
-    return prepared_class(wrapped(*args, **kwargs))
-
-
-def get_connector_class_with_compat(
-    wrapped: Callable[..., tuple[Any, bool]], factory: type, *args: Any, **kwargs: Any
-) -> tuple[Any, bool]:
-    """The same on vLLM 0.20.2, which also says whether a class takes the groups."""
-    connector_class, is_without_groups = wrapped(*args, **kwargs)
-    if is_without_groups:
-        return connector_class, is_without_groups
-    return prepared_class(connector_class), is_without_groups
-
-
-def prepared_class(connector_class: Any) -> Any:
-    """LMCache's class as one that prepares what it is made of; any other as it is."""
+    connector_class = wrapped(*args, **kwargs)
     if connector_class.__name__ != NAME or issubclass(connector_class, Prepared):
         return connector_class
     return _prepared_class(connector_class)
@@ -90,7 +70,7 @@ def _prepared_class(connector_class: Any) -> Any:
             self,
             vllm_config: VllmConfig,
             role: KVConnectorRole,
-            kv_cache_config: KVCacheConfig | None = None,
+            kv_cache_config: KVCacheConfig,
         ) -> None:
             construct(self, super().__init__, vllm_config, role, kv_cache_config)
 
@@ -116,7 +96,7 @@ def construct(
     initialize: Callable[..., None],
     config: VllmConfig,
     role: KVConnectorRole,
-    given_config: KVCacheConfig | None,
+    given_config: KVCacheConfig,
 ) -> None:
     """Make LMCache's connector of copies of the configs, and look after it.
 
@@ -125,14 +105,14 @@ def construct(
         initialize: LMCache's.
         config: Of the engine; for a connector below another, with that one's options.
         role: The side.
-        given_config: vLLM 0.20.2 may leave it out.
+        given_config: Its groups count rows where vLLM-Ascend compresses.
 
     Raises:
         LMCacheError: If the server is not there or does not fit, or the installed LMCache names its
             objects in another way.
     """
     transfer_config = config.kv_transfer_config
-    if transfer_config is None or given_config is None or not given_config.kv_cache_groups:
+    if transfer_config is None or not given_config.kv_cache_groups:
         initialize(config, role, given_config)
         return
     kv_cache_config = counted_in_tokens(given_config)
@@ -204,50 +184,6 @@ def _instruction_set(config: VllmConfig) -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-def prefer_lmcaches_class() -> Callable[[], None]:
-    """Let the connector's name stand for LMCache's class where vLLM's own cannot work.
-
-    Which one that is, is found out when the connector is used.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1 import kv_cache_interface
-
-    registry = KVConnectorFactory._registry
-    load_builtin = registry[NAME]
-
-    def load() -> type[KVConnectorBase]:
-        return _lmcaches_class() or load_builtin()
-
-    registry[NAME] = load
-
-    def undo() -> None:
-        if registry.get(NAME) is load:
-            registry[NAME] = load_builtin
-        spec_kinds.remove_names(kv_cache_interface)
-
-    return undo
-
-
-def _lmcaches_class() -> Any:
-    """None where there is none, the user wants vLLM's, or LMCache still serves vLLM's."""
-    if os.environ.get(BUILTIN_VARIABLE):
-        return None
-    try:
-        from lmcache.integration.vllm import vllm_multi_process_adapter
-    except ImportError:
-        return None
-    adapter = vllm_multi_process_adapter.LMCacheMPSchedulerAdapter
-    if "server_url" in inspect.signature(adapter).parameters:
-        return None
-    from vllm.v1 import kv_cache_interface
-
-    spec_kinds.add_missing_names(kv_cache_interface)
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-
-    logger.info("LMCacheMPConnector is that of the installed LMCache.")
-    return LMCacheMPConnector
-
-
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 
 _WHY = (
@@ -283,40 +219,13 @@ PATCHES = (
         lmcache=known_release.RELIED_ON,
     ),
     Patch(
-        id="KVX-502",
-        target=f"{_FACTORY}.register_connector",
-        kind=Kind.HOOK,
-        feature="lmcache",
-        vllm=("==0.20.2.*",),
-        install=prefer_lmcaches_class,
-        why="vLLM 0.20.2's own LMCacheMPConnector has one group only, and calls LMCache in a way "
-        "that 0.5.6 has given up; and LMCache's class needs two names that came later.",
-        retire_when="vLLM 0.20.2 is not supported any more: 0.23.0 does the same itself",
-        relies_on=(
-            f"{_FACTORY}._get_connector_class_with_compat",
-            f"{_FACTORY}.get_connector_class_by_name",
-        ),
-    ),
-    Patch(
-        id="KVX-503",
-        target=f"{_FACTORY}._get_connector_class_with_compat",
-        kind=Kind.WRAP,
-        feature="lmcache",
-        vllm=("==0.20.2.*",),
-        wrapper=get_connector_class_with_compat,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
-        relies_on=(*_RELIES_ON, f"{_FACTORY}.get_connector_class"),
-        lmcache=known_release.RELIED_ON,
-    ),
-    Patch(
         id="KVX-504",
         target=f"{_FACTORY}.get_connector_class_by_name",
         kind=Kind.WRAP,
         feature="lmcache",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=get_connector_class,
         why="MultiConnector rebuilds the statistics of connectors below it by their names.",
-        retire_when="KVX-501 and KVX-503 are retired",
+        retire_when="KVX-501 is retired",
     ),
 )

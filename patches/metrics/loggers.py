@@ -129,7 +129,7 @@ def mark_recorded(
 
 
 _MODULE = "vllm.v1.metrics.loggers"
-_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 
 
 def _for_stat_logger(

@@ -47,7 +47,7 @@ PATCHES = (
         target="vllm.v1.engine.output_processor:OutputProcessor.update_scheduler_stats",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=carry_over,
         why="LLM records no statistics of a step without output: what a long prompt's chunks "
         "count is lost.",

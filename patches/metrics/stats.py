@@ -56,7 +56,7 @@ PATCHES = (
         target="vllm.v1.metrics.stats:SchedulerStats.__dataclass_fields__",
         kind=Kind.HOOK,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         install=add_field,
         why="What the engine core counts reaches the process that serves /metrics in fields of "
         "SchedulerStats only, and none of them is open to plugins.",

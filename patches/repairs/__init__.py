@@ -5,7 +5,6 @@ One module per upstream module, named after it. Knows nothing of retention but w
 """
 
 from vllm_ascend_kvext.patches.repairs import (
-    ascend_single_type_kv_cache_manager,
     async_scheduler,
     kv_cache_coordinator,
     kv_cache_manager,
@@ -15,7 +14,6 @@ from vllm_ascend_kvext.patches.repairs import (
 from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
-    *ascend_single_type_kv_cache_manager.PATCHES,
     *kv_cache_manager.PATCHES,
     *kv_cache_coordinator.PATCHES,
     *single_type_kv_cache_manager.PATCHES,

@@ -109,7 +109,7 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="drafts-in-flight",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=have_windows_wait,
         undo=stop_waiting,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "

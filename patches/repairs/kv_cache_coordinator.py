@@ -55,7 +55,7 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
         kind=Kind.WRAP,
         feature="two-phase-allocation",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=hold_hits_while_allocating,
         why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
         "connector loads: a block that a later group hits can be given to an earlier one, and "

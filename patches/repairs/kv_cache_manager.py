@@ -46,7 +46,7 @@ def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]
     return groups
 
 
-_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 _ASCEND_COORDINATOR = (
     "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
 )

@@ -386,10 +386,7 @@ def _forget_steps_in_flight(request: Request) -> None:
     # The draft tokens that a synchronous engine brings after the step are of no use either.
     request.is_prefill_chunk = True
     request.spec_token_ids = []
-    # A reset of the prefix cache counts outputs to discard (a flag in vLLM 0.20.2).
-    for name, nothing in (("async_tokens_to_discard", 0), ("discard_latest_async_tokens", False)):
-        if hasattr(request, name):
-            setattr(request, name, nothing)
+    request.async_tokens_to_discard = 0  # A reset of the prefix cache counts them.
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -404,7 +401,7 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="failed-loads",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=recover_from_failed_loads,
         undo=stop_recovering,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "

@@ -117,17 +117,7 @@ def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
     queue = block_pool.free_block_queue
     for block in blocks:
         queue.remove(block)
-    if hasattr(queue, "prepend_n"):
-        queue.prepend_n(blocks)
-        return
-    # vLLM 0.20.2 can only append: link the blocks in behind the queue's fake head.
-    head = queue.fake_free_list_head
-    for block in reversed(blocks):
-        block.prev_free_block = head
-        block.next_free_block = head.next_free_block
-        block.next_free_block.prev_free_block = block
-        head.next_free_block = block
-    queue.num_free_blocks += len(blocks)
+    queue.prepend_n(blocks)
 
 
 def cache_runs(
@@ -143,7 +133,6 @@ def cache_runs(
 ) -> None:
     """Call upstream once per run of blocks, so that each event describes the blocks it names."""
     if not is_retaining(block_pool):
-        arguments = {} if block_mask is None else {"block_mask": block_mask}
         return wrapped(
             request,
             blocks,
@@ -151,7 +140,7 @@ def cache_runs(
             num_full_blocks,
             block_size,
             kv_cache_group_id,
-            **arguments,
+            block_mask,
         )
     hashes_per_block = block_size // block_pool.hash_block_size
     holes = [block.is_null for block in blocks[num_cached_blocks:num_full_blocks]]
@@ -177,9 +166,7 @@ def free_useless_blocks_first(
 ) -> None:
     """Free cached blocks to the back of the queue, all others to its front."""
     if not is_retaining(block_pool):
-        if prepend:
-            return wrapped(ordered_blocks, prepend)
-        return wrapped(ordered_blocks)
+        return wrapped(ordered_blocks, prepend)
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
     books = _books_of(block_pool)
     num_surplus = 0
@@ -194,30 +181,9 @@ def free_useless_blocks_first(
         books.note_surplus(cached, num_surplus)
     if not useless:
         return
-    if hasattr(block_pool.free_block_queue, "prepend_n"):
-        wrapped(useless, prepend=True)
-    else:
-        wrapped(useless)
-        _turn_over(block_pool.free_block_queue, [b for b in useless if b.ref_cnt == 0])
+    wrapped(useless, prepend=True)
     if books is not None:
         books.note_uncached(useless)
-
-
-def _turn_over(queue: FreeKVCacheBlockQueue, last_blocks: list[KVCacheBlock]) -> None:
-    """Make the last blocks of a queue its first ones, in their order."""
-    if not last_blocks:
-        return
-    first, last = last_blocks[0], last_blocks[-1]
-    before, after = first.prev_free_block, last.next_free_block
-    head = queue.fake_free_list_head
-    if before is head:
-        return
-    before.next_free_block = after
-    after.prev_free_block = before
-    first.prev_free_block = head
-    last.next_free_block = head.next_free_block
-    head.next_free_block.prev_free_block = last
-    head.next_free_block = first
 
 
 def make_room_first(
@@ -241,7 +207,7 @@ def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> b
     return is_reset
 
 
-_VLLM = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 
 PATCHES = (
     Patch(

@@ -24,17 +24,12 @@ def _interval() -> int | str | None:
 def register_interval() -> Callable[[], None]:
     from vllm import envs
 
-    known = RETENTION_INTERVAL_VARIABLE in envs.environment_variables
-    original = envs.environment_variables.get(RETENTION_INTERVAL_VARIABLE)
+    original = envs.environment_variables[RETENTION_INTERVAL_VARIABLE]
     envs.environment_variables[RETENTION_INTERVAL_VARIABLE] = _interval
 
     def undo() -> None:
-        if envs.environment_variables.get(RETENTION_INTERVAL_VARIABLE) is not _interval:
-            return
-        if known:
+        if envs.environment_variables.get(RETENTION_INTERVAL_VARIABLE) is _interval:
             envs.environment_variables[RETENTION_INTERVAL_VARIABLE] = original
-        else:
-            del envs.environment_variables[RETENTION_INTERVAL_VARIABLE]
 
     return undo
 
@@ -45,10 +40,10 @@ PATCHES = (
         target="vllm.envs:environment_variables",
         kind=Kind.HOOK,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         install=register_interval,
-        why="vLLM 0.20.2 does not know the variable; 0.23.0 fails on a value that is no integer "
-        "before the hit unit, and so the remedy, is known.",
+        why="Upstream fails on a value that is no integer before the hit unit, and so the remedy, "
+        "is known.",
         retire_when="the variable is gone upstream (vLLM >= 0.32 has a config field)",
     ),
 )

@@ -74,8 +74,7 @@ def retain(
     is_sparse = any(geometry.is_sparse for geometry, _ in groups)
     interval_tokens = parse_interval(interval or "0", unit_tokens, check_unit=is_sparse)
     if not is_sparse:
-        if hasattr(coordinator, "retention_interval"):
-            coordinator.retention_interval = None
+        coordinator.retention_interval = None
         logger.info(
             "Prefix-cache retention has nothing to do: %s.",
             "this model has neither sliding-window nor state groups"
@@ -208,7 +207,7 @@ def accept_any_interval(
     """`retain` validates, against the unit of the lookup."""
 
 
-_BOTH = ("==0.20.2.*", "==0.23.0.*")
+_VLLM = ("==0.23.0.*",)
 _MODULE = "vllm.v1.core.kv_cache_coordinator"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _ASCEND_COORDINATOR = (
@@ -216,9 +215,8 @@ _ASCEND_COORDINATOR = (
 )
 _ASCEND_MANAGERS = "vllm_ascend.core.single_type_kv_cache_manager"
 _CACHES_WHAT_CANNOT_HIT = (
-    "0.20.2 caches every sliding-window block. 0.23.0 caches tails, but at boundaries that an "
-    "EAGLE group, an aligned prompt, a next turn or a preempted request cannot hit, and on Ascend "
-    "at boundaries that nothing can hit."
+    "Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn or a "
+    "preempted request cannot hit, and on Ascend at boundaries that nothing can hit."
 )
 
 PATCHES = (
@@ -227,7 +225,7 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -266,7 +264,7 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=_BOTH,
+        vllm=_VLLM,
         wrapper=move_windows_on,
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
         "window. And windows move past draft tokens in flight, which may be rejected (vLLM "

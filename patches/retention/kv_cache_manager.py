@@ -43,7 +43,7 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=start_retaining,
         why="The unit at which the prefix cache can hit is known once the coordinator exists; "
         "upstream validates the interval against another number on Ascend.",
@@ -54,7 +54,7 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=release_request,
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
         "decoding, or extended by a next turn, resumes far behind what it computed.",

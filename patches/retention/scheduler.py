@@ -62,7 +62,7 @@ PATCHES = (
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=report_retention,
         why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
         "missed.",
@@ -73,7 +73,7 @@ PATCHES = (
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=end_step_at_checkpoint,
         why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
         "boundary that requests share has none.",

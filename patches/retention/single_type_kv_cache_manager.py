@@ -34,7 +34,7 @@ PATCHES = (
         target="vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.free",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.20.2.*", "==0.23.0.*"),
+        vllm=("==0.23.0.*",),
         wrapper=free_real_blocks,
         why=_WHY,
         retire_when="upstream drops null blocks before free_blocks",

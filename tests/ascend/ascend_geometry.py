@@ -18,17 +18,10 @@ from support.scheduler.block_manager import Layout
 from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-try:
-    from vllm_ascend.core.kv_cache_interface import (
-        AscendMLAAttentionSpec,
-        AscendSlidingWindowMLASpec,
-    )
-except ImportError:  # vllm-ascend 0.20.2rc1 keeps its spec classes with its patches
-    from vllm_ascend.patch.platform.patch_kv_cache_interface import (
-        AscendMLAAttentionSpec,
-        AscendSlidingWindowMLASpec,
-    )
+from vllm_ascend.core.kv_cache_interface import (
+    AscendMLAAttentionSpec,
+    AscendSlidingWindowMLASpec,
+)
 
 WINDOW_TOKENS = 128
 HEAD_DIM = 512
@@ -69,7 +62,7 @@ SMALL_HIT_UNIT_TOKENS = 32
 
 
 def published_block_sizes() -> dict[int, BlockSizes]:
-    """The table in vllm-ascend's sources; empty for a version that has no such table.
+    """The table in vllm-ascend's sources.
 
     Read as text: the module that holds it needs a device to import.
     """
@@ -82,7 +75,7 @@ def published_block_sizes() -> dict[int, BlockSizes]:
                 block_size: BlockSizes(*sizes, page_bytes=tuple(page_bytes))
                 for block_size, (sizes, page_bytes) in ast.literal_eval(node.value).items()
             }
-    return {}
+    raise AssertionError(f"no _DSV4_BLOCK_SIZES in {path}")
 
 
 def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:

@@ -7,7 +7,7 @@ are three layers each.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import ascend_geometry
 import torch
@@ -28,12 +28,6 @@ from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import RowAddressing
 from vllm_ascend_kvext.layout.worker_config import WorkerConfig
 
-SPARSE_C8 = (
-    {"cache_sparse_li_c8": True}
-    if "cache_sparse_li_c8" in {each.name for each in fields(AscendMLAAttentionSpec)}
-    else {"cache_sparse_c8": True}  # vllm-ascend 0.20.2rc1
-)
-
 A5_BLOCK_SIZES = BlockSizes(128, 128, 8, 16, (16896, 81920))
 """``--block-size 128`` on A5 (``get_dsv4_block_sizes``)."""
 
@@ -45,9 +39,8 @@ def plan(
     vllm_config = VllmConfig(
         cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
     )
-    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
-    if register is not None:  # vLLM 0.23.0; its engine core does it before planning
-        register(vllm_config)
+    # As the engine core does before planning.
+    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
     groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
     config = kv_cache_utils.get_kv_cache_config_from_groups(
         vllm_config, groups, available_memory=1 << 40
@@ -204,7 +197,7 @@ def sparse_c8() -> LayoutFixture:
         head_size=sum(dims),
         dtype=torch.bfloat16,
         sparse_head_dim=dims,
-        **SPARSE_C8,
+        cache_sparse_li_c8=True,
         **_INT8_CACHES,
     )
     specs = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(3)}

@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -43,12 +42,11 @@ _METHODS = (
 _HELPERS = (
     "calc_split_factor",
     "is_hidden_state_cache_spec",
-    "kv_cache_spec_uses_sparse_c8",
     "kv_cache_spec_uses_sparse_li_c8",
     "kv_cache_spec_uses_sparse_sfa_c8",
     "sparse_kv_cache_has_indexer",
 )
-"""Functions of ``vllm_ascend.utils`` that they call, in one version or another."""
+"""Functions of ``vllm_ascend.utils`` that they call."""
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
 
@@ -110,18 +108,14 @@ def kv_caches(
         "AttentionSpec": AttentionSpec,
         "MambaSpec": MambaSpec,
         "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
-        # 0.20.2rc1 rebinds upstream's names to its own classes.
-        "MLAAttentionSpec": MLAAttentionSpec,
-        "SlidingWindowMLASpec": SlidingWindowMLASpec,
         "AscendDeviceType": utils.AscendDeviceType,
         "get_ascend_device_type": lambda: utils.AscendDeviceType[device_type],
         "enable_fa_quant": lambda *_: False,
     }
-    namespace |= {name: getattr(utils, name) for name in _HELPERS if hasattr(utils, name)}
-    if find_spec("vllm_ascend.core.kv_cache_interface"):
-        interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
-        for name in ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec"):
-            namespace[name] = getattr(interface, name)
+    namespace |= {name: getattr(utils, name) for name in _HELPERS}
+    interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
+    for name in ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec"):
+        namespace[name] = getattr(interface, name)
     made = _compiled(_runner_methods(), namespace)
 
     class Runner(made):

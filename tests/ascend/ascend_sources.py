@@ -2,8 +2,7 @@
 """Makes the real vllm-ascend importable without an NPU, here or in a subprocess.
 
 ``KVEXT_ASCEND_SOURCES`` names a folder that holds an unpacked ``vllm_ascend/``. Imports nothing
-of vLLM before `activate` is called: vllm-ascend 0.20.2 has to replace the spec classes before
-vLLM's block managers are imported.
+of vLLM before `activate` is called.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from vllm_ascend_kvext.compat import check_support, detect
 
 SOURCES_VARIABLE = "KVEXT_ASCEND_SOURCES"
 STUB = Path(__file__).parent / "stub"
-
-ENVIRONMENT = {
-    # vllm-ascend 0.20.2rc1 leaves its coordinator out unless asked; later versions ignore this.
-    "VLLM_ASCEND_APPLY_DSV4_PATCH": "1",
-}
 
 
 def sources() -> Path | None:
@@ -51,7 +45,6 @@ def activate(folder: Path) -> None:
     Raises:
         ValueError: If this vllm-ascend is not the one for the installed vLLM.
     """
-    os.environ.update(ENVIRONMENT)
     # Last, so that a real torch_npu wins over the stub.
     sys.path += [str(folder), str(STUB)]
     support = check_support(detect(os.environ))
@@ -62,11 +55,8 @@ def activate(folder: Path) -> None:
 
 
 def register_specs() -> None:
-    """vllm-ascend 0.23.0's platform registers its spec classes when an NPU is in use."""
-    try:
-        interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
-    except ModuleNotFoundError:
-        return  # 0.20.2rc1 rebinds upstream's names to its classes instead
+    """vllm-ascend's platform registers its spec classes when an NPU is in use."""
+    interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
     interface.register_ascend_kv_cache_specs()
 
 
@@ -74,7 +64,7 @@ def subprocess_environment(folder: Path, **variables: str) -> dict[str, str]:
     """The environment in which a Python process can import vllm-ascend and the stub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     python_path = os.pathsep.join([str(folder), str(STUB), *_inherited_python_path()])
-    return kept | ENVIRONMENT | {"PYTHONPATH": python_path} | variables
+    return kept | {"PYTHONPATH": python_path} | variables
 
 
 def _inherited_python_path() -> list[str]:

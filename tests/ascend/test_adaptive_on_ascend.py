@@ -29,9 +29,7 @@ from support.retention.checkpoints import (
 from support.retention.reachability import serve_conversation, serve_prompt_only
 from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
-from vllm_ascend._version import __version__ as ascend_version
 
-from vllm_ascend_kvext.patches.retention.block_pool import RETAINING
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
@@ -48,13 +46,10 @@ def adaptive() -> Iterator[None]:
 
 
 def dense_world(layout: Layout, num_blocks: int) -> BlockManager:
-    """Caches every block, by keys that tell its tokens, although the patches are in place."""
+    """Caches every block, although the patches are in place."""
     with pytest.MonkeyPatch.context() as environ:
         environ.delenv("VLLM_ASCEND_KVEXT_RETENTION")
-        world = BlockManager(layout, None, num_blocks)
-    if ascend_version.startswith("0.20.2"):
-        setattr(world.pool, RETAINING, True)
-    return world
+        return BlockManager(layout, None, num_blocks)
 
 
 def serve(world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()) -> int:

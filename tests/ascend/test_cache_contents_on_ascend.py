@@ -26,9 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 from vllm.v1.request import Request
-from vllm_ascend._version import __version__ as ascend_version
 
-IS_0202 = ascend_version.startswith("0.20.2")
 UNIT_TOKENS = SMALL_HIT_UNIT_TOKENS
 C4, C8 = 0, 1
 
@@ -36,10 +34,6 @@ EAGLE_SETS = {"none": frozenset(), "MTP": frozenset({3}), "all": frozenset(range
 LENGTHS = range(1, 4 * UNIT_TOKENS, 5)
 CHUNK_TOKENS = 20
 NUM_OUTPUT_TOKENS = UNIT_TOKENS + 3
-
-upstream_has_retention = pytest.mark.skipif(
-    IS_0202, reason="this upstream has no retention of its own"
-)
 
 
 def small_world(
@@ -199,7 +193,6 @@ def null_blocks_freed(world: BlockManager, lengths: Iterable[int]) -> int:
 class TestEvents:
     """Hashes, parent and tokens of an event describe the same blocks."""
 
-    @upstream_has_retention
     @pytest.mark.parametrize("interval", [None, 0])
     def test_stock_names_tokens_of_other_blocks(self, interval):
         assert inconsistent_events(small_world(interval, events=True))
@@ -237,11 +230,6 @@ def _is_consistent(event: BlockStored, request: Request, world: BlockManager) ->
 
 class TestCompressedBlocks:
     """A hit hands out blocks that hold the request's own tokens."""
-
-    @pytest.mark.skipif(not IS_0202, reason="keyed by their own tokens since 0.23.0")
-    @pytest.mark.parametrize("num_shared_tokens", [8, 16, 24])
-    def test_stock_hands_out_those_of_another_prompt(self, num_shared_tokens):
-        assert foreign_blocks(small_world(None), num_shared_tokens)
 
     @pytest.mark.usefixtures("retention")
     @pytest.mark.parametrize("num_shared_tokens", range(0, 3 * UNIT_TOKENS, 4))

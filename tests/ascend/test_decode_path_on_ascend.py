@@ -19,7 +19,6 @@ from long_prompts import NUM_BLOCKS, outputs, prompt
 from support.installed import installed
 from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
-from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, REPAIRS
 from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import steps_of
@@ -27,12 +26,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import steps_o
 NUM_OUTPUT_TOKENS = 300
 REPAIR_NAMES = tuple(repair.name for repair in REPAIRS)
 
-keys_by_all_tokens = pytest.mark.skipif(
-    ascend_version.startswith("0.20.2"), reason="compressed blocks are counted by rows there"
-)
 
-
-@keys_by_all_tokens
 def test_steps_between_two_blocks_are_quiet() -> None:
     layout = planned_layout(128)
     with installed(FAST_PREFIX_CACHE.name, *REPAIR_NAMES):

@@ -20,7 +20,6 @@ from ascend_layouts import deepseek_v4
 from support.layout.round_trip import Mover, movers, round_trip
 from support.layout.truth import LayoutFixture
 from support.transfer.ascend_backends import simulated_backends
-from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.groups.specs import read_cache_groups
@@ -35,9 +34,8 @@ FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "latent and rope in tiles": ascend_layouts.tiled_latent_and_rope,
     "sparse C8": ascend_layouts.sparse_c8,
     "keys and values": ascend_layouts.keys_and_values,
+    "DeepSeek-V4 on A5": ascend_layouts.deepseek_v4_on_a5,
 }
-if ascend_version.startswith("0.23"):
-    FIXTURES["DeepSeek-V4 on A5"] = ascend_layouts.deepseek_v4_on_a5
 
 RANGES = {
     "a chunk": TokenRange(0, 1024),

@@ -6,7 +6,6 @@ The groups are those that vllm-ascend plans, the slices are cut by the installed
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -20,18 +19,14 @@ pytest.importorskip(
 )
 
 from ascend_geometry import HIT_UNIT_TOKENS, planned_config
+from lmcache.integration.vllm import lmcache_mp_connector as connector
+from lmcache.integration.vllm import lmcache_mp_metadata as metadata
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens, tokens_per_block
-from vllm_ascend_kvext.patches.lmcache.kv_cache_interface import add_missing_names
-
-add_missing_names(kv_cache_interface)  # vLLM 0.20.2 lacks what LMCache imports.
-connector = importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
-metadata = importlib.import_module("lmcache.integration.vllm.lmcache_mp_metadata")
 
 PROMPTS_TOKENS = (1024, 8192, 16384, 17000, 40000)
 

@@ -23,10 +23,7 @@ from ascend_geometry import (
 from long_prompts import NUM_BLOCKS, hits_around
 from support.installed import retention_installed
 from support.retention.reachability import Difference, Price, serve_conversation, serve_prompt_only
-from support.scheduler.block_manager import BlockManager, Layout
-from vllm_ascend._version import __version__ as ascend_version
-
-from vllm_ascend_kvext.patches.retention.block_pool import RETAINING
+from support.scheduler.block_manager import BlockManager
 
 SMALL_NUM_BLOCKS = 1500
 SMALL_LENGTHS = range(1, 3 * SMALL_HIT_UNIT_TOKENS + 2)
@@ -55,18 +52,6 @@ def true_lengths(block_size: int) -> Iterator[int]:
         yield from (index * HIT_UNIT_TOKENS[block_size] + distance for distance in distances)
 
 
-def dense_world(layout: Layout, num_blocks: int) -> BlockManager:
-    """Caches every block, compressed ones by keys that tell their tokens.
-
-    vllm-ascend 0.20.2rc1 on its own does not (see ``test_cache_contents_on_ascend.py``), and
-    overstates its hits.
-    """
-    world = BlockManager(layout, None, num_blocks)
-    if ascend_version.startswith("0.20.2"):
-        setattr(world.pool, RETAINING, True)
-    return world
-
-
 @pytest.mark.parametrize("num_flagged", range(len(GROUPS_TOLD_APART) + 1))
 def test_small_layout_hits_what_dense_caching_hits(num_flagged, record_property):
     """Every length over three units, every choice of EAGLE groups."""
@@ -74,7 +59,7 @@ def test_small_layout_hits_what_dense_caching_hits(num_flagged, record_property)
     with retention_installed():
         for number, eagle_group_ids in enumerate(small_eagle_sets(num_flagged)):
             layout = small_layout(eagle_group_ids)
-            dense = dense_world(layout, SMALL_NUM_BLOCKS)
+            dense = BlockManager(layout, None, SMALL_NUM_BLOCKS)
             sparse = BlockManager(layout, 0, SMALL_NUM_BLOCKS)
             for length in SMALL_LENGTHS:
                 lives = [lambda world, n=length: serve_prompt_only(world, n)]
@@ -93,13 +78,12 @@ def test_small_layout_hits_what_dense_caching_hits(num_flagged, record_property)
     assert not difference.examples
 
 
-@pytest.mark.skipif(ascend_version.startswith("0.20"), reason="0.20 has no retention of its own")
 def test_stock_loses_hits(record_property):
     """The same comparison is red on the interval 0 of vLLM and vllm-ascend."""
     difference = Difference()
     for eagle_group_ids in itertools.chain(small_eagle_sets(0), small_eagle_sets(1)):
         layout = small_layout(eagle_group_ids)
-        dense = dense_world(layout, SMALL_NUM_BLOCKS)
+        dense = BlockManager(layout, None, SMALL_NUM_BLOCKS)
         sparse = BlockManager(layout, 0, SMALL_NUM_BLOCKS)
         for length in SMALL_LENGTHS:
             dense.reset()
@@ -118,7 +102,7 @@ def test_true_layout_hits_what_dense_caching_hits(block_size, eagle, record_prop
     layout = planned_layout(block_size, TRUE_EAGLE_SETS[eagle])
     difference = Difference()
     with retention_installed():
-        dense = dense_world(layout, NUM_BLOCKS)
+        dense = BlockManager(layout, None, NUM_BLOCKS)
         sparse = BlockManager(layout, 0, NUM_BLOCKS)
         for length in true_lengths(block_size):
             difference.compare(

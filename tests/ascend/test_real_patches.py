@@ -16,20 +16,16 @@ pytest.importorskip(
 )
 
 import ascend_geometry
+import vllm
 import vllm.v1.core.block_pool as block_pool
 import vllm.v1.core.kv_cache_manager as kv_cache_manager
 import vllm.v1.core.single_type_kv_cache_manager as single_type
 from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, BlockSizes
 from ascend_sources import subprocess_environment
-from packaging.specifiers import SpecifierSet
 from support.scheduler.block_manager import BlockManager
-from vllm_ascend._version import __version__ as ascend_version
 
+from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.patches import PATCHES
-
-IS_0202 = ascend_version.startswith("0.20.2")
-
-VLLM_VERSION = "0.20.2" if IS_0202 else "0.23.0"
 
 
 def patch_ids(feature: str) -> set[str]:
@@ -37,7 +33,7 @@ def patch_ids(feature: str) -> set[str]:
         patch.id
         for patch in PATCHES
         if patch.feature == feature
-        and any(SpecifierSet(versions).contains(VLLM_VERSION) for versions in patch.vllm)
+        and any(version_in(vllm.__version__, versions) for versions in patch.vllm)
     }
 
 
@@ -46,21 +42,19 @@ CONNECTOR_PATCH_IDS = patch_ids("connector")
 
 
 def test_patches_of_vllm_ascend_took_effect():
-    """0.20.2rc1 replaces the coordinator only; 0.23.0 the free list and Mamba as well."""
     replaced = {
         "coordinator": kv_cache_manager.get_kv_cache_coordinator,
         "free_blocks": block_pool.BlockPool.free_blocks,
         "mamba": single_type.MambaManager,
     }
     found = {name for name, value in replaced.items() if _is_from_vllm_ascend(value)}
-    assert found == ({"coordinator"} if IS_0202 else set(replaced))
+    assert found == set(replaced)
 
 
 def _is_from_vllm_ascend(value: object) -> bool:
     return value.__module__.startswith("vllm_ascend.")
 
 
-@pytest.mark.skipif(IS_0202, reason="vllm-ascend 0.20.2rc1 has one block size and no table of them")
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_block_sizes_are_those_of_vllm_ascend(block_size):
     assert ascend_geometry.published_block_sizes()[block_size] == BLOCK_SIZES[block_size]

@@ -29,15 +29,10 @@ from long_prompts import NUM_BLOCKS, prompt, serve
 from support.installed import installed
 from support.scheduler.block_manager import BlockManager, Layout
 from vllm.v1.request import Request
-from vllm_ascend._version import __version__ as ascend_version
 
 from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
 
-IS_0202 = ascend_version.startswith("0.20.2")
 C4, C128 = 0, 1
-
-only_0202 = pytest.mark.skipif(not IS_0202, reason="later releases key compressed blocks rightly")
-not_0202 = pytest.mark.skipif(IS_0202, reason="this coordinator refuses context parallelism")
 
 
 @pytest.fixture
@@ -48,9 +43,7 @@ def repaired(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class TestTrimFullGroups:
-    """On 0.20.2 compressed groups hit nothing sensible until their keys are repaired."""
-
-    FEATURES = ("compressed-block-keys", "trim-full-groups")
+    FEATURES = ("trim-full-groups",)
     UNIT_TOKENS = HIT_UNIT_TOKENS[128]
     MTP = frozenset({3})
 
@@ -69,8 +62,7 @@ class TestTrimFullGroups:
         }
 
     def test_stock_hands_out_more_than_it_hits(self) -> None:
-        with installed("compressed-block-keys"):
-            hit_tokens, handed_out = self.handed_out()
+        hit_tokens, handed_out = self.handed_out()
         assert hit_tokens == self.UNIT_TOKENS
         assert handed_out[C128] == 2 * self.UNIT_TOKENS
 
@@ -116,7 +108,6 @@ class TestTwoPhaseAllocation:
         assert not self.owned_twice()
 
 
-@not_0202
 class TestContextParallelWindows:
     FEATURES = ("context-parallel-windows", "trim-full-groups")
 
@@ -153,59 +144,12 @@ class TestDraftsInFlight:
 
     @pytest.mark.usefixtures("repaired")
     def test_allowance_is_made_once(self) -> None:
-        """0.23.0 has its managers wait for the tokens in flight, drafts included."""
+        """vllm-ascend has its managers wait for the tokens in flight, drafts included."""
         world = BlockManager(small_layout())
         request: Request = world.request(range(10))
         request.num_output_placeholders, request.spec_token_ids = 4, [-1] * 3
-        assert hasattr(request, "num_in_flight_tokens") is not IS_0202
-        assert drafts_in_flight(request) == (3 if IS_0202 else 0)
-
-
-@only_0202
-class TestCompressedBlockKeys:
-    """Prompts that part ways within the rows of a compressed block."""
-
-    FEATURES = ("compressed-block-keys", "trim-full-groups")
-    UNIT_TOKENS = SMALL_HIT_UNIT_TOKENS
-
-    def wrongly_handed_out(self) -> list[tuple[int, int, int]]:
-        """``(branch, group, block)`` of each block given to a prompt whose tokens it has not."""
-        wrong = []
-        layout = small_layout()
-        for branch_tokens in range(1, 3 * self.UNIT_TOKENS):
-            world = BlockManager(layout)
-            serve(world, prompt(3 * self.UNIT_TOKENS + 1))
-            branch = [*prompt(branch_tokens), *range(5000, 5000 + 3 * self.UNIT_TOKENS)]
-            blocks, _ = world.manager.get_computed_blocks(world.request(branch))
-            for group_id in (C4, C128):
-                spec = layout.specs[group_id]
-                block_tokens = spec.block_size * spec.compress_ratio
-                wrong += [
-                    (branch_tokens, group_id, index)
-                    for index in range(len(blocks.blocks[group_id]))
-                    if (index + 1) * block_tokens > branch_tokens
-                ]
-        return wrong
-
-    def cached(self) -> dict[int, int]:
-        world = BlockManager(small_layout())
-        serve(world, prompt(3 * self.UNIT_TOKENS))
-        return {group_id: world.cached_blocks()[group_id] for group_id in (C4, C128)}
-
-    def test_stock_hands_out_other_prompts_blocks(self) -> None:
-        assert self.wrongly_handed_out()
-
-    @pytest.mark.usefixtures("repaired")
-    def test_a_block_is_handed_out_to_its_own_tokens_only(self) -> None:
-        assert not self.wrongly_handed_out()
-        assert self.cached() == {C4: 3 * self.UNIT_TOKENS // 16, C128: 3}
-
-    @pytest.mark.usefixtures("repaired")
-    def test_the_same_prompt_hits(self) -> None:
-        world = BlockManager(small_layout())
-        serve(world, prompt(3 * self.UNIT_TOKENS + 1))
-        again = world.request(prompt(3 * self.UNIT_TOKENS + 1))
-        assert world.hit_tokens(again) == 3 * self.UNIT_TOKENS
+        assert hasattr(request, "num_in_flight_tokens")
+        assert drafts_in_flight(request) == 0
 
 
 def test_the_small_layout_has_compressed_groups_first() -> None:

@@ -20,15 +20,10 @@ from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
 from long_prompts import CHUNK_TOKENS, NUM_BLOCKS, hits_around, outputs, prompt, serve
 from support.installed import retention_installed
 from support.scheduler.block_manager import BlockManager
-from vllm_ascend._version import __version__ as ascend_version
 
 UNIT_TOKENS = HIT_UNIT_TOKENS[128]
 C4, C128, WINDOW_A, WINDOW_B, C4_STATE, C128_STATE = range(6)
 MTP = frozenset({WINDOW_B})  # the group that holds the MTP layer
-
-upstream_has_retention = pytest.mark.skipif(
-    ascend_version.startswith("0.20."), reason="this upstream has no retention of its own"
-)
 
 
 def true_world(
@@ -50,7 +45,6 @@ class TestInterval:
 
     NUM_TOKENS = 3 * UNIT_TOKENS + 1
 
-    @upstream_has_retention
     def test_stock_accepts_one_that_never_hits(self):
         dense, sparse = true_world(None), true_world(128)
         for world in (dense, sparse):
@@ -105,7 +99,6 @@ class TestCompressedGroups:
         assert world.cached_blocks()[C4] == UNIT_TOKENS // self.TOKENS_PER_C4_BLOCK
         assert world.cached_blocks()[C128] == 1
 
-    @upstream_has_retention
     def test_stock_hands_out_more_than_it_hits(self):
         assert self._hit_of_a_resend_with_mtp(None) == (UNIT_TOKENS, 2)
 
@@ -127,7 +120,6 @@ class TestReplayBoundary:
 
     LOOK_AHEAD_DOES_NOT_FIT = (2 * UNIT_TOKENS + 1, 2 * UNIT_TOKENS + 32, 2 * UNIT_TOKENS + 128)
 
-    @upstream_has_retention
     @pytest.mark.parametrize("num_tokens", LOOK_AHEAD_DOES_NOT_FIT)
     def test_stock_loses_a_resend_with_mtp(self, num_tokens):
         assert hits_around(true_world(None, MTP), num_tokens)["resend"] == UNIT_TOKENS
@@ -138,7 +130,6 @@ class TestReplayBoundary:
     def test_leaves_room_for_the_look_ahead_block(self, num_tokens):
         assert hits_around(true_world(0, MTP), num_tokens)["resend"] == UNIT_TOKENS
 
-    @upstream_has_retention
     def test_stock_loses_the_next_turn_of_an_aligned_prompt(self):
         assert hits_around(true_world(0), 2 * UNIT_TOKENS)["next turn"] == UNIT_TOKENS
 
@@ -146,7 +137,6 @@ class TestReplayBoundary:
     def test_next_turn_of_an_aligned_prompt_hits_all_of_it(self):
         assert hits_around(true_world(0), 2 * UNIT_TOKENS)["next turn"] == 2 * UNIT_TOKENS
 
-    @upstream_has_retention
     def test_stock_forgets_what_was_decoded(self):
         assert self._hit_of_a_request_preempted_after_decoding() == HIT_UNIT_TOKENS[32]
 

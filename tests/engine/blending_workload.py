@@ -440,11 +440,6 @@ class Engine:
 
 def shut_down(llm: Any) -> None:
     """End an engine: another one may begin in this process."""
-    import torch
-
-    # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-    torch.accelerator.synchronize = lambda *args, **more: None
-    torch.accelerator.empty_cache = lambda *args, **more: None
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -114,7 +114,6 @@ class Engine:
             "max_num_batched_tokens": 128,
             "num_gpu_blocks_override": POOL_BLOCKS,
             "disable_log_stats": False,
-            # On a CPU, vLLM 0.20.2 starts a process for the worker otherwise.
             "distributed_executor_backend": UniProcExecutor,
         }
         self._llm = LLM(model, **common | engine_args)
@@ -345,11 +344,6 @@ class Engine:
         return report
 
     def shutdown(self) -> None:
-        import torch
-
-        # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-        torch.accelerator.synchronize = lambda *args, **more: None
-        torch.accelerator.empty_cache = lambda *args, **more: None
         self._llm.llm_engine.engine_core.shutdown()
 
     def _count_what_the_scheduler_counts(self) -> None:

@@ -33,13 +33,9 @@ _PAUSE_LIMIT_S = 150
 
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
     """Start one engine, ask it, and end it."""
-    import torch
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    # As vLLM 0.23.0 does on a CPU; 0.20.2 asks CUDA to synchronize.
-    torch.accelerator.synchronize = lambda *args, **more: None
-    torch.accelerator.empty_cache = lambda *args, **more: None
     started_s = time.monotonic()
     common = {
         "skip_tokenizer_init": True,

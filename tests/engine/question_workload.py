@@ -234,12 +234,8 @@ class Engine:
 
     def end(self) -> None:
         shutdown = getattr(self.core, "shutdown", None)
-        try:
-            if shutdown is not None:
-                shutdown()
-        except RuntimeError as error:  # vLLM 0.20.2 looks for a device.
-            if "NVIDIA" not in str(error):
-                raise
+        if shutdown is not None:
+            shutdown()
 
     @staticmethod
     def _key(prompt: Sequence[int]) -> str:

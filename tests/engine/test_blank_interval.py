@@ -19,7 +19,7 @@ def test_without_adaptive_retention_nothing_is_retained(text: str) -> None:
     with retention_installed():
         coordinator = BlockManager(LAYOUT, text).manager.coordinator
         assert retention_of(coordinator) is None
-        assert getattr(coordinator, "retention_interval", None) is None
+        assert coordinator.retention_interval is None
 
 
 @blank
@@ -29,4 +29,4 @@ def test_with_adaptive_retention_it_adds_no_grid(text: str) -> None:
         retention = retention_of(coordinator)
         assert retention is not None
         assert retention.policy.interval_tokens == 0
-        assert getattr(coordinator, "retention_interval", None) is None
+        assert coordinator.retention_interval is None

@@ -173,8 +173,6 @@ SETTINGS = {
         },
         # In this process vLLM's logger of a MultiConnector cannot read what connectors report.
         engine={"disable_log_stats": True},
-        # The MultiConnector of vLLM 0.20.2 refuses the hybrid manager.
-        is_main_only=True,
     ),
 }
 ADAPTIVE_SETTINGS = {

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 from support.connector.engines import engine_of, plan_of
 from support.connector.offload_run import (
     check_nothing_is_left,
@@ -42,13 +41,11 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.sample import IS_SAMPLE, sampled
 from support.scheduler.workload import RequestPlan
 
-from vllm_ascend_kvext.connector.errors import ConnectorError
 from vllm_ascend_kvext.connector.loads import MOST_LOOKUPS_IN_VAIN
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
-LOADS_STATES = not vllm.__version__.startswith("0.20.")
-SMALL_LAYOUTS = LAYOUTS + (STATE_LAYOUTS if LOADS_STATES else ())
+SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
 NUM_SEEDS = sampled(3)
@@ -171,7 +168,7 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
     assert num_hits
 
 
-@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 @pytest.mark.parametrize("caching", [False, True], ids=["host", "both"])
 def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool) -> None:
     """A state exists only there, so the third request to share the prefix would find none."""
@@ -194,7 +191,7 @@ def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool
     assert hits[0] < hits[1] < hits[2] == len(shared)
 
 
-@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 @pytest.mark.parametrize("over_tokens", [0, 1])
 def test_prompt_resumes_where_its_last_state_can_be_hit(
     layout: PagedLayout, over_tokens: int
@@ -213,7 +210,7 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
     assert hit_tokens == (len(prompt) - 1) // unit * unit
 
 
-@pytest.mark.parametrize("layout", STATE_LAYOUTS if LOADS_STATES else (), **by_layout)
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
 def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
     """After a reset of all, what it computes is stored like that of another request."""
     unit = layout.unit_tokens
@@ -231,13 +228,6 @@ def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
         serve(engine, plan_of("second", prompt))
         assert engine.side.counters.hit_tokens == 20 * unit
         check_nothing_is_left(engine)
-
-
-@pytest.mark.skipif(LOADS_STATES, reason="this vLLM loads states")
-@pytest.mark.parametrize("layout", STATE_LAYOUTS, **by_layout)
-def test_states_are_refused_where_a_load_would_end_the_engine(layout: PagedLayout) -> None:
-    with pytest.raises(ConnectorError, match=r"use vLLM 0\.23\.0"), engine_of(layout):
-        pass
 
 
 def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:

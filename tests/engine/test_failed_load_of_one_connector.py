@@ -19,8 +19,6 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler import options as engine_options
 from support.scheduler.options import EngineOptions
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from vllm_ascend_kvext.patches.connector.scheduler import connector_of
 
@@ -82,13 +80,7 @@ class MultiEngine(SimulatedEngine):
         return runner
 
 
-def of_hybrid_models(engine_type: type[SimulatedEngine]) -> Any:
-    """vLLM 0.20.2's MultiConnector refuses them."""
-    is_refused = engine_type is MultiEngine and not supports_hma(MultiConnector)
-    return pytest.param(engine_type, marks=pytest.mark.skipif(is_refused, reason="refused"))
-
-
-@pytest.mark.parametrize("engine_type", map(of_hybrid_models, (SimulatedEngine, MultiEngine)))
+@pytest.mark.parametrize("engine_type", (SimulatedEngine, MultiEngine))
 def test_one_of_several_connectors_loads_what_can_be_read(
     engine_type: type[SimulatedEngine],
 ) -> None:

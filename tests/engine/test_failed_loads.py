@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.sample import sampled
@@ -56,9 +55,9 @@ LAYOUTS = [
     TWO_FULL,
     DEEPSEEK_V4,
     DEEPSEEK_V4.with_eagle(1),
+    MAMBA,
+    MAMBA_WINDOW,
 ]
-if not vllm.__version__.startswith("0.20."):
-    LAYOUTS += [MAMBA, MAMBA_WINDOW]  # vLLM 0.20.2 loads no states
 
 every_load = pytest.mark.parametrize(
     "load", [ExternalLoad.IN_STEP, ExternalLoad.BETWEEN_STEPS], ids=lambda load: load.value
@@ -505,8 +504,7 @@ class TestOneCaseAtATime:
         story.add(plan(2, range(self.PROMPT_TOKENS), max_tokens=8))
         for _ in range(num_steps):
             story.step()
-        if num_steps == 1 or not vllm.__version__.startswith("0.20.") or not is_async:
-            story.engine.reset_prefix_cache(reset_running_requests=True)
+        story.engine.reset_prefix_cache(reset_running_requests=True)
         story.finish()
 
     @every_load

@@ -10,7 +10,6 @@ outputs.
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import weakref
 from collections import Counter
@@ -19,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-import vllm
 from support.installed import installed
 from support.sample import sampled
 from support.scheduler.block_manager import (
@@ -67,13 +65,10 @@ SETTINGS = [
     Setting("dense-events", events=True),
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
+    Setting("upstream-0", events=False, units=0),
+    Setting("upstream-0-events", events=True, units=0),
+    Setting("upstream-2", events=False, units=2),
 ]
-if not vllm.__version__.startswith("0.20."):
-    SETTINGS += [
-        Setting("upstream-0", events=False, units=0),
-        Setting("upstream-0-events", events=True, units=0),
-        Setting("upstream-2", events=False, units=2),
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -200,14 +195,11 @@ def loads_more(world: BlockManager) -> None:
 
 
 def leaves_blocks_to_others(world: BlockManager) -> None:
-    """vLLM 0.23.0 can reserve blocks for requests that were admitted before."""
+    """Blocks can be reserved for requests that were admitted before."""
     request = world.request(range(60))
     world.admit(request, 20)
-    reserved = {}
-    if "reserved_blocks" in inspect.signature(world.manager.allocate_slots).parameters:
-        reserved = {"reserved_blocks": world.pool.get_num_free_blocks()}
-    allocated = world.manager.allocate_slots(request, 30, **reserved)
-    assert (allocated is None) == bool(reserved)
+    num_free_blocks = world.pool.get_num_free_blocks()
+    assert world.manager.allocate_slots(request, 30, reserved_blocks=num_free_blocks) is None
 
 
 CALLS: tuple[Call, ...] = (
@@ -317,7 +309,7 @@ def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
             elif number % 3 == 2:
                 world.decode(request, range(20))
             world.finish(request)
-            getattr(world.manager, "take_new_block_ids", list)()  # as a scheduler does
+            world.manager.take_new_block_ids()  # as a scheduler does
             gone = weakref.ref(request)
             del request
             assert gone() is None

@@ -11,10 +11,7 @@ from typing import Any
 import blending_models
 import pytest
 import served
-import vllm
 from blending_workload import LEARNING, STORED_LENGTHS
-
-from vllm_ascend_kvext.compat import version_in
 
 SAME_TOLERANCE = 1e-4
 """Log-probabilities, fp32."""
@@ -110,9 +107,7 @@ def test_nobody_is_answered_who_has_not_asked(reports: Reports) -> None:
 def test_sleep_ends_what_is_computed_and_queued(reports: Reports) -> None:
     facts = reports["learns"]["facts"]
     assert facts["before sleep"] == [1, True]
-    # vLLM 0.20.2 lets connectors keep what they have, and this one what is queued.
-    keeps = version_in(vllm.__version__, "==0.20.2.*")
-    assert facts["asleep"] == [0, keeps, {"cancelled": 1 if keeps else 2}]
+    assert facts["asleep"] == [0, False, {"cancelled": 2}]
     assert facts["learned after sleep"] == 2
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import vllm
 from lmcache_runs import (
     HIT_TOKENS,
     LMCacheServer,
@@ -24,13 +23,8 @@ from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
 pytestmark = needs_lmcache
 
 KEYS_OFF = {"VLLM_ASCEND_KVEXT_LMCACHE_KEYS": "0"}
-WITHOUT = PLUGIN_OFF if vllm.__version__.startswith("0.23.0") else KEYS_OFF
-"""What the defect is seen with. On vLLM 0.20.2 the connector does not start without the package."""
-
 LMCACHE_MODE = {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
 """Without which the connector does not start on a CPU by itself."""
-
-HAS_HYBRID_MULTI = vllm.__version__.startswith("0.23.0")
 
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 
@@ -58,7 +52,7 @@ def answered(run_lmcache: Run, port: int) -> dict[str, Served]:
     warm = run_lmcache({"hybrid": hybrid, "single": single, "full": full})
     by_itself = {"model": "alternating", "engine": connected(port, **LMCACHE_MODE)}
     plain = {name: {"model": name} for name in ("alternating", "full")}
-    without = run_lmcache({"hybrid": by_itself} | plain, environ=WITHOUT)
+    without = run_lmcache({"hybrid": by_itself} | plain, environ=PLUGIN_OFF)
     parts = {"stored": stored, "warm": warm, "without": without}
     found = {f"{part}, {name}": each for part, all in parts.items() for name, each in all.items()}
     failed = [
@@ -119,7 +113,6 @@ def test_only_models_with_several_groups_get_other_names(answered: dict[str, Ser
 def test_below_multi_connector_it_is_made_as_by_itself(
     answered: dict[str, Served], run_lmcache: Run, port: int
 ) -> None:
-    """MultiConnector of vLLM 0.20.2 does not support several groups."""
     (closed_port,) = free_ports(1)
 
     def below(own_port: int) -> dict[str, Any]:
@@ -129,8 +122,7 @@ def test_below_multi_connector_it_is_made_as_by_itself(
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": [child]},
         }
-        engine = {"kv_transfer_config": multi} | ({} if HAS_HYBRID_MULTI else NO_HYBRID)
-        return {"model": "alternating", "engine": engine}
+        return {"model": "alternating", "engine": {"kv_transfer_config": multi}}
 
     found = run_lmcache(
         {
@@ -143,10 +135,9 @@ def test_below_multi_connector_it_is_made_as_by_itself(
     multi = found["multi"]
     assert "error" not in multi.report, multi.report["error"]
     assert "##kvext-" in multi.log
-    assert (multi.report["num_groups"] > 1) == HAS_HYBRID_MULTI
-    # On 0.23.0 another process has stored it, with the same groups and without MultiConnector.
-    stored_before = HIT_TOKENS if HAS_HYBRID_MULTI else 0
-    assert multi.hit_tokens("prompts") == [stored_before, 0, HIT_TOKENS]
+    assert multi.report["num_groups"] > 1
+    # Another process has stored the first, with the same groups and without MultiConnector.
+    assert multi.hit_tokens("prompts") == [HIT_TOKENS, 0, HIT_TOKENS]
     assert multi.logprob_error("prompts", found["plain"]) < LOGPROB_TOLERANCE
     refusal = found["nobody"].report["error"]
     assert f"expected LMCache's server at tcp://127.0.0.1:{closed_port}" in refusal

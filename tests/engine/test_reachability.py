@@ -7,7 +7,6 @@ On vLLM's real block manager. The same cases on vllm-ascend's are in tests/ascen
 from __future__ import annotations
 
 import pytest
-import vllm
 from support.installed import retention_installed
 from support.retention.reachability import (
     Difference,
@@ -64,7 +63,6 @@ def test_hits_what_dense_caching_hits(layout_name: str) -> None:
     assert not difference.examples
 
 
-@pytest.mark.skipif(vllm.__version__.startswith("0.20"), reason="0.20 has no retention")
 def test_stock_loses_hits() -> None:
     """The same comparison on vLLM's own interval 0 is red, in each of the known ways."""
     difference = Difference()

@@ -203,8 +203,8 @@ def tight_workload(layout: EngineLayout, seed: int) -> Workload:
 class TestContextParallelWindows:
     """Two ranks share the tokens of each block; upstream cannot look windows up then.
 
-    The hybrid coordinators of vLLM, and of vLLM-Ascend 0.20.2, refuse to be built: there it is
-    a model with sliding windows only that comes as far as the first lookup.
+    The hybrid coordinator of vLLM refuses to be built: it is a model with sliding windows only that
+    comes as far as the first lookup.
     """
 
     FEATURE = "context-parallel-windows"

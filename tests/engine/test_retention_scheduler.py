@@ -154,7 +154,7 @@ def first_violation(
 def test_stock_violates(
     make_checks: Callable[[Workload], list[Check]], violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.23.0 with its own interval 0; 0.20.2 does not know the variable."""
+    """With vLLM's own interval 0."""
     monkeypatch.setenv(INTERVAL_VARIABLE, "0")
     assert violation in first_violation(workloads(MAMBA_WINDOW), make_checks)
 

@@ -14,11 +14,8 @@ PAGE, TOKEN = 1, 5
 
 def key_and_value_caches(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As the backend's ``forward`` takes a registered tensor apart."""
-    if cache.shape[0] == 2:  # vLLM 0.20.2
-        key_cache, value_cache = cache.unbind(0)
-    else:
-        joined = cache.view(BLOCKS, HEADS, 2 * TOKENS, HEAD_SIZE)
-        key_cache, value_cache = joined.chunk(2, dim=2)
+    joined = cache.view(BLOCKS, HEADS, 2 * TOKENS, HEAD_SIZE)
+    key_cache, value_cache = joined.chunk(2, dim=2)
     return key_cache, value_cache
 
 

@@ -154,7 +154,7 @@ class TestRepairs:
 
     @pytest.mark.parametrize("mode", ["safe", "strict"])
     def test_for_other_releases_it_is_not_missed(self, world: World, mode: str) -> None:
-        patch = declare(TARGET, feature=self.NAME, vllm=("==0.20.2.*",))
+        patch = declare(TARGET, feature=self.NAME, vllm=("==0.30.0.*",))
         world.ledger(patch)
         world.set(mode=mode)
         world.register()
@@ -213,7 +213,7 @@ class TestUnsupported:
     def test_leaves_vllm_untouched_with_one_warning(self, world: World) -> None:
         world.register()
         (warning,) = world.logged(logging.WARNING)
-        for part in ("untouched", "found vLLM 0.32.0", "==0.23.0.*", "==0.20.2.*"):
+        for part in ("untouched", "found vLLM 0.32.0", "==0.23.0.*"):
             assert part in warning
         assert world.is_untouched
 

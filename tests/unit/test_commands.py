@@ -305,7 +305,7 @@ class TestStatus:
             (REPAIR, {}, ENGINE, "off", f"{DISABLE_VARIABLE} names it", 0),
             (REPAIR, {}, DRIFTED_ENGINE, "off", "it would not fit", 0),
             ("", {}, DRIFTED_ENGINE, "refused", f"T-{TARGET} drifted", 1),
-            ("", {"vllm": ("==0.20.2.*",)}, ENGINE, "not needed", "vLLM 0.23.0", 0),
+            ("", {"vllm": ("==0.30.0.*",)}, ENGINE, "not needed", "vLLM 0.23.0", 0),
         ],
     )
     def test_a_repair_says_how_it_stands_and_why(

@@ -22,19 +22,17 @@ __version__ = version = '{}'
     ("vllm", "vllm_ascend", "ok"),
     [
         ("0.23.0", None, True),
-        ("0.20.2", None, True),
         ("0.23.0", "0.23.0", True),
-        ("0.20.2", "0.20.2rc1", True),
         ("0.23.0.post1", "0.23.0.post1", True),
         ("0.23.0+cpu", None, True),
         ("0.23.0rc2", None, True),
         ("0.23.1", None, False),
         ("0.24.0", None, False),
-        ("0.20.1", None, False),
+        ("0.20.2", None, False),
         ("0.32.0", None, False),
         # A vLLM-Ascend of another release, or none that we know, spoils a supported vLLM.
-        ("0.23.0", "0.20.2rc1", False),
-        ("0.20.2", "0.23.0", False),
+        ("0.23.0", "0.22.1rc1", False),
+        ("0.22.1", "0.23.0", False),
         ("0.23.0", "0.24.0", False),
         ("0.23.0", "unknown", False),
         ("unknown", None, False),
@@ -47,7 +45,6 @@ def test_support(vllm: str | None, vllm_ascend: str | None, ok: bool) -> None:
     if not ok:
         assert str(vllm or "not installed") in support.reason
         assert "==0.23.0.*" in support.reason
-        assert "==0.20.2.*" in support.reason
 
 
 def test_version_is_that_of_the_package_an_import_would_get(add_package: AddPackage) -> None:

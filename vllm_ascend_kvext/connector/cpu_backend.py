@@ -63,16 +63,13 @@ class CpuBackend:
         layers = self._vllm_config.compilation_config.static_forward_context
         name = layers[layer_name].get_attn_backend().get_name()
         shape = list(registered.shape) if isinstance(registered, torch.Tensor) else []
-        if name == BACKEND and len(shape) == 5 and shape[0] == 2:  # vLLM 0.20.2
-            key_cache, value_cache = registered.unbind(0)
-            return key_cache, value_cache
-        if name == BACKEND and len(shape) == 4:  # vLLM 0.23.0
+        if name == BACKEND and len(shape) == 4:
             num_pages, num_heads, num_tokens, _ = shape
             joined = registered.view(num_pages, num_heads, 2 * num_tokens, -1)
             key_cache, value_cache = joined.chunk(2, dim=2)
             return key_cache, value_cache
         raise BlendingError(
-            f"layer {layer_name}: expected pages of {BACKEND} in one tensor of four or five axes, "
+            f"layer {layer_name}: expected pages of {BACKEND} in one tensor of four axes, "
             f"found {name} with shape {shape or type(registered).__qualname__}. Serve this model "
             "without blending."
         )

@@ -104,7 +104,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self,
         vllm_config: VllmConfig,
         role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig | None = None,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
@@ -118,7 +118,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options = options
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        self._names_blocks = kv_cache_config is None or is_all_full_attention(kv_cache_config)
+        self._names_blocks = is_all_full_attention(kv_cache_config)
         self._ended: EndedJobs | None = None
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config

@@ -9,8 +9,8 @@ none of them fits, the engine stands still::
            next chunk of A, B or C             [ needs this much      ]
 
 So a load begins only if each parked request could go on while the others stay parked. vLLM's own
-check (``_request_remaining_blocks``; vLLM 0.20.2 has none) does not count windows and states beyond
-the first chunk. On Ascend a chunk of 2,048 tokens takes some 360 blocks of them.
+check (``_request_remaining_blocks``) does not count windows and states beyond the first chunk. On
+Ascend a chunk of 2,048 tokens takes some 360 blocks of them.
 
 Whoever is tried has to be admitted: behind a request that is not, vLLM tries nobody. What it asks
 for then (``allocate_slots``, ``full_sequence_must_fit``) counts a window and a step of each group

@@ -117,24 +117,9 @@ class KvextPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             parent = self._counter_cls(**named)
         for engine_idx, labels in self.per_engine_labelvalues.items():
             for key, value in zip(metric.keys, metric.label_values or (None,), strict=True):
-                all_labels = [*labels, *([value] if value else [])]
-                self._by_engine[engine_idx][key] = _updater(parent, all_labels, metric.is_gauge)
-
-
-def _updater(parent: Any, labels: list[object], replaces: bool) -> Callable[[Number], None]:
-    """What adds a value to a metric of these labels, or replaces its value."""
-    parent.labels(*labels)  # Prometheus shows it from the start.
-
-    def update(value: Number) -> None:
-        # Asked for anew each time: Ray's metrics of vLLM 0.20.2 only know the labels asked for
-        # last (`RayPrometheusMetric.labels`).
-        child = parent.labels(*labels)
-        if replaces:
-            child.set(value)
-        else:
-            child.inc(value)
-
-    return update
+                # Prometheus shows it from the start.
+                child = parent.labels(*labels, *([value] if value else []))
+                self._by_engine[engine_idx][key] = child.set if metric.is_gauge else child.inc
 
 
 def _in_gb(num_bytes: float) -> float:

@@ -50,8 +50,8 @@ def config_fingerprint(
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``, of either side.
-        versions: Of the packages that decide how tensors of these specs are laid out: vLLM 0.20.2
-            and 0.23.0 have equal specs, and other pages.
+        versions: Of the packages that decide how tensors of these specs are laid out, which may
+            differ between releases of equal specs.
         instruction_set: For which CPU kernels order a page; empty on devices.
         environ: Of the process.
 

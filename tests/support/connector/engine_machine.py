@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import vllm
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.v1.core.sched.interface import PauseState
@@ -118,8 +117,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _can_restart_running(self) -> bool:
         """Not while a load writes to blocks."""
-        if vllm.__version__.startswith("0.20.") and self.engine.options.is_async:
-            return False  # It leaves out the next token, whether one was on its way or not.
         scheduler = self.engine.scheduler
         loaded = scheduler.finished_recving_kv_req_ids
         return all(

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-import vllm
 from vllm.v1.request import RequestStatus
 
 from support.connector.offload_workloads import OffloadWorkload
@@ -197,8 +196,6 @@ def _can_preempt_for_reset(engine: SimulatedEngine, workload: OffloadWorkload) -
     is_async = workload.options.is_async
     if is_async and workload.options.drafter is not None:
         return False
-    if is_async and vllm.__version__.startswith("0.20."):
-        return False  # It leaves out the next token, whether one was on its way or not.
     scheduler = engine.scheduler
     running = {request.request_id for request in scheduler.running}
     return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)

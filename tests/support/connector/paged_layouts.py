@@ -200,7 +200,6 @@ LAYOUTS: tuple[PagedLayout, ...] = (
     DEEPSEEK_V4_EAGLE,
 )
 STATE_LAYOUTS = (MAMBA, MAMBA_WINDOW)
-"""vLLM 0.20.2 loads no states."""
 
 UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),) if fixtures.HAS_DEEPSEEK_V4 else ()
 """As vLLM itself plans them; slower than the others."""

@@ -7,7 +7,6 @@ priorities and asynchronous scheduling there is the scheduler harness.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import os
@@ -122,6 +121,7 @@ class BlockManager:
         arguments = {
             "kv_cache_config": layout.kv_cache_config(num_blocks),
             "max_model_len": 1 << 20,
+            "scheduler_block_size": scheduler_block_size or math.lcm(*sizes),
             "hash_block_size": self.hash_block_size,
             "enable_caching": True,
             "use_eagle": bool(layout.eagle_group_ids),
@@ -129,8 +129,6 @@ class BlockManager:
             "enable_kv_cache_events": events,
             **(manager_arguments or {}),
         }
-        if "scheduler_block_size" in inspect.signature(KVCacheManager).parameters:
-            arguments["scheduler_block_size"] = scheduler_block_size or math.lcm(*sizes)
         with retention_interval(interval):
             self.manager = KVCacheManager(**arguments)
         self.pool = self.manager.block_pool

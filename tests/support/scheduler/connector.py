@@ -7,7 +7,6 @@ Its scheduler side is what a scheduler sees of any connector; its worker side is
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +21,13 @@ from .options import ExternalLoad
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """External KV of one request: tokens ``[start_tokens, end_tokens)`` into these blocks.
-
-    Attributes:
-        gaps: First tokens and ends of what is not loaded.
-    """
+    """External KV of one request: tokens ``[start_tokens, end_tokens)`` into these blocks."""
 
     request_id: str
     block_ids: tuple[list[int], ...]
     start_tokens: int
     end_tokens: int
     between_steps: bool
-    gaps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -54,7 +48,6 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self._extends_local_hits = bool(extra["extends_local_hits"])
         self._unit_tokens = int(extra["unit_tokens"])
         self._matched: dict[str, tuple[int, int]] = {}
-        self._gaps: dict[str, list[tuple[int, int]]] = {}
         self._receiving: set[str] = set()
         self._metadata = ScriptedMetadata()
 
@@ -80,13 +73,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         if between_steps:
             self._receiving.add(request.request_id)
         self._metadata.loads.append(
-            Load(
-                request.request_id,
-                blocks.get_block_ids(),
-                *matched,
-                between_steps,
-                tuple(self._gaps.pop(request.request_id, ())),
-            )
+            Load(request.request_id, blocks.get_block_ids(), *matched, between_steps)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -120,26 +107,6 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         raise NotImplementedError("the model runner of the harness plays the worker side")
-
-
-class GappedConnector(ScriptedConnector):
-    """Lacks parts of what it claims to hold, and says so as in vLLM's pull request 32785."""
-
-    def get_computed_token_gaps(self, request: Any) -> list[tuple[int, int]] | None:
-        matched = self._matched.get(request.request_id)
-        if matched is None:
-            return None
-        start_tokens, end_tokens = matched
-        rng = random.Random(f"{request.request_id}/{matched}")
-        unit_tokens = rng.choice((1, self._unit_tokens))
-        gaps = []
-        while start_tokens < end_tokens:
-            first_tokens = start_tokens + rng.randrange(6) * unit_tokens
-            start_tokens = first_tokens + rng.randint(1, 4) * unit_tokens
-            if first_tokens < end_tokens:
-                gaps.append((first_tokens, min(start_tokens, end_tokens)))
-        self._gaps[request.request_id] = gaps if rng.random() < 0.8 else []
-        return self._gaps[request.request_id]
 
 
 def _number(request: Any) -> int:

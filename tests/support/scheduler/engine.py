@@ -37,12 +37,10 @@ _HASH_ALGORITHM = "sha256"
 
 
 def _register_specs(vllm_config: Any) -> None:
-    """vLLM 0.23.0 looks managers up in a registry that its engine core fills."""
-    from vllm.v1.core import single_type_kv_cache_manager
+    """vLLM looks managers up in a registry that its engine core fills."""
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
-    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
-    if register is not None:
-        register(vllm_config)
+    register_all_kvcache_specs(vllm_config)
 
 
 def _extra_args(plan: RequestPlan) -> dict[str, Any] | None:

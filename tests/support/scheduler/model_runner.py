@@ -396,18 +396,7 @@ class ModelRunner:
                 content = digests
                 if table[block] in failed_block_ids:
                     content = [garbage] * high
-                for first, end in _without(load.gaps, low, high):
-                    self._write(table, group_id, content, first, end)
-
-
-def _without(gaps: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """What is left of positions ``[start, end)`` without the gaps, which are ascending."""
-    for first, behind in gaps:
-        if start < min(first, end):
-            yield start, min(first, end)
-        start = max(start, behind)
-    if start < end:
-        yield start, end
+                self._write(table, group_id, content, low, high)
 
 
 def _by_block(block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -83,7 +83,6 @@ class EngineOptions:
         num_draft_tokens: Draft tokens per step.
         external_load: Behaviour of the KV connector; no connector if None.
         extends_local_hits: Whether the connector adds tokens to a local hit.
-        has_gaps: Whether it lacks parts of what it claims to hold.
         failing_loads: How its loads fail; None if they never do.
         offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
             the scripted connector.
@@ -104,7 +103,6 @@ class EngineOptions:
     num_draft_tokens: int = 2
     external_load: ExternalLoad | None = None
     extends_local_hits: bool = True
-    has_gaps: bool = False
     failing_loads: FailingLoads | None = None
     offloading: Mapping[str, Any] | None = None
     num_workers: int = 1
@@ -198,7 +196,7 @@ def _kv_transfer_config(layout: Layout, options: EngineOptions) -> KVTransferCon
         return None
     recomputes = options.failing_loads is None or options.failing_loads.recomputes
     return KVTransferConfig(
-        kv_connector="GappedConnector" if options.has_gaps else "ScriptedConnector",
+        kv_connector="ScriptedConnector",
         kv_load_failure_policy="recompute" if recomputes else "fail",
         kv_connector_module_path=f"{__package__}.connector",
         kv_role="kv_both",

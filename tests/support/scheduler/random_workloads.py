@@ -12,8 +12,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import vllm
-
 from .layouts import DEEPSEEK_V4, FULL_WINDOW, GEMMA, LAYOUTS, MIXED_BLOCKS, Layout
 from .options import Drafter, EngineOptions, ExternalLoad
 from .token_stream import VOCAB_SIZE, Image
@@ -80,17 +78,12 @@ def without_upstream_defects(
 
     Unless ``two-phase-allocation`` is among the repairs in effect: a connector that extends a local
     hit gets a block handed out twice, since what one group hits is evicted for what another group
-    loads. And vLLM 0.20.2, scheduling asynchronously, drops a token of requests that are preempted
-    for a reset. (What a request leaves cached that is preempted, by priority, in the step that
-    scheduled it, retention takes care of.)
+    loads. (What a request leaves cached that is preempted, by priority, in the step that scheduled
+    it, retention takes care of.)
     """
-    options = workload.options
-    if "two-phase-allocation" not in repaired:
-        options = replace(options, extends_local_hits=False)
-    resets = workload.resets
-    if options.is_async and vllm.__version__.startswith("0.20."):
-        resets = tuple(replace(reset, reset_running_requests=False) for reset in resets)
-    return replace(workload, options=options, resets=resets)
+    if "two-phase-allocation" in repaired:
+        return workload
+    return replace(workload, options=replace(workload.options, extends_local_hits=False))
 
 
 def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:

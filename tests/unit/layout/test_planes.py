@@ -183,7 +183,7 @@ def test_latent_in_three_dimensions() -> None:
 @pytest.mark.parametrize(
     "shape",
     [(PAGES, HEADS, TOKENS, 2 * HEAD), (2, PAGES, HEADS, TOKENS, HEAD)],
-    ids=["vLLM 0.23.0 for CPUs", "vLLM 0.20.2 for CPUs"],
+    ids=["keys and values in a row", "keys before values"],
 )
 @pytest.mark.parametrize("addressing", RowAddressing)
 def test_what_stands_before_the_tokens_makes_a_page_one_row(

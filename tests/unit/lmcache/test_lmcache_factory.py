@@ -17,9 +17,7 @@ from vllm_ascend_kvext.lmcache.errors import LMCacheError
 from vllm_ascend_kvext.patches.lmcache import known_release
 from vllm_ascend_kvext.patches.lmcache.factory import (
     NAME,
-    Prepared,
     get_connector_class,
-    get_connector_class_with_compat,
 )
 from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE
 
@@ -68,7 +66,7 @@ class Connector:
 
     config: Config
     role: Role
-    kv_cache_config: KVCacheConfig | None
+    kv_cache_config: KVCacheConfig
 
     @property
     def scheduler_adapter(self) -> Adapter:
@@ -146,19 +144,8 @@ def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
     assert found.__name__ == NAME
 
 
-@pytest.mark.parametrize("takes_groups", [True, False])
-def test_on_vllm_0_20_2_a_class_that_takes_no_groups_is_left_alone(takes_groups: bool) -> None:
-    def wrapped(config: Part) -> tuple[Any, bool]:
-        return Connector, not takes_groups
-
-    found, is_without_groups = get_connector_class_with_compat(wrapped, object, Part())
-    assert issubclass(found, Prepared) == takes_groups
-    assert is_without_groups != takes_groups
-
-
-@pytest.mark.parametrize("groups", [None, config(9)])
-def test_engines_without_groups_get_what_they_always_got(groups: KVCacheConfig | None) -> None:
-    own = Config()
+def test_engines_without_groups_get_what_they_always_got() -> None:
+    own, groups = Config(), config(9)
     made = class_for(Connector)(own, Role.SCHEDULER, groups)
     assert made.config is own
     assert made.kv_cache_config is groups

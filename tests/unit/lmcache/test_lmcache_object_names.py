@@ -156,7 +156,7 @@ def test_other_groups_have_another_name(other: KVCacheConfig) -> None:
         Engine(speculative_config=Draft()),
         Engine(device_config=Device("cpu")),
         Engine(instruction_set="AVX512"),
-        Engine(versions={"vllm": "0.20.2"}),
+        Engine(versions={"vllm": "0.30.0"}),
         Engine(environ={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
         Engine(environ={"VLLM_PP_LAYER_PARTITION": "3,5"}),
     ],

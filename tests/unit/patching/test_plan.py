@@ -95,7 +95,7 @@ def test_missing_module(plan_patches: PlanPatches) -> None:
 
 
 def test_a_patch_for_another_version_is_no_part_of_the_feature(plan_patches: PlanPatches) -> None:
-    elsewhere = declare("Pool.gone", vllm=("==0.20.2.*",))
+    elsewhere = declare("Pool.gone", vllm=("==0.30.0.*",))
     plan = plan_patches(declare("Pool.free"), elsewhere)
     assert [finding.state for finding in plan.findings] == [State.INERT, State.SKIPPED_VERSION]
     assert plan.fits

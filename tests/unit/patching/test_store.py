@@ -5,13 +5,13 @@ from pathlib import Path
 
 from vllm_ascend_kvext.patching.store import FingerprintStore
 
-STORE = FingerprintStore({"vllm": {"0.23.0": {"m:f": "a"}, "0.20.2": {"m:f": "b"}}})
+STORE = FingerprintStore({"vllm": {"0.23.0": {"m:f": "a"}, "0.22.0": {"m:f": "b"}}})
 
 
 def test_expected_is_that_of_the_same_release() -> None:
     assert STORE.expected("vllm", "0.23.0", "m:f") == {"a"}
     assert STORE.expected("vllm", "0.23.0.post2", "m:f") == {"a"}
-    assert STORE.expected("vllm", "0.20.2rc1", "m:f") == {"b"}
+    assert STORE.expected("vllm", "0.22.0rc1", "m:f") == {"b"}
     for distribution, version, name in (
         ("vllm", "0.23.1", "m:f"),
         ("vllm", "not a version", "m:f"),
@@ -36,5 +36,5 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_versions_are_listed_newest_first() -> None:
-    assert STORE.versions("vllm") == ("0.23.0", "0.20.2")
+    assert STORE.versions("vllm") == ("0.23.0", "0.22.0")
     assert STORE.versions("vllm-ascend") == ()

@@ -72,6 +72,5 @@ def _batched_copy() -> Any:
     except AttributeError as error:
         raise BackendError(
             "ascend-dma: expected the operator _C_ascend::swap_blocks_batch, found none. Import "
-            "vllm_ascend.vllm_ascend_C first (vLLM-Ascend 0.20.2rc1 or newer, built with its "
-            "custom kernels)."
+            "vllm_ascend.vllm_ascend_C first (vLLM-Ascend built with its custom kernels)."
         ) from error

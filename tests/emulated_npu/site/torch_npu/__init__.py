@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
+
+See the README beside this folder. Importing it adds the device to torch, ``torch.npu``, the
+communication backend ``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from torch_npu import _emulator
+
+torch.utils.rename_privateuse1_backend("npu")
+_emulator.start(int(os.environ.get("EMULATED_NPU_DEVICES", "1")))
+
+from torch_npu import npu  # noqa: E402  # needs the device
+
+if not hasattr(torch, "npu"):
+    torch._register_device_module("npu", npu)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_packed_sequence=False, for_storage=True
+    )
+sys.modules.setdefault("torch.npu", npu)
+
+from torch_npu import _c, _hccl, emulation, stand_ins  # noqa: E402, F401
+from torch_npu.kernels import register_operators  # noqa: E402
+
+_C = _c.install()
+_hccl.install()
+stand_ins.install()
+
+__version__ = torch.__version__.partition("+")[0]
+float4_e2m1fn_x2 = getattr(torch, "float4_e2m1fn_x2", None)
+
+ACL_FORMAT_ND = 2
+
+
+def get_npu_format(tensor: torch.Tensor) -> int:
+    """Memory formats of the device are not emulated: all tensors are plain."""
+    return ACL_FORMAT_ND
+
+
+globals().update(register_operators())
+emulation.seed_from_environment()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(f"torch_npu.{name} is not emulated")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch code in the place of Triton kernels, which need a compiler for the device.
+
+A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets it
+as soon as the module has been imported, before others take the name from there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class Launched:
+    """Is launched as a Triton kernel: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._function
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, stand_ins: dict[tuple[str, str], Any]) -> None:
+        self._stand_ins = stand_ins
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        mine = {kernel: by for (module, kernel), by in self._stand_ins.items() if module == name}
+        if not mine:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for kernel in mine:
+                if not hasattr(module, kernel):
+                    raise ImportError(f"{name}.{kernel} does not exist: its stand-in is of no use")
+                setattr(module, kernel, mine[kernel])
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def install() -> None:
+    """Find the stand-ins, and have them take their places."""
+    found: dict[tuple[str, str], Any] = {}
+    for module in pkgutil.iter_modules(__path__):
+        found.update(importlib.import_module(f"{__name__}.{module.name}").STAND_INS)
+    sys.meta_path.insert(0, _Finder(found))

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts to bfloat16 that modules of vLLM-Ascend make whatever the model's type is.
+
+The device has nothing better there. Here they would hide differences: such a module sees float32 in
+the place of bfloat16, unless ``EMULATED_NPU_EXACT`` is 0.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+MODULES = ("vllm_ascend.attention.mla_v1",)
+
+
+class _TorchWithoutBfloat16:
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+IS_EXACT = os.environ.get("EMULATED_NPU_EXACT", "1") == "1"
+STAND_INS = {(module, "torch"): _TorchWithoutBfloat16() for module in MODULES if IS_EXACT}
