@@ -124,7 +124,7 @@ void check_devices(const c10::FunctionSchema& schema, Stack& stack, size_t first
 
 // The argument that a result is, by the schema; null if it is none.
 const at::Tensor* returned_argument(const c10::FunctionSchema& schema, size_t result,
-                                    const std::vector<c10::IValue>& arguments) {
+                                    const Stack& arguments) {
   const auto* alias = schema.returns()[result].alias_info();
   if (!alias || !alias->isWrite()) return nullptr;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -138,8 +138,8 @@ const at::Tensor* returned_argument(const c10::FunctionSchema& schema, size_t re
 void run_at_once(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto first = stack->size() - schema.arguments().size();
-  const std::vector<c10::IValue> arguments(stack->begin() + first, stack->end());
-  Aliases aliases;
+  const Stack arguments(stack->begin() + first, stack->end());
+  Aliases aliases;  // Holds the CPU tensors until the results are read: see `run_late`.
   replace(*stack, first, [&](const at::Tensor& tensor) { return aliases.cpu(tensor); }, cpu_device);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   aliases.mirror();
@@ -241,6 +241,9 @@ bool run_late(const c10::OperatorHandle& op, Stack* stack) {
           cpu_device);
   enqueue(stream, schema.name(), [op, on_cpu, targets] {
     at::AutoDispatchBelowADInplaceOrView guard;
+    // Torch returns a pair of out-arguments as references into the stack that it has dropped: they
+    // are good only while somebody else holds the tensors.
+    const Stack held = *on_cpu;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), on_cpu.get());
     for (size_t i = 0; i < targets->size(); ++i) {
       const auto& made = (*targets)[i];

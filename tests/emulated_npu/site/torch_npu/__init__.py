@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ if not hasattr(torch, "npu"):
     )
 sys.modules.setdefault("torch.npu", npu)
 
-from torch_npu import _c, _hccl, emulation, stand_ins  # noqa: E402, F401
+from torch_npu import _c, _hccl, emulation, stand_ins  # noqa: E402
 from torch_npu.kernels import register_operators  # noqa: E402
 
 _C = _c.install()
@@ -45,7 +46,15 @@ def get_npu_format(tensor: torch.Tensor) -> int:
     return ACL_FORMAT_ND
 
 
-globals().update(register_operators())
+_operators = register_operators()
+atb = ModuleType("torch_npu.atb")
+for _name, _function in _operators.items():
+    # "atb.name" is in a namespace of its own.
+    setattr(
+        atb if _name.startswith("atb.") else sys.modules[__name__],
+        _name.rpartition(".")[2],
+        _function,
+    )
 emulation.seed_from_environment()
 
 

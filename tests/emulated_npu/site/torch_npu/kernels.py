@@ -28,6 +28,8 @@ from torch_npu import _emulator
 Body = Callable[..., Any]
 Outputs = Callable[..., Sequence[tuple[Sequence[int], torch.dtype]]]
 """Gets the arguments of the call."""
+Returned = Callable[..., Any]
+"""Gets the list of outputs, and the arguments of the call; gives what the caller is to have."""
 
 
 def operator(name: str, body: Body) -> Body:
@@ -40,7 +42,7 @@ def operator(name: str, body: Body) -> Body:
     return _named(call, body, name)
 
 
-def kernel(name: str, body: Body, outputs: Outputs) -> Body:
+def kernel(name: str, body: Body, outputs: Outputs, returned: Returned | None = None) -> Body:
     """A body that runs as one when its stream comes to it.
 
     What it is called with besides tensors must not change afterwards: lists are copied.
@@ -72,6 +74,8 @@ def kernel(name: str, body: Body, outputs: Outputs) -> Body:
         made_count = len(made)
         del leaves
         _emulator.enqueue_kernel(name, run, tensors + made)
+        if returned is not None:
+            return returned(made, *args, **kwargs)
         return made[0] if len(made) == 1 else tuple(made) or None
 
     return _named(call, body, name)
@@ -80,20 +84,21 @@ def kernel(name: str, body: Body, outputs: Outputs) -> Body:
 def register_operators() -> dict[str, Body]:
     """Define the operators of vLLM-Ascend's library; return those of ``torch_npu``, by name.
 
-    Modules of ``operators`` have tables ``OPERATORS`` (name: body) and ``KERNELS`` (name: body and
-    outputs); those of ``custom_operators`` the same with schemas for names.
+    Modules of ``operators`` have tables ``OPERATORS`` (name: body) and ``KERNELS`` (name: body,
+    outputs, and if it is something else than the outputs, what is returned); those of
+    ``custom_operators`` the same with schemas for names.
     """
     found: dict[str, Body] = {}
     for module in _modules("operators"):
         for name, body in getattr(module, "OPERATORS", {}).items():
             found[name] = operator(name, body)
-        for name, (body, outputs) in getattr(module, "KERNELS", {}).items():
-            found[name] = kernel(name, body, outputs)
+        for name, (body, *rest) in getattr(module, "KERNELS", {}).items():
+            found[name] = kernel(name, body, *rest)
     for module in _modules("custom_operators"):
         for schema, body in getattr(module, "OPERATORS", {}).items():
             _define(schema, operator(_name_of(schema), body))
-        for schema, (body, outputs) in getattr(module, "KERNELS", {}).items():
-            _define(schema, kernel(_name_of(schema), body, outputs))
+        for schema, (body, *rest) in getattr(module, "KERNELS", {}).items():
+            _define(schema, kernel(_name_of(schema), body, *rest))
         for schema, body in getattr(module, "HOST_FUNCTIONS", {}).items():
             _define(schema, operator(_name_of(schema), body), "CPU")
     return found

@@ -11,7 +11,6 @@ import torch
 
 from torch_npu import _emulator
 
-
 _PRIVATE_USE_1 = 20
 """The number of the device type in torch (``c10::DeviceType::PrivateUse1``)."""
 

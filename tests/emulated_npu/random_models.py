@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models with random weights on disk, one of each kind of attention.
+
+Weights have a scale of 0.2, norms lie near one: at the usual 0.02 every log-probability is nearly
+the same, and a wrong page is not seen. Heads have sizes that the device's operators take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+VOCABULARY_TOKENS = 512
+WINDOW_TOKENS = 200  # ends within a block of 128 tokens
+COMMON = {
+    "vocab_size": VOCABULARY_TOKENS,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+LATENT = COMMON | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def full_attention() -> PreTrainedConfig:
+    """Every layer sees all tokens; queries and keys are normed; two heads share a key."""
+    return Qwen3Config(
+        **COMMON,
+        architectures=["Qwen3ForCausalLM"],
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=256,
+    )
+
+
+def windows() -> PreTrainedConfig:
+    """Five layers with a window, one without; Gemma's norms."""
+    return Gemma3TextConfig(
+        **COMMON,
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        intermediate_size=256,
+        sliding_window=WINDOW_TOKENS,
+    )
+
+
+def sinks_and_experts() -> PreTrainedConfig:
+    """Sinks in all layers, a window in every other; experts with biases; YaRN."""
+    return GptOssConfig(
+        **COMMON,
+        architectures=["GptOssForCausalLM"],
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 150000.0,
+        },
+    )
+
+
+def latent() -> PreTrainedConfig:
+    """Latent attention, experts chosen by softmax from all."""
+    return DeepseekV2Config(
+        **LATENT,
+        architectures=["DeepseekV2ForCausalLM"],
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def latent_and_groups() -> PreTrainedConfig:
+    """Latent attention, experts chosen by sigmoid and a bias, out of the best groups of experts."""
+    return DeepseekV3Config(
+        **LATENT,
+        architectures=["DeepseekV3ForCausalLM"],
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+
+
+MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "full attention": full_attention,
+    "windows": windows,
+    "sinks, windows, experts": sinks_and_experts,
+    "latent attention, experts": latent,
+    "latent attention, groups of experts": latent_and_groups,
+}
+
+
+def write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Writes the model to ``folder``, and returns it in float32, with the same weights."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "norm" in name:
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+            elif tensor.is_floating_point():
+                tensor.normal_(std=1.0 if name.endswith("sinks") else 0.2)
+    config.save_pretrained(folder)
+    # The form of a checkpoint: transformers can hold weights in another one in memory.
+    model.save_pretrained(folder)
+    return model
