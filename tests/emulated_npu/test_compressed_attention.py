@@ -19,7 +19,6 @@ from compressed_attention_reference import Reference
 
 BLOCK_TOKENS = 128
 ENGINE = {
-    "kv_cache_dtype": "bfloat16",  # As on the device, whose kernels take no float32.
     "block_size": BLOCK_TOKENS,
     "max_model_len": 8192,
     "max_num_batched_tokens": 512,
@@ -197,8 +196,9 @@ def test_a_hole_is_computed_and_what_lies_behind_it_is_loaded(served: Any) -> No
 
 def test_a_chunk_takes_the_bytes_in_host_memory_that_were_planned(served: Any) -> None:
     facts = served("connector")["facts"]
+    assert facts["stored pieces"] == 8 + 1
     assert facts["stored bytes"] == facts["planned bytes"]
-    assert facts["dense bytes"] > 10 * facts["stored bytes"]
+    assert facts["dense bytes"] > 20 * facts["stored bytes"]
 
 
 def test_the_device_hits_what_it_computed(served: Any) -> None:

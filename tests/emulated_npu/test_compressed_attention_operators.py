@@ -17,11 +17,14 @@ from torch_npu.custom_operators import (
     hyper_connections,
     lightning_indexer,
     partial_rotary,
-    quantization,
     routing,
     scatter,
     sparse_attention,
 )
+from torch_npu.custom_operators import (
+    quantization as fused_quantization,
+)
+from torch_npu.operators import quantization
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as reference
 
@@ -354,19 +357,19 @@ def test_a_part_of_each_head_is_turned_in_place_and_back() -> None:
 def test_integers_with_scales_stand_for_what_they_were_made_of() -> None:
     x, gamma = torch.randn(5, 3, 64), torch.randn(64)
     x[2, 1] = 0
-    quantized, scale = quantization.dynamic_quant(x)
+    quantized, scale = quantization.npu_dynamic_quant(x)
     assert (
         quantized.dtype == torch.int8
         and quantized.abs().amax(-1).flatten().tolist() == [127] * 7 + [0] + [127] * 7
     )
     assert ((quantized * scale.unsqueeze(-1) - x).abs() <= scale.unsqueeze(-1) / 2 + 1e-7).all()
     normed = torch.nn.functional.rms_norm(x, (64,), gamma, 1e-6)
-    found, found_scale = quantization.rms_norm_dynamic_quant(x, gamma)
+    found, found_scale = fused_quantization.rms_norm_dynamic_quant(x, gamma)
     assert (
         (found * found_scale.unsqueeze(-1) - normed).abs() <= found_scale.unsqueeze(-1) / 2 + 1e-6
     ).all()
     weight, weight_scale = torch.randint(-127, 128, (64, 10), dtype=torch.int8), torch.rand(10)
-    product = quantization.quant_matmul(
+    product = quantization.npu_quant_matmul(
         quantized[0], weight, weight_scale, pertoken_scale=scale[0], output_dtype=x.dtype
     )
     close(product, (quantized[0] * scale[0][:, None]) @ (weight * weight_scale))
