@@ -27,6 +27,8 @@ LMCACHE_VERSION := 0.5.6
 LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
 # One per vLLM, for `make test-lmcache`. Where they are, `make test` runs its tests, too.
 OTHER_LMCACHE_ENVS := $(patsubst %,$(LMCACHE_ENV)-vllm-%,$(filter-out $(MAIN_VLLM),$(VLLM_VERSIONS)))
+# With the main vLLM and vLLM-Ascend, for `make test-ascend`.
+EMULATED_NPU_ENV := .venv/emulated-npu-$(firstword $(ASCEND_VERSIONS))
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -40,7 +42,7 @@ ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	--lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending check test test-pythons test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending check test test-pythons test-ascend test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
@@ -63,6 +65,9 @@ test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test, o
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
+
+test-ascend: $(MAIN_ENV)/.package $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU (ONLY=text: some suites)
+	$(RUN_TESTS) --emulated-npu --only "$(ONLY)"
 
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server
 	$(RUN_TESTS) --only "LMCache $(LMCACHE_VERSION)"
@@ -124,6 +129,19 @@ $(MAIN_ENV)/.made:
 
 $(OTHER_LMCACHE_ENVS:%=%/.made): $(LMCACHE_ENV)-vllm-%/.made: .venv/vllm-%/.made
 	$(MAKE_ENV) lmcache $(@D) --version $(LMCACHE_VERSION) --like $(<D)
+	@rm -f $@ && touch $@
+
+.venv/emulated-npu-%/.made: $(MAIN_ENV)/.made .venv/vllm-ascend-%/.unpacked
+	$(MAKE_ENV) emulated-npu $(@D) --version $* --like $(MAIN_ENV) --ascend $(dir $(word 2,$^))
+	@rm -f $@ && touch $@
+
+.venv/emulated-npu-%/.built: .venv/emulated-npu-%/.made $(wildcard tests/emulated_npu/csrc/*)
+	$(MAKE_ENV) build-emulated-npu $(@D)
+	@rm -f $@ && touch $@
+
+# The package that is tested elsewhere, so that it need not be compiled twice.
+.venv/emulated-npu-%/.package: .venv/emulated-npu-%/.made $(MAIN_ENV)/.package
+	$(MAKE_ENV) link $(@D) --like $(MAIN_ENV)
 	@rm -f $@ && touch $@
 
 .venv/vllm-ascend-%/.unpacked:

@@ -154,6 +154,14 @@ def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
             yield Suite(f"{on}: {folder}", environment, (f"{folder}/{file}",), variables)
 
 
+def emulated_npu_suites(upstreams: list[str]) -> Iterator[Suite]:
+    """What runs vLLM-Ascend whole, in its environment: each file in a process of its own."""
+    _, _, ascend = upstreams[0].partition(":")
+    for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
+        name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
+        yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",))
+
+
 def checks(upstreams: list[str]) -> Iterator[Suite]:
     """What is worth running after every change: a part of `suites`, on the main version.
 
@@ -280,11 +288,14 @@ def main() -> int:
     parser.add_argument("--python", action="append", default=[], metavar="VERSION")
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
+    parser.add_argument("--emulated-npu", action="store_true", help="what `make test-ascend` runs")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
     if options.check:
         known = [*checks(options.upstream)]
+    elif options.emulated_npu:
+        known = [*emulated_npu_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python)]
         known += lmcache_suites(options.upstream, options.lmcache)

@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which device the calling thread is on.
+// The device type `npu` as torch knows it: guard, hooks, how many there are.
 #pragma once
 
-#include <c10/core/Device.h>
+#include "streams.h"
 
 namespace emulated_npu {
 
-constexpr auto kNpu = c10::DeviceType::PrivateUse1;
-
 c10::DeviceIndex current_device();
-// Raises: there is no such device.
 void set_current_device(c10::DeviceIndex index);
-c10::DeviceIndex device_count();
+c10::DeviceIndex num_devices();
 
-// Make torch know the device. Once per process.
-void start(c10::DeviceIndex num_devices);
+// Makes torch know the device; once.
+void start(int num_devices);
 
 }  // namespace emulated_npu

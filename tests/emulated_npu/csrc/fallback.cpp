@@ -1,284 +1,277 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every operator of torch on tensors of the device: run on the CPU, on the same memory.
+// Every operator of torch that has no kernel of its own for npu.
 //
-// Without a seed an operator runs when it is called. With a seed, it is one of three kinds:
-//   views            change no byte: they run at once;
-//   on the host      return what depends on bytes (a number, a size), or draw random numbers: the
-//                    current stream is synchronized, then they run;
-//   late             all others: the sizes of their results are asked of torch's `meta` device,
-//                    memory is allocated, and the computation is put in the queue of the stream.
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <ATen/native/Resize.h>
-#include <ATen/ops/empty_strided.h>
-#include <torch/library.h>
-
-#include <map>
-#include <mutex>
-#include <set>
-#include <string>
-
-#include "aliases.h"
+// It runs as the kernel for CPUs, on CPU tensors that share the memory: views stay views, in-place
+// stays in-place. When it runs depends on what it returns:
+//   - views, at the call: they are about shapes;
+//   - tensors whose shapes follow from shapes: the kernel for meta tensors says how large they are,
+//     they are allocated at the call, and the work is enqueued;
+//   - numbers, and tensors whose shapes depend on values: the stream is waited for, as on a device.
 #include "counts.h"
 #include "device.h"
-#include "memory.h"
-#include "streams.h"
+#include "tensors.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+#include <unordered_set>
 
 namespace emulated_npu {
 namespace {
 
 using torch::jit::Stack;
 
-// They take indices or scalars from the CPU on a device as well.
-const std::set<std::string> takes_both_devices = {
-    "aten::index",       "aten::index_put_",           "aten::_index_put_impl_",
-    "aten::index_put",   "aten::_unsafe_index",        "aten::_unsafe_index_put",
-    "aten::index_fill_", "aten::_has_compatible_shallow_copy_type",
-};
-// They change the size of an argument, or read it.
-const std::set<std::string> runs_on_host = {
-    "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::_has_compatible_shallow_copy_type",
+// Operators that take indices, or numbers, from the host as well.
+const std::unordered_set<std::string> kTakesBothDevices = {
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put",
 };
 
-enum class Kind { kView, kOnHost, kLate };
+constexpr int kNew = -1;
 
-bool writes(const c10::Argument& argument) {
-  return argument.alias_info() && argument.alias_info()->isWrite();
-}
+struct Traits {
+  bool is_view = false;
+  bool needs_values = false;
+  bool takes_both_devices = false;
+  bool is_inferred = false;           // has outputs, new or resized, whose shapes are to be found
+  int generator = -1;                 // the argument
+  std::vector<int> written_argument;  // by return; kNew if it is a tensor of its own
+};
 
-Kind kind_of(const c10::OperatorHandle& op) {
+Traits make_traits(const c10::OperatorHandle& op) {
+  Traits traits;
   const auto& schema = op.schema();
-  if (runs_on_host.count(schema.name())) return Kind::kOnHost;
-  if (op.hasTag(at::Tag::inplace_view)) return Kind::kView;
-  bool returns_tensors = true, returns_views = !schema.returns().empty();
-  for (const auto& returned : schema.returns()) {
-    const auto& type = *returned.type();
-    returns_tensors &= type.isSubtypeOf(*c10::TensorType::get()) ||
-                       type.isSubtypeOf(*c10::ListType::ofTensors());
-    returns_views &= returned.alias_info() && !returned.alias_info()->isWrite();
-  }
-  if (returns_views) return Kind::kView;
-  // Random numbers keep their order: all draw from the host's generator.
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) return Kind::kOnHost;
-  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape))
-    return Kind::kOnHost;
-  return returns_tensors ? Kind::kLate : Kind::kOnHost;
-}
-
-Kind cached_kind_of(const c10::OperatorHandle& op) {
-  static std::mutex mutex;
-  static std::map<c10::OperatorName, Kind, bool (*)(const c10::OperatorName&, const c10::OperatorName&)>
-      kinds([](const c10::OperatorName& a, const c10::OperatorName& b) {
-        return std::tie(a.name, a.overload_name) < std::tie(b.name, b.overload_name);
-      });
-  std::lock_guard lock(mutex);
-  const auto found = kinds.find(op.operator_name());
-  if (found != kinds.end()) return found->second;
-  return kinds.emplace(op.operator_name(), kind_of(op)).first->second;
-}
-
-// Replace every tensor among the arguments, and every device, by what the functions return.
-template <typename OfTensor, typename OfDevice>
-void replace(Stack& stack, size_t first, OfTensor of_tensor, OfDevice of_device) {
-  for (size_t i = first; i < stack.size(); ++i) {
-    auto& value = stack[i];
-    if (value.isTensor()) {
-      value = of_tensor(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of_tensor(tensor));
-      value = std::move(list);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-        list.push_back(tensor ? std::optional(of_tensor(*tensor)) : std::nullopt);
-      value = std::move(list);
-    } else if (value.isDevice() && value.toDevice().type() == kNpu) {
-      value = of_device(value.toDevice());
-    }
-  }
-}
-
-c10::Device cpu_device(c10::Device) { return c10::Device(c10::kCPU); }
-
-void check_devices(const c10::FunctionSchema& schema, Stack& stack, size_t first) {
-  bool has_device = false, has_cpu = false;
-  for (size_t i = first; i < stack.size(); ++i) {
-    const auto see = [&](const at::Tensor& tensor) {
-      if (!tensor.defined()) return;
-      has_device |= tensor.device().type() == kNpu;
-      has_cpu |= tensor.device().is_cpu() && tensor.dim() > 0;
-    };
-    const auto& value = stack[i];
-    if (value.isTensor()) see(value.toTensor());
-    if (value.isTensorList())
-      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
-    if (value.isOptionalTensorList())
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-        if (tensor) see(*tensor);
-  }
-  TORCH_CHECK(!(has_device && has_cpu) || takes_both_devices.count(schema.name()),
-              "emulated NPU: ", schema.name(),
-              ": expected all tensors on one device, found tensors on npu and on cpu");
-}
-
-// The argument that a result is, by the schema; null if it is none.
-const at::Tensor* returned_argument(const c10::FunctionSchema& schema, size_t result,
-                                    const Stack& arguments) {
-  const auto* alias = schema.returns()[result].alias_info();
-  if (!alias || !alias->isWrite()) return nullptr;
+  traits.takes_both_devices = kTakesBothDevices.count(schema.name());
+  const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto* of_argument = schema.arguments()[i].alias_info();
-    if (of_argument && *of_argument == *alias && arguments[i].isTensor())
-      return &arguments[i].toTensor();
+    if (arguments[i].name() == "generator") traits.generator = static_cast<int>(i);
+    if (arguments[i].is_out()) traits.is_inferred = true;
   }
-  return nullptr;
-}
-
-void run_at_once(const c10::OperatorHandle& op, Stack* stack) {
-  const auto& schema = op.schema();
-  const auto first = stack->size() - schema.arguments().size();
-  const Stack arguments(stack->begin() + first, stack->end());
-  Aliases aliases;  // Holds the CPU tensors until the results are read: see `run_late`.
-  replace(*stack, first, [&](const at::Tensor& tensor) { return aliases.cpu(tensor); }, cpu_device);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  aliases.mirror();
-  const auto first_result = stack->size() - schema.returns().size();
-  for (size_t i = 0; i < schema.returns().size(); ++i) {
-    auto& value = (*stack)[first_result + i];
-    if (const auto* argument = returned_argument(schema, i, arguments)) {
-      value = *argument;
-    } else if (value.isTensor()) {
-      value = aliases.device(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(aliases.device(tensor));
-      value = std::move(list);
-    }
+  for (const auto& returned : schema.returns()) {
+    const auto* alias = returned.alias_info();
+    int written = kNew;
+    if (alias && !alias->isWrite()) traits.is_view = true;
+    if (alias && alias->isWrite())
+      for (size_t i = 0; i < arguments.size() && written == kNew; ++i)
+        if (arguments[i].alias_info() && *arguments[i].alias_info() == *alias) written = static_cast<int>(i);
+    traits.written_argument.push_back(written);
+    const bool is_list = returned.type()->isSubtypeOf(*c10::ListType::ofTensors());
+    if (!is_list && !returned.type()->isSubtypeOf(*c10::TensorType::get())) traits.needs_values = true;
+    if (written == kNew) traits.is_inferred = true;
   }
+  if (traits.is_inferred && !op.hasKernelForDispatchKey(c10::DispatchKey::Meta) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd))
+    traits.needs_values = true;
+  return traits;
 }
 
-at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  // Numbers keep their type, and are promoted as numbers.
-  const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
-  auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
-  if (is_number) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
+const Traits& traits_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, Traits> known;
+  const auto* key = &op.schema();
+  auto found = known.find(key);
+  if (found == known.end()) found = known.emplace(key, make_traits(op)).first;
+  return found->second;
 }
 
-// The results of an operator as tensors without data. None if torch cannot tell without data, or if
-// an argument that is written would get another size.
-std::optional<Stack> results_on_meta(const c10::OperatorHandle& op, const Stack& arguments) {
+template <typename Function>
+c10::IValue with_tensors(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) return function(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(function(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& tensor : value.toOptionalTensorVector()) list.push_back(tensor ? std::optional(function(*tensor)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+c10::IValue on_device(const c10::IValue& value, c10::DeviceType type) {
+  if (value.isDevice() && value.toDevice().type() == kNpu) return c10::Device(type);
+  return value;
+}
+
+void check_devices(const std::string& name, const Traits& traits, const Stack& arguments) {
+  std::optional<c10::Device> first, other;
+  const auto see = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || (tensor.device().is_cpu() && (tensor.dim() == 0 || traits.takes_both_devices))) return tensor;
+    if (!first) first = tensor.device();
+    else if (*first != tensor.device()) other = tensor.device();
+    return tensor;
+  };
+  for (const auto& argument : arguments) with_tensors(argument, see);
+  TORCH_CHECK(!other, "Expected all tensors to be on the same device, but found at least two devices, ", *first, " and ", *other, "! (", name,
+              ", emulated)");
+}
+
+// Random numbers are drawn when an operator is called, whenever it runs: as a device's generators do.
+void fork_generator(const Traits& traits, Stack& arguments) {
+  if (traits.generator < 0) return;
+  auto& value = arguments[traits.generator];
+  auto generator = value.isNone() ? at::detail::getDefaultCPUGenerator() : value.toGenerator();
+  std::lock_guard lock(generator.mutex());
+  value = at::detail::createCPUGenerator(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
+}
+
+// The arguments are held meanwhile: torch returns several tensors that it has written as references
+// to arguments which it has dropped by then.
+Stack run_on_cpu(const c10::OperatorHandle& op, const Stack& arguments) {
   Stack stack = arguments;
-  std::vector<std::pair<at::Tensor, at::Tensor>> written;
-  size_t index = 0;
-  const auto& schema = op.schema();
-  for (auto& value : stack) {
-    if (value.isTensor() && index < schema.arguments().size() && writes(schema.arguments()[index])) {
-      written.emplace_back(value.toTensor(), on_meta(value.toTensor()));
-      value = written.back().second;
-    }
-    ++index;
-  }
-  try {
-    replace(stack, 0,
-            [](const at::Tensor& tensor) { return tensor.is_meta() ? tensor : on_meta(tensor); },
-            [](c10::Device) { return c10::Device(c10::kMeta); });
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  } catch (const std::exception&) {
-    return std::nullopt;  // of a kernel in Python
-  }
-  for (const auto& [argument, meta] : written)
-    if (argument.defined() && argument.sizes() != meta.sizes()) return std::nullopt;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   return stack;
 }
 
-bool run_late(const c10::OperatorHandle& op, Stack* stack) {
-  const auto& schema = op.schema();
-  const auto num_arguments = schema.arguments().size();
-  const auto first = stack->size() - num_arguments;
-  Stack arguments(stack->begin() + first, stack->end());
-  auto metas = results_on_meta(op, arguments);
-  if (!metas) return false;
+// ------------------------------------------------------------------ at the call
 
-  const auto stream = current_stream();
-  // What the work writes its results to, where they are new tensors.
-  auto targets = std::make_shared<std::vector<std::vector<at::Tensor>>>();
-  Stack results;
-  for (size_t i = 0; i < schema.returns().size(); ++i) {
-    auto& meta = (*metas)[i];
-    targets->emplace_back();
-    if (const auto* argument = returned_argument(schema, i, arguments)) {
-      results.emplace_back(*argument);
+void run_now(const c10::OperatorHandle& op, const Traits& traits, Stack arguments, Stack* stack) {
+  synchronize_current_stream();
+  fork_generator(traits, arguments);
+  CpuAliases aliases;
+  Stack inputs;
+  for (const auto& argument : arguments)
+    inputs.push_back(on_device(with_tensors(argument, [&](const at::Tensor& tensor) { return aliases.of(tensor); }), c10::kCPU));
+  const auto results = run_on_cpu(op, inputs);
+  aliases.mirror_resized();
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto written = traits.written_argument[i];
+    if (written != kNew) {
+      stack->push_back(arguments[written]);
       continue;
     }
-    const auto make = [&](const at::Tensor& like) {
-      if (!like.defined()) return like;
-      auto made = empty_on_device(like.sizes(), like.strides(), like.scalar_type());
-      targets->back().push_back(alias_for_work(made, stream));
-      return made;
-    };
-    if (meta.isTensor()) {
-      results.emplace_back(make(meta.toTensor()));
-    } else if (meta.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : meta.toTensorVector()) list.push_back(make(tensor));
-      results.emplace_back(std::move(list));
-    } else {
-      results.push_back(meta);
-    }
+    stack->push_back(with_tensors(results[i], [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      const auto origin = aliases.origin(tensor);
+      return origin.defined() ? view_of(origin, tensor) : to_npu_now(tensor);
+    }));
   }
-  auto on_cpu = std::make_shared<Stack>(std::move(arguments));
-  replace(*on_cpu, 0,
-          [&](const at::Tensor& tensor) {
-            if (!tensor.defined()) return tensor;
-            if (tensor.device().type() == kNpu) return alias_for_work(tensor, stream);
-            return tensor.clone();  // The host may write to it before the work runs.
-          },
-          cpu_device);
-  enqueue(stream, schema.name(), [op, on_cpu, targets] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    // Torch returns a pair of out-arguments as references into the stack that it has dropped: they
-    // are good only while somebody else holds the tensors.
-    const Stack held = *on_cpu;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), on_cpu.get());
-    for (size_t i = 0; i < targets->size(); ++i) {
-      const auto& made = (*targets)[i];
-      if (made.empty()) continue;
-      const auto& value = (*on_cpu)[i];
-      if (value.isTensor()) {
-        made[0].copy_(value.toTensor());
-      } else {
-        const auto tensors = value.toTensorVector();
-        for (size_t j = 0; j < tensors.size(); ++j) made[j].copy_(tensors[j]);
-      }
+}
+
+void run_view(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
+  CpuAliases aliases;
+  Stack inputs;
+  for (const auto& argument : arguments) inputs.push_back(with_tensors(argument, [&](const at::Tensor& tensor) { return aliases.of(tensor); }));
+  for (const auto& result : run_on_cpu(op, inputs))
+    stack->push_back(with_tensors(result, [&](const at::Tensor& tensor) {
+      const auto origin = aliases.origin(tensor);
+      TORCH_CHECK(origin.defined(), op.schema().name(), ": a view of no npu tensor (emulated)");
+      return view_of(origin, tensor);
+    }));
+}
+
+// ------------------------------------------------------------------ later
+
+// Allocates what is returned, as the kernel for meta tensors says. False: that depends on values.
+bool infer(const c10::OperatorHandle& op, const Traits& traits, const Stack& arguments, Stack* outputs) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;  // npu, meta
+  Stack inputs;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (static_cast<int>(i) == traits.generator) {
+      inputs.emplace_back();
+      continue;
     }
-  });
-  torch::jit::drop(*stack, num_arguments);
-  for (auto& result : results) stack->push_back(std::move(result));
+    inputs.push_back(on_device(with_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (!is_npu(tensor) && tensor.defined() && tensor.dim() == 0) return tensor;  // a number
+      auto meta = to_meta(tensor);
+      if (tensor.defined()) tensors.emplace_back(tensor, meta);
+      return meta;
+    }), c10::kMeta));
+  }
+  Stack stack = inputs;
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+  } catch (const std::exception&) {
+    return false;  // the kernel for CPUs gives the result, or says better what is wrong
+  }
+  for (const auto& [npu, meta] : tensors)
+    if (npu.sizes() != meta.sizes()) npu.resize_(meta.sizes());
+  for (size_t i = 0; i < stack.size(); ++i) {
+    const auto written = traits.written_argument[i];
+    outputs->push_back(written != kNew ? arguments[written] : with_tensors(stack[i], [](const at::Tensor& meta) {
+      return meta.defined() ? new_npu_tensor(meta.sizes(), meta.strides(), meta.scalar_type()) : meta;
+    }));
+  }
   return true;
+}
+
+void deliver(const std::string& name, const c10::IValue& output, const c10::IValue& result) {
+  std::vector<at::Tensor> to, from;
+  with_tensors(output, [&](const at::Tensor& tensor) { return to.emplace_back(tensor); });
+  with_tensors(result, [&](const at::Tensor& tensor) { return from.emplace_back(tensor); });
+  TORCH_CHECK(to.size() == from.size(), name, ": ", from.size(), " results instead of ", to.size());
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (!to[i].defined()) continue;
+    TORCH_CHECK(to[i].sizes() == from[i].sizes() && to[i].dtype() == from[i].dtype(), name, ": result of shape ", from[i].sizes(),
+                " and type ", from[i].dtype(), ", but its kernel for meta tensors has said ", to[i].sizes(), " and ", to[i].dtype());
+    copy_bytes(to[i], from[i]);
+  }
+}
+
+void run_later(const c10::OperatorHandle& op, const Traits& traits, Stack arguments, const Stack& outputs) {
+  fork_generator(traits, arguments);
+  CpuAliases aliases;
+  Stack inputs, results;
+  for (const auto& argument : arguments)
+    inputs.push_back(on_device(with_tensors(argument, [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || is_npu(tensor)) return aliases.of(tensor);
+      auto copy = tensor.clone();  // the host's values are taken at the call
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return copy;
+    }), c10::kCPU));
+  for (size_t i = 0; i < outputs.size(); ++i)
+    results.push_back(traits.written_argument[i] == kNew ? with_tensors(outputs[i], [&](const at::Tensor& tensor) { return aliases.of(tensor); })
+                                                         : c10::IValue());
+  const auto& name = op.schema().name();
+  enqueue(name, [op, name, inputs = std::move(inputs), results = std::move(results)] {
+    const auto made = run_on_cpu(op, inputs);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (!results[i].isNone()) deliver(name, results[i], made[i]);
+  });
 }
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  const auto& schema = op.schema();
-  count_operator(schema.name());
-  check_devices(schema, *stack, stack->size() - schema.arguments().size());
-  if (is_late() && !is_running_work()) {
-    const auto kind = cached_kind_of(op);
-    if (kind == Kind::kLate && run_late(op, stack)) return;
-    if (kind != Kind::kView) synchronize_stream(current_stream());
+  const auto& traits = traits_of(op);
+  const auto first = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
+  Stack arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
+  stack->erase(first, stack->end());
+  count_operator(op.schema().name());
+  check_devices(op.schema().name(), traits, arguments);
+  if (traits.is_view) return run_view(op, std::move(arguments), stack);
+  if (traits.needs_values || !Scheduler::get().is_late()) return run_now(op, traits, std::move(arguments), stack);
+  Stack outputs;
+  if (!traits.is_inferred) {
+    for (const auto written : traits.written_argument) outputs.push_back(arguments[written]);
+  } else if (!infer(op, traits, arguments, &outputs)) {
+    return run_now(op, traits, std::move(arguments), stack);
   }
-  run_at_once(op, stack);
+  run_later(op, traits, std::move(arguments), outputs);
+  for (auto& output : outputs) stack->push_back(std::move(output));
+}
+
+// Torch composes operators that have a kernel for results in given tensors, for any device: sizes,
+// allocation, that kernel. Here they are taken as one, which costs half.
+void take_composed(torch::Library& library) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (name.getNamespace() != "aten" || !op || !op->hasSchema()) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 }  // namespace
 }  // namespace emulated_npu
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&emulated_npu::fallback>());
-}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&emulated_npu::fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { emulated_npu::take_composed(m); }

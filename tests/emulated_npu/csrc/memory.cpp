@@ -1,181 +1,224 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory.h"
 
+#include "device.h"
+
+#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <vector>
-
-#include "device.h"
-#include "streams.h"
 
 namespace emulated_npu {
 namespace {
 
-constexpr size_t kDeviceAlignmentBytes = 512;
-constexpr size_t kPageBytes = 4096;
-// NaN as a floating-point number of any width, -1 as an integer.
-constexpr int kPoison = 0xFF;
+constexpr int kNotANumber = 0xff;  // as bytes of any floating type
+constexpr int kNoIndex = 0x7f;     // a large number of any integer type
 
-std::mutex mutex;  // Guards everything below, and the books of every block.
-std::map<uintptr_t, std::weak_ptr<Block>> blocks;
-std::map<uintptr_t, size_t> pinned;
-std::atomic<int64_t> num_allocated_bytes{0};
-std::atomic<int64_t> num_peak_bytes{0};
+// ------------------------------------------------------------------ addresses
 
-uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+class Ranges {
+ public:
+  void add(const void* data, size_t num_bytes) {
+    std::lock_guard lock(mutex_);
+    sizes_[reinterpret_cast<uintptr_t>(data)] = num_bytes;
+  }
+  void remove(const void* data) {
+    std::lock_guard lock(mutex_);
+    sizes_.erase(reinterpret_cast<uintptr_t>(data));
+  }
+  bool contains(const void* data, size_t num_bytes) {
+    const auto first = reinterpret_cast<uintptr_t>(data);
+    std::lock_guard lock(mutex_);
+    auto after = sizes_.upper_bound(first);
+    if (after == sizes_.begin()) return false;
+    --after;
+    return first + num_bytes <= after->first + after->second;
+  }
 
-// The entry of a map from first addresses that may contain `address`, or its end.
-template <typename Map>
-auto entry_at(Map& map, uintptr_t address) {
-  auto after = map.upper_bound(address);
-  return after == map.begin() ? map.end() : std::prev(after);
+ private:
+  std::mutex mutex_;
+  std::map<uintptr_t, size_t> sizes_;
+};
+
+Ranges& npu_ranges() {
+  static auto* ranges = new Ranges;
+  return *ranges;
 }
 
-void* allocate_aligned(size_t alignment_bytes, size_t num_bytes) {
+Ranges& pinned_ranges() {
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+
+// ------------------------------------------------------------------ bytes
+
+std::mutex quarantine_mutex;
+int num_quarantines = 0;
+std::vector<std::pair<void*, Ranges*>> quarantined;
+
+void* get_bytes(size_t num_bytes, size_t alignment, Ranges& ranges) {
   void* data = nullptr;
-  TORCH_CHECK(posix_memalign(&data, alignment_bytes, num_bytes) == 0,
-              "emulated NPU: out of memory; asked for ", num_bytes, " bytes");
+  TORCH_CHECK(posix_memalign(&data, alignment, num_bytes) == 0, "the host has no ", num_bytes, " bytes for the emulated NPU");
+  ranges.add(data, num_bytes);
   return data;
 }
 
-// The host has freed a tensor's memory. On a device, the caching allocator hands it out again to the
-// stream that it was allocated on, whatever other streams still do with it.
-void free_block(void* context) {
-  std::unique_ptr<BlockRef> block(static_cast<BlockRef*>(context));
-  num_allocated_bytes -= static_cast<int64_t>((*block)->num_bytes);
-  if (!is_late()) return;
-  bool is_in_danger = false;
+void give_back_bytes(void* data, Ranges& ranges) {
   {
-    std::lock_guard lock(mutex);
-    for (const auto& [stream, num_uses] : (*block)->num_uses)
-      is_in_danger |= num_uses > 0 && stream != (*block)->stream &&
-                      !(*block)->recorded_streams.count(stream);
+    std::lock_guard lock(quarantine_mutex);
+    if (num_quarantines) {
+      quarantined.emplace_back(data, &ranges);
+      return;
+    }
   }
-  if (is_in_danger)
-    enqueue((*block)->stream, "reuse of freed memory",
-            [block = *block] { std::memset(block->data, kPoison, block->num_bytes); });
+  ranges.remove(data);
+  std::free(data);
 }
 
-struct DeviceAllocator final : c10::Allocator {
+// ------------------------------------------------------------------ statistics
+
+std::mutex statistics_mutex;
+MemoryStatistics statistics;
+
+void count_bytes(int64_t num_bytes) {
+  std::lock_guard lock(statistics_mutex);
+  const auto bytes = statistics.allocated_bytes + num_bytes;
+  TORCH_CHECK(num_bytes <= 0 || !statistics.limit_bytes || bytes <= statistics.limit_bytes,
+              "NPU out of memory. Tried to allocate ", num_bytes, " bytes, of ", statistics.limit_bytes, " bytes ",
+              statistics.allocated_bytes, " are allocated (emulated)");
+  statistics.allocated_bytes = bytes;
+  statistics.peak_bytes = std::max(statistics.peak_bytes, bytes);
+}
+
+// ------------------------------------------------------------------ memory of the NPU
+
+void drop_reference(void* context) { delete static_cast<BlockPtr*>(context); }
+
+void free_block(void* context) {
+  std::unique_ptr<BlockPtr> reference(static_cast<BlockPtr*>(context));
+  if (!reference) return;
+  auto block = *reference;
+  count_bytes(-static_cast<int64_t>(block->num_bytes));
+  auto& scheduler = Scheduler::get();
+  if (!scheduler.is_late()) return;
+  Task poison{"poison of freed memory", [block] { block->poison(); }, nullptr, nullptr};
+  if (block->used_on.empty()) return scheduler.append(block->stream, std::move(poison));
+  std::vector<MarkerPtr> passed;
+  block->used_on.push_back(block->stream);
+  for (const auto& stream : block->used_on) {
+    auto marker = std::make_shared<Marker>();
+    marker->stream = stream;
+    scheduler.append(stream, {"mark freed memory", {}, nullptr, marker});
+    passed.push_back(std::move(marker));
+  }
+  scheduler.append_after(std::move(passed), std::move(poison));
+}
+
+struct NpuAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     const c10::Device device(kNpu, current_device());
-    if (num_bytes == 0) return {nullptr, nullptr, &free_block_of_nothing, device};
-    void* data = allocate_aligned(kDeviceAlignmentBytes, num_bytes);
-    auto block = std::make_shared<Block>(data, num_bytes, current_stream());
-    {
-      std::lock_guard lock(mutex);
-      blocks[number(data)] = block;
-    }
-    // Fresh memory of a device holds anything.
-    if (is_late()) std::memset(data, kPoison, num_bytes);
-    const auto now_bytes = num_allocated_bytes += static_cast<int64_t>(num_bytes);
-    if (now_bytes > num_peak_bytes) num_peak_bytes = now_bytes;
-    return {data, new BlockRef(std::move(block)), &free_block, device};
+    if (!num_bytes) return {nullptr, nullptr, &free_block, device};
+    auto block = std::make_shared<Block>(num_bytes, Scheduler::get().current_stream(device.index()));
+    auto* data = block->data;
+    return {data, new BlockPtr(std::move(block)), &free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
+    Scheduler::get().synchronize_device();
     std::memcpy(to, from, num_bytes);
   }
-  static void free_block_of_nothing(void*) {}
 };
 
-void free_pinned(void* data) {
-  {
-    std::lock_guard lock(mutex);
-    pinned.erase(number(data));
-  }
-  std::free(data);
+// ------------------------------------------------------------------ pinned memory
+
+// What copies of tensors still need, they hold: torch's allocator of pinned memory would wait for
+// them as well. Raw addresses hold nothing.
+void free_pinned(void* context) {
+  std::unique_ptr<std::pair<void*, size_t>> bytes(static_cast<std::pair<void*, size_t>*>(context));
+  if (!bytes) return;
+  if (Scheduler::get().is_late()) std::memset(bytes->first, kNotANumber, bytes->second);
+  give_back_bytes(bytes->first, pinned_ranges());
 }
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
-    void* data = nullptr;
-    if (num_bytes) {
-      data = allocate_aligned(kPageBytes, num_bytes);
-      std::lock_guard lock(mutex);
-      pinned[number(data)] = num_bytes;
-    }
-    return {data, data, &free_pinned, c10::Device(c10::kCPU)};
+    if (!num_bytes) return {nullptr, nullptr, &free_pinned, c10::Device(c10::kCPU)};
+    auto* data = get_bytes(num_bytes, 4096, pinned_ranges());
+    return {data, new std::pair<void*, size_t>(data, num_bytes), &free_pinned, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-  void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
-    std::memcpy(to, from, num_bytes);
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
 };
 
 }  // namespace
 
-Block::Block(void* data, size_t num_bytes, int64_t stream)
-    : data(data), num_bytes(num_bytes), stream(stream) {}
-
-Block::~Block() {
-  {
-    std::lock_guard lock(mutex);
-    blocks.erase(number(data));
-  }
-  std::free(data);
+Block::Block(size_t num_bytes, c10::Stream stream) : num_bytes(num_bytes), stream(stream) {
+  count_bytes(static_cast<int64_t>(num_bytes));
+  data = get_bytes(num_bytes, 512, npu_ranges());
 }
 
-BlockRef find_block(const void* address) {
-  BlockRef found;  // Outlives the lock: the destructor of a block takes the mutex.
-  {
-    std::lock_guard lock(mutex);
-    const auto entry = entry_at(blocks, number(address));
-    if (entry != blocks.end()) found = entry->second.lock();
-  }
-  const bool is_inside = found && number(address) < number(found->data) + found->num_bytes;
-  return is_inside ? found : nullptr;
-}
+Block::~Block() { give_back_bytes(data, npu_ranges()); }
 
-bool is_pinned(const void* data) {
-  std::lock_guard lock(mutex);
-  const auto entry = entry_at(pinned, number(data));
-  return entry != pinned.end() && number(data) < entry->first + entry->second;
-}
+void Block::poison() const { std::memset(data, holds_floats ? kNotANumber : kNoIndex, num_bytes); }
 
-bool is_mapped(const void* data, size_t num_bytes) {
-  const auto end = number(data) + num_bytes;
-  if (const auto block = find_block(data)) return end <= number(block->data) + block->num_bytes;
-  std::lock_guard lock(mutex);
-  const auto entry = entry_at(pinned, number(data));
-  return entry != pinned.end() && end <= entry->first + entry->second;
-}
-
-Use::Use(BlockRef block, int64_t stream) : block_(std::move(block)), stream_(stream) {
-  std::lock_guard lock(mutex);
-  ++block_->num_uses[stream_];
-}
-
-Use::~Use() {
-  std::lock_guard lock(mutex);
-  --block_->num_uses[stream_];
-  // `block_` goes after the lock, with the other members.
-}
-
-void record_stream(const void* address, int64_t stream) {
-  if (const auto block = find_block(address)) {
-    std::lock_guard lock(mutex);
-    block->recorded_streams.insert(stream);
-  }
-}
-
-c10::Allocator* device_allocator() {
-  static DeviceAllocator allocator;
-  return &allocator;
+c10::Allocator* npu_allocator() {
+  static auto* allocator = new NpuAllocator;
+  return allocator;
 }
 
 c10::Allocator* pinned_allocator() {
-  static PinnedAllocator allocator;
-  return &allocator;
+  static auto* allocator = new PinnedAllocator;
+  return allocator;
 }
 
-int64_t allocated_bytes() { return num_allocated_bytes; }
-int64_t peak_bytes() { return num_peak_bytes; }
-void reset_peak_bytes() { num_peak_bytes = num_allocated_bytes.load(); }
+BlockPtr block_of(const c10::StorageImpl& storage) {
+  const auto& data = storage.data_ptr();
+  if (!data.get_context()) return nullptr;
+  TORCH_CHECK(data.get_deleter() == &free_block, "a tensor on npu whose memory the emulated NPU has not allocated");
+  return *static_cast<BlockPtr*>(data.get_context());
+}
+
+c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes) {
+  c10::DataPtr data(nullptr, c10::Device(c10::kCPU));
+  if (block) data = c10::DataPtr(block->data, new BlockPtr(block), &drop_reference, c10::Device(c10::kCPU));
+  return c10::Storage(c10::Storage::use_byte_size_t(), num_bytes, std::move(data), c10::GetCPUAllocator(), true);
+}
+
+bool is_pinned(const void* data, size_t num_bytes) { return data && pinned_ranges().contains(data, num_bytes); }
+
+bool is_on_npu(const void* data, size_t num_bytes) { return data && npu_ranges().contains(data, num_bytes); }
+
+MemoryStatistics memory_statistics() {
+  std::lock_guard lock(statistics_mutex);
+  return statistics;
+}
+
+void reset_peak_bytes() {
+  std::lock_guard lock(statistics_mutex);
+  statistics.peak_bytes = statistics.allocated_bytes;
+}
+
+void set_memory_limit(int64_t num_bytes) {
+  std::lock_guard lock(statistics_mutex);
+  statistics.limit_bytes = num_bytes;
+}
+
+Quarantine::Quarantine() {
+  std::lock_guard lock(quarantine_mutex);
+  ++num_quarantines;
+}
+
+Quarantine::~Quarantine() {
+  std::vector<std::pair<void*, Ranges*>> freed;
+  {
+    std::lock_guard lock(quarantine_mutex);
+    if (--num_quarantines == 0) freed.swap(quarantined);
+  }
+  for (const auto& [data, ranges] : freed) {
+    ranges->remove(data);
+    std::free(data);
+  }
+}
 
 }  // namespace emulated_npu

@@ -1,63 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the emulated device, and pinned host memory: both are host memory.
+// Memory of the emulated NPU, which is host memory, and pinned memory of the host.
+//
+// A tensor that the host drops is gone for the host only: work in flight still has its bytes. What a
+// caching allocator does to them, which may hand them out again on the stream that they were
+// allocated on, is emulated by a poison: a fill on that stream, behind what it has been given so far.
+// So work of another stream, which nobody has made known with record_stream, may read the poison.
 #pragma once
 
+#include "streams.h"
+
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <set>
+#include <unordered_set>
 
 namespace emulated_npu {
 
-// One allocation on the device. It lives as long as a tensor or work in flight refers to it.
-struct Block {
-  Block(void* data, size_t num_bytes, int64_t stream);
+class Block {
+ public:
+  Block(size_t num_bytes, c10::Stream stream);
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  void* const data;
-  const size_t num_bytes;
-  // The stream that was current when it was allocated. What is allocated there later may take the
-  // same memory as soon as the host has freed it.
-  const int64_t stream;
-  // Work in flight that uses it, by stream.
-  std::map<int64_t, int64_t> num_uses;
-  // Streams that `record_stream` has named: the allocator waits for them.
-  std::set<int64_t> recorded_streams;
+  void poison() const;
+
+  void* data = nullptr;
+  size_t num_bytes = 0;
+  c10::Stream stream;  // that it was allocated on
+  bool holds_floats = true;
+  std::mutex mutex;
+  std::vector<c10::Stream> used_on;  // record_stream
 };
-using BlockRef = std::shared_ptr<Block>;
+using BlockPtr = std::shared_ptr<Block>;
 
-// The allocation that an address lies in; null if there is none (any more).
-BlockRef find_block(const void* address);
-
-// Whether [data, data + num_bytes) lies in one allocation of the device or of pinned memory.
-bool is_mapped(const void* data, size_t num_bytes);
-bool is_pinned(const void* data);
-
-// Keeps a block in use by one stream, for work in flight.
-class Use {
- public:
-  Use(BlockRef block, int64_t stream);
-  ~Use();
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
-
- private:
-  BlockRef block_;
-  int64_t stream_;
+struct MemoryStatistics {
+  int64_t allocated_bytes = 0;
+  int64_t peak_bytes = 0;
+  int64_t limit_bytes = 0;
 };
 
-void record_stream(const void* address, int64_t stream);
-
-c10::Allocator* device_allocator();
+c10::Allocator* npu_allocator();
 c10::Allocator* pinned_allocator();
 
-int64_t allocated_bytes();
-int64_t peak_bytes();
+// The block behind an npu storage; null if it has no bytes.
+BlockPtr block_of(const c10::StorageImpl& storage);
+// A CPU storage on the same bytes, which keeps them, but not the npu storage.
+c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes);
+
+bool is_pinned(const void* data, size_t num_bytes = 1);
+bool is_on_npu(const void* data, size_t num_bytes);
+
+MemoryStatistics memory_statistics();
 void reset_peak_bytes();
+void set_memory_limit(int64_t num_bytes);
+
+// While one of these lives no bytes go back to the host's allocator: work that has raw addresses
+// may read or write memory that was freed, and finds poison there.
+class Quarantine {
+ public:
+  Quarantine();
+  ~Quarantine();
+  Quarantine(const Quarantine&) = delete;
+  Quarantine& operator=(const Quarantine&) = delete;
+};
 
 }  // namespace emulated_npu

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators that the device has of its own: allocation, copies between devices, storage.
-#include <ATen/EmptyTensor.h>
-#include <ATen/native/Resize.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
-#include "aliases.h"
+// Operators with a kernel of their own for npu: memory, copies between devices, frequent views.
 #include "device.h"
-#include "memory.h"
-#include "streams.h"
+#include "tensors.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
 
 namespace emulated_npu {
 namespace {
 
-// Makes the device of a call the current one, as long as it lives.
 class OnDevice {
  public:
   explicit OnDevice(std::optional<at::Device> device) : before_(current_device()) {
-    if (device && device->index() >= 0) set_current_device(device->index());
+    if (device && device->has_index()) set_current_device(device->index());
   }
   ~OnDevice() { set_current_device(before_); }
 
@@ -25,59 +25,76 @@ class OnDevice {
   c10::DeviceIndex before_;
 };
 
-at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
-                               std::optional<at::Layout>, std::optional<at::Device> device,
-                               std::optional<bool> pin_memory,
-                               std::optional<at::MemoryFormat> memory_format) {
-  TORCH_CHECK(!pin_memory.value_or(false), "emulated NPU: only tensors of the CPU can be pinned");
-  OnDevice on(device);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(),
-                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), memory_format);
+// Fresh memory holds what somebody has left there.
+at::Tensor poisoned(at::Tensor made) {
+  auto block = block_of(*made.storage().unsafeGetStorageImpl());
+  if (!block) return made;
+  block->holds_floats = made.is_floating_point() || made.is_complex();
+  if (Scheduler::get().is_late())
+    Scheduler::get().append(block->stream, {"poison of fresh memory", [block] { block->poison(); }, nullptr, nullptr});
+  return made;
 }
 
-at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>,
+                               std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  OnDevice on(device);
+  return poisoned(at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), npu_allocator(),
+                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type), format));
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> type, std::optional<at::Layout>,
                          std::optional<at::Device> device, std::optional<bool>) {
   OnDevice on(device);
-  return empty_on_device(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-                         c10::dtype_or_default(dtype));
+  return poisoned(at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), npu_allocator(),
+                                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type)));
 }
 
-bool is_on_device(const at::Tensor& tensor) { return tensor.device().type() == kNpu; }
+// ------------------------------------------------------------------ copies
 
-// What the work of a copy reads or writes, kept until it has run.
-at::Tensor end_of_copy(const at::Tensor& tensor, int64_t stream) {
-  return is_on_device(tensor) ? alias_for_work(tensor, stream) : tensor;
+void enqueue_copy(const char* name, at::Tensor to, at::Tensor from) {
+  enqueue(name, [to = std::move(to), from = std::move(from)] { to.copy_(from); });
 }
 
-// A copy whose host side is pinned is asynchronous: it reads, or writes, host memory when it runs.
-// Pageable memory is read at the call. All other copies have the host wait.
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
-  const auto stream = current_stream();
-  const auto& host = is_on_device(self) ? to : self;
-  const bool is_within_device = is_on_device(self) && is_on_device(to);
-  const bool is_pinned_host = !is_within_device && is_pinned(host.storage().data());
-  const bool is_to_device = is_on_device(to);
-  const bool has_to_wait =
-      !is_within_device && !(non_blocking && (is_to_device || is_pinned_host));
-  auto source = end_of_copy(self, stream);
-  if (is_late() && !is_within_device && is_to_device && !is_pinned_host) source = source.clone();
-  enqueue(stream, "copy", [source, target = end_of_copy(to, stream)] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    target.copy_(source);
-  });
-  if (has_to_wait) synchronize_stream(stream);
+// Pinned memory is read and written when the copy runs, other memory of the host at the call. Types
+// are converted before bytes move, so those of the host are taken at the call as well.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  CpuAliases aliases;
+  const bool is_late = Scheduler::get().is_late();
+  if (is_npu(from) && is_npu(to)) {
+    enqueue_copy("copy on the device", aliases.of(to), aliases.of(from));
+  } else if (is_npu(to)) {
+    const bool is_direct = is_pinned(from.const_data_ptr()) && from.dtype() == to.dtype() && from.is_contiguous();
+    const bool is_kept = !is_late || !non_blocking || is_direct;
+    enqueue_copy("copy to the device", aliases.of(to), is_kept ? from : from.clone());
+    if (!non_blocking) synchronize_current_stream();
+  } else {
+    enqueue_copy("copy to the host", to, aliases.of(from));
+    if (!non_blocking || !is_pinned(to.const_data_ptr())) synchronize_current_stream();
+  }
   return to;
 }
 
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
-  if (to.sizes() != self.sizes()) to.resize_(self.sizes());
-  return copy_from(self, to, false);
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
 }
 
-at::Tensor& set_source_storage_offset(at::Tensor& self, at::Storage source, c10::SymInt offset,
-                                      c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+// ------------------------------------------------------------------ storages
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() == sizes) return self;
+  auto* impl = self.unsafeGetTensorImpl();
+  const auto num_bytes = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
+  if (num_bytes > self.storage().nbytes()) grow_storage(self.storage(), num_bytes);
+  impl->set_sizes_contiguous(sizes);
+  return self;
+}
+
+at::Tensor& set_source_storage_offset(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                                      c10::SymIntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
@@ -102,13 +119,16 @@ at::Tensor& set_source_tensor(at::Tensor& self, const at::Tensor& source) {
   return self;
 }
 
-at::Tensor& set_nothing(at::Tensor& self) {
-  c10::Storage empty(c10::Storage::use_byte_size_t(), 0, device_allocator(), /*resizable=*/true);
-  return set_source_storage_offset(self, std::move(empty), 0, {c10::SymInt(0)}, {});
+at::Tensor& set_none(at::Tensor& self) {
+  c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, npu_allocator(), true);
+  return set_source_storage_offset(self, std::move(nothing), 0, {c10::SymInt(0)}, {});
 }
 
-void record_stream_of(at::Tensor& self, c10::Stream stream) {
-  record_stream(self.storage().data(), stream.id());
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  auto block = block_of(*self.storage().unsafeGetStorageImpl());
+  if (!block || block->stream == stream) return;
+  std::lock_guard lock(block->mutex);
+  block->used_on.push_back(stream);
 }
 
 }  // namespace
@@ -120,9 +140,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("resize_", &emulated_npu::resize);
   m.impl("set_.source_Storage_storage_offset", &set_source_storage_offset);
   m.impl("set_.source_Storage", &set_source_storage);
   m.impl("set_.source_Tensor", &set_source_tensor);
-  m.impl("set_", &set_nothing);
-  m.impl("record_stream", &record_stream_of);
+  m.impl("set_", &set_none);
+  m.impl("record_stream", &record_stream);
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
 }

@@ -1,243 +1,350 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "streams.h"
 
+#include <Python.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <pybind11/pybind11.h>
 
 #include <array>
-#include <atomic>
 #include <chrono>
-#include <deque>
-#include <exception>
-#include <map>
-#include <mutex>
-#include <vector>
+#include <cmath>
 
 namespace emulated_npu {
 namespace {
 
-// An item of a queue: work, the recording of an event (`ticket` of it), or the wait for one.
-struct Item {
-  enum class Kind { kWork, kRecord, kWait } kind;
-  std::string name;
-  Work work;
-  EventRef event;
-  uint64_t ticket = 0;
-};
+constexpr size_t kMostPending = 20000;  // a device's queues are not endless either
+constexpr uint64_t kPhaseTasks = 128;   // a stream is slow, or work runs at once, for so long
+constexpr std::array<double, 5> kEagerness = {0, 0, 0.03, 0.3, 1};
+constexpr std::array<double, 4> kUrgency = {1, 1, 0.8, 0.2};
+constexpr uint64_t kSlowest = 7;  // a slow stream has the weight 2^-6
 
-// Chances, out of 100, that an enqueued item is followed by a step of some stream. By the seed, so
-// that some seeds are as late as possible and others almost in time.
-constexpr std::array<uint64_t, 4> kEagernessPercent{0, 5, 30, 80};
-
-// One thread runs work at a time; it may enqueue and wait while it does.
-std::recursive_mutex mutex;
-std::map<int64_t, std::deque<Item>> queues;
-std::optional<uint64_t> the_seed;
-std::atomic<bool> has_seed{false};
-uint64_t num_draws = 0;
-uint64_t eagerness_percent = 0;
-std::exception_ptr error;
-std::atomic<int64_t> next_stream{kDefaultStream + 1};
-
-thread_local int64_t stream_of_thread = kDefaultStream;
-thread_local int num_running = 0;
-
-// The device is never waited for with the interpreter's lock: who runs work may need it.
-class Lock {
- public:
-  Lock() {
-    if (Py_IsInitialized() && PyGILState_Check()) without_gil_.emplace();
-    lock_ = std::unique_lock(mutex);
-  }
-  ~Lock() { lock_.unlock(); }
-
- private:
-  std::optional<pybind11::gil_scoped_release> without_gil_;
-  std::unique_lock<std::recursive_mutex> lock_;
-};
-
-// SplitMix64 of the seed and the number of the draw.
-uint64_t draw(uint64_t below) {
-  uint64_t x = *the_seed * 0x9E3779B97F4A7C15u + ++num_draws * 0xD1B54A32D192ED03u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return (x ^ (x >> 31)) % below;
-}
+thread_local int task_depth = 0;
+thread_local std::map<c10::DeviceIndex, c10::Stream> current_streams;
 
 double now_s() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(now).count();
+  using namespace std::chrono;
+  return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-void finish(Event& event, uint64_t ticket) {
-  event.num_done = std::max(event.num_done, ticket);
-  event.time_s = now_s();
+uint64_t mixed(uint64_t value) {  // splitmix64
+  value += 0x9e3779b97f4a7c15;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
+  return value ^ (value >> 31);
 }
 
-bool is_runnable(const Item& item) {
-  return item.kind != Item::Kind::kWait || item.event->num_done >= item.ticket;
+c10::Stream default_stream(c10::DeviceIndex device) {
+  return c10::Stream(c10::Stream::DEFAULT, c10::Device(kNpu, device));
 }
 
-void run_head(int64_t stream) {
-  Item item = std::move(queues[stream].front());
-  queues[stream].pop_front();
-  if (item.kind == Item::Kind::kRecord) finish(*item.event, item.ticket);
-  if (item.kind != Item::Kind::kWork) return;
-  const auto before = stream_of_thread;
-  stream_of_thread = stream;
-  ++num_running;
-  try {
-    item.work();
-  } catch (const std::exception& raised) {
-    if (!error)
-      error = std::make_exception_ptr(std::runtime_error(
-          "emulated NPU: " + item.name + " failed when its stream came to it: " + raised.what()));
-  }
-  --num_running;
-  stream_of_thread = before;
-}
+// What holds while a task runs: there is no autograd on the device, and no call back to it.
+struct TaskScope {
+  c10::InferenceMode inference_mode;
+  TaskScope() { ++task_depth; }
+  ~TaskScope() { --task_depth; }
+};
 
-// The stream whose head has to run for `stream` to go on; none if events wait for each other.
-std::optional<int64_t> needed_for(int64_t stream) {
-  for (size_t steps = 0; steps <= queues.size(); ++steps) {
-    const auto& queue = queues[stream];
-    if (queue.empty()) return std::nullopt;
-    if (is_runnable(queue.front())) return stream;
-    stream = queue.front().event->stream;
-  }
-  return std::nullopt;
-}
-
-std::vector<int64_t> runnable_streams() {
-  std::vector<int64_t> found;
-  for (const auto& [stream, queue] : queues)
-    if (!queue.empty() && is_runnable(queue.front())) found.push_back(stream);
-  return found;
-}
-
-bool run_any() {
-  const auto streams = runnable_streams();
-  if (streams.empty()) return false;
-  run_head(streams[draw(streams.size())]);
-  return true;
-}
-
-template <typename Predicate>
-void run_until(int64_t stream, Predicate is_done) {
-  if (num_running) return;  // Work sees the device as it is.
-  const bool is_straight = draw(2);
-  while (!is_done()) {
-    if (!is_straight && run_any()) continue;
-    const auto needed = needed_for(stream);
-    TORCH_CHECK(needed, "emulated NPU: stream ", stream, " waits for an event that is never recorded");
-    run_head(*needed);
-  }
-}
-
-void raise_error() {
-  if (num_running || !error) return;
-  std::rethrow_exception(std::exchange(error, nullptr));
-}
-
-void push(int64_t stream, Item item) {
-  queues[stream].push_back(std::move(item));
-  if (num_running) return;
-  while (draw(100) < eagerness_percent && run_any()) {
-  }
+void reach(const MarkerPtr& marker) {
+  if (!marker) return;
+  marker->time_s = now_s();
+  marker->is_reached = true;
 }
 
 }  // namespace
 
-void set_seed(std::optional<uint64_t> seed) {
-  Lock lock;
-  for (const auto& [stream, queue] : queues)
-    TORCH_CHECK(queue.empty(), "emulated NPU: work is in flight on stream ", stream,
-                "; synchronize before another seed is set");
-  the_seed = seed;
-  has_seed = seed.has_value();
-  num_draws = 0;
-  eagerness_percent = seed ? kEagernessPercent[*seed % kEagernessPercent.size()] : 0;
+enum class Scheduler::Draw : uint64_t { kWeight, kRace, kUrgency, kUrgent, kEagerness, kEager, kCount, kFurther };
+
+bool is_in_task() { return task_depth > 0; }
+
+WithoutGil::WithoutGil() {
+  if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
 }
 
-std::optional<uint64_t> seed() {
-  Lock lock;
-  return the_seed;
+WithoutGil::~WithoutGil() {
+  if (state_) PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
 }
 
-bool is_late() { return has_seed; }
-bool is_running_work() { return num_running > 0; }
-
-int64_t new_stream() { return next_stream++; }
-int64_t current_stream() { return stream_of_thread; }
-void set_current_stream(int64_t stream) { stream_of_thread = stream; }
-
-void enqueue(int64_t stream, std::string name, Work work) {
-  if (!is_late() || num_running) return work();
-  Lock lock;
-  push(stream, {Item::Kind::kWork, std::move(name), std::move(work), nullptr});
+Scheduler& Scheduler::get() {
+  static auto* scheduler = new Scheduler;  // outlives every thread
+  return *scheduler;
 }
 
-void record(const EventRef& event, int64_t stream) {
-  Lock lock;
-  event->stream = stream;
-  const auto ticket = ++event->num_recorded;
-  if (!is_late())
-    finish(*event, ticket);
-  else
-    push(stream, {Item::Kind::kRecord, "record", nullptr, event, ticket});
+void Scheduler::seed(std::optional<uint64_t> seed) {
+  synchronize_device();
+  std::lock_guard lock(queues_);
+  seed_ = seed.value_or(0);
+  is_late_ = seed.has_value();
+  // The same draws again for who has made no new streams since.
+  for (auto& [key, queue] : by_stream_) queue->num_appended = queue->num_finished = 0;
+  num_transient_ = 0;
 }
 
-void wait(const EventRef& event, int64_t stream) {
-  if (!is_late()) return;
-  Lock lock;
-  if (event->num_done < event->num_recorded)
-    push(stream, {Item::Kind::kWait, "wait", nullptr, event, event->num_recorded});
+std::optional<uint64_t> Scheduler::seed() const {
+  return is_late_ ? std::optional<uint64_t>(seed_) : std::nullopt;
 }
 
-void synchronize_event(const EventRef& event) {
-  if (!is_late()) return;
-  Lock lock;
-  const auto ticket = event->num_recorded;
-  run_until(event->stream, [&] { return event->num_done >= ticket; });
-  raise_error();
+// ------------------------------------------------------------------ streams
+
+c10::Stream Scheduler::new_stream(c10::Device device) {
+  std::lock_guard lock(queues_);
+  return c10::Stream(c10::Stream::UNSAFE, device, ++num_streams_);
 }
 
-void synchronize_stream(int64_t stream) {
-  if (!is_late()) return;
-  Lock lock;
-  run_until(stream, [&] { return queues[stream].empty(); });
-  raise_error();
+c10::Stream Scheduler::current_stream(c10::DeviceIndex device) const {
+  auto found = current_streams.find(device);
+  return found == current_streams.end() ? default_stream(device) : found->second;
 }
 
-void synchronize_all() {
-  if (!is_late()) return;
-  Lock lock;
-  std::vector<int64_t> streams;
-  for (const auto& [stream, queue] : queues) streams.push_back(stream);
-  for (const auto stream : streams) run_until(stream, [&] { return queues[stream].empty(); });
-  raise_error();
+c10::Stream Scheduler::exchange_current_stream(c10::Stream stream) {
+  const auto before = current_stream(stream.device_index());
+  current_streams.insert_or_assign(stream.device_index(), stream);
+  return before;
 }
 
-bool query_event(const EventRef& event) {
-  if (!is_late()) return true;
-  Lock lock;
-  // Whoever only asks, again and again, is answered in the end.
-  if (!num_running && draw(2)) run_any();
-  return event->num_done >= event->num_recorded;
+Scheduler::Queue& Scheduler::queue_of(c10::Stream stream) {
+  auto& queue = by_stream_[{stream.device_index(), stream.id()}];
+  if (!queue) queue.reset(new Queue{stream.id(), false});
+  return *queue;
 }
 
-bool query_stream(int64_t stream) {
-  if (!is_late()) return true;
-  Lock lock;
-  if (!num_running && draw(2)) run_any();
-  return queues[stream].empty();
+void Scheduler::append(c10::Stream stream, Task task) {
+  std::lock_guard lock(queues_);
+  auto& queue = queue_of(stream);
+  ++queue.num_appended;
+  queue.tasks.push_back(std::move(task));
 }
 
-int64_t num_in_flight() {
-  Lock lock;
-  int64_t sum = 0;
-  for (const auto& [stream, queue] : queues) sum += static_cast<int64_t>(queue.size());
-  return sum;
+void Scheduler::append_after(std::vector<MarkerPtr> markers, Task task) {
+  std::lock_guard lock(queues_);
+  transient_.emplace_back(new Queue{--num_transient_, true});
+  auto& queue = *transient_.back();
+  queue.num_appended = markers.size() + 1;
+  for (auto& marker : markers) queue.tasks.push_back({"wait", {}, std::move(marker), nullptr});
+  queue.tasks.push_back(std::move(task));
+}
+
+void Scheduler::enqueue(c10::Stream stream, Task task) {
+  TORCH_CHECK(!is_in_task(), task.name, ": work on the emulated NPU cannot enqueue work. A kernel's body takes CPU tensors only.");
+  if (!is_late_) {
+    TaskScope scope;
+    if (task.run) task.run();
+    reach(task.reaches);
+    ++num_run_;
+    return;
+  }
+  uint64_t count = 0;
+  {
+    std::lock_guard lock(queues_);
+    auto& queue = queue_of(stream);
+    const auto sequence = queue.num_appended++;
+    queue.tasks.push_back(std::move(task));
+    const auto phase = sequence / kPhaseTasks;
+    const auto eagerness = kEagerness[draw(queue, phase, Draw::kEagerness) % kEagerness.size()];
+    if (draw_share(queue, sequence, Draw::kEager) < eagerness)
+      count = 1 + draw(queue, sequence, Draw::kCount) % 16;
+    if (queue.tasks.size() > kMostPending) count = kMostPending / 2;
+  }
+  if (count) run_some(count);
+}
+
+// ------------------------------------------------------------------ events
+
+MarkerPtr Scheduler::record(c10::Stream stream) {
+  auto marker = std::make_shared<Marker>();
+  marker->stream = stream;
+  enqueue(stream, {"record", {}, nullptr, marker});
+  return marker;
+}
+
+void Scheduler::wait(c10::Stream stream, const MarkerPtr& marker) {
+  if (marker && !marker->is_reached) enqueue(stream, {"wait", {}, marker, nullptr});
+}
+
+// ------------------------------------------------------------------ what runs next
+
+uint64_t Scheduler::draw(const Queue& queue, uint64_t sequence, Draw purpose) const {
+  const auto place = mixed(static_cast<uint64_t>(queue.id)) ^ mixed(sequence * 16 + static_cast<uint64_t>(purpose));
+  return mixed(mixed(seed_) ^ place);
+}
+
+double Scheduler::draw_share(const Queue& queue, uint64_t sequence, Draw purpose) const {
+  return static_cast<double>(draw(queue, sequence, purpose) >> 11) * 0x1p-53;
+}
+
+bool Scheduler::is_runnable(const Queue& queue) {
+  if (queue.tasks.empty() || queue.is_running) return false;
+  const auto& marker = queue.tasks.front().waits_for;
+  return !marker || marker->is_reached;
+}
+
+// What has to run first so that this one gets on.
+Scheduler::Queue* Scheduler::next_towards(Queue* queue) {
+  while (!queue->tasks.empty() && !queue->is_running) {
+    const auto& marker = queue->tasks.front().waits_for;
+    if (!marker || marker->is_reached) return queue;
+    queue = &queue_of(marker->stream);
+  }
+  return nullptr;
+}
+
+// A race in which slow streams have a small chance.
+Scheduler::Queue* Scheduler::next_of_all() {
+  Queue* first = nullptr;
+  double least = 0;
+  auto enter = [&](Queue& queue) {
+    if (!is_runnable(queue)) return;
+    const auto slowness = draw(queue, queue.head() / kPhaseTasks, Draw::kWeight) % kSlowest;
+    const auto time = -std::log1p(-draw_share(queue, queue.head(), Draw::kRace)) * std::exp2(slowness);
+    if (first && time >= least) return;
+    first = &queue;
+    least = time;
+  };
+  for (auto& [key, queue] : by_stream_) enter(*queue);
+  for (auto& queue : transient_) enter(*queue);
+  return first;
+}
+
+Scheduler::Queue* Scheduler::next(Queue* wanted) {
+  auto* towards = wanted ? next_towards(wanted) : nullptr;
+  if (!towards) return next_of_all();
+  const auto phase = towards->head() / kPhaseTasks;
+  const auto urgency = kUrgency[draw(*towards, phase, Draw::kUrgency) % kUrgency.size()];
+  if (draw_share(*towards, towards->head(), Draw::kUrgent) < urgency) return towards;
+  return next_of_all();
+}
+
+// ------------------------------------------------------------------ running
+
+bool Scheduler::run_one(Queue* wanted) {
+  std::unique_lock running(running_);
+  Task task;
+  Queue* queue;
+  {
+    std::lock_guard lock(queues_);
+    queue = next(wanted);
+    if (!queue) return false;
+    task = std::move(queue->tasks.front());
+    queue->tasks.pop_front();
+    queue->is_running = true;
+  }
+  execute(task, queue->id);
+  std::lock_guard lock(queues_);
+  queue->is_running = false;
+  ++queue->num_finished;
+  if (queue->is_transient && queue->tasks.empty())
+    for (auto one = transient_.begin(); one != transient_.end(); ++one)
+      if (one->get() == queue) {
+        transient_.erase(one);
+        break;
+      }
+  return true;
+}
+
+void Scheduler::execute(Task& task, int64_t stream) {
+  try {
+    TaskScope scope;
+    if (task.run) task.run();
+    task.run = nullptr;  // what it holds goes in here, and not under a lock
+  } catch (const std::exception& error) {
+    std::lock_guard lock(queues_);
+    if (!has_failed_)
+      failure_ = c10::str("npu: ", task.name, " on stream ", stream, " failed when it ran (seed ", seed_, "): ", error.what());
+    has_failed_ = true;
+  }
+  reach(task.reaches);
+  ++num_run_;
+}
+
+void Scheduler::run_some(uint64_t count) {
+  WithoutGil without_gil;
+  std::unique_lock running(running_, std::try_to_lock);
+  if (!running) return;  // another thread makes the device busy
+  while (count-- && run_one(nullptr)) {}
+}
+
+void Scheduler::run_until(Queue* wanted, const std::function<bool()>& is_done) {
+  TORCH_CHECK(!is_in_task(), "npu: a kernel's body waits for the device. It takes CPU tensors only.");
+  if (is_late_) {
+    WithoutGil without_gil;
+    while (!is_done())
+      TORCH_CHECK(run_one(wanted) || is_done(), "npu: nothing can run, and somebody waits (seed ", seed_, ")");
+    uint64_t further = 0;
+    if (wanted) {
+      std::lock_guard lock(queues_);
+      if (draw(*wanted, wanted->head(), Draw::kFurther) % 4 == 0) further = draw(*wanted, wanted->head(), Draw::kCount) % 32;
+    }
+    while (further-- && run_one(nullptr)) {}
+  }
+  raise_failure();
+}
+
+void Scheduler::raise_failure() {
+  if (!has_failed_) return;
+  std::string failure;
+  {
+    std::lock_guard lock(queues_);
+    failure.swap(failure_);
+    has_failed_ = false;
+  }
+  TORCH_CHECK(failure.empty(), failure);
+}
+
+// ------------------------------------------------------------------ waiting
+
+void Scheduler::synchronize(c10::Stream stream) {
+  Queue* queue;
+  uint64_t end;
+  {
+    std::lock_guard lock(queues_);
+    queue = &queue_of(stream);
+    end = queue->num_appended;
+  }
+  run_until(queue, [this, queue, end] {
+    std::lock_guard lock(queues_);
+    return queue->num_finished >= end;
+  });
+}
+
+void Scheduler::synchronize(const MarkerPtr& marker) {
+  if (!marker) return;
+  Queue* queue;
+  {
+    std::lock_guard lock(queues_);
+    queue = &queue_of(marker->stream);
+  }
+  run_until(queue, [&marker] { return marker->is_reached.load(); });
+}
+
+void Scheduler::synchronize_device() {
+  run_until(nullptr, [this] { return num_pending() == 0; });
+}
+
+bool Scheduler::query(c10::Stream stream) {
+  uint64_t count = 0;
+  {
+    std::lock_guard lock(queues_);
+    auto& queue = queue_of(stream);
+    if (queue.num_finished == queue.num_appended) return true;
+    count = draw(queue, num_run_, Draw::kCount) % 8;
+  }
+  if (count) run_some(count);
+  std::lock_guard lock(queues_);
+  auto& queue = queue_of(stream);
+  return queue.num_finished == queue.num_appended;
+}
+
+bool Scheduler::query(const MarkerPtr& marker) {
+  if (!marker || marker->is_reached) return true;
+  query(marker->stream);
+  return marker->is_reached;
+}
+
+size_t Scheduler::num_pending() {
+  std::lock_guard lock(queues_);
+  size_t count = 0;
+  for (auto& [key, queue] : by_stream_) count += queue->tasks.size() + queue->is_running;
+  for (auto& queue : transient_) count += queue->tasks.size() + queue->is_running;
+  return count;
 }
 
 }  // namespace emulated_npu

@@ -7,36 +7,33 @@ communication backend ``hccl``, the operators of torch_npu and those of vLLM-Asc
 
 from __future__ import annotations
 
-import os
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from torch_npu import _emulator
+from torch_npu import _emulator, settings
 
 torch.utils.rename_privateuse1_backend("npu")
-_emulator.start(int(os.environ.get("EMULATED_NPU_DEVICES", "1")))
+_emulator.start(settings.num_devices())
+_emulator.set_memory_limit(settings.memory_bytes())
 
-from torch_npu import npu  # noqa: E402  # needs the device
+from torch_npu import npu  # noqa: E402 (torch has to know the device before)
 
-if not hasattr(torch, "npu"):
-    torch._register_device_module("npu", npu)
-    torch.utils.generate_methods_for_privateuse1_backend(
-        for_tensor=True, for_module=True, for_packed_sequence=False, for_storage=True
-    )
+torch._register_device_module("npu", npu)
+torch.utils.generate_methods_for_privateuse1_backend()
 sys.modules.setdefault("torch.npu", npu)
 
-from torch_npu import _c, _hccl, emulation, stand_ins  # noqa: E402
+from torch_npu import _C, _hccl, emulation, stand_ins  # noqa: E402, F401
 from torch_npu.kernels import register_operators  # noqa: E402
 
-_C = _c.install()
 _hccl.install()
 stand_ins.install()
 
 __version__ = torch.__version__.partition("+")[0]
 float4_e2m1fn_x2 = getattr(torch, "float4_e2m1fn_x2", None)
+float8_e8m0fnu = getattr(torch, "float8_e8m0fnu", None)
 
 ACL_FORMAT_ND = 2
 
@@ -55,7 +52,7 @@ for _name, _function in _operators.items():
         _name.rpartition(".")[2],
         _function,
     )
-emulation.seed_from_environment()
+emulation.set_seed(settings.seed())
 
 
 def __getattr__(name: str) -> Any:

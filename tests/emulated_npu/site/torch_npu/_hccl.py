@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication backend ``hccl``: gloo, on the same memory.
+"""The backend ``hccl`` of torch.distributed: gloo, on the memory of the npu tensors.
 
-A collective has the host wait for the current stream first, and runs at once. On a device it is put in
-a stream of its own; what this hides is said in the README.
+A collective waits for the current stream and has ended when it returns: a rank whose host does not
+wait could not take part later, because nothing but a waiting host runs what is enqueued. Other
+streams stay as late as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,24 +17,38 @@ import torch.distributed as dist
 
 from torch_npu import _emulator
 
-_COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "gather"),
-    *("scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base"),
-    *("send", "recv"),
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
 )
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _emulator.alias(value)
+    if isinstance(value, (list, tuple)):
+        return [_on_cpu(item) for item in value]
+    return value
 
 
 class EmulatedHccl(dist.ProcessGroup):
-    """A process group whose tensors are on the device."""
+    """A process group whose collectives are those of a gloo group."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._timeout = timeout
         self._name = self._description = ""
-
-    group_name = property(lambda self: self._name)
-    group_desc = property(lambda self: self._description)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -39,18 +56,22 @@ class EmulatedHccl(dist.ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "hccl"
 
-    def get_hccl_comm_name(self, rank: int = 0, **options: Any) -> str:
-        return f"emulated-{id(self)}"
+    def get_hccl_comm_name(self, rank: int = 0, **_: Any) -> str:
+        return f"emulated-{self._name}"
 
-    def all_gather_single(self, output: Any, given: Any, timeout: Any = None) -> Any:
-        return self._allgather_base(output, given)
-
-    def barrier(self, *options: Any) -> Any:
-        _emulator.synchronize_stream(_emulator.current_stream())
-        return self._gloo.barrier()
+    def all_gather_single(self, output: Any, input: Any, timeout: Any = None) -> Any:
+        return self._allgather_base(output, input)
 
     def shutdown(self) -> None:
         pass
@@ -59,38 +80,35 @@ class EmulatedHccl(dist.ProcessGroup):
         pass
 
 
-def _collective(name: str) -> Any:
-    def call(self: EmulatedHccl, *args: Any) -> Any:
-        given = [_on_cpu(arg) for arg in args if arg is not None]
-        return getattr(self._gloo, name)(*given)
+def _add(name: str, is_waited_for: bool) -> None:
+    def collective(self: EmulatedHccl, *arguments: Any, opts: Any = None) -> Any:
+        _emulator.synchronize_current_stream()
+        call: Callable[..., Any] = getattr(self._gloo, name)
+        given = [_on_cpu(argument) for argument in arguments if argument is not None]
+        work = call(*given) if opts is None else call(*given, opts)
+        if is_waited_for:
+            work.wait()
+        return work
 
-    call.__name__ = name
-    return call
+    setattr(EmulatedHccl, name, collective)
 
 
-for _name in _COLLECTIVES:
-    setattr(EmulatedHccl, _name, _collective(_name))
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _emulator.as_cpu(value)
-    if isinstance(value, (list, tuple)):
-        return [_on_cpu(item) for item in value]
-    return value
-
+for _name in COLLECTIVES:
+    _add(_name, is_waited_for=True)
+for _name in POINT_TO_POINT:
+    _add(_name, is_waited_for=False)
 
 _groups: list[EmulatedHccl] = []
-"""torch's C++ side does not keep the Python part of a process group alive."""
+"""torch keeps no reference to the Python part of a process group."""
 
 
-def _create(store: Any, rank: int, size: int, timeout: Any) -> EmulatedHccl:
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> EmulatedHccl:
     group = EmulatedHccl(store, rank, size, timeout)
     _groups.append(group)
     return group
 
 
 def install() -> None:
-    """Let torch know the backend."""
+    """Lets torch know the backend."""
     dist.Backend.register_backend("hccl", _create, devices=["npu"])
-    dist.is_hccl_available = lambda: True
+    dist.is_hccl_available = lambda: True  # type: ignore[attr-defined]

@@ -3,26 +3,25 @@
 
 from __future__ import annotations
 
-import os
-
 from torch_npu import _emulator
-
-SEED_VARIABLE = "EMULATED_NPU_SEED"
 
 
 def set_seed(seed: int | None) -> None:
     """From now on work is late, in an order that this seed chooses; or at once, if it is None.
 
-    Work in flight is waited for.
+    Work in flight is waited for. The same seed gives the same order again where the host makes the
+    same calls in the same order, with as many streams made before.
     """
-    _emulator.synchronize_all()
     _emulator.set_seed(seed)
 
 
-def seed_from_environment() -> None:
-    """Begin with the seed of the environment, if there is one."""
-    text = os.environ.get(SEED_VARIABLE)
-    set_seed(int(text) if text else None)
+def seed() -> int | None:
+    return _emulator.seed()
+
+
+def num_in_flight() -> int:
+    """Work that has been enqueued and has not run, waits and records of events included."""
+    return _emulator.num_in_flight()
 
 
 def count_operators(is_counting: bool = True) -> None:

@@ -4,24 +4,24 @@
 The function, its *body*, is plain torch and knows no device: it is tested on CPU tensors. There are
 two ways to give it to the device:
 
-- As an **operator** it is called with the tensors of the device, and made of operators of torch, each
-  of which is put in the stream's queue by itself. It must not read values (``item()``, masks as
-  indices): that would have the host wait, which the device's operator does not do.
-- As a **kernel** it runs as one when the stream comes to it, with CPU tensors of the same memory. So it
-  may read values. Its results need sizes before: a second function gives ``(shape, dtype)`` of each,
-  or an empty list if all it does is to write to its arguments.
+- As an **operator** it is called with the tensors of the device, and made of operators of torch,
+  each of which is put in the stream's queue by itself. It must not read values (``item()``, masks
+  as indices): that would have the host wait, which the device's operator does not do.
+- As a **kernel** it runs as one when the stream comes to it, with CPU tensors of the same memory.
+  So it may read values. Its results need sizes before: a second function gives ``(shape, dtype)``
+  of each, or an empty list if all it does is to write to its arguments.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torch_npu import _emulator
 
@@ -42,43 +42,82 @@ def operator(name: str, body: Body) -> Body:
     return _named(call, body, name)
 
 
-def kernel(name: str, body: Body, outputs: Outputs, returned: Returned | None = None) -> Body:
-    """A body that runs as one when its stream comes to it.
+def kernel(
+    name: str,
+    body: Body,
+    outputs: Outputs,
+    returned: Returned | None = None,
+    *,
+    on_host: Sequence[str] = (),
+) -> Body:
+    """A body that runs as one when its stream comes to it, in whatever thread waits.
 
-    What it is called with besides tensors must not change afterwards: lists are copied.
+    So it depends on nothing but its arguments: values, lists and tensors of the host are those of
+    the call.
+
+    Args:
+        name: As it is counted, and named in errors.
+        body: Takes CPU tensors that have the memory of the call's tensors.
+        outputs: Shape and type of what the body returns.
+        returned: What the caller gets, if that is something else than the outputs.
+        on_host: Parameters that may be tensors of the host. Others are refused, as the device does,
+            unless they are numbers.
     """
+    host_places = _places_of(body, on_host)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         _emulator.count_operator(name)
         made = [
-            torch.empty(tuple(shape), dtype=dtype, device="npu")
-            for shape, dtype in outputs(*args, **kwargs)
+            _emulator.new_tensor(tuple(shape), dtype) for shape, dtype in outputs(*args, **kwargs)
         ]
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        leaves = [list(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        places = [place for place, leaf in enumerate(leaves) if _is_on_device(leaf)]
-
-        def run(aliases: list[torch.Tensor]) -> None:
-            on_cpu = list(leaves_without_tensors)
-            for place, alias in zip(places, aliases, strict=False):
-                on_cpu[place] = alias
-            cpu_args, cpu_kwargs = pytree.tree_unflatten(on_cpu, structure)
-            results = body(*cpu_args, **cpu_kwargs)
-            if made_count:
-                for result, target in zip(_listed(results), aliases[-made_count:], strict=True):
-                    target.copy_(result)
-
         # The device keeps memory, not tensors: the work must not either.
-        tensors = [leaves[place] for place in places]
-        leaves_without_tensors = [None if _is_on_device(leaf) else leaf for leaf in leaves]
-        made_count = len(made)
-        del leaves
-        _emulator.enqueue_kernel(name, run, tensors + made)
+        targets = [_emulator.alias(tensor) for tensor in made]
+        inputs = [_input(name, arg, place in host_places) for place, arg in enumerate(args)]
+        named = {key: _input(name, value, key in on_host) for key, value in kwargs.items()}
+
+        def run() -> None:
+            # Modes of the thread that happens to wait, such as a default device, do not count.
+            with torch._C.DisableTorchFunction():
+                results = body(*inputs, **named)
+                if targets:
+                    _deliver(name, targets, results)
+
+        _emulator.enqueue_kernel(name, run)
         if returned is not None:
             return returned(made, *args, **kwargs)
         return made[0] if len(made) == 1 else tuple(made) or None
 
     return _named(call, body, name)
+
+
+def _places_of(body: Body, names: Sequence[str]) -> frozenset[int]:
+    if not names:
+        return frozenset()
+    parameters = list(inspect.signature(body).parameters)
+    return frozenset(parameters.index(name) for name in names)
+
+
+def _input(name: str, value: Any, is_on_host: bool) -> Any:
+    """What the body gets for an argument."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "npu":
+            return _emulator.alias(value)
+        if is_on_host or value.dim() == 0:
+            return value.clone()
+        raise RuntimeError(f"{name}: expected tensors on npu, found one on {value.device}")
+    if type(value) in (list, tuple):
+        return type(value)(_input(name, item, is_on_host) for item in value)
+    return value
+
+
+def _deliver(name: str, targets: Sequence[torch.Tensor], results: Any) -> None:
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    found = [(tuple(one.shape), one.dtype) for one in results]
+    said = [(tuple(one.shape), one.dtype) for one in targets]
+    if found != said:
+        raise RuntimeError(f"{name}: its body returned {found}, and its outputs are {said}")
+    for target, result in zip(targets, results, strict=True):
+        target.copy_(result)
 
 
 def register_operators() -> dict[str, Body]:
@@ -120,14 +159,6 @@ def _modules(package: str) -> Iterable[ModuleType]:
     folder = importlib.import_module(f"torch_npu.{package}")
     for module in pkgutil.iter_modules(folder.__path__):
         yield importlib.import_module(f"torch_npu.{package}.{module.name}")
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "npu"
-
-
-def _listed(results: Any) -> list[torch.Tensor]:
-    return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def _named(call: Body, body: Body, name: str) -> Body:

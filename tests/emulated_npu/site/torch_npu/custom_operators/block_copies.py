@@ -7,15 +7,15 @@ from collections import Counter
 
 import torch
 
-from torch_npu import _emulator
+from torch_npu import _emulator, settings
 
-TO_DEVICE, FROM_DEVICE, WITHIN_DEVICE = range(3)
+TO_DEVICE = 0
 
 counts: Counter[str] = Counter()
 """Calls, copies and bytes so far, for tests."""
-failing_loads: set[int] = set()
+failing_loads: set[int] = set(settings.failing_loads())
 """Numbers of the calls to the device, from 1 on, that are to fail."""
-is_skipping_loads = False
+is_skipping_loads = settings.skips_loads()
 """Whether copies to the device copy nothing: with it, comparisons have to fail."""
 
 
@@ -33,13 +33,6 @@ def swap_blocks_batch(
     Raises:
         RuntimeError: As vLLM-Ascend's operator (``csrc/torch_binding.cpp``) refuses it.
     """
-    for name, array in (("src_ptrs", src_ptrs), ("dst_ptrs", dst_ptrs), ("sizes", sizes)):
-        if array.dtype != torch.int64:
-            raise RuntimeError(f"swap_blocks_batch: {name} must be int64")
-        if len(array) != len(src_ptrs):
-            raise RuntimeError(f"swap_blocks_batch: {name} length must match src_ptrs")
-    if direction not in (TO_DEVICE, FROM_DEVICE, WITHIN_DEVICE):
-        raise RuntimeError(f"swap_blocks_batch: invalid direction {direction}")
     counts["calls"] += 1
     if direction == TO_DEVICE:
         counts["loads"] += 1
@@ -50,7 +43,7 @@ def swap_blocks_batch(
             return
     counts["copies"] += len(sizes)
     counts["bytes"] += int(sizes.sum())
-    _emulator.enqueue_copies(src_ptrs, dst_ptrs, sizes)
+    _emulator.enqueue_copies(src_ptrs, dst_ptrs, sizes, direction)
 
 
 HOST_FUNCTIONS = {

@@ -1,121 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events of the device; `csrc/streams.h` says when their work runs."""
+"""Streams and events. They are torch's own, with the C++ part behind them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from torch_npu import _emulator
+from torch_npu.npu.devices import index_of
 
-_PRIVATE_USE_1 = 20
-"""The number of the device type in torch (``c10::DeviceType::PrivateUse1``)."""
-
-
-def _index(device: Any) -> int:
-    if isinstance(device, int):
-        return device
-    index = None if device is None else torch.device(device).index
-    return int(_emulator.current_device()) if index is None else index
-
-
-class Event:
-    """A point in a stream. Never recorded, it counts as reached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._event = _emulator.Event()
-
-    def record(self, stream: Stream | None = None) -> None:
-        self._event.record((stream or current_stream()).stream_id)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        self._event.wait((stream or current_stream()).stream_id)
-
-    def query(self) -> bool:
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def reset(self, stream: Stream | None = None) -> None:
-        pass
-
-    def elapsed_time(self, later: Event) -> float:
-        """Milliseconds between two points that were reached."""
-        return float(later._event.time_s - self._event.time_s) * 1000
-
-
-ExternalEvent = Event
+NPU = torch._C._autograd.DeviceType.PrivateUse1.value  # type: ignore[attr-defined]
+DEFAULT_STREAM = 0
 
 
 class Stream(torch.Stream):
-    """An ordered queue of work."""
+    """A queue of work: in its own order, and in none with other streams."""
 
-    def __new__(
-        cls, device: Any = None, priority: int = 0, stream_id: int | None = None, **more: Any
-    ) -> Stream:
-        return super().__new__(
-            cls,
-            stream_id=_emulator.new_stream() if stream_id is None else stream_id,
-            device_index=_index(device),
-            device_type=_PRIVATE_USE_1,
-        )
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
+        if "stream_id" in known:
+            return super().__new__(cls, priority=priority, **known)
+        return super().__new__(cls, torch.device("npu", index_of(device)), priority=priority)
 
     @property
     def npu_stream(self) -> int:
         return self.stream_id
 
-    def synchronize(self) -> None:
-        _emulator.synchronize_stream(self.stream_id)
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event())
 
-    def query(self) -> bool:
-        return bool(_emulator.query_stream(self.stream_id))
-
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
-    def wait_stream(self, stream: Stream) -> None:
-        event = Event()
-        event.record(stream)
-        event.wait(self)
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Any = None) -> Any:
         event = event or Event()
         event.record(self)
         return event
 
     def __enter__(self) -> Stream:
-        self._before = current_stream()
-        set_stream(self)
+        self._within = stream(self)
+        self._within.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        set_stream(self._before)
+    def __exit__(self, *error: Any) -> None:
+        self._within.__exit__(*error)
+
+
+class Event(torch.Event):
+    """A point in a stream."""
+
+    def __new__(
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> Event:
+        return super().__new__(cls, "npu", enable_timing=enable_timing, blocking=blocking)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: Any = None) -> None:
+        super().wait(current_stream() if stream is None else stream)
+
+    def reset(self, stream: Any = None) -> None:
+        """Of graphs, which use an event again."""
+
+
+ExternalEvent = Event
+
+
+def _known_stream(stream_id: int, index: int) -> Stream:
+    return Stream(stream_id=stream_id, device_index=index, device_type=NPU)
 
 
 def current_stream(device: Any = None) -> Stream:
-    return Stream(device, stream_id=_emulator.current_stream())
+    """Of this thread."""
+    index = index_of(device)
+    return _known_stream(_emulator.current_stream(index), index)
 
 
 def default_stream(device: Any = None) -> Stream:
-    return Stream(device, stream_id=0)
+    return _known_stream(DEFAULT_STREAM, index_of(device))
 
 
-def set_stream(stream: Stream) -> None:
-    """Of this thread."""
-    _emulator.set_current_stream(stream.stream_id)
+def set_stream(stream: torch.Stream) -> None:
+    _emulator.set_current_stream(stream.stream_id, stream.device_index)
 
 
-@contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Make a stream the current one for a block; None changes nothing."""
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Makes a stream the current one of its device for a while."""
     if stream is None:
         yield
         return
-    before = current_stream()
+    before = current_stream(stream.device_index)
     set_stream(stream)
     try:
         yield
@@ -124,5 +103,5 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for all streams."""
+    """Waits for all streams."""
     _emulator.synchronize_all()

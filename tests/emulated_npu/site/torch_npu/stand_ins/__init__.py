@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch code in the place of Triton kernels, which need a compiler for the device.
 
-A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets it
-as soon as the module has been imported, before others take the name from there.
+A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets
+it as soon as the module has been imported, before others take the name from there. A table
+``WHOLE_MODULES`` has whole modules, by name, for those that cannot be imported here.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Find the stand-ins, and have them take their places."""
     found: dict[tuple[str, str], Any] = {}
-    for module in pkgutil.iter_modules(__path__):
-        found.update(importlib.import_module(f"{__name__}.{module.name}").STAND_INS)
+    for info in pkgutil.iter_modules(__path__):
+        part = importlib.import_module(f"{__name__}.{info.name}")
+        found.update(getattr(part, "STAND_INS", {}))
+        for name, attributes in getattr(part, "WHOLE_MODULES", {}).items():
+            module = ModuleType(name)
+            module.__spec__ = None
+            vars(module).update(attributes)
+            sys.modules[name] = module
     sys.meta_path.insert(0, _Finder(found))

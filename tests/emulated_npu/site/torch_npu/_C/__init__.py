@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vllm-ascend takes from torch_npu's own extension module."""
+
+from __future__ import annotations
+
+import torch
+
+
+class _NPUTaskGroupHandle:
+    """Of graphs, which are not emulated."""
+
+
+def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices: an A2 (Ascend 910B1), as often as ``EMULATED_NPU_DEVICES`` says."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from torch_npu import _emulator, settings
+
+SOC_OF_A2 = 220
+NAME = "Ascend910B1"
+
+
+def index_of(device: Any) -> int:
+    """The number of a device that is given in any form; None is the current one."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def current_device() -> int:
+    return _emulator.current_device()
+
+
+def device_count() -> int:
+    return _emulator.device_count()
+
+
+def set_device(device: Any) -> None:
+    _emulator.set_device(index_of(device))
+
+
+class device:  # noqa: N801 (torch's name)
+    """Makes a device the current one for a while."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = index_of(device)
+        self._before = self._index
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        _emulator.set_device(self._index)
+
+    def __exit__(self, *error: object) -> None:
+        _emulator.set_device(self._before)
+
+
+def get_soc_version() -> int:
+    return SOC_OF_A2
+
+
+def get_device_name(device: Any = None) -> str:
+    return NAME
+
+
+def get_device_properties(device: Any = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        name=NAME,
+        total_memory=settings.memory_bytes(),
+        cube_core_num=24,
+        vector_core_num=48,
+        uuid=f"emulated-{index_of(device)}",
+    )
+
+
+def get_device_capability(device: Any = None) -> None:
+    return None
+
+
+def can_device_access_peer(device: Any, peer: Any) -> bool:
+    return False
+
+
+def utilization(device: Any = None) -> int:
+    return 0

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of memory: what tensors on npu have, without an allocator's caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_npu import _emulator, settings
+
+
+def memory_allocated(device: Any = None) -> int:
+    return _emulator.allocated_bytes()
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return _emulator.peak_bytes()
+
+
+memory_reserved = memory_allocated
+max_memory_reserved = max_memory_allocated
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Free bytes, and all of them."""
+    return settings.memory_bytes() - memory_allocated(), settings.memory_bytes()
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {
+        "allocated_bytes.all.current": memory_allocated(),
+        "allocated_bytes.all.peak": max_memory_allocated(),
+        "reserved_bytes.all.current": memory_reserved(),
+        "reserved_bytes.all.peak": max_memory_reserved(),
+        "num_alloc_retries": 0,
+    }
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _emulator.reset_peak_bytes()
+
+
+def empty_cache() -> None:
+    """There is no cache."""
+
+
+def memory_snapshot() -> list[dict[str, Any]]:
+    return []
+
+
+# Memory that goes away while a model sleeps is not emulated.
+NPUPluggableAllocator = None
+MemPool = None
+use_mem_pool = None
