@@ -6,6 +6,8 @@ PYTHON ?= python3
 
 # Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
 UPSTREAMS := 0.23.0:0.23.0
+# More releases of vLLM-Ascend for the main vLLM, of which only the sources are compared.
+COMPARED_ASCENDS := 0.23.0.post1
 # Where one of these is found, the package is also tested on it, alone.
 OTHER_PYTHONS := $(shell for v in 3.10 3.11 3.12 3.13; do \
 	python$$v -c "print('$$v')" 2>/dev/null || true; done)
@@ -38,9 +40,9 @@ SOURCES := pyproject.toml README.md LICENSE CMakeLists.txt \
 	$(shell find vllm_ascend_kvext patches csrc -name __pycache__ -prune -o -print)
 VLLM_PACKAGES := $(VLLM_VERSIONS:%=.venv/vllm-%/.package)
 PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
-ASCEND_SOURCES := $(ASCEND_VERSIONS:%=.venv/vllm-ascend-%/.unpacked)
+ASCEND_SOURCES := $(patsubst %,.venv/vllm-ascend-%/.unpacked,$(ASCEND_VERSIONS) $(COMPARED_ASCENDS))
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
-	--lmcache $(LMCACHE_VERSION)
+	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
 .PHONY: help demo demo-blending check test test-pythons test-ascend test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:

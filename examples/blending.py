@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_log import engine_log
 from holes import COMPUTED, LOADED, ON_DEVICE, SpanObserver, draw
 from offload_hybrid import Tokens, start_engine
 from retention import ENGINE_ENVIRON, print_aligned
@@ -64,6 +65,7 @@ SYSTEM = (
 )
 QUESTION = "\n\nWhat color is the {thing}?<|im_end|>\n<|im_start|>assistant\nThe {thing} is painted"
 NUM_PROMPTS = 8
+LOG = Path("out/blending.log")
 ANSWER_TOKENS = 2
 
 CONNECTOR = {
@@ -206,6 +208,7 @@ def print_table(answers: Mapping[str, Sequence[Answer]]) -> None:
 
 def main() -> None:
     from tokenizers import Tokenizer
+    from tqdm import tqdm
 
     sys.path.insert(0, str(BENCHMARKS))
     from blending import smollm2
@@ -214,9 +217,10 @@ def main() -> None:
     model = smollm2.build()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     notes, prompts = write_prompts(tokenizer)
-    answers = {
-        name: serve(model, tokenizer, notes, prompts, options) for name, options in RUNS.items()
-    }
+    answers = {}
+    with engine_log(LOG) as terminal:
+        for name, options in tqdm(RUNS.items(), unit=" engines", file=terminal):
+            answers[name] = serve(model, tokenizer, notes, prompts, options)
     print(f"\n{PICTURED}; {ON_DEVICE} cached   {LOADED} reused   {COMPUTED} computed\n")
     for number, each in enumerate(answers[PICTURED]):
         prompt = prompts[number]

@@ -25,11 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_log import engine_log
 from offload_hybrid import BLOCK_TOKENS, Round, Tokens, ask, random_tokens, start_engine
 from retention import ENGINE_ENVIRON, print_aligned, write_model
 
 NUM_DOCUMENTS = 4
 NUM_QUESTIONS = 20
+NUM_PICTURED = 10
+"""The last ones: before, caches are filled."""
+
 INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (40, 120)
@@ -60,6 +64,7 @@ RUNS: Mapping[str, Mapping[str, Any] | None] = {
     PICTURED: {"hole_reuse": True},
 }
 
+LOG = Path("out/holes.log")
 TOKENS_PER_SIGN = 32
 ON_DEVICE, LOADED, COMPUTED = ".=#"
 
@@ -231,10 +236,10 @@ def answer(llm: Any, observer: SpanObserver, question: Question) -> Answer:
 
 
 def print_pictures(answers: Sequence[Answer]) -> None:
-    print(f"\n{PICTURED}; a sign is {TOKENS_PER_SIGN} tokens:")
+    print(f"\n{PICTURED}, the last {NUM_PICTURED} requests; a sign is {TOKENS_PER_SIGN} tokens:")
     print(f"{ON_DEVICE} cached on the device   {LOADED} loaded from host memory   ", end="")
     print(f"{COMPUTED} computed\n")
-    for number, each in enumerate(answers, 1):
+    for number, each in list(enumerate(answers, 1))[-NUM_PICTURED:]:
         print(f"request {number:>2}, document {each.question.document}  {each.picture}")
 
 
@@ -264,11 +269,15 @@ def has_same_outputs(answers: Sequence[Answer], expected: Sequence[Answer]) -> b
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     os.environ.update(ENGINE_ENVIRON)
     questions = write_questions()
-    with tempfile.TemporaryDirectory() as folder:
+    answers = {}
+    with tempfile.TemporaryDirectory() as folder, engine_log(LOG) as terminal:
         write_model(Path(folder), num_window_layers=0)
-        answers = {name: serve(Path(folder), questions, run) for name, run in RUNS.items()}
+        for name, run in tqdm(RUNS.items(), unit=" engines", file=terminal):
+            answers[name] = serve(Path(folder), questions, run)
     print_pictures(answers[PICTURED])
     print(f"\n{NUM_QUESTIONS} questions about {NUM_DOCUMENTS} documents:")
     print_table(answers)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_log import engine_log
 from retention import ENGINE_ENVIRON, VOCABULARY_TOKENS, print_aligned, write_model
 
 PROMPT_LENGTHS = (1500, 2345, 3000, 3777)
@@ -32,6 +33,7 @@ REPLY_TOKENS = 32
 USER_TOKENS = 200
 BLOCK_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3
+LOG = Path("out/offload_hybrid.log")
 
 CONNECTOR = {
     "kv_connector": "KvextConnector",
@@ -159,13 +161,21 @@ def print_table(without: Sequence[Round], with_connector: Sequence[Round]) -> No
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     os.environ.update(ENGINE_ENVIRON)
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engine_log(LOG) as terminal,
+        tqdm(total=2, unit=" engines", file=terminal) as progress,
+    ):
         write_model(Path(folder))
         without = serve(Path(folder), enable_prefix_caching=False)
+        progress.update()
         with_connector = serve(
             Path(folder), enable_prefix_caching=True, kv_transfer_config=CONNECTOR
         )
+        progress.update()
     print_table(without, with_connector)
     if not all(
         offloaded.is_equal(plain) for offloaded, plain in zip(with_connector, without, strict=True)

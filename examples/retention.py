@@ -31,6 +31,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from engine_log import engine_log
+
 WINDOW_TOKENS = 64
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 2600
@@ -46,6 +48,7 @@ REPLY_TOKENS = 64
 CHECKPOINT_TOKENS = 512
 LOGPROB_TOLERANCE = 1e-3
 PICTURE = Path("out/retention.png")
+LOG = Path("out/retention.log")
 COLORS = {"dense": "0.3", "interval 0": "tab:orange", "adaptive": "tab:green"}
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
@@ -220,26 +223,23 @@ class Record:
 def execute(model: Path, name: str, progress: Any) -> Record:
     """Run ``serve`` in a process of its own."""
     inherited = {key: os.environ[key] for key in os.environ.keys() - {INTERVAL, *PLUGIN_OFF}}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--model", str(model), "--serve", name],
-            # Away from the checkout: vLLM inspects models in a process that imports from here.
-            cwd=model,
-            env={**inherited, **ENGINE_ENVIRON, **RUNS[name]},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        records = []
-        for line in process.stdout:
-            if line.startswith("{"):
-                records.append(json.loads(line))
-                progress.update("reply" in records[-1])
-            else:
-                log.write(line)
-        if process.wait():
-            log.seek(0)
-            raise SystemExit(f"{log.read()}\nThe run '{name}' failed; its log is above.")
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), "--model", str(model), "--serve", name],
+        # Away from the checkout: vLLM inspects models in a process that imports from here.
+        cwd=model,
+        env={**inherited, **ENGINE_ENVIRON, **RUNS[name]},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    records = []
+    for line in process.stdout:
+        if line.startswith("{"):
+            records.append(json.loads(line))
+            progress.update("reply" in records[-1])
+        else:
+            print(line, end="")
+    if process.wait():
+        raise SystemExit(f"The run '{name}' failed.")
     return Record(records[:-1], **records[-1])
 
 
@@ -314,12 +314,13 @@ def main() -> None:
         f"{BLOCK_TOKENS} tokens; sliding window {WINDOW_TOKENS} tokens."
     )
     records: dict[str, Record] = {}
-    with tempfile.TemporaryDirectory() as model:
+    with tempfile.TemporaryDirectory() as model, engine_log(LOG) as terminal:
         write_model(Path(model))
         with tqdm(
             total=len(RUNS) * CONVERSATIONS * TURNS,
             unit=" requests",
-            mininterval=0.1 if sys.stderr.isatty() else 10,
+            file=terminal,
+            mininterval=0.1 if terminal.isatty() else 10,
         ) as progress:
             for name in RUNS:
                 progress.set_description(name)

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import venv
 import zipfile
@@ -107,10 +108,11 @@ class Environment:
         return finished.stdout.splitlines()
 
 
-def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def pip(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run pip quietly, as its user has configured it."""
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    environ = {**os.environ, **variables}
+    return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environ)
 
 
 def say(text: str) -> None:
@@ -191,25 +193,70 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def unpack_ascend(folder: Path, version: str) -> None:
-    """Unpack the wheel of vllm-ascend, without metadata: nothing may take it for installed.
+    """Unpack the package of vllm-ascend, without metadata: nothing may take it for installed.
 
-    Leaves an empty folder, and says so, where no wheel fits this Python; tests that need it skip.
+    From its source archive, unbuilt, where no wheel fits this Python. Leaves an empty folder, and
+    says so, where there is neither; tests that need it skip.
     """
     downloads = folder.with_name(folder.name + ".download")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
     folder.mkdir(parents=True)
     say(f"{folder}: downloading vllm-ascend=={version}")
-    wanted = ("--no-deps", "--only-binary=:all:", f"vllm-ascend=={version}")
-    finished = pip(Path(sys.executable), "download", "--dest", str(downloads), *wanted)
-    wheels = list(downloads.glob("*.whl"))
-    if not wheels:
+    wanted = ("download", "--dest", str(downloads), "--no-deps", f"vllm-ascend=={version}")
+    finished = pip(Path(sys.executable), *wanted, "--only-binary=:all:")
+    if finished.returncode:
+        stand_in = stand_in_for_setuptools(downloads / "stand_in", f"vllm_ascend-{version}")
+        source = ("--no-binary=:all:", "--no-build-isolation")
+        finished = pip(Path(sys.executable), *wanted, *source, PYTHONPATH=str(stand_in))
+    for wheel in downloads.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(folder, [n for n in files.namelist() if ".dist-info/" not in n])
+    for archive in downloads.glob("*.tar.gz"):
+        unpack_source(archive, "vllm_ascend", folder)
+    if finished.returncode:
         say(f"{folder}: left empty, tests/ascend will skip; {finished.stderr.strip()[-300:]}")
-        return
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-        wheel.extractall(folder, names)
-    shutil.rmtree(downloads)
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def stand_in_for_setuptools(folder: Path, project: str) -> Path:
+    """Write a build backend that says of any source archive that it is this project.
+
+    pip asks the backend of a source archive for its metadata before it leaves the archive to its
+    user. The one of vllm-ascend runs a ``setup.py`` that needs CANN.
+
+    Args:
+        project: ``<name>-<version>``, as in the name of a wheel.
+
+    Returns:
+        What to put on PYTHONPATH.
+    """
+    name, _, version = project.partition("-")
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "setuptools").mkdir(parents=True)
+    (folder / "setuptools" / "__init__.py").touch()
+    (folder / "setuptools" / "build_meta.py").write_text(f"""\
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = Path(metadata_directory, "{project}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text({metadata!r})
+    return folder.name
+""")
+    return folder
+
+
+def unpack_source(archive: Path, package: str, folder: Path) -> None:
+    """Unpack the files of one package of a source archive into a folder."""
+    with tarfile.open(archive) as files:
+        for member in files.getmembers():
+            parts = member.name.split("/")  # The first one is the project with its version.
+            if member.isfile() and parts[1:2] == [package] and ".." not in parts:
+                content = files.extractfile(member)
+                target = folder.joinpath(*parts[1:])
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content.read() if content is not None else b"")
 
 
 def main() -> None:
@@ -225,7 +272,7 @@ def main() -> None:
     lmcache = commands.add_parser("lmcache", help="make an environment with LMCache and a vLLM")
     lmcache.add_argument("--like", type=Path, required=True, help="environment that has the vLLM")
     plain = commands.add_parser("plain", help="make an environment with nothing but pip")
-    ascend = commands.add_parser("ascend", help="unpack the wheel of vllm-ascend")
+    ascend = commands.add_parser("ascend", help="unpack vllm-ascend")
     emulated = commands.add_parser("emulated-npu", help="make one for vllm-ascend without an NPU")
     emulated.add_argument("--like", type=Path, required=True, help="environment with the vLLM")
     emulated.add_argument("--ascend", type=Path, required=True, help="unpacked vllm-ascend")

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +58,12 @@ LONG_FILES = {
     ),
 }
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
+
+COMPARED_SOURCES = (
+    "contract/test_fingerprints.py::test_vllm_ascend_is_as_stored",
+    "contract/test_ascend_rotary.py",
+)
+"""The tests that compare the sources of vLLM-Ascend with what is counted on."""
 
 LMCACHE_FILES = (
     ("contract", "test_fingerprints.py"),
@@ -108,7 +114,9 @@ class Result:
         return self.passed > 0 and self.failed == 0
 
 
-def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
+def suites(
+    upstreams: list[str], pythons: list[str], compared_ascends: Sequence[str] = ()
+) -> Iterator[Suite]:
     """Every test on the main version, and on the others those that differ there.
 
     Short suites first.
@@ -116,6 +124,8 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     Args:
         upstreams: ``<vLLM version>:<vLLM-Ascend version>`` each; the first is the main one.
         pythons: Versions, such as ``3.12``, that have an environment without vLLM.
+        compared_ascends: Versions of vLLM-Ascend for the main vLLM, of which only what patches
+            count on is compared.
     """
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     main_environment = f"vllm-{main_vllm}"
@@ -126,6 +136,9 @@ def suites(upstreams: list[str], pythons: list[str]) -> Iterator[Suite]:
     transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
     yield from split(transfers)
     yield from split(Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",)))
+    for ascend in compared_ascends:
+        sources = ascend_sources(ascend)
+        yield Suite(f"vLLM-Ascend {ascend}: sources", main_environment, COMPARED_SOURCES, sources)
     for folder in ("contract", "ascend", "engine"):
         for upstream in upstreams:
             vllm, _, ascend = upstream.partition(":")
@@ -285,6 +298,7 @@ def print_totals(results: dict[str, Result], duration_s: float, num_processes: i
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--upstream", action="append", default=[], metavar="VLLM:ASCEND")
+    parser.add_argument("--compared-ascend", action="append", default=[], metavar="VERSION")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION")
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
@@ -297,7 +311,7 @@ def main() -> int:
     elif options.emulated_npu:
         known = [*emulated_npu_suites(options.upstream)]
     else:
-        known = [*suites(options.upstream, options.python)]
+        known = [*suites(options.upstream, options.python, options.compared_ascend)]
         known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
     num_processes = min(4, os.cpu_count() or 1)

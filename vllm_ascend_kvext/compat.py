@@ -35,6 +35,7 @@ class Release:
     vllm_ascend: str
 
 
+# Of vLLM-Ascend these are 0.23.0 and 0.23.0.post1.
 SUPPORTED = (Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),)
 
 

@@ -16,6 +16,8 @@ REPAIRS = (
     Feature("two-phase-allocation", default_on=True),
     Feature("context-parallel-windows", default_on=True),
     Feature("drafts-in-flight", default_on=True),
+    Feature("discarded-frames", default_on=True),
+    Feature("preempted-in-step", default_on=True),
     Feature("failed-loads", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
@@ -34,7 +36,7 @@ DEFAULTS = (*REPAIRS, CONNECTOR, LMCACHE)
 
 FEATURES = (
     FAST_PREFIX_CACHE,
-    Feature("retention", requires=("trim-full-groups",)),
+    Feature("retention", requires=("trim-full-groups", "preempted-in-step")),
     *DEFAULTS,
 )
 """All of them, in the order of installation: the wrappers of a later one lie outside."""

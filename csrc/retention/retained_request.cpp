@@ -255,7 +255,7 @@ std::optional<std::int64_t> RetainedRequest::before_skip(nb::handle retention,
 void RetainedRequest::release(nb::handle retention, std::int64_t computed_tokens,
                               std::int64_t own_tokens) {
   if (!holds_blocks) return;
-  if (computed_tokens < cached_tokens) forget_uncomputed(retention, computed_tokens);
+  if (computed_tokens < cached_tokens) forget_uncomputed(computed_tokens);
   const nb::object key_table = retention.attr("key_table");
   const KeyTable keys(key_table);
   cache_sparse_groups(retention, keys);
@@ -547,33 +547,19 @@ void RetainedRequest::uncache_unreachable(nb::handle retention) {
   if (unreachable.size()) retention.attr("discard")(unreachable);
 }
 
-void RetainedRequest::forget_uncomputed(nb::handle retention, std::int64_t computed_tokens) {
-  // Upstream caches a block when its tokens are scheduled. A request that is preempted within the
-  // same scheduling step (by priority) never computes them.
+void RetainedRequest::forget_uncomputed(std::int64_t computed_tokens) {
+  // A request that is preempted in the step that scheduled it never computes these tokens. Whoever
+  // frees it uncaches their blocks.
   const std::int64_t reachable_tokens = cache_.geometry.reachable_tokens(computed_tokens);
   for (const std::shared_ptr<Checkpoint>& node : supplied_) {
     if (node->boundary_tokens > reachable_tokens && node->is_in_tree) cache_.tree.remove(*node);
   }
   cached_tokens = computed_tokens;
   boundary_tokens = std::min(boundary_tokens, reachable_tokens);
-  nb::list uncomputed;
-  const auto collect = [&](const Group& group) {
-    PyObject* blocks = table(group);
-    if (!blocks) return;
-    const Py_ssize_t size = PyList_GET_SIZE(blocks);
-    for (Py_ssize_t block = computed_tokens / group.block_tokens; block < size; ++block) {
-      PyObject* found = PyList_GET_ITEM(blocks, block);
-      if (cache_.blocks.fields().is_cached(found)) uncomputed.append(nb::borrow(found));
-    }
-  };
   for (std::size_t index = 0; index < groups_.size(); ++index) {
-    const Group& group = cache_.sparse_groups[index];
-    groups_[index].next_block =
-        std::min(groups_[index].next_block, computed_tokens / group.block_tokens);
-    collect(group);
+    groups_[index].next_block = std::min(
+        groups_[index].next_block, computed_tokens / cache_.sparse_groups[index].block_tokens);
   }
-  for (const Group& group : cache_.full_groups) collect(group);
-  if (uncomputed.size()) retention.attr("discard")(uncomputed);
 }
 
 std::int64_t RetainedRequest::find_next_event() const {

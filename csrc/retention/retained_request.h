@@ -104,7 +104,7 @@ class RetainedRequest {
   void hold(std::size_t group, Range run, std::int64_t skipped_tokens);
   void let_go(std::int64_t before_tokens);
   void uncache_unreachable(nb::handle retention);
-  void forget_uncomputed(nb::handle retention, std::int64_t computed_tokens);
+  void forget_uncomputed(std::int64_t computed_tokens);
   std::int64_t find_next_event() const;
   std::int64_t find_next_skip(std::int64_t computed_tokens) const;
   std::int64_t skipped_tokens(nb::handle retention, std::size_t group,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from vllm_ascend_kvext.connector.engine import Engine
 from vllm_ascend_kvext.connector.errors import ConnectorError
@@ -31,6 +30,7 @@ from vllm_ascend_kvext.patches.connector.learned_requests import (
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import interval_tokens_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -49,14 +49,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     wrapped(*args, **kwargs)
     connector = connector_of(scheduler)
     if connector is not None:
-        _connected.add(ConnectedScheduler(scheduler, connector))
-
-
-def disconnect() -> None:
-    """Leave all schedulers as upstream made them. Their connectors store nothing any more."""
-    for connected in _connected:
-        connected.take_back()
-    _connected.clear()
+        ConnectedScheduler(scheduler, connector)  # Its methods are the scheduler's now.
 
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
@@ -118,16 +111,8 @@ class ConnectedScheduler:
                 cached_blocks=partial(_cached_blocks, manager),
             )
         )
-        self._has_finished_requests = scheduler.has_finished_requests
-        self._preempt = scheduler._preempt_request
-        self._reset_prefix_cache = scheduler.reset_prefix_cache
-        self._update_session = scheduler._update_request_as_session
-        self._align_step = scheduler._mamba_block_aligned_split
-        self._schedule = scheduler.schedule
-        self._note_received = scheduler._update_waiting_for_remote_kv
         self._row_ids: set[str] = set()  # of holes, in the latest step
         self._has_rows = False  # in the step that is being scheduled
-        self._count_common_blocks = manager.get_num_common_prefix_blocks
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.has_finished_requests,
@@ -141,57 +126,50 @@ class ConnectedScheduler:
             methods.append(self._preempt_request)
         if connector.options.hole_reuse:
             methods.append(self.schedule)
-        self._add_request = scheduler.add_request
-        self._cache_blocks = manager.coordinator.cache_blocks
         if connector.options.blending:
             methods.append(self.add_request)
-            manager.coordinator.cache_blocks = self.cache_blocks
+            _replaced.replace(manager.coordinator, self.cache_blocks)
         self._learned: LearnedRequests | None = None
-        self._update_from_output = scheduler.update_from_output
         if connector.options.blending and connector.options.learn_segments:
             self._learned = LearnedRequests(scheduler, self._side)
             methods.append(self.update_from_output)
-        self._replaced = [method.__name__ for method in methods]
         for method in methods:
-            setattr(scheduler, method.__name__, method)
-        manager.get_num_common_prefix_blocks = self.get_num_common_prefix_blocks
+            _replaced.replace(scheduler, method)
+        _replaced.replace(manager, self.get_num_common_prefix_blocks)
 
-    def take_back(self) -> None:
-        manager = self._scheduler.kv_cache_manager
-        vars(manager).pop("get_num_common_prefix_blocks", None)
-        vars(manager.coordinator).pop("cache_blocks", None)
-        for name in self._replaced:
-            vars(self._scheduler).pop(name, None)
-
-    def has_finished_requests(self) -> bool:
+    def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
         """Whether steps are needed although no request waits for any."""
-        return self._has_finished_requests() or self._side.has_work or bool(self._row_ids)
+        return wrapped() or self._side.has_work or bool(self._row_ids)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
         if request.request_id not in self._scheduler.requests:  # Not the update of a session.
             self._side.note_new(request)
-        self._add_request(request)
+        wrapped(request)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+    def cache_blocks(
+        self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
+    ) -> None:
         """Cache blocks of a request that are for everyone."""
         shared_tokens = self._side.shared_tokens(request.request_id)
         if shared_tokens is not None:
             num_computed_tokens = min(num_computed_tokens, shared_tokens)
-        self._cache_blocks(request, num_computed_tokens)
+        wrapped(request, num_computed_tokens)
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+    def get_num_common_prefix_blocks(
+        self, wrapped: Callable[[str], list[int]], running_request_id: str
+    ) -> list[int]:
         """Blocks with which all running requests begin, for cascade attention.
 
         Upstream compares references with the number of requests: those of the connector, and rows
         that are not requests, make that wrong.
         """
-        counts = self._count_common_blocks(running_request_id)
+        counts = wrapped(running_request_id)
         if self._has_rows or self._side.num_references:
             return [0] * len(counts)
         return counts
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, wrapped: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         """Schedule a step in which, besides what upstream plans, holes are computed.
 
         A row of a hole is a request of its own to the workers: with the block table of the request
@@ -212,7 +190,7 @@ class ConnectedScheduler:
         try:
             if self._learned is not None:
                 self._learned.begin_step()
-            output = self._schedule()
+            output = wrapped()
         finally:
             scheduler.max_num_scheduled_tokens = most_tokens
             scheduler.max_num_running_reqs = most_requests
@@ -225,15 +203,20 @@ class ConnectedScheduler:
             correct_hits(scheduler, new)
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, from_model: Any) -> Any:
+    def update_from_output(
+        self, wrapped: Callable[..., Any], scheduler_output: SchedulerOutput, from_model: Any
+    ) -> Any:
         """Note the output of a step. Nobody is told of requests of our own."""
         assert self._learned is not None
-        outputs = self._update_from_output(scheduler_output, from_model)
+        outputs = wrapped(scheduler_output, from_model)
         self._learned.drop_outputs(outputs)
         return outputs
 
     def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
+        self,
+        wrapped: Callable[[bool, bool], bool],
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
     ) -> bool:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
         for request_id in self._side.end_hole_step():
@@ -246,7 +229,7 @@ class ConnectedScheduler:
             self._side.abandon_stores()
         self._is_resetting = True
         try:
-            return self._reset_prefix_cache(reset_running_requests, reset_connector)
+            return wrapped(reset_running_requests, reset_connector)
         finally:
             self._is_resetting = False
             if reset_connector:
@@ -277,7 +260,9 @@ class ConnectedScheduler:
             scheduler.failed_recving_kv_req_ids.discard(request_id)
             scheduler._inflight_prefills.discard(request)
 
-    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+    def _update_waiting_for_remote_kv(
+        self, wrapped: Callable[[Request], None], request: Request
+    ) -> None:
         """A load has ended. If it failed, another may begin, which takes blocks anew.
 
         vLLM goes on behind what the device had, where there was something. And vLLM 0.23.0 admits a
@@ -287,25 +272,28 @@ class ConnectedScheduler:
         has_failed = request.request_id in self._scheduler.failed_recving_kv_req_ids
         if has_failed and self._side.is_looked_up_again(request.request_id):
             request.num_computed_tokens = 0
-        self._note_received(request)
+        wrapped(request)
         if not request.num_computed_tokens:
             self._scheduler._inflight_prefills.discard(request)
 
-    def _update_request_as_session(self, session: Request, update: Any) -> None:
+    def _update_request_as_session(
+        self, wrapped: Callable[[Request, Any], None], session: Request, update: Any
+    ) -> None:
         """Continue a session, whose last token upstream drops, but not from the hashes."""
         hash_tokens = self._scheduler.kv_cache_manager.block_pool.hash_block_size
         del session.block_hashes[session.num_computed_tokens // hash_tokens :]
-        self._update_session(session, update)
+        wrapped(session, update)
 
     def _mamba_block_aligned_split(
         self,
+        wrapped: Callable[..., int],
         request: Request,
         num_new_tokens: int,
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
         """Shorten a prefill step so that it leaves the state of a boundary that is to be stored."""
-        num_new_tokens = self._align_step(
+        num_new_tokens = wrapped(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
         if num_new_tokens <= 1:
@@ -320,11 +308,13 @@ class ConnectedScheduler:
             return num_new_tokens
         return min(num_new_tokens, stop_tokens - computed_tokens)
 
-    def _preempt_request(self, request: Request, timestamp: float) -> None:
+    def _preempt_request(
+        self, wrapped: Callable[[Request, float], None], request: Request, timestamp: float
+    ) -> None:
         """Store what a request has computed, before its blocks are freed."""
         if not self._is_resetting:  # Its pages may be gone before a step can read them.
             self._side.preempt(request)
-        self._preempt(request, timestamp)
+        wrapped(request, timestamp)
 
 
 def _cached_blocks(
@@ -361,7 +351,7 @@ def _require_intact_pages(scheduler: Scheduler) -> None:
         )
 
 
-_connected: WeakSet[ConnectedScheduler] = WeakSet()
+_replaced = InstanceMethods()
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
@@ -375,7 +365,7 @@ PATCHES = (
         feature="connector",
         vllm=("==0.23.0.*",),
         wrapper=connect,
-        undo=disconnect,
+        undo=_replaced.take_back,
         why="A connector is not told the block tables; an engine without requests stops, whatever "
         "its connector still does; and prefill steps end anywhere, where a state has to be left to "
         "be stored.",

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of upstream defects: on by default, each with a switch, none of them needs the others.
 
-One module per upstream module, named after it. Knows nothing of retention but whether it is on.
+One module per upstream module, named after it; `discarded_frames`, too, is for the scheduler's.
+Knows nothing of retention but whether it is on.
 """
 
 from vllm_ascend_kvext.patches.repairs import (
     async_scheduler,
+    discarded_frames,
     kv_cache_coordinator,
     kv_cache_manager,
     scheduler,
@@ -18,5 +20,6 @@ PATCHES: tuple[Patch, ...] = (
     *kv_cache_coordinator.PATCHES,
     *single_type_kv_cache_manager.PATCHES,
     *async_scheduler.PATCHES,
+    *discarded_frames.PATCHES,
     *scheduler.PATCHES,
 )

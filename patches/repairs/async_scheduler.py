@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-_waiting: WeakSet[KVCacheCoordinator] = WeakSet()
-_REPLACED = "remove_skipped_blocks"
+_replaced = InstanceMethods()
 
 
 def have_windows_wait(
@@ -37,21 +36,16 @@ def have_windows_wait(
     if not scheduler.num_spec_tokens or not any(map(_has_window, coordinator.single_type_managers)):
         return
 
-    def remove_skipped_blocks(request_id: str, total_computed_tokens: int) -> None:
-        wait_for_drafts(coordinator, requests, request_id, total_computed_tokens)
+    def remove_skipped_blocks(
+        wrapped: Callable[..., None], request_id: str, total_computed_tokens: int
+    ) -> None:
+        wait_for_drafts(wrapped, coordinator, requests, request_id, total_computed_tokens)
 
-    setattr(coordinator, _REPLACED, remove_skipped_blocks)
-    _waiting.add(coordinator)
-
-
-def stop_waiting() -> None:
-    """Leave all coordinators as upstream made them."""
-    for coordinator in _waiting:
-        vars(coordinator).pop(_REPLACED, None)
-    _waiting.clear()
+    _replaced.replace(coordinator, remove_skipped_blocks)
 
 
 def wait_for_drafts(
+    wrapped: Callable[..., None],
     coordinator: KVCacheCoordinator,
     requests: Mapping[str, Request],
     request_id: str,
@@ -60,6 +54,7 @@ def wait_for_drafts(
     """Free what has left the windows, should all drafts in flight be rejected.
 
     Args:
+        wrapped: Frees what has left them, should all be accepted.
         requests: Those that the scheduler knows, by id.
     """
     request = requests.get(request_id)
@@ -73,9 +68,7 @@ def wait_for_drafts(
     ):
         num_drafts = drafts_in_flight(request)
     if not num_drafts:
-        return type(coordinator).remove_skipped_blocks(
-            coordinator, request_id, total_computed_tokens
-        )
+        return wrapped(request_id, total_computed_tokens)
     for manager in coordinator.single_type_managers:
         # A Mamba manager makes allowance for drafts itself.
         allowance_tokens = num_drafts if _has_window(manager) else 0
@@ -111,7 +104,7 @@ PATCHES = (
         feature="drafts-in-flight",
         vllm=("==0.23.0.*",),
         wrapper=have_windows_wait,
-        undo=stop_waiting,
+        undo=_replaced.take_back,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "
         "as if all drafts in flight had been accepted; after a rejection the request reads what "
         "others have written there (vLLM #47728).",

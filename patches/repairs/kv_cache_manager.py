@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_manager.py``: hits end in all groups alike."""
+"""``vllm/v1/core/kv_cache_manager.py``: hits end in all groups alike, and were computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
@@ -46,7 +47,35 @@ def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]
     return groups
 
 
+def uncache_what_was_not_computed(
+    wrapped: Callable[..., None], manager: KVCacheManager, request: Request
+) -> None:
+    """Uncache the blocks of a preempted request whose tokens were scheduled and never computed.
+
+    They are counted as computed once the step is planned. A request that is preempted before has
+    cached more than it counts. Only what runs is preempted; of others, a load that failed may have
+    set the count to 0, and what they had hit is right.
+    """
+    from vllm.v1.request import RequestStatus
+
+    if request.status == RequestStatus.RUNNING:
+        coordinator = manager.coordinator
+        uncomputed = [
+            block
+            for group in coordinator.single_type_managers
+            for block in group.req_to_blocks.get(request.request_id, ())[
+                request.num_computed_tokens // tokens_per_block(coordinator, group) :
+            ]
+            if block.block_hash is not None
+        ]
+        if uncomputed:
+            RetainedPool(manager.block_pool).discard(uncomputed)
+    wrapped(request)
+
+
 _VLLM = ("==0.23.0.*",)
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 _ASCEND_COORDINATOR = (
     "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
 )
@@ -68,6 +97,27 @@ PATCHES = (
         ascend=(
             f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
             f"{_ASCEND_COORDINATOR}._get_effective_block_size",
+        ),
+    ),
+    Patch(
+        id="KVX-309",
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
+        kind=Kind.WRAP,
+        feature="preempted-in-step",
+        vllm=_VLLM,
+        wrapper=uncache_what_was_not_computed,
+        why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
+        "(by priority) in the same step leaves blocks that can be hit and were never computed.",
+        retire_when="upstream uncaches them; vLLM 0.30.0 does not (pull request 43569 is open)",
+        relies_on=(
+            f"{_SCHEDULER}._preempt_request",
+            f"{_SCHEDULER}._update_after_schedule",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_LIFETIME}:_patched_allocate_slots",
+            f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
         ),
     ),
 )

@@ -26,13 +26,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, Reach, reach_of
 
 if TYPE_CHECKING:
@@ -62,19 +62,12 @@ def recover_from_failed_loads(
     """Have a new scheduler recover from failed loads, if upstream's cannot."""
     wrapped(*args, **kwargs)
     if scheduler.connector is not None and not is_all_full_attention(scheduler.kv_cache_config):
-        _recovering.add(LoadRecovery(scheduler))
+        LoadRecovery(scheduler)  # Its methods are the scheduler's now.
 
 
 def is_recovering(scheduler: Scheduler) -> bool:
     """Whether a failed load costs this scheduler a recomputation only."""
-    return any(recovery.scheduler is scheduler for recovery in _recovering)
-
-
-def stop_recovering() -> None:
-    """Leave all schedulers and connectors as upstream made them."""
-    for recovery in _recovering:
-        recovery.take_back()
-    _recovering.clear()
+    return _replaced.has_any_of(scheduler)
 
 
 @dataclass(slots=True)
@@ -111,33 +104,19 @@ class LoadRecovery:
         self._failed_request_ids: frozenset[str] = frozenset()
         self._preempted_ids: set[str] = set()
         connector = scheduler.connector
-        self._schedule = scheduler.schedule
-        self._update_from_output = scheduler.update_from_output
         # Of several connectors, all have to.
         self._forgets_failed_loads = all(
             getattr(each, FORGETS_FAILED_LOADS, False)
             for each in getattr(connector, "_connectors", None) or (connector,)
         )
-        self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
-        self._build_connector_meta = connector.build_connector_meta
-        self._replaced = [
-            (owner, method.__name__)
-            for owner, method in (
-                (scheduler, self.schedule),
-                (scheduler, self.update_from_output),
-                (scheduler, self._handle_invalid_blocks),
-                (connector, self.get_num_new_matched_tokens),
-                (connector, self.build_connector_meta),
-            )
-        ]
-        for owner, name in self._replaced:
-            setattr(owner, name, getattr(self, name))
+        for method in (self.schedule, self.update_from_output, self._handle_invalid_blocks):
+            _replaced.replace(scheduler, method)
+        for method in (self.get_num_new_matched_tokens, self.build_connector_meta):
+            _replaced.replace(connector, method)
 
-    def take_back(self) -> None:
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(
+        self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
+    ) -> SchedulerOutput:
         """Plan a step, and remember it until its output is processed."""
         from vllm.v1.core.sched.interface import PauseState
 
@@ -148,7 +127,7 @@ class LoadRecovery:
             # cannot tell the one from the other.
             scheduler._pause_state = PauseState.PAUSED_NEW
         try:
-            output = self._schedule(*args, **kwargs)
+            output = wrapped(*args, **kwargs)
         finally:
             scheduler._pause_state = pause_state
         admitted = [new.req_id for new in output.scheduled_new_reqs]
@@ -157,7 +136,9 @@ class LoadRecovery:
         self._steps.append(_Step(output, hit_tokens))
         return output
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(
+        self, wrapped: Callable[..., KVConnectorMetadata], scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
         """Report what was preempted for failed loads, to the connector and to the workers."""
         if self._preempted_ids:
             waiting = self._preempted_ids & self.scheduler.requests.keys()
@@ -165,26 +146,30 @@ class LoadRecovery:
                 scheduler_output.preempted_req_ids or set()
             )
             self._preempted_ids.clear()
-        return self._build_connector_meta(scheduler_output)
+        return wrapped(scheduler_output)
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
+        self,
+        wrapped: Callable[..., tuple[int | None, bool]],
+        request: Request,
+        num_computed_tokens: int,
     ) -> tuple[int | None, bool]:
         """Ask the connector, and use its answer unless it may offer what has failed to load.
 
         It is asked in any case: connectors forget there what they knew of an earlier admission.
         """
         setattr(request, _HIT_TOKENS, num_computed_tokens)
-        num_external_tokens, is_async = self._get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
+        num_external_tokens, is_async = wrapped(request, num_computed_tokens)
         may_fail_again = getattr(request, _LOAD_FAILED, False) and not self._forgets_failed_loads
         if num_external_tokens and may_fail_again:
             return 0, False
         return num_external_tokens, is_async
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self,
+        wrapped: Callable[..., dict[int, EngineCoreOutputs]],
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
     ) -> dict[int, EngineCoreOutputs]:
         """Process the output of a step without what it has computed for preempted requests."""
         while self._steps and self._steps[0].output is not scheduler_output:
@@ -203,13 +188,14 @@ class LoadRecovery:
                 self._null_id
             }
         try:
-            return self._update_from_output(scheduler_output, model_runner_output)
+            return wrapped(scheduler_output, model_runner_output)
         finally:
             if self._steps:
                 self._steps.popleft()
 
     def _handle_invalid_blocks(
         self,
+        _wrapped: Callable[..., set[str]],
         invalid_block_ids: set[int],
         num_scheduled_tokens: dict[str, int] | None = None,
     ) -> set[str]:
@@ -358,7 +344,7 @@ class LoadRecovery:
             )
 
 
-_recovering: WeakSet[LoadRecovery] = WeakSet()
+_replaced = InstanceMethods()
 
 
 def _failed_request_ids(connector_output: Any) -> frozenset[str]:
@@ -403,7 +389,7 @@ PATCHES = (
         feature="failed-loads",
         vllm=("==0.23.0.*",),
         wrapper=recover_from_failed_loads,
-        undo=stop_recovering,
+        undo=_replaced.take_back,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "
         "failed ends the engine with every request in it (vLLM issue 45474). Where it has one of a "
         "sliding window, the request goes on from a token whose window is gone.",

@@ -32,7 +32,6 @@ def test_outputs_are_those_of_a_run_without_failures(load: ExternalLoad, is_asyn
                 num_blocks=workload.options.num_blocks * 3,
                 external_load=load,
                 is_async=is_async,
-                by_priority=False,
                 failing_loads=FailingLoads(seed=seed, max_steps=3),
             )
             workload = replace(workload, options=options, resets=())

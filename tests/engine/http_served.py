@@ -128,7 +128,6 @@ class Client:
     def complete(self, prompt: Tokens, reply_tokens: int, **extra_args: Any) -> dict[str, Any]:
         """What a client is sent."""
         body = {
-            "model": MODEL_NAME,
             "vllm_xargs": extra_args,
             "prompt": prompt,
             "max_tokens": reply_tokens,
@@ -137,7 +136,11 @@ class Client:
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        response: dict[str, Any] = json.loads(self._post("/v1/completions", body))
+        return self.post("/v1/completions", body)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask the model at an endpoint of the server."""
+        response: dict[str, Any] = json.loads(self._post(path, {"model": MODEL_NAME, **body}))
         return response
 
     def _answer(self, prompt: Tokens, reply_tokens: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 LOGPROB_TOLERANCE = 1e-4
 """fp32; a prefill in other chunks has been seen to differ by 0, a wrong cached block by 2 to 3."""
@@ -89,14 +90,17 @@ class Ended:
     log: str
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
 def example() -> ModuleType:
     """`examples/retention.py`, whose model the tests serve."""
-    path = Path(__file__).parents[2] / "examples" / "retention.py"
-    spec = importlib.util.spec_from_file_location("example_retention", path)
+    spec = importlib.util.spec_from_file_location("example_retention", EXAMPLES / "retention.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        spec.loader.exec_module(module)
     return module
 
 

@@ -246,9 +246,6 @@ class BlendMachine(EngineMachine):
         layout = data.draw(st.sampled_from(self.layouts))
         if engine["is_async"]:
             engine["drafter"] = None
-        if engine["by_priority"]:
-            # vLLM caches what it schedules, and may preempt it in the same step: never computed.
-            engine["caching"] = False
         engine["max_num_batched_tokens"] = max(
             engine["max_num_batched_tokens"], 2 * engine["max_num_seqs"]
         )

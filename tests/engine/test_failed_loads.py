@@ -20,6 +20,7 @@ from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
+from support.scheduler.connector import ScriptedConnector
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import CacheContents, blocks_are_conserved
 from support.scheduler.layouts import (
@@ -43,6 +44,7 @@ from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.request import Request
 
+from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
@@ -58,6 +60,7 @@ LAYOUTS = [
     MAMBA,
     MAMBA_WINDOW,
 ]
+REPAIRED = frozenset(repair.name for repair in REPAIRS)
 
 every_load = pytest.mark.parametrize(
     "load", [ExternalLoad.IN_STEP, ExternalLoad.BETWEEN_STEPS], ids=lambda load: load.value
@@ -75,8 +78,7 @@ def repaired() -> Iterator[None]:
 
 def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how: Any) -> Workload:
     """A random workload, in a small pool, whose connector fails half of its loads."""
-    repairs = frozenset({"two-phase-allocation"})
-    workload = without_upstream_defects(random_workload(layout, seed), repairs)
+    workload = without_upstream_defects(random_workload(layout, seed), REPAIRED)
     options = workload.options
     # Loads between steps hold their blocks while they wait for each other. Of states that are
     # loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
@@ -90,8 +92,6 @@ def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how
         num_blocks=num_blocks,
         external_load=load,
         is_async=is_async,
-        # Upstream leaves blocks in the cache that it preempts, by priority, before their step.
-        by_priority=False,
         failing_loads=FailingLoads(**{"seed": seed, "max_steps": 3, **how}),
     )
     # Upstream cannot preempt for a reset while a connector holds blocks.
@@ -526,15 +526,19 @@ class TestOneCaseAtATime:
         story.finish()
 
     @every_load
-    def test_the_connector_is_asked_again(self, load: ExternalLoad) -> None:
+    def test_the_connector_is_asked_again(
+        self, load: ExternalLoad, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Some renew what they know of a request only then (LMCache's, vLLM's offloading)."""
-        story = Story(new_engine(load))
         asked: list[str] = []
-        recovery = story.engine.scheduler.schedule.__self__
-        ask = recovery._get_num_new_matched_tokens
-        recovery._get_num_new_matched_tokens = lambda request, tokens: (
-            asked.append(request.request_id) or ask(request, tokens)
-        )
+        ask = ScriptedConnector.get_num_new_matched_tokens
+
+        def noted(self: ScriptedConnector, request: Request, num_tokens: int) -> Any:
+            asked.append(request.request_id)
+            return ask(self, request, num_tokens)
+
+        monkeypatch.setattr(ScriptedConnector, "get_num_new_matched_tokens", noted)
+        story = Story(new_engine(load))
         fail_next_load(story.engine.runner)
         story.add(plan(2, range(self.PROMPT_TOKENS)))
         story.finish()

@@ -194,9 +194,7 @@ def check_nothing_is_remembered(engine: LearningEngine) -> None:
     assert not engine.parts.blending.stores._segment_ids
     if learning is not None:
         assert not learning._begun and not learning._queue and not learning._known
-        (connected,) = (
-            each for each in patched_scheduler._connected if each._scheduler is engine.scheduler
-        )
+        connected = engine.scheduler.update_from_output.func.__self__
         assert connected._learned is not None and not connected._learned._ids
 
 

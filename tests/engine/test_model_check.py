@@ -37,6 +37,7 @@ ENGINES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
     "full attention": (FULL, "cache", "none", {}, {}),
     "the same again": (FULL, "cache", "none", {}, {}),
     "other options": (FULL, "cache", "none", {"blend_head_tokens": 32}, {}),
+    "small chunks": (FULL, "small-chunks", "none", {"chunk_tokens": 16}, {}),
     "windows": (WINDOWS, "cache", "none", {}, {}),
     "questions": (FULL, "cache", "none", {"blend_selector": "question"}, {}),
     "wrong rows": (FULL, "wrong-rows", "loads_other_rows", {}, {}),
@@ -52,6 +53,7 @@ PASSED = [
     "full attention",
     "the same again",
     "other options",
+    "small chunks",
     "windows",
     "questions",
 ]

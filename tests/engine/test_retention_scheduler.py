@@ -120,7 +120,7 @@ def test_forgets_what_a_preempted_request_did_not_compute(
     """Upstream caches blocks when it schedules; a request preempted in that step leaves them."""
     monkeypatch.setenv(INTERVAL_VARIABLE, "0")
     names = ("wide-window-43", "wide-window-45", "wide-window-58")
-    candidates = [without_upstream_defects(workload_of(name)) for name in names]
+    candidates = [without_upstream_defects(workload_of(name), REPAIRED) for name in names]
     with retention_installed():
         assert not first_violation(candidates, lambda workload: [CacheContents(workload)])
     monkeypatch.delenv(INTERVAL_VARIABLE)

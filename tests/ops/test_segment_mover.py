@@ -327,11 +327,33 @@ def test_keys_of_the_first_layer_are_checked_in_host_memory() -> None:
     stored = SegmentRows(3, 36, 64, 40, 5, 0, tuple(token_ids))
     worker.fill(turned(rows, 3 + np.arange(33)), 3, SOURCE)
     worker.mover.store([stored], SOURCE)
-    assert worker.mover.check_keys(stored).outcome is KeyCheckOutcome.PASSED
+    assert worker.mover.check_keys([stored]).outcome is KeyCheckOutcome.PASSED
     shuffled = tuple(random.permutation(token_ids).tolist())
-    found = worker.mover.check_keys(stored._replace(token_ids=shuffled))
+    found = worker.mover.check_keys([stored._replace(token_ids=shuffled)])
     assert found.outcome is KeyCheckOutcome.FAILED
     worker.fill(rows, 3, SOURCE)
     worker.mover.store([stored], SOURCE)
-    found = worker.mover.check_keys(stored)
+    found = worker.mover.check_keys([stored])
     assert found.outcome is KeyCheckOutcome.FAILED and found.message.startswith("keys of the first")
+
+
+def test_keys_of_small_chunks_are_checked_together() -> None:
+    """Each token occurs twice, in two chunks. Sections lie in any order, with a gap before one."""
+    token_ids = (*range(12), *range(10))
+    of_token = random_rows(12)
+    worker = Worker()
+    rows = [row[list(token_ids)] for row in of_token]
+    worker.fill(turned(rows, 3 + np.arange(22)), 3, SOURCE)
+    chunks = [
+        SegmentRows(3 + first, 3 + end, offset, end - first, 0, 0, token_ids[first:end])
+        for first, end, offset in ((0, 5, 4096), (5, 10, 64), (12, 22, 8192))
+    ]
+    worker.mover.store(chunks, SOURCE)
+    for chunk in chunks:
+        assert worker.mover.check_keys([chunk]).outcome is KeyCheckOutcome.NOT_CHECKED
+    found = worker.mover.check_keys(chunks)
+    assert found.outcome is KeyCheckOutcome.PASSED
+    assert found.message.startswith("10 pairs of equal tokens")
+    swapped = [chunks[0]._replace(offset_bytes=64), chunks[1]._replace(offset_bytes=4096)]
+    found = worker.mover.check_keys([*swapped, chunks[2]])
+    assert found.outcome is KeyCheckOutcome.FAILED

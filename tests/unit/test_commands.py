@@ -356,7 +356,7 @@ class TestFingerprint:
         self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(arguments) == 1
-        assert f"{self.NAME}: stored nothing" in capsys.readouterr().out
+        assert f"not stored  {self.NAME}" in capsys.readouterr().out
         assert main([*arguments, "--write"]) == 0
         assert main(arguments) == 0
         assert "As stored: vllm 0.23.0." in capsys.readouterr().out
@@ -382,6 +382,31 @@ class TestFingerprint:
         assert main([*arguments, "--write"]) == 1
         assert "does not define 'Pool.gone'" in capsys.readouterr().out
         assert not (tmp_path / "store.json").exists()
+
+    def test_a_version_that_no_patch_names_is_compared_with_every_stored_one(
+        self,
+        arguments: list[str],
+        add_package: AddPackage,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        names = ("Pool.free", "Pool.find", "Pool.count")
+        monkeypatch.setattr(fingerprint, "PATCHES", tuple(map(declare, names)))
+        main([*arguments, "--write"])
+        new = SOURCE.replace("prepend=False", "prepend=True").replace("def count", "def number")
+        add_package(PACKAGE, {"pool": new})
+        capsys.readouterr()
+        arguments[arguments.index("0.23.0")] = "0.30.0"
+        assert main(arguments) == 1
+        _, *rows = (line.split("  ") for line in capsys.readouterr().out.splitlines())
+        assert [[cell.strip() for cell in row if cell.strip()][:2] for row in rows] == [
+            ["absent", f"{MODULE}:Pool.count"],
+            ["differs from 0.23.0", f"{MODULE}:Pool.free"],
+            ["as in 0.23.0", f"{MODULE}:Pool.find"],
+        ]
+        assert main([*arguments, "--write"]) == 1, "nothing is stored that no patch counts on"
+        assert "no patch names it" in capsys.readouterr().out
+        assert main(arguments) == 1
 
     def test_half_a_source_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["fingerprint", "--version", "0.23.0"]) == 2

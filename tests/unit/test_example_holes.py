@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def example() -> Iterator[ModuleType]:
     """Modules of examples have names that benchmarks have, too."""
     with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        for name in ("holes", "offload_hybrid", "retention"):
+        for name in ("holes", "offload_hybrid", "retention", "engine_log"):
             sys.modules.pop(name, None)
         yield importlib.import_module("holes")
 

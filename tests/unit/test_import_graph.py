@@ -21,7 +21,10 @@ FOLDERS = [Path(folder) for folder in vllm_ascend_kvext.__path__]
 """Of an installed package one; of a checkout also the one in which ``patches/`` lies."""
 
 ALLOWED = {
-    "blending": {"holes", "store", "layout", "groups", "transfer", "errors"},
+    "blending": {
+        *("holes", "store", "layout", "groups", "transfer", "errors"),
+        "request_arguments",
+    },
     "compat": set(),
     "errors": set(),
     "features": {"patching"},
@@ -32,7 +35,8 @@ ALLOWED = {
     "patching": {"compat", "errors", "settings", "features"},
     "lmcache": {"groups", "errors"},
     "prefix_cache": {"groups"},
-    "retention": {"groups", "prefix_cache", "native"},
+    "request_arguments": set(),
+    "retention": {"groups", "prefix_cache", "native", "request_arguments"},
     "settings": {"errors", "features"},
     "store": {"layout", "transfer", "groups", "errors"},
     "transfer": {"errors", "settings", "native"},
@@ -46,6 +50,7 @@ NO_VLLM = (
     "layout",
     "lmcache",
     "prefix_cache",
+    "request_arguments",
     "retention",
     "store",
     "transfer",

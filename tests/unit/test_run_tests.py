@@ -56,6 +56,19 @@ def test_the_levels_that_need_vllm_run_on_every_version(run_tests: ModuleType) -
     assert [suite.paths for suite in suites if suite.environment == "python-3.12"] == [("unit",)]
 
 
+def test_of_further_releases_of_vllm_ascend_the_sources_are_compared(
+    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    sources = tmp_path / ".venv" / "vllm-ascend-2.0.post1"
+    (sources / "vllm_ascend").mkdir(parents=True)
+    without, with_it = (list(run_tests.suites(UPSTREAMS, [], more)) for more in ([], ["2.0.post1"]))
+    (suite,) = (suite for suite in with_it if suite not in without)
+    assert suite.environment == "vllm-2.0"
+    assert suite.variables == {"KVEXT_ASCEND_SOURCES": str(sources)}
+    assert {file.parent for file in files_of(suite.paths)} == {TESTS / "contract"}
+
+
 def test_all_but_the_main_version_run_a_sample(run_tests: ModuleType) -> None:
     for suite in run_tests.suites(UPSTREAMS, pythons=["3.12"]):
         is_sample = suite.variables.get("KVEXT_TESTS") == "sample"

@@ -28,7 +28,7 @@ from vllm_ascend_kvext.transfer.schema import PairStyle
 
 Numbers = npt.NDArray[np.float64]
 ReadRows = Callable[[Sequence[int]], Numbers]
-"""Rows of some tokens, counted from the segment's first. shape: [tokens, heads, head_elements]."""
+"""Rows of some of the checked tokens, by their places. shape: [tokens, heads, head_elements]."""
 
 FEWEST_PAIRS = 8
 MOST_PAIRS = 64
@@ -76,26 +76,24 @@ class KeyGate:
         self._checking = threading.Lock()
 
     def check(
-        self, check: Callable[[SegmentRows], KeyCheck], segments: Sequence[SegmentRows]
+        self, check: Callable[[Sequence[SegmentRows]], KeyCheck], rows: Sequence[SegmentRows]
     ) -> KeyCheck | None:
-        """Check the segments of a store, one after the other, until that says something.
+        """Check all chunks of a store together: a small one has too few equal tokens.
 
         Returns:
             None if an earlier store has settled it.
         """
-        found = None
         with self._checking:
-            for rows in segments:
-                if self._is_settled:
-                    break
-                found = check(rows)
-                self._is_settled = found.outcome is not KeyCheckOutcome.NOT_CHECKED
+            if self._is_settled:
+                return None
+            found = check(rows)
+            self._is_settled = found.outcome is not KeyCheckOutcome.NOT_CHECKED
         return found
 
 
 def check_keys(
     token_ids: Sequence[int],
-    first_position: int,
+    positions: Sequence[int],
     signature: RotarySignature,
     read_keys: ReadRows,
     read_values: Sequence[ReadRows],
@@ -103,8 +101,8 @@ def check_keys(
     """Compare the keys, and the values, of tokens that occur more than once.
 
     Args:
-        token_ids: Of the segment.
-        first_position: Of its first token.
+        token_ids: Of the segment, or of those of its chunks that are stored.
+        positions: At which they were computed; ascending.
         signature: How keys of the first layer turn.
         read_keys: Rows of the first layer.
         read_values: The same of its values; none if rows are latents.
@@ -117,10 +115,11 @@ def check_keys(
             f"{len(pairs)}",
         )
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
-    shifts = np.array(others) - np.array(ones)
+    other_positions = np.array(positions)[others]
+    shifts = other_positions - np.array(positions)[ones]
     wanted = read_keys(others)
     limit = _ROUNDINGS * HALF_UNITS[signature.dtype] + _OTHER_ORDER_OF_SUMS
-    angle_errors = 2 * (first_position + np.array(others)) * _ANGLE_ERROR
+    angle_errors = 2 * other_positions * _ANGLE_ERROR
     compared = [
         (
             "keys",
@@ -140,7 +139,7 @@ def check_keys(
             return KeyCheck(
                 KeyCheckOutcome.FAILED,
                 f"{what} of the first layer, token {token_ids[one]} at positions "
-                f"{first_position + one} and {first_position + other}: expected them equal within "
+                f"{positions[one]} and {positions[other]}: expected them equal within "
                 f"{limits[worst]:.2g} of their length, keys once one is turned to the other, found "
                 f"{found[worst]:.2g}; so in {int(is_wrong.sum())} of {len(pairs)} pairs. What the "
                 "model does to them depends on more than their token and a rotation. Serve it "

@@ -156,22 +156,41 @@ class SegmentMover:
                 pages.write(_slots_of(batch), staged)
         return self._num_bytes(rows)
 
-    def check_keys(self, rows: SegmentRows) -> KeyCheck:
+    def check_keys(self, rows: Sequence[SegmentRows]) -> KeyCheck:
         """Whether the keys that a store has stored turn with their positions alone.
 
         Of the model's first layer, whose keys depend on nothing else; see `key_check`.
+
+        Args:
+            rows: Chunks of one segment, ascending.
         """
         planes = self._require_pages().planes
-        section = self._section(rows)
         layer_name = planes[0].layer_name
         keys, *values = (
-            partial(_numbers, section, index, plane, rows.num_tokens)
+            partial(_numbers, self._host, self._row_offsets_bytes(rows, index), plane)
             for index, plane in enumerate(planes)
             if plane.layer_name == layer_name
         )
         signature = planes[0].keys
         assert signature is not None, "keys come before values"
-        return check_keys(rows.token_ids, rows.first_tokens, signature, keys, values)
+        token_ids = [token_id for each in rows for token_id in each.token_ids]
+        positions = [
+            position for each in rows for position in range(each.first_tokens, each.end_tokens)
+        ]
+        return check_keys(token_ids, positions, signature, keys, values)
+
+    def _row_offsets_bytes(
+        self, rows: Sequence[SegmentRows], plane_index: int
+    ) -> npt.NDArray[np.int64]:
+        """Where the rows of tokens begin in host memory, in one plane. shape: [tokens]."""
+        row_bytes = self.layout.row_bytes[plane_index]
+        return np.concatenate(
+            [
+                self._section(each).plane_offsets_bytes[plane_index]
+                + (each.first_row + np.arange(each.num_tokens)) * row_bytes
+                for each in rows
+            ]
+        )
 
     def _stage(self, pages: TokenPages, batch: Sequence[_Staged]) -> HostRows:
         """Bring the rows of some tokens to staging, rotated."""
@@ -324,14 +343,15 @@ class SegmentMover:
 
 
 def _numbers(
-    section: HostRows, index: int, plane: TokenPlane, num_tokens: int, tokens: Sequence[int]
+    memory: torch.Tensor,
+    row_offsets_bytes: npt.NDArray[np.int64],
+    plane: TokenPlane,
+    tokens: Sequence[int],
 ) -> npt.NDArray[np.float64]:
     """Rows of some tokens in one plane. shape: [tokens, heads, head_elements]."""
-    first = section.plane_offsets_bytes[index] + section.first_row * plane.row_bytes
-    found = section.memory.numpy()[first : first + num_tokens * plane.row_bytes]
-    of_tokens = found.reshape(num_tokens, plane.row_bytes)[list(tokens)]
+    offsets = row_offsets_bytes[list(tokens), None] + np.arange(plane.row_bytes)
     shape = len(tokens), plane.num_heads, plane.head_elements
-    return numbers_of(of_tokens, plane.dtype).reshape(shape)
+    return numbers_of(memory.numpy()[offsets], plane.dtype).reshape(shape)
 
 
 _STORE_AS_IT_IS = "Store tokens as they are; a load moves them."

@@ -6,23 +6,18 @@ A segment is a text that is known by itself, such as a document, wherever it sta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
-_MOST_SHOWN = 100
-"""Characters of what a client has sent."""
 
 # The OpenAI server turns true into a number or a text. Numbers equal truth values.
-_TRUTHS: dict[Any, bool] = {
-    **{True: True, False: False},
-    **{"true": True, "1": True, "false": False, "0": False},
-}
+_TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False}
 
 
 class Segment(NamedTuple):
@@ -45,8 +40,8 @@ def named_segments(extra_args: Mapping[str, Any] | None, num_tokens: int) -> lis
     """The segments that a request names.
 
     Args:
-        extra_args: Of its sampling parameters. `SEGMENTS_KEY` holds pairs of first and end token,
-            as lists, or as JSON text: the OpenAI server takes no lists of lists.
+        extra_args: Of its sampling parameters. `SEGMENTS_KEY` holds pairs of first and end token:
+            lists, or their JSON text.
         num_tokens: Of the prompt.
 
     Returns:
@@ -55,7 +50,7 @@ def named_segments(extra_args: Mapping[str, Any] | None, num_tokens: int) -> lis
     Raises:
         SegmentError: If they are something else, overlap, or lie outside the prompt.
     """
-    value = (extra_args or {}).get(SEGMENTS_KEY)
+    value = read_argument(extra_args, SEGMENTS_KEY)
     if value is None:
         return None
     segments = sorted(segment for segment in _parse(value) if segment.num_tokens)
@@ -74,7 +69,7 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
     Raises:
         SegmentError: If `STORE_KEY` is no truth value.
     """
-    value = (extra_args or {}).get(STORE_KEY)
+    value = read_argument(extra_args, STORE_KEY)
     if value is None:
         return False
     truth = None
@@ -82,7 +77,7 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
         truth = _TRUTHS.get(value.strip().lower() if isinstance(value, str) else value)
     if truth is None:
         raise SegmentError(
-            f"{STORE_KEY}: expected true or false, found {_shown(value)}. The prompt was computed, "
+            f"{STORE_KEY}: expected true or false, found {shown(value)}. The prompt was computed, "
             "and not stored as a segment: correct it."
         )
     return truth
@@ -125,36 +120,21 @@ def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
 
 
 def _parse(value: Any) -> list[Segment]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise _wrong(value, "pairs of numbers, as JSON") from None
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(_is_pair(pair) for pair in value):
-        raise _wrong(value, "a list of pairs of integers: first and end token of each segment")
+        raise _wrong(
+            value, "a list of pairs of integers, or its JSON text: first and end token of each"
+        )
     return [Segment(*pair) for pair in value]
 
 
 def _is_pair(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-    )
+    is_list = isinstance(value, (list, tuple))
+    return is_list and len(value) == 2 and all(map(is_integer, value))
 
 
 def _wrong(value: object, expected: str) -> SegmentError:
     return SegmentError(
-        f"{SEGMENTS_KEY}: expected {expected}, found {_shown(value)}. The prompt was computed "
+        f"{SEGMENTS_KEY}: expected {expected}, found {shown(value)}. The prompt was computed "
         "without reusing segments: correct them."
     )
-
-
-def _shown(value: object) -> str:
-    """What a client has sent, for people: it may be anything."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
-        return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

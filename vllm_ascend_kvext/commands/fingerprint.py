@@ -6,7 +6,10 @@ functions that it counts on have the stored ones. It has nothing to do with the 
 of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
 Reads files; imports none of vLLM, vLLM-Ascend and LMCache. Without --sources it reads what is
 installed.
-Exit status: 0 if everything is as stored (or was stored), 1 if not.
+Of a release that is not stored, every function that any patch counts on is listed, whether it is as
+in a stored version, differs from all, or is absent: what to read before a patch is declared for it.
+Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
+not stored, 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     for tree in trees:
         found, missing = read(tree, PATCHES)
         if arguments.write:
+            if not found and not missing:
+                differences.append(f"{tree}: nothing to store: no patch names it")
             if tree.distribution != VLLM_ASCEND:
                 differences += [f"{tree}: {reason}" for reason in missing]
             store = store.replacing(tree.distribution, tree.version, found)
-        else:
+        elif store.has_release(tree.distribution, tree.version):
             differences += compare(tree, found, store)
+        else:
+            differences += survey(tree, PATCHES, store)
     for difference in differences:
         print(difference)
     if arguments.write and not differences:
@@ -97,9 +105,13 @@ def installed_trees() -> list[SourceTree]:
 
 
 def functions_of_interest(
-    distribution: str, version: str, ledger: Iterable[Patch]
+    distribution: str, version: str | None, ledger: Iterable[Patch]
 ) -> tuple[str, ...]:
-    """The functions of a distribution that the ledger patches or counts on, sorted."""
+    """The functions of a distribution that the ledger patches or counts on, sorted.
+
+    Args:
+        version: Of the distribution; None for what is counted on in any version.
+    """
     if distribution == LMCACHE:
         return tuple(sorted({name for patch in ledger for name in patch.lmcache}))
     names: set[str] = set()
@@ -108,7 +120,9 @@ def functions_of_interest(
             names.update(patch.ascend)
         is_its_own = patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND)
         # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
-        if is_its_own and any(compat.version_in(version, versions) for versions in patch.vllm):
+        if is_its_own and (
+            version is None or any(compat.version_in(version, each) for each in patch.vllm)
+        ):
             names.update(patch.fingerprinted)
     return tuple(sorted(names))
 
@@ -139,3 +153,44 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
                 f"{tree}: {name}: stored {wanted}, found {found.get(name, 'nothing')}"
             )
     return differences
+
+
+def survey(tree: SourceTree, ledger: Iterable[Patch], store: FingerprintStore) -> list[str]:
+    """A table of all functions that count in any version, compared with each stored version."""
+    ledger = tuple(ledger)
+    stored = store.versions(tree.distribution)
+    rows: list[tuple[int, str, str, str]] = []
+    for name in functions_of_interest(tree.distribution, None, ledger):
+        fingerprints = {
+            version: store.distributions[tree.distribution][version][name]
+            for version in stored
+            if name in store.distributions[tree.distribution][version]
+        }
+        try:
+            found = fingerprint_source(tree.root, name)
+        except FingerprintError:
+            found = None
+        same = [version for version, expected in fingerprints.items() if expected == found]
+        if found is None:
+            order, what = 0, "absent"
+        elif same:
+            order, what = 3, f"as in {', '.join(same)}"
+        elif fingerprints:
+            order, what = 1, f"differs from {', '.join(fingerprints)}"
+        else:
+            order, what = 2, "not stored"
+        ids = [
+            patch.id
+            for patch in ledger
+            if name in patch.fingerprinted + patch.ascend + patch.lmcache
+        ]
+        rows.append((order, what, name, ", ".join(ids)))
+    rows.sort()
+    what_width = max((len(what) for _, what, _, _ in rows), default=0)
+    name_width = max((len(name) for _, _, name, _ in rows), default=0)
+    counts = Counter(what for _, what, _, _ in rows)
+    heading = "; ".join(f"{what}: {count}" for what, count in counts.items())
+    return [
+        f"{tree} is not stored. Functions that patches count on: {heading or 'none'}.",
+        *(f"{what:{what_width}}  {name:{name_width}}  {ids}" for _, what, name, ids in rows),
+    ]

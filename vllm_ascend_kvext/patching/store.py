@@ -42,6 +42,11 @@ class FingerprintStore:
         stored = self.distributions.get(distribution, {})
         return tuple(sorted(stored, key=Version, reverse=True))
 
+    def has_release(self, distribution: str, version: str) -> bool:
+        """Whether a version with the same release number is stored."""
+        release = _release(version)
+        return release is not None and release in map(_release, self.versions(distribution))
+
     def expected(self, distribution: str, version: str, name: str) -> frozenset[str]:
         """The fingerprints that fit an installed version.
 

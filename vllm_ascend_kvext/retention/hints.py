@@ -3,7 +3,7 @@
 
 A client that knows its prompts, for example where the system prompt ends, says so with
 ``SamplingParams(extra_args={"kvext_checkpoint_tokens": [1200]})``, over HTTP with
-``"vllm_xargs": {"kvext_checkpoint_tokens": [1200]}``. The first request then leaves a checkpoint
+``"vllm_xargs": {"kvext_checkpoint_tokens": "[1200]"}``. The first request then leaves a checkpoint
 there, and the second resumes from it.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.protocols import Prompt
 
@@ -32,29 +33,27 @@ def report_unusable_hints(request: Prompt) -> None:
     usable, hints = _split(request)
     if len(usable) < len(hints):
         logger.warning(
-            "Request %s: of %s=%r only %r are used: expected at most %d token counts between 1 "
-            "and the length of the prompt, %d.",
+            "Request %s: %s: expected at most %d numbers of tokens between 1 and the %d of the "
+            "prompt, as a list, its JSON text, or one number, found %s. It leaves checkpoints at "
+            "%s, and was computed as usual: correct the others.",
             request.request_id,
             HINT_ARGUMENT,
-            hints,
-            usable,
             MOST_HINTS,
             request.num_prompt_tokens,
+            shown(hints),
+            usable or "none of them",
         )
 
 
 def _split(request: Prompt) -> tuple[list[int], list[Any]]:
     """The usable hints of a request, and all of them."""
-    arguments = getattr(request.sampling_params, "extra_args", None) or {}
-    hints = arguments.get(HINT_ARGUMENT)
+    hints = read_argument(getattr(request.sampling_params, "extra_args", None), HINT_ARGUMENT)
     if hints is None:
         return [], []
     hints = list(hints) if isinstance(hints, list | tuple) else [hints]
     usable = [
         position
         for position in hints[:MOST_HINTS]
-        if isinstance(position, int)
-        and not isinstance(position, bool)
-        and 0 < position <= request.num_prompt_tokens
+        if is_integer(position) and 0 < position <= request.num_prompt_tokens
     ]
     return usable, hints

@@ -121,8 +121,11 @@ class IntervalRetention:
             return
         if progress.holds_blocks:
             computed_tokens = min(progress.cached_tokens, request.num_computed_tokens)
-            if computed_tokens < progress.cached_tokens:
-                self._forget_uncomputed(progress, computed_tokens)
+            # Of what was scheduled and not computed nothing stays cached.
+            progress.cached_tokens = computed_tokens
+            progress.boundary_tokens = min(
+                progress.boundary_tokens, self.policy.geometry.reachable_tokens(computed_tokens)
+            )
             # Whoever extends a finished request reads all of it; the request itself, when it
             # comes back, all but its last token.
             own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
@@ -207,20 +210,3 @@ class IntervalRetention:
         """Boundaries that are passed, but open only once more tokens are computed."""
         unit_tokens = self.policy.geometry.unit_tokens
         return range(progress.boundary_tokens + unit_tokens, num_tokens + 1, unit_tokens)
-
-    def _forget_uncomputed(self, progress: _Progress, computed_tokens: int) -> None:
-        """Uncache blocks that were cached for tokens which then were not computed.
-
-        Upstream caches a block when its tokens are scheduled. A request that is preempted within
-        the same scheduling step (by priority) never computes them.
-        """
-        progress.cached_tokens = computed_tokens
-        progress.boundary_tokens = min(
-            progress.boundary_tokens, self.policy.geometry.reachable_tokens(computed_tokens)
-        )
-        for group in (*self.sparse_groups, *self.full_groups):
-            blocks = group.manager.req_to_blocks[progress.request.request_id]
-            uncomputed = blocks[computed_tokens // group.block_tokens :]
-            cached = [b for b in uncomputed if not b.is_null and b._block_hash is not None]
-            if cached:
-                self.pool.discard(cached)

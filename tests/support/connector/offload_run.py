@@ -95,7 +95,7 @@ def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
         if rng.random() < workload.abort_share:
             _abort_one(engine, rng, result.counts)
         if rng.random() < workload.reset_share:
-            _reset(engine, rng, workload, result.counts)
+            _reset(engine, rng, result.counts)
         if workload.eviction_share and rng.random() < workload.eviction_share:
             evict_one(engine, rng)
         if not engine.has_work():
@@ -177,10 +177,8 @@ def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]
         counts["aborts"] += engine.abort(request.request_id)
 
 
-def _reset(
-    engine: SimulatedEngine, rng: random.Random, workload: OffloadWorkload, counts: Counter[str]
-) -> None:
-    resets_running = rng.random() < 0.5 and _can_preempt_for_reset(engine, workload)
+def _reset(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:
+    resets_running = rng.random() < 0.5 and _can_preempt_for_reset(engine)
     counts["resets with stores under way"] += (
         len(engine.parts.jobs) + engine.parts.stores.num_planned > 0
     )
@@ -191,11 +189,8 @@ def _reset(
         counts["resets of running requests"] += 1
 
 
-def _can_preempt_for_reset(engine: SimulatedEngine, workload: OffloadWorkload) -> bool:
-    """Whether upstream can: no request may hold blocks that does not run, and no drafts be late."""
-    is_async = workload.options.is_async
-    if is_async and workload.options.drafter is not None:
-        return False
+def _can_preempt_for_reset(engine: SimulatedEngine) -> bool:
+    """Whether upstream can: no request may hold blocks that does not run."""
     scheduler = engine.scheduler
     running = {request.request_id for request in scheduler.running}
     return all(manager.req_to_blocks.keys() <= running for manager in engine.managers)

@@ -96,7 +96,7 @@ class SimulatedMover(SegmentMover):
     def load(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
         return self._scripted(super().load, Direction.HOST_TO_PAGES, rows, block_ids)
 
-    def check_keys(self, rows: SegmentRows) -> KeyCheck:
+    def check_keys(self, rows: Sequence[SegmentRows]) -> KeyCheck:
         del rows
         return KeyCheck(KeyCheckOutcome.PASSED, "there are no keys")
 

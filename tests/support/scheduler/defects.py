@@ -12,11 +12,13 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import RequestStatus
 
 Defects = set[str]
 """Names of the repairs that were needed."""
@@ -30,10 +32,12 @@ def observed_defects() -> Iterator[Defects]:
         (KVCacheManager, "get_computed_blocks", _observe_hit),
         (KVCacheManager, "allocate_slots", _observe_windows),
         (KVCacheCoordinator, "allocate_new_computed_blocks", _observe_owners),
+        (KVCacheManager, "free", _observe_preemption),
+        (Scheduler, "reset_prefix_cache", _observe_reset),
     )
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in observers]
-    for (owner, name, original), (_, _, observe) in zip(originals, observers, strict=True):
-        setattr(owner, name, observe(original, defects))
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in observers]
+    for owner, name, observe in observers:
+        setattr(owner, name, observe(getattr(owner, name), defects))
     try:
         yield defects
     finally:
@@ -85,3 +89,29 @@ def _observe_windows(original: Any, defects: Defects) -> Any:
         return original(self, request, *args, **kwargs)
 
     return allocate_slots
+
+
+def _observe_preemption(original: Any, defects: Defects) -> Any:
+    def free(self: KVCacheManager, request: Any) -> None:
+        if request.status == RequestStatus.RUNNING:
+            for manager in self.coordinator.single_type_managers:
+                computed_blocks = request.num_computed_tokens // manager.block_size
+                blocks = manager.req_to_blocks.get(request.request_id, [])
+                if any(block.block_hash for block in blocks[computed_blocks:]):
+                    defects.add("preempted-in-step")
+        original(self, request)
+
+    return free
+
+
+def _observe_reset(original: Any, defects: Defects) -> Any:
+    def reset_prefix_cache(
+        self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        # At most one step is in flight: one placeholder is one frame.
+        placeholders = (request.num_output_placeholders for request in self.running)
+        if reset_running_requests and max(placeholders, default=0) > 1:
+            defects.add("discarded-frames")
+        return original(self, reset_running_requests, reset_connector)
+
+    return reset_prefix_cache

@@ -63,8 +63,9 @@ def random_workload(layout: Layout, seed: int) -> Workload:
             Abort(plan.arrival_step + rng.randrange(1, 30), plan.request_id) for plan in aborted
         ),
         resets=tuple(
+            # Upstream cannot preempt for a reset while a connector holds blocks.
             ResetPrefixCache(
-                rng.randrange(last_step), _can_preempt_for_reset(options) and rng.random() < 0.7
+                rng.randrange(last_step), options.external_load is None and rng.random() < 0.7
             )
             for _ in range(rng.choice((0, 0, 1, 3)))
         ),
@@ -76,14 +77,27 @@ def without_upstream_defects(
 ) -> Workload:
     """The same workload, but for what stock vLLM answers with wrong tokens or wrong KV.
 
-    Unless ``two-phase-allocation`` is among the repairs in effect: a connector that extends a local
-    hit gets a block handed out twice, since what one group hits is evicted for what another group
-    loads. (What a request leaves cached that is preempted, by priority, in the step that scheduled
-    it, retention takes care of.)
+    Args:
+        repaired: The repairs in effect. Without ``two-phase-allocation``, a connector that extends
+            a local hit gets a block handed out twice. Without ``discarded-frames``, a reset loses
+            tokens of requests that it preempts with drafts in flight. Without
+            ``preempted-in-step``, a request that is preempted by priority leaves blocks cached
+            that it did not compute.
     """
-    if "two-phase-allocation" in repaired:
-        return workload
-    return replace(workload, options=replace(workload.options, extends_local_hits=False))
+    options = workload.options
+    loses_tokens = (
+        options.is_async and options.drafter is not None and "discarded-frames" not in repaired
+    )
+    resets = tuple(
+        replace(reset, reset_running_requests=reset.reset_running_requests and not loses_tokens)
+        for reset in workload.resets
+    )
+    options = replace(
+        options,
+        extends_local_hits=options.extends_local_hits and "two-phase-allocation" in repaired,
+        by_priority=options.by_priority and "preempted-in-step" in repaired,
+    )
+    return replace(workload, options=options, resets=resets)
 
 
 def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
@@ -160,16 +174,6 @@ def _blocks_for_longest(
             held_tokens = min(held_tokens, group.span_tokens + max_num_batched_tokens)
         num_blocks += -(-held_tokens // group.block_tokens) + 2
     return num_blocks
-
-
-def _can_preempt_for_reset(options: EngineOptions) -> bool:
-    """Whether upstream can reset the prefix cache under running requests.
-
-    It refuses while a connector holds blocks, and with drafts in flight it counts the tokens to
-    discard as if they were steps.
-    """
-    drafts_in_flight = options.is_async and options.drafter is not None
-    return options.external_load is None and not drafts_in_flight
 
 
 def _prompt_length(rng: random.Random, layout: Layout, max_tokens: int) -> int:

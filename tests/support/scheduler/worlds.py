@@ -154,6 +154,7 @@ def main() -> None:
     from .defects import observed_defects
     from .random_workloads import random_workloads, workload_of
     from .run import run
+    from .transcript import Transcript
 
     chosen = (
         [workload_of(arguments.workload)]
@@ -163,12 +164,18 @@ def main() -> None:
     observe = observed_defects if arguments.world is World.STOCK else nullcontext
     for workload in chosen:
         with observe() as defects:
-            transcript = run(workload).transcript
+            try:
+                transcript = run(workload).transcript
+            except (AssertionError, RuntimeError) as error:
+                # What a defect has come to: the schedule is no longer one that can be executed.
+                transcript, digest, counts = Transcript(), f"{type(error).__name__}: {error}", {}
+            else:
+                digest, counts = transcript.digest(), dict(transcript.counts)
         line = {
             "name": workload.name,
             "defects": sorted(defects or ()),
-            "digest": transcript.digest(),
-            "counts": dict(transcript.counts),
+            "digest": digest,
+            "counts": counts,
         }
         print(json.dumps(line))
     if arguments.dump:

@@ -183,6 +183,11 @@ class ModelCache:
         return True
 
     def preempt(self, request: ModelRequest) -> None:
+        """As the repair ``preempted-in-step`` does: nothing stays cached that was not computed."""
+        for manager in self.managers:
+            first = request.num_computed_tokens // manager.geometry.block_tokens
+            blocks = manager.req_to_blocks.get(request.request_id, [])[first:]
+            self.pool.discard([block for block in blocks if block._block_hash is not None])
         self._release(request)
         request.num_computed_tokens = 0
 

@@ -50,6 +50,9 @@ def used_and_reported(request: ModelRequest) -> list[int]:
         ([50], [48]),
         ((50,), [48]),
         (50, [48]),
+        ("50", [48]),
+        (" [50, 17]\n", [16, 48]),
+        ("null", []),
         ([100, 20, 33], [16, 32, 96]),
         ([33, 40, 47], [32]),
         ([15], []),
@@ -81,7 +84,13 @@ def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("hints", "expected"),
     [
-        ("48", []),
+        ("48 tokens", []),
+        ("[48, 32", []),
+        ("48.0", []),
+        ("true", []),
+        ("NaN", []),
+        ('"48"', []),
+        pytest.param("[" * 100_000, [], id="deep"),
         ({"at": 48}, []),
         (48.0, []),
         (True, []),
@@ -102,8 +111,16 @@ def test_the_rest_is_reported_once_and_left_out(
     assert record.name == LOGGER
     assert record.levelno == logging.WARNING
     message = record.getMessage()
-    for part in ("r7", HINT_ARGUMENT, repr(hints), str(MOST_HINTS), str(len(PROMPT))):
-        assert part in message
+    assert message.startswith(f"Request r7: {HINT_ARGUMENT}: expected at most {MOST_HINTS} numbers")
+    assert f"the {len(PROMPT)} of the prompt" in message
+    assert f"leaves checkpoints at {expected or 'none of them'}, and" in message
+    assert len(message) < 400
+
+
+def test_the_report_has_what_was_found(caplog: pytest.LogCaptureFixture) -> None:
+    for hints in ([0, 48], {"at": 48}, "48 tokens"):
+        boundaries(hints)
+        assert repr(hints) in caplog.records[-1].getMessage()
 
 
 def test_the_first_of_too_many_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm/v1/core/sched/scheduler.py``: a reset drops what is in flight, and nothing else.
+
+A reset of the prefix cache can preempt the requests that run. What steps in flight return for them
+then is stale. Upstream counts placeholders, and drops one frame for each: the tokens that one step
+returns for one request. A frame with drafts has several placeholders, so that frames of after the
+reset are dropped, too. And what is rejected in a stale frame is subtracted from what the request
+has computed since.
+
+Here the steps in flight are remembered, and a reset takes down which requests are stale in each.
+Their frames are emptied before upstream sees them. A scheduler that processes outputs in a method
+of its own is left as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+
+_STEPS = "_kvext_steps_in_flight"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is planned, and whose output has not been processed.
+
+    Attributes:
+        output: What was planned.
+        stale: Requests that it computes and that a reset has preempted since.
+    """
+
+    output: SchedulerOutput
+    stale: set[str] = field(default_factory=set)
+
+
+class StepsInFlight:
+    """The steps of one scheduler whose outputs are still to come, the oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+        self._prompt_logprobs: dict[str, Any] = {}
+        """Of requests that were preempted before theirs were sent: workers make them once."""
+
+    def plan(self, output: SchedulerOutput) -> None:
+        self._steps.append(_Step(output))
+
+    def note_reset(self, request_ids: set[str]) -> None:
+        """Whatever is in flight for these requests is stale."""
+        for step in self._steps:
+            step.stale |= request_ids & step.output.num_scheduled_tokens.keys()
+
+    def end(self, planned: SchedulerOutput) -> set[str]:
+        """Forget a step, and those before it that never had an output.
+
+        Returns:
+            The requests that are stale in it.
+        """
+        for index, step in enumerate(self._steps):
+            if step.output is planned:
+                for _ in range(index + 1):
+                    self._steps.popleft()
+                return step.stale
+        return set()
+
+    def drop(self, stale: set[str], output: ModelRunnerOutput) -> None:
+        """Take out of an output what it has for stale requests."""
+        for request_id in stale:
+            index = output.req_id_to_index.get(request_id)
+            if index is not None and output.sampled_token_ids:
+                output.sampled_token_ids[index] = []
+            prompt_logprobs = output.prompt_logprobs_dict.pop(request_id, None)
+            if prompt_logprobs is not None:
+                self._prompt_logprobs[request_id] = prompt_logprobs
+
+    def hand_over(self, scheduler: Scheduler, output: ModelRunnerOutput) -> None:
+        """Send prompt log-probabilities that were held back with a request's first tokens."""
+        for request_id in list(self._prompt_logprobs):
+            index = output.req_id_to_index.get(request_id)
+            if request_id not in scheduler.requests:
+                del self._prompt_logprobs[request_id]
+            elif index is not None and output.sampled_token_ids[index]:
+                held = self._prompt_logprobs.pop(request_id)
+                if output.prompt_logprobs_dict.get(request_id) is None:
+                    output.prompt_logprobs_dict[request_id] = held
+
+
+def remember_step(
+    wrapped: Callable[..., None], scheduler: Scheduler, scheduler_output: SchedulerOutput
+) -> None:
+    """Remember a step from when it is planned."""
+    wrapped(scheduler_output)
+    steps = _steps_of(scheduler)
+    if steps is not None:
+        steps.plan(scheduler_output)
+
+
+def leave_out_stale_frames(
+    wrapped: Callable[..., dict[int, EngineCoreOutputs]],
+    scheduler: Scheduler,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    """Process an output without what is stale in it."""
+    steps = _steps_of(scheduler)
+    if steps is not None:
+        stale = steps.end(scheduler_output)
+        if stale:
+            steps.drop(stale, model_runner_output)
+        steps.hand_over(scheduler, model_runner_output)
+    return wrapped(scheduler_output, model_runner_output)
+
+
+def note_what_is_stale(
+    wrapped: Callable[..., bool],
+    scheduler: Scheduler,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> bool:
+    """Have the frames in flight of preempted requests dropped, and no frame after them."""
+    steps = _steps_of(scheduler)
+    if steps is None or not reset_running_requests:
+        return wrapped(reset_running_requests, reset_connector)
+    running = list(scheduler.running)
+    try:
+        return wrapped(reset_running_requests, reset_connector)
+    finally:
+        # Upstream may raise: by then it has preempted them.
+        steps.note_reset({request.request_id for request in running})
+        for request in running:
+            request.async_tokens_to_discard = 0
+
+
+def _steps_of(scheduler: Scheduler) -> StepsInFlight | None:
+    try:
+        steps: StepsInFlight | None = getattr(scheduler, _STEPS)
+    except AttributeError:
+        from vllm.v1.core.sched.scheduler import Scheduler as Upstreams
+
+        processes = inspect.getattr_static(type(scheduler), "update_from_output")
+        is_upstreams = processes is inspect.getattr_static(Upstreams, "update_from_output")
+        steps = StepsInFlight() if is_upstreams else None
+        setattr(scheduler, _STEPS, steps)
+    return steps
+
+
+_FEATURE = "discarded-frames"
+_VLLM = ("==0.23.0.*",)
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
+_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+_WHY = (
+    "A reset of the prefix cache under running requests drops one frame per placeholder in flight, "
+    "and a frame with drafts has several: sampled tokens are lost, and the request reads what "
+    "others have written."
+)
+_RETIRE_WHEN = "vLLM >= 0.30, which drops stale outputs whole (pull requests 46066 and 48245)"
+
+PATCHES = (
+    Patch(
+        id="KVX-306",
+        target=f"{_SCHEDULER}._update_after_schedule",
+        kind=Kind.WRAP,
+        feature=_FEATURE,
+        vllm=_VLLM,
+        wrapper=remember_step,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(f"{_SCHEDULER}.schedule", f"{_ASYNC_SCHEDULER}._update_after_schedule"),
+        ascend=(f"{_LIFETIME}:_patched_update_after_schedule", f"{_BALANCE}.schedule"),
+    ),
+    Patch(
+        id="KVX-307",
+        target=f"{_SCHEDULER}.update_from_output",
+        kind=Kind.WRAP,
+        feature=_FEATURE,
+        vllm=_VLLM,
+        wrapper=leave_out_stale_frames,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(f"{_ASYNC_SCHEDULER}._update_request_with_output",),
+        ascend=(f"{_LIFETIME}:_patched_update_from_output",),
+    ),
+    Patch(
+        id="KVX-308",
+        target=f"{_SCHEDULER}.reset_prefix_cache",
+        kind=Kind.WRAP,
+        feature=_FEATURE,
+        vllm=_VLLM,
+        wrapper=note_what_is_stale,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(f"{_SCHEDULER}._preempt_request",),
+        ascend=(f"{_BALANCE}.reset_prefix_cache",),
+    ),
+)

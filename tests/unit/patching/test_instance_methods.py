@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaced methods of single objects, compared with plain lists of who has replaced what."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
+
+NUM_PATCHES, NUM_OWNERS = 3, 3
+METHODS = ("schedule", "free")
+
+
+class Owner:
+    """Its methods return what was called, outermost first."""
+
+    def schedule(self, *passed: Any) -> list[Any]:
+        return ["upstream", *passed]
+
+    def free(self, *passed: Any) -> list[Any]:
+        return ["upstream", *passed]
+
+
+def replacement(method: str, label: object) -> Callable[..., list[Any]]:
+    def replacing(wrapped: Callable[..., list[Any]], *passed: Any) -> list[Any]:
+        return [label, *wrapped(*passed)]
+
+    replacing.__name__ = method
+    return replacing
+
+
+def owners() -> list[Owner]:
+    """The last one has a method in its ``__dict__`` before anybody comes."""
+    made = [Owner() for _ in range(NUM_OWNERS)]
+    made[-1].schedule = lambda *passed: ["local", *passed]  # type: ignore[method-assign]
+    return made
+
+
+replacing = st.tuples(
+    st.integers(0, NUM_PATCHES - 1), st.integers(0, NUM_OWNERS - 1), st.sampled_from(METHODS)
+)
+taking_back = st.integers(0, NUM_PATCHES - 1)
+
+
+@given(st.lists(replacing | taking_back, max_size=20), st.permutations(range(NUM_PATCHES)))
+def test_calls_go_through_what_has_not_been_taken_back(
+    steps: list[tuple[int, int, str] | int], last_order: list[int]
+) -> None:
+    objects, indices = owners(), range(NUM_OWNERS)
+    before = [dict(vars(each)) for each in objects]
+    patches = [InstanceMethods() for _ in range(NUM_PATCHES)]
+    # (patch, owner, method) of what is in effect, oldest first.
+    model: list[tuple[int, int, str]] = []
+    for step in [*steps, *last_order]:
+        if isinstance(step, int):
+            patches[step].take_back()
+            model = [each for each in model if each[0] != step]
+        else:
+            patch, owner, method = step
+            patches[patch].replace(objects[owner], replacement(method, patch))
+            model.append(step)
+        for index, each in enumerate(objects):
+            for method in METHODS:
+                bottom = "local" if method in before[index] else "upstream"
+                mine = [patch for patch, owner, name in model if (owner, name) == (index, method)]
+                assert getattr(each, method)(1, 2) == [*reversed(mine), bottom, 1, 2]
+        for patch, methods in enumerate(patches):
+            expected = [(patch, index) in {each[:2] for each in model} for index in indices]
+            assert [methods.has_any_of(each) for each in objects] == expected
+    assert [vars(each) for each in objects] == before
+
+
+def partial_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """It takes a partial apart that it is given, if that has no attributes."""
+    return functools.partial(call, "theirs")
+
+
+def function_around(call: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """It has the attributes of what it is around."""
+    return functools.wraps(call)(lambda *passed: call("theirs", *passed))
+
+
+@pytest.mark.parametrize("around", [partial_around, function_around])
+def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(around: Any) -> None:
+    owner, ours = Owner(), InstanceMethods()
+    ours.replace(owner, replacement("schedule", "ours"))
+    theirs = owner.schedule = around(owner.schedule)  # type: ignore[method-assign]
+    assert owner.schedule() == ["ours", "upstream", "theirs"]
+    ours.take_back()
+    assert vars(owner) == {"schedule": theirs}
+    assert owner.schedule() == ["upstream", "theirs"]
+
+
+def test_a_method_is_taken_back_from_within_its_call() -> None:
+    owner, ours = Owner(), InstanceMethods()
+
+    def schedule(wrapped: Callable[..., list[Any]], *passed: Any) -> list[Any]:
+        ours.take_back()
+        gc.collect()
+        return ["ours", *wrapped(*passed)]
+
+    ours.replace(owner, schedule)
+    del schedule
+    assert owner.schedule(1) == ["ours", "upstream", 1]
+    assert owner.schedule(1) == ["upstream", 1]
+    assert not vars(owner)
+
+
+def test_objects_are_not_kept_alive() -> None:
+    owner, ours = Owner(), InstanceMethods()
+    ours.replace(owner, replacement("schedule", owner))
+    ended = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert ended() is None
+    ours.take_back()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the environments are made of, from archives that lie in a folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+MAKE_ENV = Path(__file__).parents[2] / "tools" / "make_env.py"
+PYPROJECT = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+"""
+
+
+def test_of_a_source_archive_the_package_is_unpacked_and_nothing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("make_env", MAKE_ENV)
+    assert spec is not None and spec.loader is not None
+    make_env = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_env)
+    contents = {
+        "pyproject.toml": PYPROJECT,
+        "setup.py": "raise SystemExit('it was run')",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.23.0.post1\n",
+        "vllm_ascend/__init__.py": "",
+        "vllm_ascend/core/pool.py": "size = 3",
+        "vllm_ascend/../outside.py": "",
+        "tests/test_pool.py": "",
+    }
+    links = tmp_path / "links"
+    links.mkdir()
+    with tarfile.open(links / "vllm_ascend-0.23.0.post1.tar.gz", "w:gz") as archive:
+        for name, text in contents.items():
+            member = tarfile.TarInfo(f"vllm_ascend-0.23.0.post1/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    folder = tmp_path / "unpacked"
+    make_env.unpack_ascend(folder, "0.23.0.post1")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {"vllm_ascend/__init__.py", "vllm_ascend/core/pool.py"}
+    assert (folder / "vllm_ascend/core/pool.py").read_text() == "size = 3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["links", "unpacked"]
