@@ -38,7 +38,11 @@ def compute_slot_mapping(
     lengths = (query_start_loc[1:] - query_start_loc[:-1]).long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     at = positions[: len(rows)].long()
-    blocks = block_table[rows, at // block_size].long()
+    # As on the device, where nothing stops a row: tables of compressed keys have fewer blocks than
+    # a request's tokens would take. Nobody uses those slots.
+    places = rows * block_table_stride + at // block_size
+    table = block_table.as_strided([block_table.shape[0] * block_table_stride], [1])
+    blocks = table[places.clamp(max=len(table) - 1)].long()
     slot_mapping[: len(rows)] = (blocks * block_size + at % block_size).to(slot_mapping.dtype)
     slot_mapping[num_tokens:max_num_tokens] = PAD_ID
 

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressors: every 4 or 128 tokens, a *window*, become one key, which attention reads.
+
+What a compressor has to remember of tokens lies in a paged *state*. Its row of a token has the
+token's projection and its score, both in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .partial_rotary import rotate_interleaved
+
+FLAT_SLOTS, BLOCK_AND_OFFSET = 1, 2
+"""Values of ``slot_mapping_format``."""
+
+NOTHING_SCORE = -2e38
+
+
+def compressor(
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    state_cache: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    state_block_table: Tensor,
+    cu_seqlens: Tensor,
+    seqused: Tensor | None,
+    start_pos: Tensor,
+    rope_head_dim: int,
+    cmp_ratio: int,
+    coff: int,
+    norm_eps: float,
+    rotary_mode: int,
+    cache_mode: int,
+) -> list[Tensor]:
+    """Stores the states of all tokens, and returns the keys of the windows that they complete.
+
+    A key is the mean of its window's projections, weighted by the softmax of the scores, element
+    by element; then comes a norm, and rotation. With ``coff`` 2, windows overlap: projections and
+    scores are twice as wide, and a key is made of the first halves of the window before its own,
+    and the second halves of its own. Before the first window there is nothing.
+
+    Args:
+        x: shape ``[tokens, hidden]``.
+        wkv: of the projection, shape ``[coff * head_size, hidden]``.
+        wgate: of the scores, as ``wkv``.
+        state_cache: float32, shape ``[blocks, block_size, 2 * coff * head_size]``. States of
+            block 0 are not stored.
+        ape: is added to the scores by the place in the window, shape
+            ``[cmp_ratio, coff * head_size]``.
+        rope_sin: by keys, shape ``[rows, rope_head_dim]``.
+        state_block_table: shape ``[requests, blocks]``.
+        cu_seqlens: first row of each request in ``x``, and the end; shape ``[requests + 1]``.
+        start_pos: position of each request's first row, shape ``[requests]``.
+
+    Returns:
+        Shape ``[rows, head_size]``, keys of one request behind those of another. What lies behind
+        the last one is not written on the device; here it is NaN.
+    """
+    head_size, width = norm_weight.shape[0], coff * norm_weight.shape[0]
+    if (rotary_mode, cache_mode, seqused) != (2, 1, None) or coff != (2 if cmp_ratio == 4 else 1):
+        raise RuntimeError(f"compressor: {rotary_mode=} {cache_mode=} {seqused=}: not emulated")
+    if state_cache.shape[2] != 2 * width or ape.shape != (cmp_ratio, width):
+        raise RuntimeError(f"compressor: state {state_cache.shape} or ape {ape.shape} do not fit")
+    kv, scores = x.float() @ wkv.float().T, x.float() @ wgate.float().T
+    keys = [kv.new_empty(0, head_size)]
+    for request, (first, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        start = int(start_pos[request])
+        stop = start + end - first
+        table = state_block_table[request]
+        place = torch.arange(start, stop) % cmp_ratio
+        states = torch.stack((kv[first:end], scores[first:end] + ape[place]), 1)
+        blocks, rows = _places(table, state_cache.shape[1], start, stop)
+        is_kept = blocks != 0
+        state_cache[blocks[is_kept], rows[is_kept]] = states[is_kept].flatten(1)
+        windows = range(start // cmp_ratio, stop // cmp_ratio)
+        if windows:
+            lowest = max(0, (windows.start + 1 - coff) * cmp_ratio)
+            earlier = state_cache[_places(table, state_cache.shape[1], lowest, start)]
+            states = torch.cat((earlier.unflatten(1, (2, width)), states))
+            states = states[: windows.stop * cmp_ratio - lowest].unflatten(0, (-1, cmp_ratio))
+            keys.append(_keys(states, head_size, is_at_first=windows.start == 0))
+    found = torch.cat(keys)
+    found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm_eps)
+    found = found * norm_weight.float()
+    cos, sin = rope_cos[: len(found)].float(), rope_sin[: len(found)].float()
+    found[:, -rope_head_dim:] = rotate_interleaved(found[:, -rope_head_dim:], cos, sin)
+    result = torch.full((len(rope_sin), head_size), float("nan"))
+    result[: len(found)] = found
+    return [result.to(x.dtype)]
+
+
+def _keys(states: Tensor, head_size: int, *, is_at_first: bool) -> Tensor:
+    """Keys of windows, before the norm; overlapping ones come with the window before the first.
+
+    Args:
+        states: shape ``[windows, cmp_ratio, 2, width]``.
+        is_at_first: whether there is no such window.
+    """
+    if states.shape[-1] > head_size:
+        if is_at_first:
+            nothing = torch.zeros_like(states[:1])
+            nothing[:, :, 1] = NOTHING_SCORE
+            states = torch.cat((nothing, states))
+        states = torch.cat((states[:-1, ..., :head_size], states[1:, ..., head_size:]), 1)
+    return (states[:, :, 0] * states[:, :, 1].softmax(1)).sum(1)
+
+
+def _places(block_table: Tensor, block_size: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """Blocks of the tokens ``first`` to ``end``, and rows in them."""
+    tokens = torch.arange(first, end)
+    return block_table[tokens // block_size].long(), tokens % block_size
+
+
+def compressor_outputs(
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    state_cache: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    *more: Any,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [((rope_sin.shape[0], norm_weight.shape[0]), x.dtype)]
+
+
+def compressor_metadata(
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    cu_seqlens: Tensor,
+    start_pos: Tensor,
+    kv_block_table: Tensor,
+    kv_block_size: int,
+    slot_mapping_format: int,
+    compress_ratio: int,
+    num_compressed_tokens: int,
+    num_reqs_actual: int,
+) -> list[Tensor]:
+    """Says of each key that ``compressor`` will return how it is turned, and where it belongs.
+
+    Args:
+        rope_cos: by positions, shape ``[positions, width]``.
+        kv_block_table: of the keys, shape ``[requests, blocks]``.
+        num_compressed_tokens: rows to return. Those that no key belongs to turn by nothing, and
+            their slot is one that is left out.
+        num_reqs_actual: requests that are read.
+
+    Returns:
+        Cosines and sines of the window's first token, ``[rows, 1, 1, width]``, and slots: block
+        and offset ``[rows, 2]``, or one number ``[rows]``.
+    """
+    cos = torch.ones(num_compressed_tokens, rope_cos.shape[1], dtype=rope_cos.dtype)
+    sin = torch.zeros_like(cos)
+    slots = torch.tensor([-1, kv_block_size - 1], dtype=torch.int32)
+    slots = slots.repeat(num_compressed_tokens, 1)
+    bounds = cu_seqlens.tolist()
+    keys = (
+        (request, window)
+        for request in range(num_reqs_actual)
+        for start in [int(start_pos[request])]
+        for stop in [start + bounds[request + 1] - bounds[request]]
+        for window in range(start // compress_ratio, stop // compress_ratio)
+    )
+    for row, (request, window) in enumerate(itertools.islice(keys, num_compressed_tokens)):
+        position, block = window * compress_ratio, window // kv_block_size
+        if position < len(rope_cos) and block < kv_block_table.shape[1]:
+            cos[row], sin[row] = rope_cos[position], rope_sin[position]
+            slots[row, 0] = kv_block_table[request, block]
+            slots[row, 1] = window % kv_block_size
+    if slot_mapping_format == FLAT_SLOTS:
+        slots = torch.where(slots[:, 0] < 0, -1, slots[:, 0] * kv_block_size + slots[:, 1])
+    return [cos[:, None, None], sin[:, None, None], slots.to(torch.int32)]
+
+
+def compressor_metadata_outputs(
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    cu_seqlens: Tensor,
+    start_pos: Tensor,
+    kv_block_table: Tensor,
+    kv_block_size: int,
+    slot_mapping_format: int,
+    compress_ratio: int,
+    num_compressed_tokens: int,
+    num_reqs_actual: int,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    rope = ((num_compressed_tokens, 1, 1, rope_cos.shape[1]), rope_cos.dtype)
+    slots = (num_compressed_tokens, 2)[: 1 if slot_mapping_format == FLAT_SLOTS else 2]
+    return [rope, rope, (slots, torch.int32)]
+
+
+KERNELS = {
+    "compressor(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) state_cache, Tensor ape,"
+    " Tensor norm_weight, Tensor rope_sin, Tensor rope_cos, Tensor? state_block_table,"
+    " Tensor? cu_seqlens, Tensor? seqused, Tensor? start_pos, int rope_head_dim, int cmp_ratio,"
+    " int coff, float norm_eps, int rotary_mode, int cache_mode) -> Tensor": (
+        compressor,
+        compressor_outputs,
+    ),
+    "compressor_metadata(Tensor rope_cos, Tensor rope_sin, Tensor cu_seqlens, Tensor start_pos,"
+    " Tensor kv_block_table, int kv_block_size, int slot_mapping_format, int compress_ratio,"
+    " int num_compressed_tokens, int num_reqs_actual) -> (Tensor, Tensor, Tensor)": (
+        compressor_metadata,
+        compressor_metadata_outputs,
+    ),
+}

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer: scores compressed keys with 8-bit integers, and chooses what attention reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADS, HEAD_SIZE = 64, 128
+
+
+def quant_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int = 0,
+    key_quant_mode: int = 0,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    metadata: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = 0,
+    next_tokens: int = 0,
+    cmp_ratio: int = 1,
+    return_value: bool = False,
+) -> list[Tensor]:
+    """Chooses for each token the keys with the best scores, of those whose windows have ended.
+
+    A score is the sum over heads of what is positive in query times key, weighted.
+
+    Args:
+        query: int8, shape ``[tokens, 64, 128]``.
+        key: int8, shape ``[blocks, block_size, 1, 128]``.
+        weights: float16, shape ``[tokens, 64]``, as ``query_dequant_scale``.
+        key_dequant_scale: float16, shape ``[blocks, block_size, 1]``.
+        actual_seq_lengths_query: end of each request in ``query``, shape ``[requests]``.
+        actual_seq_lengths_key: tokens of each request, compressed or not, shape ``[requests]``.
+        block_table: of the keys, shape ``[requests, blocks]``.
+        metadata: a plan for the device's cores.
+
+    Returns:
+        int32, shape ``[tokens, 1, sparse_count]``, with -1 where there are no more keys; and
+        nothing.
+    """
+    form = (layout_query, layout_key, sparse_mode, return_value)
+    if form != ("TND", "PA_BSND", 3, False):
+        raise RuntimeError(f"npu_vllm_quant_lightning_indexer: {form} is not emulated")
+    types = (query.dtype, key.dtype, weights.dtype, key_dequant_scale.dtype)
+    if types != (torch.int8, torch.int8, torch.float16, torch.float16):
+        raise RuntimeError(f"npu_vllm_quant_lightning_indexer: types {types}")
+    if query.shape[1:] != (HEADS, HEAD_SIZE) or metadata is None:
+        raise RuntimeError(f"npu_vllm_quant_lightning_indexer: query {query.shape}, {metadata=}")
+    assert actual_seq_lengths_query is not None
+    assert actual_seq_lengths_key is not None
+    assert block_table is not None
+    chosen = torch.full((query.shape[0], 1, sparse_count), -1, dtype=torch.int32)
+    first = 0
+    for request, end in enumerate(actual_seq_lengths_query.tolist()):
+        num_tokens = int(actual_seq_lengths_key[request])
+        ended = (torch.arange(num_tokens - (end - first), num_tokens) + 1) // cmp_ratio
+        num_keys = int(ended[-1]) if end > first else 0
+        if num_keys:
+            blocks = block_table[request, : -(-num_keys // key.shape[1])].long()
+            keys = key[blocks].flatten(0, 2)[:num_keys].float()
+            # On the device, too, this product is of half precision.
+            factors = weights[first:end] * query_dequant_scale[first:end].view(-1, HEADS)
+            scores = torch.stack(  # one by one: together they would take gigabytes
+                [
+                    factor @ (heads @ keys.T).relu_()
+                    for heads, factor in zip(query[first:end].float(), factors.float(), strict=True)
+                ]
+            )
+            scores *= key_dequant_scale[blocks].flatten()[:num_keys].float()
+            scores.masked_fill_(torch.arange(num_keys) >= ended[:, None], float("-inf"))
+            best = scores.topk(min(sparse_count, num_keys), -1)
+            places = torch.where(best.values == float("-inf"), -1, best.indices)
+            chosen[first:end, 0, : places.shape[1]] = places.to(torch.int32)
+        first = end
+    return [chosen, torch.empty(0)]
+
+
+def quant_lightning_indexer_outputs(
+    query: Tensor, key: Tensor, *more: Any
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    sparse_count = more[11] if len(more) > 11 else 2048
+    return [((query.shape[0], key.shape[2], sparse_count), torch.int32), ((0,), torch.float32)]
+
+
+KERNELS = {
+    "npu_vllm_quant_lightning_indexer(Tensor query, Tensor key, Tensor weights,"
+    " Tensor query_dequant_scale, Tensor key_dequant_scale, int query_quant_mode=0,"
+    " int key_quant_mode=0, Tensor? actual_seq_lengths_query=None,"
+    " Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, Tensor? metadata=None,"
+    ' str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3,'
+    " int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int cmp_ratio=1,"
+    " bool return_value=False) -> (Tensor, Tensor)": (
+        quant_lightning_indexer,
+        quant_lightning_indexer_outputs,
+    ),
+}

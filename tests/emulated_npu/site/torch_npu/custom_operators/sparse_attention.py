@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to a window of tokens and to compressed keys; keys are the values as well."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS_AT_A_TIME = 128
+"""Scores of all heads of a step would take gigabytes."""
+
+PLAN_INTEGERS = 1024
+
+
+def sparse_attention(
+    q: Tensor,
+    *,
+    ori_kv: Tensor | None = None,
+    cmp_kv: Tensor | None = None,
+    ori_sparse_indices: Tensor | None = None,
+    cmp_sparse_indices: Tensor | None = None,
+    ori_block_table: Tensor | None = None,
+    cmp_block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_ori_kv: Tensor | None = None,
+    cu_seqlens_cmp_kv: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_kv: Tensor | None = None,
+    sinks: Tensor | None = None,
+    metadata: Tensor | None = None,
+    softmax_scale: float = 0.0,
+    cmp_ratio: int = 0,
+    ori_mask_mode: int = 4,
+    cmp_mask_mode: int = 3,
+    ori_win_left: int = 128,
+    ori_win_right: int = 0,
+    layout_q: str = "BSND",
+    layout_kv: str = "PA_ND",
+    return_softmax_lse: bool = False,
+) -> list[Tensor]:
+    """Attends from each token to itself, to the tokens before it, and to compressed keys.
+
+    A head's sink takes part in its softmax and adds nothing.
+
+    Args:
+        q: shape ``[tokens, heads, head_size]``.
+        ori_kv: of tokens, shape ``[blocks, block_size, 1, head_size]``. On the device it is of the
+            type of ``q``; here it may be narrower.
+        cmp_kv: compressed, as ``ori_kv``.
+        cmp_sparse_indices: keys of ``cmp_kv`` that each token reads, -1 for none, shape
+            ``[tokens, 1, keys]``; without it, all. A window that has not ended is never read.
+        cu_seqlens_q: first row of each request, and the end; shape ``[requests + 1]``.
+        seqused_kv: tokens of each request, shape ``[requests]``.
+        sinks: float32, shape ``[heads]``.
+        metadata: a plan for the device's cores.
+        ori_win_left: tokens before itself that a token reads.
+    """
+    form = (layout_q, layout_kv, ori_mask_mode, cmp_mask_mode, ori_win_right, return_softmax_lse)
+    if form != ("TND", "PA_ND", 4, 3, 0, False) or ori_sparse_indices is not None:
+        raise RuntimeError(f"npu_sparse_attn_sharedkv: {form} is not emulated")
+    if ori_kv is None or sinks is None or metadata is None or q.shape[-1] != ori_kv.shape[-1]:
+        raise RuntimeError("npu_sparse_attn_sharedkv: no ori_kv that fits q, sinks and metadata")
+    assert ori_block_table is not None
+    assert cu_seqlens_q is not None
+    assert seqused_kv is not None
+    result = torch.empty_like(q)
+    sink = sinks.float()[None, :, None]
+    for request, (first, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        num_tokens = int(seqused_kv[request])
+        compressed = q.new_empty(0, q.shape[-1], dtype=torch.float32)
+        if cmp_kv is not None:
+            assert cmp_block_table is not None
+            compressed = _read(cmp_kv, cmp_block_table[request], 0, num_tokens // cmp_ratio)
+        for row in range(first, end, ROWS_AT_A_TIME):
+            rows = slice(row, min(row + ROWS_AT_A_TIME, end))
+            positions = torch.arange(rows.start, rows.stop) - end + num_tokens
+            lowest = max(0, int(positions[0]) - ori_win_left)
+            keys = _read(ori_kv, ori_block_table[request], lowest, int(positions[-1]) + 1)
+            distances = positions[:, None] - torch.arange(lowest, lowest + len(keys))
+            is_seen = (distances >= 0) & (distances <= ori_win_left)
+            if cmp_kv is not None:
+                ended = (positions + 1) // cmp_ratio
+                is_read = torch.arange(len(compressed)) < ended[:, None]
+                if cmp_sparse_indices is not None:
+                    is_read &= _is_chosen(cmp_sparse_indices[rows, 0].long(), len(compressed))
+                keys, is_seen = torch.cat((keys, compressed)), torch.cat((is_seen, is_read), 1)
+            scores = torch.einsum("thd,kd->thk", q[rows].float(), keys) * softmax_scale
+            scores.masked_fill_(~is_seen[:, None], float("-inf"))
+            shares = torch.cat((scores, sink.expand(len(scores), -1, 1)), -1).softmax(-1)
+            result[rows] = torch.einsum("thk,kd->thd", shares[..., :-1], keys).to(q.dtype)
+    return [result, torch.empty(0)]
+
+
+def _read(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
+    """Rows ``first`` to ``end`` of a request, shape ``[rows, head_size]``."""
+    rows = torch.arange(first, end)
+    block_size = cache.shape[1]
+    return cache[block_table[rows // block_size].long(), rows % block_size, 0].float()
+
+
+def _is_chosen(indices: Tensor, num_keys: int) -> Tensor:
+    """Whether each key is among those of a row; -1 is no key."""
+    chosen = torch.zeros(len(indices), num_keys + 1, dtype=torch.bool)
+    chosen.scatter_(1, torch.where(indices < 0, num_keys, indices), True)
+    return chosen[:, :-1]
+
+
+def sparse_attention_outputs(q: Tensor, **more: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(q.shape), q.dtype), ((0,), torch.float32)]
+
+
+def plan(*args: Any, **kwargs: Any) -> Tensor:
+    """What the device's metadata operators return: which core does what. Nobody reads it here."""
+    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return torch.zeros(PLAN_INTEGERS, dtype=torch.int32, device=next(tensors).device)
+
+
+OPERATORS = {
+    "npu_sparse_attn_sharedkv_metadata(int num_heads_q, int num_heads_kv, int head_dim,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None,"
+    " Tensor? seqused_q=None, Tensor? seqused_kv=None, int batch_size=0, int max_seqlen_q=0,"
+    " int max_seqlen_kv=0, int ori_topk=0, int cmp_topk=0, int cmp_ratio=4, int ori_mask_mode=4,"
+    " int cmp_mask_mode=3, int ori_win_left=128, int ori_win_right=0,"
+    ' str layout_q="BSND", str layout_kv="PA_ND", bool has_ori_kv=True, bool has_cmp_kv=True,'
+    ' str device="npu") -> Tensor': plan,
+    "npu_vllm_quant_lightning_indexer_metadata(int num_heads_q, int num_heads_k, int head_dim,"
+    " int query_quant_mode, int key_quant_mode, Tensor? actual_seq_lengths_query=None,"
+    " Tensor? actual_seq_lengths_key=None, int batch_size=0, int max_seqlen_q=0,"
+    ' int max_seqlen_k=0, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,'
+    " int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,"
+    ' int cmp_ratio=1, str device="npu") -> Tensor': plan,
+}
+KERNELS = {
+    "npu_sparse_attn_sharedkv(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None,"
+    " Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None,"
+    " Tensor? ori_block_table=None, Tensor? cmp_block_table=None, Tensor? cu_seqlens_q=None,"
+    " Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None,"
+    " Tensor? seqused_kv=None, Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=0,"
+    " int cmp_ratio=0, int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=128,"
+    ' int ori_win_right=0, str layout_q="BSND", str layout_kv="PA_ND",'
+    " bool return_softmax_lse=False) -> (Tensor, Tensor)": (
+        sparse_attention,
+        sparse_attention_outputs,
+    ),
+}
