@@ -198,7 +198,8 @@ def unpack_ascend(folder: Path, version: str) -> None:
     From its source archive, unbuilt, where no wheel fits this Python. Leaves an empty folder, and
     says so, where there is neither; tests that need it skip.
     """
-    downloads = folder.with_name(folder.name + ".download")
+    # pip runs a build backend in another folder: the path of the stand-in has to be whole.
+    downloads = folder.resolve().with_name(folder.name + ".download")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -16,7 +16,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_ascend_kvext.lmcache.store_checks import KEPT, LOST, StoreChecks
 from vllm_ascend_kvext.patches.lmcache import metrics
-from vllm_ascend_kvext.patches.lmcache.factory import NAME, prepared_class
+from vllm_ascend_kvext.patches.lmcache.factory import NAME, get_connector_class
 from vllm_ascend_kvext.patches.lmcache.metrics import (
     LMCachePromMetrics,
     LMCacheStats,
@@ -124,7 +124,7 @@ def test_children_of_multi_connector_are_rebuilt_by_name(monkeypatch: pytest.Mon
 
     from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 
-    found = prepared_class(LMCacheMPConnector)
+    found = get_connector_class(lambda: LMCacheMPConnector, object)
     monkeypatch.setattr(
         multi_connector.KVConnectorFactory, "get_connector_class_by_name", lambda name: found
     )
