@@ -118,8 +118,12 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
     num_failed = 0
     counts: Counter[str] = Counter()
     for workload in random_workloads(range(NUM_SEEDS)):
-        if setting.units is not None:
-            workload = without_upstream_defects(workload)
+        # Decisions are compared, right or wrong. Only what ends stock's run is left out: tokens
+        # that a reset loses, and with an interval blocks that are given out twice.
+        repaired = {"preempted-in-step"}
+        if setting.units is None:
+            repaired.add("two-phase-allocation")
+        workload = without_upstream_defects(workload, frozenset(repaired))
         workload = replace(workload, options=replace(workload.options, events=setting.events))
         try:
             stock = transcript_of(workload, setting, is_fast=False)
