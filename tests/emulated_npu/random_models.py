@@ -124,6 +124,21 @@ def latent_and_groups() -> PreTrainedConfig:
     )
 
 
+def one_window_and_one_full() -> PreTrainedConfig:
+    """The smallest of two KV cache groups; pages leave its window soon."""
+    return Gemma3TextConfig(
+        **COMMON,
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        intermediate_size=128,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "full attention": full_attention,
     "windows": windows,

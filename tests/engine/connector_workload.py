@@ -126,10 +126,12 @@ class Engine:
         self._prefixes: dict[tuple[int, ...], Any] = {}
         self._ids_with_holes: set[str] = set()
         self.scheduler = self._core.scheduler
-        self.has_connector = kv_transfer.has_kv_transfer_group()
+        self.has_connector = self.scheduler.connector is not None
+        self.worker_side: Any = None  # Several workers are in processes of their own.
         if self.has_connector:
             self.scheduler_side = _kvext(self.scheduler.connector).scheduler_side
-            self.worker_side = _kvext(kv_transfer.get_kv_transfer_group()).worker_side
+            if kv_transfer.has_kv_transfer_group():
+                self.worker_side = _kvext(kv_transfer.get_kv_transfer_group()).worker_side
             self._count_what_becomes_of_holes()
         self._count_what_the_scheduler_counts()
         self._count_what_steps_compute()
@@ -233,7 +235,7 @@ class Engine:
     def spoil_pages(self) -> None:
         """Forget what the device has cached; its pages hold wrong bytes from now on."""
         self.reset()
-        if self.has_connector:
+        if self.worker_side is not None:
             for tensor in self.worker_side._runner.pools.tensors:
                 tensor.fill_(0x44)  # 785.07 in float32
 

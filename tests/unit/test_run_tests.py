@@ -43,6 +43,8 @@ def test_every_test_file_runs_once_on_the_main_version(run_tests: ModuleType) ->
         if suite.environment == "vllm-2.0"
         for file in files_of(suite.paths)
     )
+    for suite in run_tests.emulated_npu_suites(UPSTREAMS):
+        runs.update(files_of(suite.paths))
     assert runs == Counter(TESTS.rglob("test_*.py"))
 
 

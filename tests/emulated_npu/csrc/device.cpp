@@ -63,11 +63,7 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
     if (event) Scheduler::get().synchronize(marker_of(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<MarkerPtr*>(event); }
-  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    TORCH_CHECK(first && second && marker_of(first)->is_reached && marker_of(second)->is_reached,
-                "npu: elapsed_time of events that have not passed (emulated)");
-    return (marker_of(second)->time_s - marker_of(first)->time_s) * 1000;
-  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override { return elapsed_ms(first, second); }
 
  private:
   static c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : device_of_thread; }
@@ -118,6 +114,12 @@ c10::DeviceIndex current_device() { return device_of_thread; }
 void set_current_device(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < device_count, "npu: invalid device ordinal ", static_cast<int>(index), ", there are ", device_count);
   device_of_thread = index;
+}
+
+double elapsed_ms(void* first, void* second) {
+  TORCH_CHECK(first && second && marker_of(first)->is_reached && marker_of(second)->is_reached,
+              "npu: elapsed_time of events that have not passed (emulated)");
+  return (marker_of(second)->time_s - marker_of(first)->time_s) * 1000;
 }
 
 c10::DeviceIndex num_devices() { return static_cast<c10::DeviceIndex>(device_count); }

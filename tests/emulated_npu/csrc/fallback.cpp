@@ -98,7 +98,8 @@ c10::IValue on_device(const c10::IValue& value, c10::DeviceType type) {
   return value;
 }
 
-void check_devices(const std::string& name, const Traits& traits, const Stack& arguments) {
+// The device of the tensors, if they are on one.
+std::optional<c10::Device> common_device(const std::string& name, const Traits& traits, const Stack& arguments) {
   std::optional<c10::Device> first, other;
   const auto see = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || (tensor.device().is_cpu() && (tensor.dim() == 0 || traits.takes_both_devices))) return tensor;
@@ -109,6 +110,7 @@ void check_devices(const std::string& name, const Traits& traits, const Stack& a
   for (const auto& argument : arguments) with_tensors(argument, see);
   TORCH_CHECK(!other, "Expected all tensors to be on the same device, but found at least two devices, ", *first, " and ", *other, "! (", name,
               ", emulated)");
+  return first && first->type() == kNpu ? first : std::nullopt;
 }
 
 // Random numbers are drawn when an operator is called, whenever it runs: as a device's generators do.
@@ -242,7 +244,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
   stack->erase(first, stack->end());
   count_operator(op.schema().name());
-  check_devices(op.schema().name(), traits, arguments);
+  OnDevice on(common_device(op.schema().name(), traits, arguments));
   if (traits.is_view) return run_view(op, std::move(arguments), stack);
   if (traits.needs_values || !Scheduler::get().is_late()) return run_now(op, traits, std::move(arguments), stack);
   Stack outputs;

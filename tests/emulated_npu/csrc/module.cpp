@@ -108,6 +108,9 @@ PYBIND11_MODULE(_emulated_npu, m) {
     const c10::Device of(kNpu, static_cast<c10::DeviceIndex>(device));
     Scheduler::get().exchange_current_stream(c10::Stream(c10::Stream::UNSAFE, of, id));
   });
+  m.def("elapsed_ms", [](uintptr_t first, uintptr_t second) {
+    return elapsed_ms(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second));
+  });
 
   m.def("enqueue_kernel", [](std::string name, py::function function) {
     enqueue(std::move(name), callable(std::move(function)));

@@ -14,17 +14,6 @@
 namespace emulated_npu {
 namespace {
 
-class OnDevice {
- public:
-  explicit OnDevice(std::optional<at::Device> device) : before_(current_device()) {
-    if (device && device->has_index()) set_current_device(device->index());
-  }
-  ~OnDevice() { set_current_device(before_); }
-
- private:
-  c10::DeviceIndex before_;
-};
-
 // Fresh memory holds what somebody has left there.
 at::Tensor poisoned(at::Tensor made) {
   auto block = block_of(*made.storage().unsafeGetStorageImpl());
@@ -60,6 +49,7 @@ void enqueue_copy(const char* name, at::Tensor to, at::Tensor from) {
 // are converted before bytes move, so those of the host are taken at the call as well.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  OnDevice on(is_npu(to) ? to.device() : from.device());
   CpuAliases aliases;
   const bool is_late = Scheduler::get().is_late();
   if (is_npu(from) && is_npu(to)) {

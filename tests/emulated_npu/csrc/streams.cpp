@@ -75,7 +75,10 @@ void Scheduler::seed(std::optional<uint64_t> seed) {
   seed_ = seed.value_or(0);
   is_late_ = seed.has_value();
   // The same draws again for who has made no new streams since.
-  for (auto& [key, queue] : by_stream_) queue->num_appended = queue->num_finished = 0;
+  for (auto& [key, queue] : by_stream_) {
+    queue->num_before_seed = queue->num_finished;
+    queue->num_queries = 0;
+  }
   num_transient_ = 0;
 }
 
@@ -136,7 +139,7 @@ void Scheduler::enqueue(c10::Stream stream, Task task) {
   {
     std::lock_guard lock(queues_);
     auto& queue = queue_of(stream);
-    const auto sequence = queue.num_appended++;
+    const auto sequence = queue.num_appended++ - queue.num_before_seed;
     queue.tasks.push_back(std::move(task));
     const auto phase = sequence / kPhaseTasks;
     const auto eagerness = kEagerness[draw(queue, phase, Draw::kEagerness) % kEagerness.size()];
@@ -325,7 +328,7 @@ bool Scheduler::query(c10::Stream stream) {
     std::lock_guard lock(queues_);
     auto& queue = queue_of(stream);
     if (queue.num_finished == queue.num_appended) return true;
-    count = draw(queue, num_run_, Draw::kCount) % 8;
+    count = draw(queue, ++queue.num_queries, Draw::kCount) % 8;
   }
   if (count) run_some(count);
   std::lock_guard lock(queues_);

@@ -82,9 +82,11 @@ class Scheduler {
     std::deque<Task> tasks;
     uint64_t num_appended = 0;
     uint64_t num_finished = 0;
+    uint64_t num_queries = 0;
+    uint64_t num_before_seed = 0;  // appended; draws count from here
     bool is_running = false;
 
-    uint64_t head() const { return num_finished; }
+    uint64_t head() const { return num_finished - num_before_seed; }
   };
   enum class Draw : uint64_t;
 

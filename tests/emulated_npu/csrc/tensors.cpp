@@ -100,14 +100,13 @@ void synchronize_current_stream() {
 }
 
 void grow_storage(const c10::Storage& storage, size_t num_bytes) {
-  auto data = npu_allocator()->allocate(num_bytes);
-  auto old = cpu_storage_of(block_of(*storage.unsafeGetStorageImpl()), storage.nbytes());
-  auto* to = data.get();
-  storage.set_data_ptr_noswap(std::move(data));
+  c10::Storage grown(c10::Storage::use_byte_size_t(), num_bytes, npu_allocator(), true);
+  const auto old = cpu_storage_of(block_of(*storage.unsafeGetStorageImpl()), storage.nbytes());
+  const auto now = cpu_storage_of(block_of(*grown.unsafeGetStorageImpl()), num_bytes);
+  // Before the old memory is freed, which poisons it.
+  if (old.nbytes()) enqueue("resize", [old, now] { std::memcpy(now.mutable_data(), old.data(), std::min(old.nbytes(), now.nbytes())); });
+  storage.set_data_ptr_noswap(grown.set_data_ptr(c10::DataPtr(nullptr, grown.device())));
   storage.set_nbytes(num_bytes);
-  if (!old.nbytes()) return;
-  auto now = cpu_storage_of(block_of(*storage.unsafeGetStorageImpl()), num_bytes);
-  enqueue("resize", [old, now, to] { std::memcpy(to, old.data(), std::min(old.nbytes(), now.nbytes())); });
 }
 
 }  // namespace emulated_npu

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve prompts on the emulated NPU in orders of kernels and copies that seeds choose.
+
+All seeds run in one engine. Every answer is compared with that of a device that is never late.
+
+    python late_streams.py REPORT MODEL --first 0 --seeds 20 [--without NAME ...]
+
+A seed decides all of it: what is asked and when, which batched copies fail, in which order the
+streams of the device run, and how far the transfer thread gets while the model's thread goes on.
+So a seed that fails can be replayed alone. ``--without`` takes protections of the connector away,
+one at a time (`late_protections.PROTECTIONS`), and says which seed is the first to show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+import connector_workload
+import late_protections
+import transfer_gate
+from connector_workload import Tokens, random_tokens
+
+BLOCK_TOKENS = 128
+POOL_BLOCKS = 14
+"""Two of the requests below fit."""
+TOLERANCE = 1e-3
+"""Of a log-probability; float32 differs by 1e-5, a wrong page by 0.1 and more."""
+REPLY_TOKENS = 5
+TURNS_TOKENS = (254, 382, 510)
+"""Answers go on in the next block, for which there may be no room."""
+NUM_CONVERSATIONS = 5
+DOCUMENTS_TOKENS = (150, 190, 230)
+ORDERS = ((0, 1), (1, 0), (2, 0))
+WAVES = 2
+MOST_STEPS = 3000
+HANGS_S = 600
+
+ENGINE = {
+    "block_size": BLOCK_TOKENS,
+    "max_model_len": 1024,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": POOL_BLOCKS,
+    "disable_hybrid_kv_cache_manager": False,
+    "kv_transfer_config": {
+        "kv_connector": "KvextConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "host_memory_gib": 3 / 1024,
+            "chunk_tokens": BLOCK_TOKENS,
+            "load_if_slower": True,
+            "store_policy": "all",
+            "swap_on_preemption": True,
+            "blending": True,
+        },
+    },
+}
+
+
+class Asked(NamedTuple):
+    """A request.
+
+    Attributes:
+        prompt: Its tokens.
+        segments: First and end token of documents in it.
+        is_document: Whether it is to be stored as a segment, and answers nothing.
+        step: Of the wave, before which it is sent.
+        abort_step: When it is aborted; 0 if it is not.
+        ends_early: Whether it ends with a token, which nobody knows while its next step is
+            enqueued.
+    """
+
+    prompt: Tokens
+    segments: tuple[tuple[int, int], ...] = ()
+    is_document: bool = False
+    step: int = 0
+    abort_step: int = 0
+    ends_early: bool = False
+
+
+class Answer(NamedTuple):
+    reply: list[int]
+    logprobs: list[dict[int, float]]
+    reused_tokens: int
+    hit_tokens: int
+
+
+class DifferenceError(AssertionError):
+    """An answer is not that of a device that is never late."""
+
+
+class LateEngine(connector_workload.Engine):
+    """An engine that is asked in waves."""
+
+    def __init__(self, model: str) -> None:
+        connector_workload.BLOCK_TOKENS = BLOCK_TOKENS
+        super().__init__(model, ENGINE)
+        self.engine = self._llm.llm_engine
+        self.counted = self._counted
+        self._num_asked = 0
+        rng = random.Random("prompts")
+        shared = random_tokens(rng, 200)
+        longest = TURNS_TOKENS[-1]
+        self.conversations = [
+            (shared if number < 2 else []) + random_tokens(rng, longest)
+            for number in range(NUM_CONVERSATIONS)
+        ]
+        self.documents = [random_tokens(rng, length) for length in DOCUMENTS_TOKENS]
+        self.blended = [self._in_order(rng, order) for order in ORDERS]
+        self.references: dict[tuple[int, ...], Answer] = {}
+        forget_measurements()
+        self.gate = transfer_gate.TransferGate(self.worker_side)
+        self.worker_side._runner.fence._stream()  # Draws depend on how many streams there were.
+
+    def _in_order(self, rng: random.Random, order: Sequence[int]) -> Asked:
+        prompt, segments = random_tokens(rng, 20), []
+        for index in order:
+            segments.append((len(prompt), len(prompt) + DOCUMENTS_TOKENS[index]))
+            prompt = prompt + self.documents[index]
+        return Asked(prompt + random_tokens(rng, 15), tuple(segments))
+
+    def make_references(self) -> None:
+        """What a device answers that is never late, and without anything that was stored."""
+        for conversation in self.conversations:
+            for num_tokens in TURNS_TOKENS:
+                self._add_reference(Asked(conversation[:num_tokens]))
+        for blended in self.blended:
+            self._add_reference(blended)
+        self._forget_all()
+
+    def _add_reference(self, asked: Asked) -> None:
+        """Segments that are reused change nothing in this model.
+
+        The keys of its only layer behind another depend on the window before them, and what is
+        reused begins a window behind the beginning of a segment.
+        """
+        self._forget_all()
+        ((_, self.references[tuple(asked.prompt)]),) = self.wave([asked])
+
+    def _forget_all(self) -> None:
+        self.finish()
+        self.reset(is_host_too=True)
+
+    def finish(self) -> None:
+        """Nothing is under way behind this."""
+        steps = 0
+        while self.scheduler_side.has_transfers or self.scheduler.has_requests():
+            self.engine.step()
+            steps += 1
+            if steps > MOST_STEPS:
+                raise RuntimeError("transfers do not end")
+
+    def wave(self, wave: Sequence[Asked]) -> list[tuple[Asked, Answer]]:
+        """Send requests, each at its step; the answers of those that were not aborted."""
+        waiting = sorted(wave, key=lambda asked: asked.step)
+        sent: dict[str, Asked] = {}
+        outputs: dict[str, Any] = {}
+        step = 0
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and (
+                waiting[0].step <= step or not self.engine.has_unfinished_requests()
+            ):
+                asked = waiting.pop(0)
+                self._num_asked += 1
+                sent[str(self._num_asked)] = asked
+                self._send(str(self._num_asked), asked)
+            outputs |= {output.request_id: output for output in self.engine.step()}
+            step += 1
+            due = [
+                number
+                for number, asked in sent.items()
+                if asked.abort_step == step and not (number in outputs and outputs[number].finished)
+            ]
+            if due:
+                self.counted["aborts"] += len(due)
+                self.engine.abort_request(due)
+            if step > MOST_STEPS:
+                raise RuntimeError("requests do not end")
+        return [
+            (asked, _answer(outputs[number]))
+            for number, asked in sent.items()
+            if number in outputs and outputs[number].finished and not asked.is_document
+        ]
+
+    def _send(self, number: str, asked: Asked) -> None:
+        from vllm import SamplingParams
+
+        extra: dict[str, Any] = {}
+        if asked.is_document:
+            extra = {"kvext_store_segment": True}
+        elif asked.segments:
+            extra = {"kvext_segments": [list(segment) for segment in asked.segments]}
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=1 if asked.is_document else REPLY_TOKENS,
+            ignore_eos=True,
+            stop_token_ids=[self.references[tuple(asked.prompt)].reply[1]]
+            if asked.ends_early
+            else None,
+            logprobs=5,
+            detokenize=False,
+            extra_args=extra or None,
+        )
+        self.engine.add_request(number, {"prompt_token_ids": asked.prompt}, sampling)
+
+    def check(self, asked: Asked, answer: Answer) -> float:
+        """The largest difference of a log-probability from the reference.
+
+        Raises:
+            DifferenceError: It is no rounding.
+        """
+        expected = self.references[tuple(asked.prompt)]
+        largest = max(
+            abs(value - of_step.get(token, min(of_step.values())))
+            for step, of_step in zip(
+                answer.logprobs, expected.logprobs, strict=not asked.ends_early
+            )
+            for token, value in step.items()
+        )
+        num_tokens = len(answer.reply) if asked.ends_early else REPLY_TOKENS
+        if not largest <= TOLERANCE or answer.reply != expected.reply[:num_tokens]:
+            raise DifferenceError(
+                f"log-probabilities differ by {largest:.2e} ({len(asked.prompt)} tokens, "
+                f"{answer.hit_tokens} of them hits, {answer.reused_tokens} of segments)"
+            )
+        return largest
+
+    def run_seed(self, seed: int) -> dict[str, Any]:
+        """Serve some waves as a seed has it.
+
+        Raises:
+            DifferenceError: An answer is wrong, or something is left.
+        """
+        from torch_npu import emulation
+
+        rng = random.Random(seed)
+        self._forget_all()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        # In the order of a new engine: which page follows which is to be the seed's alone.
+        pool.free_block_queue = type(pool.free_block_queue)(pool.blocks[1:])
+        for tensor in self.worker_side._runner.pools.tensors:
+            tensor.fill_(0x44)  # 785.07 in float32
+        before = self.counted.copy()
+        gate = self.gate
+        gate.close(rng)
+        emulation.set_seed(seed)
+        digest = hashlib.sha256()
+        largest = 0.0
+        try:
+            for number in range(WAVES):
+                wave = self._random_wave(rng, number)
+                gate.fail({rng.randrange(1, 12) for _ in range(rng.choice((0, 0, 1, 3)))})
+                for asked, answer in self.wave(wave):
+                    largest = max(largest, self.check(asked, answer))
+                    self.counted["answers"] += 1
+                    self.counted["segment tokens"] += answer.reused_tokens
+                    digest.update(repr((answer.reply, answer.hit_tokens)).encode())
+                self._between_waves(rng)
+            gate.fail(())
+            self.finish()
+        finally:
+            digest.update(repr(gate.counted).encode())
+            self.counted.update(gate.counted)
+            gate.open()
+            emulation.set_seed(None)
+        self.reset()
+        left = {
+            "blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks),
+            "references": self.scheduler_side.num_references,
+            "pins": self.scheduler_side.num_pinned,
+        }
+        if any(left.values()):
+            raise DifferenceError(f"left when all is done: {left}")
+        return {
+            "largest": largest,
+            "digest": digest.hexdigest()[:16],
+            "counted": dict(self.counted - before),
+        }
+
+    def _random_wave(self, rng: random.Random, number: int) -> list[Asked]:
+        wave = []
+        for _ in range(rng.randrange(4, 6)):
+            kind = rng.random()
+            step = rng.randrange(5)
+            if number == 0 and kind < 0.3:
+                document = self.documents[rng.randrange(len(self.documents))]
+                wave.append(Asked(document, is_document=True, step=step))
+            elif kind < 0.3:
+                wave.append(rng.choice(self.blended)._replace(step=step))
+            else:
+                conversation = rng.choice(self.conversations)
+                prompt = conversation[: rng.choice(TURNS_TOKENS)]
+                end = rng.random()
+                abort_step = step + rng.randrange(1, 8) if end < 0.1 else 0
+                wave.append(Asked(prompt, (), False, step, abort_step, ends_early=end > 0.6))
+        return wave
+
+    def _between_waves(self, rng: random.Random) -> None:
+        """Forget what is on the device, and some of what is in host memory."""
+        if rng.random() < 0.3:
+            return
+        if rng.random() < 0.6:
+            self.finish()
+        self._llm.reset_prefix_cache()
+        if self.scheduler_side.has_transfers or rng.random() < 0.3:
+            return
+        for conversation in self.conversations:
+            prompt = conversation[: TURNS_TOKENS[-1]]
+            if tuple(prompt) in self._prefixes:
+                first = rng.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS))
+                self.lose_rows([(first, first + BLOCK_TOKENS)], prompt)
+
+
+def forget_measurements() -> None:
+    """How fast copies and steps were would decide what is loaded."""
+    from vllm_ascend_kvext.connector.load_cost import LoadCost
+
+    for name in ("note_copies", "note_load", "note_step"):
+        setattr(LoadCost, name, lambda self, *_: None)
+
+
+def _answer(output: Any) -> Answer:
+    (reply,) = output.outputs
+    params = output.kv_transfer_params or {}
+    return Answer(
+        list(reply.token_ids),
+        [{token: entry.logprob for token, entry in step.items()} for step in reply.logprobs],
+        params.get("kvext_reused_tokens", 0),
+        output.num_cached_tokens or 0,
+    )
+
+
+def run_seeds(engine: LateEngine, seeds: Iterable[int], most_s: float) -> dict[str, Any]:
+    """The report of some seeds, up to the first that fails: what it leaves would be the next's."""
+    report: dict[str, Any] = {"seeds": {}, "failed": {}}
+    counted: Counter[str] = Counter()
+    begun_s = time.monotonic()
+    for seed in seeds:
+        try:
+            done = engine.run_seed(seed)
+        except DifferenceError as error:
+            report["failed"][seed] = str(error)
+        except Exception:
+            report["failed"][seed] = traceback.format_exc()
+        else:
+            counted.update(done.pop("counted"))
+            report["seeds"][seed] = done
+        passed_s = time.monotonic() - begun_s
+        if seed % 20 == 0 or report["failed"]:
+            print(f"seed {seed}, {passed_s:.0f} s, {dict(counted)}", flush=True)
+        if report["failed"] or passed_s > most_s:
+            break
+    report["counted"] = dict(counted)
+    return report
+
+
+def run_without(engine: LateEngine, name: str, seeds: Iterable[int], path: Path) -> dict[str, Any]:
+    """The same in a process of its own, which lacks one protection."""
+    path.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(HANGS_S)
+        late_protections.take_away(name)
+        path.write_text(json.dumps(run_seeds(engine, seeds, HANGS_S)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    if path.exists():
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report
+    return {"seeds": {}, "failed": {"?": "the process ended, or hung"}, "counted": {}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("report", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--without", nargs="*", default=(), metavar="NAME", help="or: all")
+    options = parser.parse_args()
+    names = list(late_protections.PROTECTIONS) if "all" in options.without else options.without
+    engine = LateEngine(options.model)
+    engine.make_references()
+    seeds = range(options.first, options.first + options.seeds)
+    report: dict[str, Any] = {}
+    for name in names:
+        found = run_without(engine, name, seeds, options.report)
+        report[name] = found
+        failed = [f"red at {seed}: {text[-300:]}" for seed, text in found["failed"].items()]
+        print(f"without {name!r}: {''.join(failed) or 'never red'}", flush=True)
+    if not names:
+        report = run_seeds(engine, seeds, options.seconds)
+        print(f"{len(report['seeds'])} seeds equal; failed: {report['failed']}", flush=True)
+    options.report.write_text(json.dumps(report))
+    os._exit(0)  # What failed may have left what a shutdown waits for.
+
+
+if __name__ == "__main__":
+    main()

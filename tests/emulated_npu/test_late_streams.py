@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels and copies that are late, in orders that seeds choose, change no answer.
+
+Stores, loads, holes, segments, preemption, aborts and failed copies, in one engine; see
+``late_streams.py``, which replays a seed, and runs any number of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import random_models
+from emulated_run import run_script
+from support.sample import IS_SAMPLE
+
+NUM_SEEDS = 20 if IS_SAMPLE else 200
+REPLAYED_SEED = 7
+SHOWN = {
+    "loads wait": 20,
+    "stores wait": 20,
+    "loads arrive": 20,
+    "arrays held": 20,
+}
+"""Protections of which so many seeds show that they are gone."""
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    model = tmp_path_factory.mktemp("model")
+    random_models.write(model, random_models.one_window_and_one_full())
+
+    @cache
+    def run(*options: str) -> dict[str, Any]:
+        report = tmp_path_factory.mktemp("report") / "report.json"
+        run_script("late_streams.py", report, model, *options)
+        found: dict[str, Any] = json.loads(report.read_text())
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def report(run: Run) -> dict[str, Any]:
+    return run("--seeds", str(NUM_SEEDS))
+
+
+def test_no_order_changes_an_answer(report: dict[str, Any]) -> None:
+    assert not report["failed"]
+    assert len(report["seeds"]) == NUM_SEEDS
+
+
+def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
+    counted = report["counted"]
+    for name in (
+        *("batched copies", "failed copies", "connector", "hole tokens", "segment tokens"),
+        *("preemptions", "aborts"),
+    ):
+        assert counted.get(name, 0) > 0, name
+
+
+def test_a_seed_can_be_replayed(run: Run, report: dict[str, Any]) -> None:
+    alone = run("--first", str(REPLAYED_SEED), "--seeds", "1")
+    key = str(REPLAYED_SEED)
+    assert alone["seeds"][key]["digest"] == report["seeds"][key]["digest"]
+
+
+@pytest.mark.parametrize("name", ["loads wait"] if IS_SAMPLE else SHOWN)
+def test_a_protection_that_is_gone_is_seen(run: Run, name: str) -> None:
+    assert run("--seeds", str(SHOWN[name]), "--without", name)[name]["failed"]
