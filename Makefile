@@ -44,7 +44,7 @@ ASCEND_SOURCES := $(patsubst %,.venv/vllm-ascend-%/.unpacked,$(ASCEND_VERSIONS) 
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending check test test-pythons test-ascend test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending demo-ascend check test test-pythons test-ascend test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
@@ -58,6 +58,9 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and with
 
 demo-blending: $(MAIN_ENV)/.package ## Reuse documents in changing order, with a small language model (93 MB); approximate
 	$(MAIN_PYTHON) examples/blending.py
+
+demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a hybrid model with vLLM-Ascend on an emulated NPU, with all of the above: no hardware
+	$(EMULATED_NPU_ENV)/bin/python examples/ascend_emulated.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check

@@ -76,7 +76,7 @@ class Round:
         )
 
 
-def start_engine(model: Path, **engine: Any) -> Any:
+def start_engine(model: Path, block_size: int = BLOCK_TOKENS, **engine: Any) -> Any:
     """Start vLLM in this process."""
     from vllm import LLM
 
@@ -85,7 +85,7 @@ def start_engine(model: Path, **engine: Any) -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        block_size=BLOCK_TOKENS,
+        block_size=block_size,
         max_num_batched_tokens=1024,
         **engine,
     )

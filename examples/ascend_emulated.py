@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Ascend serves a hybrid model with this package, on an emulated NPU: no hardware is used.
+
+Documents are asked about, round after round, on a device and with a host memory that are too small
+for all of them. vLLM-Ascend itself, unmodified, serves twice: without this package, and with
+adaptive retention, ``KvextConnector`` and holes. Worker, model runner and attention are
+vLLM-Ascend's; ``torch_npu`` and the operators are those of ``tests/emulated_npu``. The model is the
+tiny Gemma 3 of `retention.py`, with windows that end within a block. Start it with
+
+    make demo-ascend
+
+What is counted is what an NPU would be told to compute and to load. Seconds would say nothing about
+one, so none are printed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_log import engine_log
+from holes import COMPUTED, CONNECTOR, LOADED, ON_DEVICE, Answer, Question, SpanObserver, answer
+from offload_hybrid import LOGPROB_TOLERANCE, random_tokens, start_engine
+from retention import ENGINE_ENVIRON, PLUGIN_OFF, print_aligned, write_model
+
+NOTICE = "The NPU is emulated on this CPU. No hardware was used, and times would mean nothing."
+BLOCK_TOKENS = 128
+"""vLLM-Ascend takes no other for this model."""
+
+WINDOW_TOKENS = 200
+"""Ends within a block."""
+
+NUM_DOCUMENTS = 4
+NUM_ROUNDS = 5
+INSTRUCTION_TOKENS = 256
+DOCUMENT_TOKENS = (1200, 2200)
+QUESTION_TOKENS = (140, 260)
+DEVICE_BLOCKS = 150
+"""Room for little more than one prompt."""
+
+HOST_MEMORY_GIB = 0.006
+"""Room for about half of the documents."""
+
+LOG = Path("out/ascend_emulated.log")
+
+
+class Run(NamedTuple):
+    """How an engine is started.
+
+    Attributes:
+        environ: Environment variables, besides those of all examples.
+        engine: Arguments of the engine.
+    """
+
+    environ: Mapping[str, str]
+    engine: Mapping[str, Any]
+
+
+HOST_TIER = {
+    "host_memory_gib": HOST_MEMORY_GIB,
+    "chunk_tokens": BLOCK_TOKENS,
+    "store_policy": "all",
+    # So small a model computes a chunk about as fast as it is loaded: this is not about that.
+    "load_if_slower": True,
+}
+WITHOUT = Run(PLUGIN_OFF, {})
+WITH = Run(
+    {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"},
+    {"kv_transfer_config": {**CONNECTOR, "kv_connector_extra_config": HOST_TIER}},
+)
+
+
+def write_rounds() -> list[list[Question]]:
+    """In every round, each document is asked about once, in no order."""
+    rng = random.Random(0)
+    instructions = random_tokens(rng, INSTRUCTION_TOKENS)
+    documents = {
+        chr(ord("A") + number): instructions + random_tokens(rng, rng.randint(*DOCUMENT_TOKENS))
+        for number in range(NUM_DOCUMENTS)
+    }
+    return [
+        [
+            Question(name, documents[name] + random_tokens(rng, rng.randint(*QUESTION_TOKENS)))
+            for name in rng.sample(sorted(documents), k=NUM_DOCUMENTS)
+        ]
+        for _ in range(NUM_ROUNDS)
+    ]
+
+
+def serve(model: Path, rounds: Sequence[Sequence[Question]], run: Run) -> list[list[Answer]]:
+    """Answer the questions, one after the other, on a new engine; in a process of its own."""
+    os.environ.update(run.environ)
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "npu":
+        raise SystemExit("This Python has no vLLM-Ascend on an emulated NPU: make demo-ascend")
+    llm = start_engine(
+        model,
+        block_size=BLOCK_TOKENS,
+        max_model_len=4096,
+        num_gpu_blocks_override=DEVICE_BLOCKS,
+        enable_prefix_caching=True,
+        disable_hybrid_kv_cache_manager=False,
+        **run.engine,
+    )
+    observer = SpanObserver(llm.llm_engine.engine_core.engine_core.scheduler)
+    answers = [[answer(llm, observer, question) for question in asked] for asked in rounds]
+    llm.llm_engine.engine_core.shutdown()
+    return answers
+
+
+def print_table(without: Sequence[Sequence[Answer]], found: Sequence[Sequence[Answer]]) -> None:
+    """Print one row per round, and one for all: where the tokens of the prompts came from."""
+    rows = [
+        ("", "prompt", "on the", "from host", "", "of these", "computed without"),
+        ("", "tokens", "device", "memory", "computed", "in holes", "this package"),
+    ]
+    names = [f"round {number}" for number in range(1, len(found) + 1)]
+    all_plain, all_found = ([*chain(*answers)] for answers in (without, found))
+    for name, plain, ours in zip(
+        [*names, "all"], [*without, all_plain], [*found, all_found], strict=True
+    ):
+        signs = "".join(each.signs for each in ours)
+        counts = (
+            len(signs),
+            *map(signs.count, (ON_DEVICE, LOADED, COMPUTED)),
+            sum(each.hole_tokens for each in ours),
+            sum(each.signs.count(COMPUTED) for each in plain),
+        )
+        rows.append((name, *(f"{count:,}" for count in counts)))
+    print_aligned(rows)
+
+
+def main() -> None:
+    from tqdm import tqdm
+
+    os.environ.update(ENGINE_ENVIRON)
+    print(NOTICE, end="\n\n", flush=True)
+    rounds = write_rounds()
+    served = []
+    with (
+        tempfile.TemporaryDirectory() as model,
+        engine_log(LOG) as terminal,
+        ProcessPoolExecutor(
+            1, get_context("spawn"), max_tasks_per_child=1, initializer=os.chdir, initargs=(model,)
+        ) as process,
+    ):
+        write_model(Path(model), WINDOW_TOKENS)
+        for run in tqdm((WITHOUT, WITH), unit=" engines", file=terminal):
+            served.append(process.submit(serve, Path(model), rounds, run).result())
+    without, found = served
+    print(
+        f"{NUM_ROUNDS} rounds of questions about {NUM_DOCUMENTS} documents, answered by "
+        f"vLLM-Ascend: sliding windows of {WINDOW_TOKENS} tokens and\nfull attention, "
+        f"{DEVICE_BLOCKS} blocks of {BLOCK_TOKENS} tokens on the device, "
+        f"{HOST_MEMORY_GIB * 1024:.0f} MiB of host memory.\n"
+    )
+    print_table(without, found)
+    if not all(
+        mine.round.is_equal(theirs.round)
+        for ours, plain in zip(found, without, strict=True)
+        for mine, theirs in zip(ours, plain, strict=True)
+    ):
+        raise SystemExit("Some outputs differ from those without this package.")
+    print(
+        f"\nAll outputs are identical to those without this package, log-probabilities to within "
+        f"{LOGPROB_TOLERANCE}.\n{NOTICE}"
+    )
+
+
+if __name__ == "__main__":
+    main()
