@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <malloc.h>
 
 #include <cstring>
 
@@ -125,6 +126,9 @@ double elapsed_ms(void* first, void* second) {
 c10::DeviceIndex num_devices() { return static_cast<c10::DeviceIndex>(device_count); }
 
 void start(int count) {
+  // Activations come and go at every step: the host is to keep their pages.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
   device_count = count;
   c10::SetAllocator(kNpu, npu_allocator());
   if (!at::isPrivateUse1HooksRegistered()) at::RegisterPrivateUse1HooksInterface(new NpuHooks);

@@ -7,8 +7,10 @@
 //   - tensors whose shapes follow from shapes: the kernel for meta tensors says how large they are,
 //     they are allocated at the call, and the work is enqueued;
 //   - numbers, and tensors whose shapes depend on values: the stream is waited for, as on a device.
+#include "arguments.h"
 #include "counts.h"
 #include "device.h"
+#include "inference.h"
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -23,8 +25,6 @@
 
 namespace emulated_npu {
 namespace {
-
-using torch::jit::Stack;
 
 // Operators that take indices, or numbers, from the host as well.
 const std::unordered_set<std::string> kTakesBothDevices = {
@@ -75,27 +75,6 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
   auto found = known.find(key);
   if (found == known.end()) found = known.emplace(key, make_traits(op)).first;
   return found->second;
-}
-
-template <typename Function>
-c10::IValue with_tensors(const c10::IValue& value, const Function& function) {
-  if (value.isTensor()) return function(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(function(tensor));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const auto& tensor : value.toOptionalTensorVector()) list.push_back(tensor ? std::optional(function(*tensor)) : std::nullopt);
-    return list;
-  }
-  return value;
-}
-
-c10::IValue on_device(const c10::IValue& value, c10::DeviceType type) {
-  if (value.isDevice() && value.toDevice().type() == kNpu) return c10::Device(type);
-  return value;
 }
 
 // The device of the tensors, if they are on one.
@@ -170,32 +149,19 @@ void run_view(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
 // ------------------------------------------------------------------ later
 
 // Allocates what is returned, as the kernel for meta tensors says. False: that depends on values.
-bool infer(const c10::OperatorHandle& op, const Traits& traits, const Stack& arguments, Stack* outputs) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;  // npu, meta
-  Stack inputs;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (static_cast<int>(i) == traits.generator) {
-      inputs.emplace_back();
-      continue;
-    }
-    inputs.push_back(on_device(with_tensors(arguments[i], [&](const at::Tensor& tensor) {
-      if (!is_npu(tensor) && tensor.defined() && tensor.dim() == 0) return tensor;  // a number
-      auto meta = to_meta(tensor);
-      if (tensor.defined()) tensors.emplace_back(tensor, meta);
-      return meta;
-    }), c10::kMeta));
-  }
-  Stack stack = inputs;
-  try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-  } catch (const std::exception&) {
-    return false;  // the kernel for CPUs gives the result, or says better what is wrong
-  }
-  for (const auto& [npu, meta] : tensors)
-    if (npu.sizes() != meta.sizes()) npu.resize_(meta.sizes());
-  for (size_t i = 0; i < stack.size(); ++i) {
+bool allocate_outputs(const c10::OperatorHandle& op, const Traits& traits, const Stack& arguments, Stack* outputs) {
+  const auto& inferred = infer(op, traits.generator, arguments);
+  if (!inferred.is_known) return false;
+  size_t number = 0;
+  for (const auto& argument : arguments)
+    with_tensors(argument, [&](const at::Tensor& tensor) {
+      const auto& sizes = inferred.resized[number++];
+      if (sizes) tensor.resize_(*sizes);
+      return tensor;
+    });
+  for (size_t i = 0; i < inferred.returned.size(); ++i) {
     const auto written = traits.written_argument[i];
-    outputs->push_back(written != kNew ? arguments[written] : with_tensors(stack[i], [](const at::Tensor& meta) {
+    outputs->push_back(written != kNew ? arguments[written] : with_tensors(inferred.returned[i], [](const at::Tensor& meta) {
       return meta.defined() ? new_npu_tensor(meta.sizes(), meta.strides(), meta.scalar_type()) : meta;
     }));
   }
@@ -250,7 +216,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack outputs;
   if (!traits.is_inferred) {
     for (const auto written : traits.written_argument) outputs.push_back(arguments[written]);
-  } else if (!infer(op, traits, arguments, &outputs)) {
+  } else if (!allocate_outputs(op, traits, arguments, &outputs)) {
     return run_now(op, traits, std::move(arguments), stack);
   }
   run_later(op, traits, std::move(arguments), outputs);
