@@ -59,7 +59,7 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and with
 demo-blending: $(MAIN_ENV)/.package ## Reuse documents in changing order, with a small language model (93 MB); approximate
 	$(MAIN_PYTHON) examples/blending.py
 
-demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a hybrid model with vLLM-Ascend on an emulated NPU, with all of the above: no hardware
+demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a hybrid model with vLLM-Ascend on an emulated NPU, with retention and offload: no hardware
 	$(EMULATED_NPU_ENV)/bin/python examples/ascend_emulated.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
