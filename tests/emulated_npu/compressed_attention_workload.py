@@ -111,8 +111,8 @@ def spoil_cached_blocks(engine: Engine) -> None:
 
 @contextmanager
 def loading_nothing(engine: Engine, is_on: bool) -> Iterator[None]:
-    """Let loads end well that have moved nothing."""
-    if not (is_on and engine.has_connector):
+    """Let loads end well that have moved nothing, where workers are in this process."""
+    if not (is_on and engine.has_connector and engine.worker_side):
         yield
         return
     runner = engine.worker_side._runner
