@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 VOCABULARY_TOKENS = 512
@@ -139,12 +140,37 @@ def one_window_and_one_full() -> PreTrainedConfig:
     )
 
 
+def states() -> PreTrainedConfig:
+    """Three layers with states (gated delta rule) and one with full attention; experts.
+
+    vLLM-Ascend starts only where a state has as many bytes as the keys of a whole number of blocks
+    of 128 tokens: here of one.
+    """
+    return Qwen3NextConfig(
+        **COMMON,
+        architectures=["Qwen3NextForCausalLM"],
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+
+
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "full attention": full_attention,
     "windows": windows,
     "sinks, windows, experts": sinks_and_experts,
     "latent attention, experts": latent,
     "latent attention, groups of experts": latent_and_groups,
+    "states": states,
 }
 
 

@@ -79,9 +79,12 @@ def runner_of(core: Any) -> Any:
 
 
 def forget_values(core: Any, layer: int) -> None:
-    """Latent attention has its latents first, which hold the values; others have them last."""
+    """Latent attention has its latents first, which hold the values; others have them last.
+
+    Linear attention has the tokens of its convolution first, and its states last.
+    """
     cached = runner_of(core).kv_caches[layer]
-    is_latent = cached[0].shape[-1] != cached[1].shape[-1]
+    is_latent = cached[0].dim() == 4 and cached[0].shape[-1] != cached[1].shape[-1]
     cached[0 if is_latent else 1].zero_()
 
 

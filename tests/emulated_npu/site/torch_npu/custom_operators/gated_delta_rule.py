@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention by the gated delta rule: its convolution, its gates, and its steps of decoding.
+
+A state is a matrix per head of values. Each token lets it fade, corrects what it says of the
+token's key, and asks it the token's query. Heads of values share the heads of keys in groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Outputs = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+def npu_causal_conv1d_custom(
+    output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    bias_opt: Tensor | None,
+    query_start_loc_opt: Tensor | None,
+    cache_indices_opt: Tensor | None,
+    initial_state_mode_opt: Tensor | None,
+    num_accepted_tokens_opt: Tensor | None,
+    activation_mode: int,
+    pad_slot_id: int,
+    run_mode: int,
+) -> None:
+    """Convolves each channel over a sequence's tokens, behind those that its state remembers.
+
+    Args:
+        output: written, as ``x``.
+        x: shape ``[tokens, channels]``, sequences one behind the other.
+        weight: shape ``[width, channels]``; its last row is for the token itself.
+        conv_state: the last ``width - 1`` tokens of each sequence, shape
+            ``[blocks, width - 1, channels]``; written.
+        bias_opt: shape ``[channels]``.
+        query_start_loc_opt: where each sequence begins, shape ``[sequences + 1]``.
+        cache_indices_opt: block of each sequence, shape ``[sequences]`` or, in the first column,
+            ``[sequences, blocks]``; those with ``pad_slot_id`` are left out.
+        initial_state_mode_opt: whether a sequence goes on from its state, shape ``[sequences]``;
+            without it, all do.
+        activation_mode: 1 for SiLU, 0 for none.
+        run_mode: 0 for prompts, 1 for decoding; here both are the same.
+    """
+    if query_start_loc_opt is None or cache_indices_opt is None:
+        raise RuntimeError("npu_causal_conv1d_custom: expected starts and blocks of sequences")
+    if num_accepted_tokens_opt is not None:
+        raise NotImplementedError("npu_causal_conv1d_custom: drafts are not emulated")
+    kept = weight.shape[0] - 1
+    if conv_state.shape[1] != kept:
+        raise RuntimeError(
+            f"npu_causal_conv1d_custom: conv_state {conv_state.shape}, expected {kept} tokens"
+        )
+    kernel = weight.float().t().unsqueeze(1)
+    bias = None if bias_opt is None else bias_opt.float()
+    starts = query_start_loc_opt.tolist()
+    blocks = cache_indices_opt.reshape(len(cache_indices_opt), -1)[:, 0].tolist()
+    is_continued = [True] * len(blocks)
+    if initial_state_mode_opt is not None:
+        is_continued = initial_state_mode_opt.bool().tolist()
+    for number, block in enumerate(blocks):
+        first, end = starts[number], starts[number + 1]
+        if block == pad_slot_id or first == end:
+            continue
+        before = conv_state[block].float()
+        if not is_continued[number]:
+            before = torch.zeros_like(before)
+        tokens = torch.cat((before, x[first:end].float()))
+        found = functional.conv1d(tokens.t(), kernel, bias, groups=x.shape[1]).t()
+        output[first:end] = functional.silu(found) if activation_mode else found
+        conv_state[block] = tokens[len(tokens) - kept :]
+
+
+def npu_fused_gdn_gating(
+    A_log: Tensor,  # noqa: N803  # the schema's name
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """How much of a state is left, and how much of a correction is made.
+
+    Args:
+        A_log: shape ``[heads]``.
+        a: shape ``[tokens, heads]``.
+        b: as ``a``.
+        dt_bias: as ``A_log``.
+        beta: of softplus.
+        threshold: from where softplus is a line.
+
+    Returns:
+        The logarithm of what is left, float32, and the part of the correction, in the type of
+        ``b``; both ``[1, tokens, heads]``.
+    """
+    step = functional.softplus(a.float() + dt_bias.float(), beta, threshold)
+    return (-A_log.float().exp() * step).unsqueeze(0), b.float().sigmoid().to(b.dtype).unsqueeze(0)
+
+
+def run_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One sequence, token by token, in float32.
+
+    Args:
+        query: shape ``[tokens, key_heads, key_size]``.
+        key: as ``query``.
+        value: shape ``[tokens, heads, value_size]``.
+        g: logarithm of what is left of a state, shape ``[tokens, heads]``.
+        beta: part of the correction that is made, as ``g``.
+        state: shape ``[heads, value_size, key_size]``.
+        scale: of queries.
+
+    Returns:
+        Answers, of the shape of ``value``, and the last state.
+    """
+    group = value.shape[1] // key.shape[1]
+    query = query.float().repeat_interleave(group, 1).unsqueeze(-1) * scale
+    key = key.float().repeat_interleave(group, 1).unsqueeze(-1)
+    value, left = value.float().unsqueeze(-1), g.float().exp()[..., None, None]
+    beta, state = beta.float()[..., None, None], state.float()
+    answers = []
+    for token in range(len(value)):
+        state = state * left[token]
+        correction = (value[token] - state @ key[token]) * beta[token]
+        state = state + correction @ key[token].transpose(-1, -2)
+        answers.append((state @ query[token]).squeeze(-1))
+    return torch.stack(answers) if answers else value.squeeze(-1), state
+
+
+def npu_recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    *,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+) -> Tensor:
+    """Steps of decoding: sequences go on from their states.
+
+    Args:
+        query: normed, shape ``[tokens, key_heads, key_size]``.
+        key: as ``query``.
+        value: shape ``[tokens, heads, value_size]``.
+        state: shape ``[blocks, heads, value_size, key_size]``; written.
+        beta: shape ``[tokens, heads]``.
+        scale: of queries; ``key_size ** -0.5`` if None.
+        actual_seq_lengths: the first token of the first sequence, and how many each sequence has,
+            shape ``[1 + sequences]``.
+        ssm_state_indices: block of each token, shape ``[tokens]``. A sequence of several tokens
+            would leave a state for each: that is for drafts, and not emulated.
+        g: as ``beta``.
+    """
+    name = "npu_recurrent_gated_delta_rule"
+    if num_accepted_tokens is not None or gk is not None:
+        raise NotImplementedError(f"{name}: drafts and gates of keys are not emulated")
+    if g is None or beta is None or actual_seq_lengths is None or ssm_state_indices is None:
+        raise RuntimeError(f"{name}: expected g, beta, lengths and blocks of sequences")
+    scale = key.shape[-1] ** -0.5 if scale is None else scale
+    found = torch.zeros_like(value)
+    first, *lengths = actual_seq_lengths.tolist()
+    for length in lengths:
+        if length > 1:
+            raise NotImplementedError(f"{name}: {length} tokens of a sequence are not emulated")
+        if length == 0:
+            continue
+        one, block = slice(first, first + 1), int(ssm_state_indices[first])
+        first += 1
+        if block < 0:
+            continue
+        answers, last = run_gated_delta_rule(
+            query[one], key[one], value[one], g[one], beta[one], state[block], scale
+        )
+        found[one], state[block] = answers, last
+    return found
+
+
+def _like_value(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Outputs:
+    return [(tuple(value.shape), value.dtype)]
+
+
+KERNELS = {
+    "npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state,"
+    " Tensor? bias_opt, Tensor? query_start_loc_opt, Tensor? cache_indices_opt,"
+    " Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode,"
+    " int pad_slot_id, int run_mode) -> Tensor output": (
+        npu_causal_conv1d_custom,
+        lambda *args, **kwargs: [],
+        {"returned": lambda made, output, *args, **kwargs: output},
+    ),
+    "npu_recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *,"
+    " Tensor? beta=None, float? scale=None, Tensor? actual_seq_lengths=None,"
+    " Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, Tensor? g=None,"
+    " Tensor? gk=None) -> Tensor": (npu_recurrent_gated_delta_rule, _like_value),
+}
+
+OPERATORS = {
+    "npu_fused_gdn_gating(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias, float beta=1.0,"
+    " float threshold=20.0) -> (Tensor g, Tensor beta_output)": npu_fused_gdn_gating,
+}

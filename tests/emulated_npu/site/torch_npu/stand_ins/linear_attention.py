@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention by the gated delta rule, where it is more than operators of the device.
+
+Prompts are computed token by token: the device does it in chunks of 64 tokens and in bfloat16,
+which here would hide differences. So vLLM-Ascend's host code for those chunks does not run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torch_npu.custom_operators.gated_delta_rule import run_gated_delta_rule
+from torch_npu.kernels import kernel, operator
+from torch_npu.stand_ins import Launched
+
+
+def split_heads(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort by kind what a projection has by heads of keys.
+
+    Args:
+        mixed_qkvz: by head of keys its query, its key, its values and their gates, shape
+            ``[tokens, key_heads * (2 * key_size + 2 * group * value_size)]``.
+        mixed_ba: by head of keys ``b`` and ``a`` of its values, ``[tokens, 2 * heads]``.
+
+    Returns:
+        Queries, keys and values, ``[tokens, 2 * key_heads * key_size + heads * value_size]``; gates,
+        ``[tokens, heads, value_size]``; ``b`` and ``a``, ``[tokens, heads]``.
+    """
+    group = num_heads_v // num_heads_qk
+    by_head = mixed_qkvz.unflatten(-1, (num_heads_qk, -1))
+    sizes = [head_qk, head_qk, group * head_v, group * head_v]
+    query, key, value, gate = by_head.split(sizes, -1)
+    b, a = mixed_ba.unflatten(-1, (num_heads_qk, 2, group)).unbind(-2)
+    qkv = torch.cat([one.flatten(1) for one in (query, key, value)], -1)
+    gates = gate.flatten(1).unflatten(-1, (num_heads_v, head_v)).contiguous()
+    return qkv, gates, b.flatten(1).contiguous(), a.flatten(1).contiguous()
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` with its last dimension at length 1, in its own type unless one is given."""
+    long = x.float()
+    normed = long * (long.square().sum(-1, True) + eps).rsqrt()
+    return normed.to(output_dtype or x.dtype)
+
+
+def clear_states(ssm_states: Tensor, has_initial_state: Tensor) -> None:
+    """Set states to zero, shape ``[sequences, ...]``, of sequences that do not go on from them.
+
+    They may hold anything: zero times NaN would not do.
+    """
+    is_new = ~has_initial_state.to(ssm_states.device).bool()
+    ssm_states.masked_fill_(is_new.view(-1, *[1] * (ssm_states.dim() - 1)), 0)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for parts of prompts.
+
+    Args:
+        q: shape ``[1, tokens, key_heads, key_size]``, sequences one behind the other.
+        k: as ``q``.
+        v: shape ``[1, tokens, heads, value_size]``.
+        g: shape ``[1, tokens, heads]``.
+        beta: as ``g``.
+        initial_state: shape ``[sequences, heads, key_size, value_size]``.
+        cu_seqlens: where each sequence begins, shape ``[sequences + 1]``.
+
+    Returns:
+        Answers, of the shape and type of ``v``, and last states, as ``initial_state``.
+    """
+    answers, states = torch.zeros_like(v), torch.empty_like(initial_state)
+    starts = cu_seqlens.tolist()
+    for number, state in enumerate(initial_state):
+        part = slice(starts[number], starts[number + 1])
+        inputs = [one[0, part] for one in (q, k, v, g, beta)]
+        found, last = run_gated_delta_rule(*inputs, state.transpose(-1, -2), scale)
+        answers[0, part], states[number] = found, last.transpose(-1, -2)
+    return answers, states
+
+
+_prefill = kernel(
+    "chunk_gated_delta_rule",
+    prefill,
+    lambda q, k, v, g, beta, initial_state, *_: [
+        (v.shape, v.dtype),
+        (initial_state.shape, initial_state.dtype),
+    ],
+)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    prebuilt_meta: Any = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``prefill``, after a norm of queries and keys if asked. What a step prepared is not needed."""
+    if initial_state is None or cu_seqlens is None or not output_final_state or head_first:
+        raise NotImplementedError("chunk_gated_delta_rule: expected states and starts of sequences")
+    if use_qk_l2norm_in_kernel:
+        q, k = l2_norm(q), l2_norm(k)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    return _prefill(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+
+
+def gated_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    z: Tensor | None = None,
+    out: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> tuple[Tensor, None, Tensor]:
+    """Root mean square norm with a gate, ``silu(z)``, behind or before it.
+
+    Args:
+        x: shape ``[rows, size]``.
+        weight: shape ``[size]``.
+        z: as ``x``.
+        group_size: the norm covers so many numbers; all if None.
+
+    Returns:
+        The norm in the type of ``x``, no mean, and ``1 / rms`` in float32, ``[groups * rows]``.
+    """
+    if not is_rms_norm or out is not None:
+        raise NotImplementedError("layer_norm_fwd_npu: means and a tensor to write to")
+    long = x.float()
+    gate = None if z is None else functional.silu(z.float())
+    if gate is not None and not norm_before_gate:
+        long = long * gate
+    groups = long.unflatten(-1, (-1, group_size or x.shape[-1]))
+    inverse = (groups.square().mean(-1, True) + eps).rsqrt()
+    found = (groups * inverse).flatten(1) * weight.float()
+    if bias is not None:
+        found = found + bias.float()
+    if gate is not None and norm_before_gate:
+        found = found * gate
+    return found.to(x.dtype), None, inverse.squeeze(-1).t().flatten()
+
+
+def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE: int) -> None:  # noqa: N803
+    """Copy within the device, where addresses and sizes lie as well.
+
+    Args:
+        src_ptrs: addresses, shape ``[copies]``.
+        dst_ptrs: as ``src_ptrs``.
+        sizes: bytes, as ``src_ptrs``.
+    """
+    for source, target, num_bytes in zip(
+        src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, num_bytes)
+
+
+_FLA = "vllm_ascend.ops.triton.fla"
+STAND_INS = {
+    (f"{_FLA}.fused_qkvzba_split_reshape", "fused_qkvzba_split_reshape_cat"): operator(
+        "fused_qkvzba_split_reshape_cat", split_heads
+    ),
+    ("vllm.model_executor.layers.fla.ops.l2norm", "l2norm_fwd"): operator("l2norm_fwd", l2_norm),
+    (f"{_FLA}.utils", "clear_ssm_states"): operator("clear_ssm_states", clear_states),
+    (f"{_FLA}.chunk", "chunk_gated_delta_rule"): chunk_gated_delta_rule,
+    ("vllm_ascend.ops.triton.layernorm_gated", "layer_norm_fwd_npu"): operator(
+        "layer_norm_fwd_npu", gated_norm
+    ),
+    ("vllm_ascend.ops.triton.batch_memcpy", "batch_memcpy_kernel"): Launched(
+        kernel("batch_memcpy_kernel", copy_memory, lambda *args, **kwargs: [])
+    ),
+}
