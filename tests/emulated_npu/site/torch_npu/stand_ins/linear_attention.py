@@ -35,8 +35,8 @@ def split_heads(
         mixed_ba: by head of keys ``b`` and ``a`` of its values, ``[tokens, 2 * heads]``.
 
     Returns:
-        Queries, keys and values, ``[tokens, 2 * key_heads * key_size + heads * value_size]``; gates,
-        ``[tokens, heads, value_size]``; ``b`` and ``a``, ``[tokens, heads]``.
+        Queries, keys and values, ``[tokens, 2 * key_heads * key_size + heads * value_size]``;
+        gates, ``[tokens, heads, value_size]``; ``b`` and ``a``, ``[tokens, heads]``.
     """
     group = num_heads_v // num_heads_qk
     by_head = mixed_qkvz.unflatten(-1, (num_heads_qk, -1))
@@ -122,7 +122,7 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``prefill``, after a norm of queries and keys if asked. What a step prepared is not needed."""
+    """``prefill``, after a norm of queries and keys if asked; ``prebuilt_meta`` is not needed."""
     if initial_state is None or cu_seqlens is None or not output_final_state or head_first:
         raise NotImplementedError("chunk_gated_delta_rule: expected states and starts of sequences")
     if use_qk_l2norm_in_kernel:
