@@ -154,7 +154,7 @@ ALONE_CELLS = [
     for feature in tuple(ALONE)[:2]
     for model in ("full attention", "windows", "latent attention, experts")
 ] + [("states", feature) for feature in tuple(ALONE)[1:]]
-"""Not tried: states on two devices."""
+"""Left out: states on two devices, whose cell would ask for holes."""
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
@@ -221,11 +221,11 @@ def test_answers_are_those_without_the_package(
     found, reference = asked(reports, feature), reports["reference"]
     labels = labels_of(found, feature)
     assert labels
+    controls = CONTROLS.get(feature, CONTROLS["store and load"])
+    if model == "states" and "zeroed rows" in controls:
+        controls += ("zeroed tails", "swapped tails")  # Most of its layers have no rows.
     largest = max(found.logprob_error(label, reference) for label in labels)
-    wrong = max(
-        reports["kvext"].logprob_error(label, reference)
-        for label in CONTROLS.get(feature, CONTROLS["store and load"])
-    )
+    wrong = max(reports["kvext"].logprob_error(label, reference) for label in controls)
     report_cell(feature, model, largest, wrong)
     assert largest <= TOLERANCE
     for label in labels:
