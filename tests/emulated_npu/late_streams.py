@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve prompts on the emulated NPU in orders of kernels and copies that seeds choose.
 
-All seeds run in one engine. Every answer is compared with that of a device that is never late.
+Each seed runs in a copy of one engine's process. Every answer is compared with that of a device
+that is never late.
 
     python late_streams.py REPORT MODEL --first 0 --seeds 20 [--without NAME ...]
 
@@ -14,6 +15,7 @@ one at a time (`late_protections.PROTECTIONS`), and says which seed is the first
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -23,7 +25,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,9 @@ from connector_workload import Tokens, random_tokens
 
 BLOCK_TOKENS = 128
 POOL_BLOCKS = 14
-"""Two of the requests below fit."""
+"""Two of the requests below fit. vLLM takes no fewer for so long a context."""
+STAGED_TOKENS = (16, 64, 1024)
+"""Of segments, by seed: less than a segment, or all of them."""
 TOLERANCE = 1e-3
 """Of a log-probability; float32 differs by 1e-5, a wrong page by 0.1 and more."""
 REPLY_TOKENS = 5
@@ -47,7 +51,9 @@ DOCUMENTS_TOKENS = (150, 190, 230)
 ORDERS = ((0, 1), (1, 0), (2, 0))
 WAVES = 2
 MOST_STEPS = 3000
-HANGS_S = 600
+HANGS_S = 120
+"""A seed that takes so long."""
+MOST_WITHOUT_S = 600
 
 ENGINE = {
     "block_size": BLOCK_TOKENS,
@@ -116,6 +122,9 @@ class LateEngine(connector_workload.Engine):
         rng = random.Random("prompts")
         shared = random_tokens(rng, 200)
         longest = TURNS_TOKENS[-1]
+        blending = self.scheduler_side._parts.blending
+        blending.why_no_reuse = ""  # So few blocks have no room for the questions of the check.
+        blending.accept()
         self.conversations = [
             (shared if number < 2 else []) + random_tokens(rng, longest)
             for number in range(NUM_CONVERSATIONS)
@@ -253,6 +262,7 @@ class LateEngine(connector_workload.Engine):
         pool = self.scheduler.kv_cache_manager.block_pool
         # In the order of a new engine: which page follows which is to be the seed's alone.
         pool.free_block_queue = type(pool.free_block_queue)(pool.blocks[1:])
+        self._choose_options(rng)
         for tensor in self.worker_side._runner.pools.tensors:
             tensor.fill_(0x44)  # 785.07 in float32
         before = self.counted.copy()
@@ -274,10 +284,11 @@ class LateEngine(connector_workload.Engine):
             gate.fail(())
             self.finish()
         finally:
-            digest.update(repr(gate.counted).encode())
+            digest.update(repr(sorted(gate.counted.items())).encode())
             self.counted.update(gate.counted)
             gate.open()
             emulation.set_seed(None)
+        self.counted["swapped requests"] += self.scheduler_side.counters.swapped_requests
         self.reset()
         left = {
             "blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks),
@@ -291,6 +302,15 @@ class LateEngine(connector_workload.Engine):
             "digest": digest.hexdigest()[:16],
             "counted": dict(self.counted - before),
         }
+
+    def _choose_options(self, rng: random.Random) -> None:
+        """Give this process a staging and a store policy of the seed's choice."""
+        from vllm_ascend_kvext.store.store_policy import StorePolicy
+
+        self.worker_side._runner.segments._most_tokens = rng.choice(STAGED_TOKENS)
+        # With the second, preempted requests have something left to store.
+        policy = rng.choice((StorePolicy.ALL, StorePolicy.SECOND_TOUCH))
+        self.scheduler_side._parts.stores._chooser.policy = policy
 
     def _random_wave(self, rng: random.Random, number: int) -> list[Asked]:
         wave = []
@@ -346,17 +366,14 @@ def _answer(output: Any) -> Answer:
 
 
 def run_seeds(engine: LateEngine, seeds: Iterable[int], most_s: float) -> dict[str, Any]:
-    """The report of some seeds, up to the first that fails: what it leaves would be the next's."""
+    """The report of some seeds, up to the first that fails."""
     report: dict[str, Any] = {"seeds": {}, "failed": {}}
     counted: Counter[str] = Counter()
     begun_s = time.monotonic()
     for seed in seeds:
-        try:
-            done = engine.run_seed(seed)
-        except DifferenceError as error:
-            report["failed"][seed] = str(error)
-        except Exception:
-            report["failed"][seed] = traceback.format_exc()
+        done = run_alone(lambda seed=seed: engine.run_seed(seed))  # type: ignore[misc]
+        if "failed" in done:
+            report["failed"][seed] = done["failed"]
         else:
             counted.update(done.pop("counted"))
             report["seeds"][seed] = done
@@ -369,20 +386,45 @@ def run_seeds(engine: LateEngine, seeds: Iterable[int], most_s: float) -> dict[s
     return report
 
 
-def run_without(engine: LateEngine, name: str, seeds: Iterable[int], path: Path) -> dict[str, Any]:
-    """The same in a process of its own, which lacks one protection."""
-    path.unlink(missing_ok=True)
+def run_alone(run: Callable[[], dict[str, Any]], most_s: int = HANGS_S) -> dict[str, Any]:
+    """What a function returns in a copy of this process; under ``failed`` why it did not.
+
+    Nothing that it does outlives it: what the engine has learned is the same for each seed.
+    """
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(HANGS_S)
-        late_protections.take_away(name)
-        path.write_text(json.dumps(run_seeds(engine, seeds, HANGS_S)))
+        signal.alarm(most_s)
+        try:
+            found = run()
+        except DifferenceError as error:
+            found = {"failed": str(error)}
+        except BaseException:
+            found = {"failed": traceback.format_exc()}
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(found, pipe)
         os._exit(0)
-    os.waitpid(child, 0)
-    if path.exists():
-        report: dict[str, Any] = json.loads(path.read_text())
-        return report
-    return {"seeds": {}, "failed": {"?": "the process ended, or hung"}, "counted": {}}
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        found = json.loads(text)
+        return found
+    return {"failed": f"the process ended, or hung: status {status}"}
+
+
+def run_without(engine: LateEngine, name: str, seeds: Iterable[int]) -> dict[str, Any]:
+    """The same without one protection."""
+
+    def run() -> dict[str, Any]:
+        late_protections.take_away(name)
+        return run_seeds(engine, seeds, MOST_WITHOUT_S)
+
+    found = run_alone(run, 2 * MOST_WITHOUT_S)
+    if "seeds" in found:
+        return found
+    return {"seeds": {}, "failed": {"?": found["failed"]}, "counted": {}}
 
 
 def main() -> None:
@@ -397,10 +439,12 @@ def main() -> None:
     names = list(late_protections.PROTECTIONS) if "all" in options.without else options.without
     engine = LateEngine(options.model)
     engine.make_references()
+    gc.collect()
+    gc.freeze()  # Copies of this process share what is here.
     seeds = range(options.first, options.first + options.seeds)
     report: dict[str, Any] = {}
     for name in names:
-        found = run_without(engine, name, seeds, options.report)
+        found = run_without(engine, name, seeds)
         report[name] = found
         failed = [f"red at {seed}: {text[-300:]}" for seed, text in found["failed"].items()]
         print(f"without {name!r}: {''.join(failed) or 'never red'}", flush=True)

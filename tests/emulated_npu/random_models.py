@@ -61,7 +61,7 @@ def full_attention() -> PreTrainedConfig:
     )
 
 
-def windows() -> PreTrainedConfig:
+def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
     """Five layers with a window, one without; Gemma's norms."""
     return Gemma3TextConfig(
         **COMMON,
@@ -71,7 +71,7 @@ def windows() -> PreTrainedConfig:
         head_dim=64,
         query_pre_attn_scalar=64,
         intermediate_size=256,
-        sliding_window=WINDOW_TOKENS,
+        sliding_window=window_tokens,
     )
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from vllm_ascend_kvext.connector.transfer_thread import TransferThread
 
-MOST_STEPS_AT_ONCE = (0, 0, 1, 2, 6)
+PACES = ((0, 0, 1, 2, 6), (0, 0, 0, 1), (0,) * 11 + (1,))
+"""How many steps the thread makes between two calls: one of the numbers of a seed's pace. With the
+last pace a copy takes several steps of the engine."""
 _HANGS_S = 120
 
 
@@ -30,18 +32,20 @@ class _GatedCondition(threading.Condition):
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         gate = self._gate
-        if not gate.is_closed:
-            return super().wait_for(predicate, timeout)
         if gate.is_in_thread():
             while True:
                 if not predicate():
                     gate.note_idle()
                     super().wait_for(predicate)
+                if not gate.is_closed:
+                    return True
                 self.release()
                 gate.stop_here()
                 self.acquire()
                 if predicate():
                     return True
+        if not gate.is_closed:
+            return super().wait_for(predicate, timeout)
         while not predicate():
             self.release()
             try:
@@ -71,6 +75,7 @@ class TransferGate:
         self.is_closed = False
         self.counted: Counter[str] = Counter()
         self._rng = random.Random()
+        self._pace = PACES[0]
         worker_side._thread.shutdown()
         self._thread = TransferThread(worker_side._run, worker_side._move_to_copy_cpus)
         self._thread._changed = _GatedCondition(self)
@@ -97,6 +102,7 @@ class TransferGate:
         """From now on the thread goes on as ``rng`` says. Nothing is under way."""
         self.counted.clear()
         self._rng = rng
+        self._pace = rng.choice(PACES)
         self._is_idle, self._is_stopped, self._may_go_on = True, False, False
         self.is_closed = True
 
@@ -158,7 +164,7 @@ class TransferGate:
     def _after_steps(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def go_on_and_call(*args: Any, **more: Any) -> Any:
             if self.is_closed and not self.is_in_thread():
-                for _ in range(self._rng.choice(MOST_STEPS_AT_ONCE)):
+                for _ in range(self._rng.choice(self._pace)):
                     if not self.go_on():
                         break
             return call(*args, **more)
