@@ -86,6 +86,10 @@ def test_pinned_memory_is_known_by_its_address() -> None:
     assert not torch.zeros(4).is_pinned() and torch.zeros(4).pin_memory().is_pinned()
     with pytest.raises(RuntimeError, match="CPU tensors can be pinned"):
         torch.empty(4, device="npu", pin_memory=True)
+    # As torch_npu: what is filled at once is the device's, and the wish is ignored.
+    for make, value in ((torch.zeros, 0), (torch.ones, 1)):
+        filled = make(4, 2, dtype=torch.int32, device="npu", pin_memory=True)
+        assert filled.device.type == "npu" and filled.cpu().unique().tolist() == [value]
 
 
 # --- refusals

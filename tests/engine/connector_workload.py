@@ -352,6 +352,7 @@ class Engine:
         """In this process vLLM drops the statistics of steps that answer no request."""
         scheduler, counted = self.scheduler, self._counted
         make_stats, preempt = scheduler.make_stats, scheduler._preempt_request
+        make_draft_stats = scheduler.make_spec_decoding_stats
 
         def make_and_count(*args: Any, **more: Any) -> Any:
             stats = make_stats(*args, **more)
@@ -366,7 +367,13 @@ class Engine:
             counted["preemptions with holes"] += request.request_id in self._ids_with_holes
             return preempt(request, *args, **more)
 
+        def make_and_count_drafts(*args: Any, **more: Any) -> Any:
+            counted["draft tokens"] += more["num_draft_tokens"]
+            counted["accepted draft tokens"] += more["num_accepted_tokens"]
+            return make_draft_stats(*args, **more)
+
         scheduler.make_stats = make_and_count
+        scheduler.make_spec_decoding_stats = make_and_count_drafts
         scheduler._preempt_request = preempt_and_count
         scheduler.kv_event_publisher.publish = self._events.append
 

@@ -39,6 +39,21 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
                                                     c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type)));
 }
 
+// torch_npu allocates what these fill without asking whether it is to be pinned; `empty` refuses it.
+at::Tensor filled(c10::SymIntArrayRef size, double value, std::optional<at::ScalarType> type, std::optional<at::Device> device) {
+  return empty_memory_format(size, type, std::nullopt, device, false, std::nullopt).fill_(value);
+}
+
+at::Tensor zeros(c10::SymIntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>, std::optional<at::Device> device,
+                 std::optional<bool>) {
+  return filled(size, 0, type, device);
+}
+
+at::Tensor ones(c10::SymIntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>, std::optional<at::Device> device,
+                std::optional<bool>) {
+  return filled(size, 1, type, device);
+}
+
 // ------------------------------------------------------------------ copies
 
 void enqueue_copy(const char* name, at::Tensor to, at::Tensor from) {
@@ -128,6 +143,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   using namespace emulated_npu;
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided);
+  m.impl("zeros", &zeros);
+  m.impl("ones", &ones);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &emulated_npu::resize);

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with random weights whose draft tokens are right now and then.
+
+Of 512 tokens a random draft would hit one in 512. Here embeddings are large beside what the layers
+add to them, in the model as in its draft layer: the last token alone already tells much of the next
+one, and both heads see it. The layers still decide often enough for a wrong page to be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import random_models
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedConfig
+
+EMBEDDING_SCALE = 100.0
+"""On top of that of all weights."""
+NUM_DRAFT_TOKENS = 2
+"""Per step: the second is the first one's, so the draft layer reads what it has written."""
+
+
+def write_with_mtp(folder: Path) -> dict[str, object]:
+    """DeepSeek-V3 with its own layer for the token after the next; returns what asks for it."""
+    config = random_models.latent_and_groups()
+    # transformers knows no draft layer: its weights follow, in a file of their own.
+    config.num_nextn_predict_layers = 1
+    weights = _write_with_large_embeddings(folder, config)
+    last, layer = (f"model.layers.{config.num_hidden_layers - less}." for less in (1, 0))
+    draft = {
+        layer + name.removeprefix(last): torch.randn_like(tensor) * tensor.std()
+        if tensor.dim() > 1
+        else tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(last)
+    }
+    hidden = config.hidden_size
+    draft |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm")}
+    draft[layer + "eh_proj.weight"] = _mostly_embedding(hidden) * 40  # its layer adds about 17
+    draft[layer + "shared_head.norm.weight"] = weights["model.norm.weight"]
+    draft[layer + "shared_head.head.weight"] = weights["lm_head.weight"]
+    draft[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    _save(draft, folder / "model-draft.safetensors")
+    return {"method": "mtp"}
+
+
+def write_with_eagle(folder: Path, make: Callable[[], PreTrainedConfig]) -> dict[str, object]:
+    """A model, and in ``folder / "draft"`` a head of EAGLE; returns what asks for it."""
+    config = make()
+    weights = _write_with_large_embeddings(folder, config)
+    head = LlamaConfig(
+        **random_models.COMMON,
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=1,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=256,
+    )
+    hidden, width = head.hidden_size, head.head_dim
+    shapes = {
+        "self_attn.q_proj": (head.num_attention_heads * width, hidden),
+        "self_attn.k_proj": (head.num_key_value_heads * width, hidden),
+        "self_attn.v_proj": (head.num_key_value_heads * width, hidden),
+        "self_attn.o_proj": (hidden, head.num_attention_heads * width),
+        "mlp.gate_proj": (head.intermediate_size, hidden),
+        "mlp.up_proj": (head.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, head.intermediate_size),
+    }
+    draft = {f"layers.0.{name}.weight": torch.randn(shape) * 0.05 for name, shape in shapes.items()}
+    draft["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    draft["fc.weight"] = _mostly_embedding(hidden)
+    draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    folder = folder / "draft"
+    head.save_pretrained(folder)
+    _save(draft, folder / "model.safetensors")
+    return {"method": "eagle", "model": str(folder)}
+
+
+def _write_with_large_embeddings(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    model = random_models.write(folder, config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def _mostly_embedding(hidden_size: int) -> torch.Tensor:
+    """Of an embedding and a hidden state side by side the first, and a little of the other.
+
+    Returns:
+        shape: [hidden_size, 2 * hidden_size].
+    """
+    return torch.cat([torch.eye(hidden_size), torch.eye(hidden_size) * 0.05], 1)
+
+
+def _save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        file,
+        metadata={"format": "pt"},
+    )
