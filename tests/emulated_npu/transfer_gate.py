@@ -87,7 +87,7 @@ class TransferGate:
         self._num_copies = 0
         self._failing: Collection[int] = ()
         for name in ("run_before_step", "begin_step", "end_of_forward", "end_step"):
-            setattr(worker_side, name, self._after_steps(getattr(worker_side, name)))
+            setattr(worker_side, name, self._after_steps(worker_side, name))
         synchronize = streams.Stream.synchronize
 
         def stop_and_synchronize(stream: Any) -> None:
@@ -161,13 +161,15 @@ class TransferGate:
         if not self._state.wait_for(predicate, _HANGS_S):
             raise RuntimeError("the transfer thread does not come to a place where it stops")
 
-    def _after_steps(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_steps(self, owner: Any, name: str) -> Callable[..., Any]:
+        """A method of an object behind some steps of the thread; the class may change it later."""
+
         def go_on_and_call(*args: Any, **more: Any) -> Any:
             if self.is_closed and not self.is_in_thread():
                 for _ in range(self._rng.choice(self._pace)):
                     if not self.go_on():
                         break
-            return call(*args, **more)
+            return getattr(type(owner), name)(owner, *args, **more)
 
         return go_on_and_call
 
