@@ -59,13 +59,13 @@ demo: $(MAIN_ENV)/.package ## Serve chats on the real vLLM engine: with and with
 demo-blending: $(MAIN_ENV)/.package ## Reuse documents in changing order, with a small language model (93 MB); approximate
 	$(MAIN_PYTHON) examples/blending.py
 
-demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a hybrid model with vLLM-Ascend on an emulated NPU, with retention and offload: no hardware
+demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a hybrid model with vLLM-Ascend on an emulated NPU, with retention, offload and holes: no hardware
 	$(EMULATED_NPU_ENV)/bin/python examples/ascend_emulated.py
 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found

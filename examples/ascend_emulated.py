@@ -2,10 +2,12 @@
 """vLLM-Ascend serves a hybrid model with this package, on an emulated NPU: no hardware is used.
 
 Documents are asked about, round after round, on a device and with a host memory that are too small
-for all of them. vLLM-Ascend itself, unmodified, serves twice: without this package, and with
-adaptive retention, ``KvextConnector`` and holes. Worker, model runner and attention are
-vLLM-Ascend's; ``torch_npu`` and the operators are those of ``tests/emulated_npu``. The model is the
-tiny Gemma 3 of `retention.py`, with windows that end within a block. Start it with
+for all of them. vLLM-Ascend itself, unmodified, serves two models twice: without this package, and
+with adaptive retention, ``KvextConnector`` and holes. Worker, model runner and attention are
+vLLM-Ascend's; ``torch_npu`` and the operators are those of ``tests/emulated_npu``. One model is the
+tiny Gemma 3 of `retention.py`, with windows that end within a block. The other is that of
+`holes.py`, in which all layers have full attention: host memory loses the middle of its prompts.
+Start it with
 
     make demo-ascend
 
@@ -42,13 +44,27 @@ NUM_ROUNDS = 5
 INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (140, 260)
-DEVICE_BLOCKS = 150
-"""Room for little more than one prompt."""
-
 HOST_MEMORY_GIB = 0.006
 """Room for about half of the documents."""
 
 LOG = Path("out/ascend_emulated.log")
+
+
+class Model(NamedTuple):
+    """A model, and the device that serves it.
+
+    Attributes:
+        name: What its layers are.
+        num_window_layers: Of six.
+        device_blocks: Room for little more than one prompt.
+    """
+
+    name: str
+    num_window_layers: int
+    device_blocks: int
+
+
+MODELS = (Model("windows", 5, 150), Model("full attention", 0, 25))
 
 
 class Run(NamedTuple):
@@ -94,7 +110,9 @@ def write_rounds() -> list[list[Question]]:
     ]
 
 
-def serve(model: Path, rounds: Sequence[Sequence[Question]], run: Run) -> list[list[Answer]]:
+def serve(
+    folder: Path, model: Model, rounds: Sequence[Sequence[Question]], run: Run
+) -> list[list[Answer]]:
     """Answer the questions, one after the other, on a new engine; in a process of its own."""
     os.environ.update(run.environ)
     from vllm.platforms import current_platform
@@ -102,10 +120,10 @@ def serve(model: Path, rounds: Sequence[Sequence[Question]], run: Run) -> list[l
     if current_platform.device_type != "npu":
         raise SystemExit("This Python has no vLLM-Ascend on an emulated NPU: make demo-ascend")
     llm = start_engine(
-        model,
+        folder,
         block_size=BLOCK_TOKENS,
-        max_model_len=4096,
-        num_gpu_blocks_override=DEVICE_BLOCKS,
+        max_model_len=3072,
+        num_gpu_blocks_override=model.device_blocks,
         enable_prefix_caching=True,
         disable_hybrid_kv_cache_manager=False,
         **run.engine,
@@ -116,26 +134,36 @@ def serve(model: Path, rounds: Sequence[Sequence[Question]], run: Run) -> list[l
     return answers
 
 
-def print_table(without: Sequence[Sequence[Answer]], found: Sequence[Sequence[Answer]]) -> None:
-    """Print one row per round, and one for all: where the tokens of the prompts came from."""
+Served = Sequence[Sequence[Answer]]
+"""Answers of an engine, by round."""
+
+
+def print_table(served: Mapping[str, tuple[Served, Served]]) -> None:
+    """Print one row per round, and one for all of a model: where the tokens of prompts came from.
+
+    Args:
+        served: By the model's name: answers without this package, and with it.
+    """
     rows = [
         ("", "prompt", "on the", "from host", "", "of these", "computed without"),
         ("", "tokens", "device", "memory", "computed", "in holes", "this package"),
     ]
-    names = [f"round {number}" for number in range(1, len(found) + 1)]
-    all_plain, all_found = ([*chain(*answers)] for answers in (without, found))
-    for name, plain, ours in zip(
-        [*names, "all"], [*without, all_plain], [*found, all_found], strict=True
-    ):
-        signs = "".join(each.signs for each in ours)
-        counts = (
-            len(signs),
-            *map(signs.count, (ON_DEVICE, LOADED, COMPUTED)),
-            sum(each.hole_tokens for each in ours),
-            sum(each.signs.count(COMPUTED) for each in plain),
-        )
-        rows.append((name, *(f"{count:,}" for count in counts)))
+    for name, (without, found) in served.items():
+        for number, (plain, ours) in enumerate(zip(without, found, strict=True), 1):
+            rows.append(row(f"{name}, round {number}", plain, ours))
+        rows.append(row(f"{name}, all", [*chain(*without)], [*chain(*found)]))
     print_aligned(rows)
+
+
+def row(name: str, plain: Sequence[Answer], ours: Sequence[Answer]) -> tuple[str, ...]:
+    signs = "".join(each.signs for each in ours)
+    counts = (
+        len(signs),
+        *map(signs.count, (ON_DEVICE, LOADED, COMPUTED)),
+        sum(each.hole_tokens for each in ours),
+        sum(each.signs.count(COMPUTED) for each in plain),
+    )
+    return (name, *(f"{count:,}" for count in counts))
 
 
 def main() -> None:
@@ -144,27 +172,33 @@ def main() -> None:
     os.environ.update(ENGINE_ENVIRON)
     print(NOTICE, end="\n\n", flush=True)
     rounds = write_rounds()
-    served = []
+    served: dict[str, tuple[Served, Served]] = {}
     with (
-        tempfile.TemporaryDirectory() as model,
+        tempfile.TemporaryDirectory() as folder,
         engine_log(LOG) as terminal,
         ProcessPoolExecutor(
-            1, get_context("spawn"), max_tasks_per_child=1, initializer=os.chdir, initargs=(model,)
+            1, get_context("spawn"), max_tasks_per_child=1, initializer=os.chdir, initargs=(folder,)
         ) as process,
+        tqdm(total=2 * len(MODELS), unit=" engines", file=terminal) as progress,
     ):
-        write_model(Path(model), WINDOW_TOKENS)
-        for run in tqdm((WITHOUT, WITH), unit=" engines", file=terminal):
-            served.append(process.submit(serve, Path(model), rounds, run).result())
-    without, found = served
+        for model in MODELS:
+            write_model(Path(folder), WINDOW_TOKENS, model.num_window_layers)
+            answers = []
+            for run in (WITHOUT, WITH):
+                answers.append(process.submit(serve, Path(folder), model, rounds, run).result())
+                progress.update()
+            served[model.name] = answers[0], answers[1]
     print(
         f"{NUM_ROUNDS} rounds of questions about {NUM_DOCUMENTS} documents, answered by "
-        f"vLLM-Ascend: sliding windows of {WINDOW_TOKENS} tokens and\nfull attention, "
-        f"{DEVICE_BLOCKS} blocks of {BLOCK_TOKENS} tokens on the device, "
-        f"{HOST_MEMORY_GIB * 1024:.0f} MiB of host memory.\n"
+        f"vLLM-Ascend with {HOST_MEMORY_GIB * 1024:.0f} MiB of host memory.\n"
+        f"windows: five layers have windows of {WINDOW_TOKENS} tokens, one has full attention; "
+        f"{MODELS[0].device_blocks} blocks of {BLOCK_TOKENS} tokens.\n"
+        f"full attention: all layers have it; {MODELS[1].device_blocks} blocks.\n"
     )
-    print_table(without, found)
+    print_table(served)
     if not all(
         mine.round.is_equal(theirs.round)
+        for without, found in served.values()
         for ours, plain in zip(found, without, strict=True)
         for mine, theirs in zip(ours, plain, strict=True)
     ):

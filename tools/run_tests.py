@@ -28,6 +28,9 @@ REPORTS = ROOT / "out" / "tests"
 
 TESTS = ROOT / "tests"
 
+NOT_IN_SAMPLE = ("test_demo.py", "test_drafts.py", "test_serve_lines.py")
+"""Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
+
 MOST_SUITE_S = 2400
 """A suite that takes longer hangs outside its tests, where pytest-timeout does not look."""
 
@@ -170,12 +173,20 @@ def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
             yield Suite(f"{on}: {folder}", environment, (f"{folder}/{file}",), variables)
 
 
-def emulated_npu_suites(upstreams: list[str]) -> Iterator[Suite]:
-    """What runs vLLM-Ascend whole, in its environment: each file in a process of its own."""
+def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterator[Suite]:
+    """What runs vLLM-Ascend whole, in its environment: each file in a process of its own.
+
+    Args:
+        upstreams: As of `suites`.
+        is_sample: What `make test` has time for; all of it is `make test-ascend`.
+    """
     _, _, ascend = upstreams[0].partition(":")
     for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
+        if is_sample and file.name in NOT_IN_SAMPLE:
+            continue
         name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
-        yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",))
+        variables = SAMPLE if is_sample else {}
+        yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",), variables)
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:
@@ -315,6 +326,7 @@ def main() -> int:
         known = [*emulated_npu_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python, options.compared_ascend)]
+        known += emulated_npu_suites(options.upstream, is_sample=True)
         known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
     num_processes = min(4, os.cpu_count() or 1)

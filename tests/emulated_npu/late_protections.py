@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps copies, kernels and host memory apart, and how to take each of it away.
 
-Every fence, event and reference between the model and transfers of its pages is here, by name.
+Every fence, event and reference between the model and transfers of its pages is here, by name. That
+copies have a stream of their own is not: without it nothing could be wrong, only slow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from vllm_ascend_kvext.blending.device_token_pages import DeviceTokenPages
 from vllm_ascend_kvext.connector.block_references import BlockReferences
 from vllm_ascend_kvext.connector.job_runner import JobRunner
 from vllm_ascend_kvext.connector.messages import StoreJob
-from vllm_ascend_kvext.connector.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker_side import WorkerSide
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.store.entries import Entry, EntryState
@@ -32,7 +32,6 @@ def _without_fence(
     waits: Callable[[str], bool] = lambda kind: True,
     ends: Callable[[str], bool] = lambda kind: True,
     ends_failed: bool = True,
-    own_stream: bool = True,
 ) -> None:
     """`AscendFence.run` without some of what it does, by the kind of job."""
     of_thread = threading.local()
@@ -43,7 +42,7 @@ def _without_fence(
         return run_job(self, job, recorded)
 
     def run(self: AscendFence, recorded: Any, copy: Callable[[], None]) -> float:
-        stream = self._stream() if own_stream else npu().current_stream()
+        stream = self._stream()
         kind = of_thread.kind
         with npu().stream(stream):
             if waits(kind):
@@ -79,17 +78,9 @@ def _swap_later() -> None:
     WorkerSide.run_before_step = lambda self, jobs: self._submit(tuple(jobs.stores_before))
 
 
-def _begun_is_not_waited_for() -> None:
-    TransferThread._is_running = lambda self, stores: False
-
-
 def _wait_of_segments() -> None:
-    make = DeviceTokenPages.__init__
-
-    def make_without(self: Any, *args: Any) -> None:
-        make(self, *args[:5])
-
-    DeviceTokenPages.__init__ = make_without
+    # Of objects that are there already, too.
+    DeviceTokenPages._wait = property(lambda self: lambda: None)
 
 
 def _no_references(owner: str) -> None:
@@ -156,10 +147,6 @@ PROTECTIONS: dict[str, tuple[str, Callable[[], None]]] = {
         "what a failed copy has enqueued is waited for (AscendFence.run, finally)",
         partial(_without_fence, ends_failed=False),
     ),
-    "own stream": (
-        "copies have a stream of their own (AscendFence._stream)",
-        partial(_without_fence, own_stream=False),
-    ),
     "arrays held": (
         "pointer arrays live until the stream has read them (IN_FLIGHT.hold)",
         _no_arrays_held,
@@ -171,10 +158,6 @@ PROTECTIONS: dict[str, tuple[str, Callable[[], None]]] = {
     "swap before the step": (
         "stores of preempted requests end before the step (run_before_step)",
         _swap_later,
-    ),
-    "begun stores are waited for": (
-        "stores before a step that have begun are waited for (TransferThread.run_now)",
-        _begun_is_not_waited_for,
     ),
     "segments wait": (
         "a copy of segments ends before staging is filled again (DeviceTokenPages._wait)",

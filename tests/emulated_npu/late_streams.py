@@ -41,6 +41,8 @@ POOL_BLOCKS = 14
 """Two of the requests below fit. vLLM takes no fewer for so long a context."""
 STAGED_TOKENS = (16, 64, 1024)
 """Of segments, by seed: less than a segment, or all of them."""
+HOST_MEMORY_GIB = 1.5 / 1024
+"""Room for about half of what is asked."""
 TOLERANCE = 1e-3
 """Of a log-probability; float32 differs by 1e-5, a wrong page by 0.1 and more."""
 REPLY_TOKENS = 5
@@ -67,7 +69,7 @@ ENGINE = {
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "host_memory_gib": 3 / 1024,
+            "host_memory_gib": HOST_MEMORY_GIB,
             "chunk_tokens": BLOCK_TOKENS,
             "load_if_slower": True,
             "store_policy": "all",

@@ -21,8 +21,12 @@ NUM_SEEDS = 20 if IS_SAMPLE else 200
 REPLAYED_SEED = 7
 SHOWN = {
     "stores wait": 20,
-    "loads arrive": 50,
+    "loads wait": 100,
     "arrays held": 20,
+    "stores behind the forward": 20,
+    "pages of stores": 20,
+    "pages of segments": 20,
+    "windows of segments": 40,
 }
 """Protections of which so many seeds show that they are gone."""
 

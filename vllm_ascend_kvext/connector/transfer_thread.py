@@ -23,9 +23,6 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 _QUIET_S = 10.0
 """After a failure was logged, others are only counted for so long."""
 
-_MAX_REMEMBERED_STORES = 1 << 16
-"""Stores that the scheduler side may still name, because it has not read yet that they ended."""
-
 
 class EndedJob(NamedTuple):
     """A job that is over.
@@ -63,9 +60,8 @@ class TransferThread:
         self._failures = _FailureLog()
         self._changed = threading.Condition()  # Guards all that follows.
         self._loads: deque[_QueuedJob] = deque()
-        self._stores: dict[int, _QueuedJob] = {}  # By number, in order.
+        self._stores: deque[_QueuedJob] = deque()
         self._running: dict[int, Job] = {}  # By identity.
-        self._known_stores: dict[int, None] = {}  # Begun or ended; numbers, the oldest first.
         self._ended: list[EndedJob] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -84,7 +80,7 @@ class TransferThread:
                 elif isinstance(job, LoadJob):
                     self._loads.append(_QueuedJob(job, recorded))
                 else:
-                    self._stores[job.number] = _QueuedJob(job, recorded)
+                    self._stores.append(_QueuedJob(job, recorded))
             if self._loads or self._stores:
                 self._start()
                 self._changed.notify_all()
@@ -92,28 +88,17 @@ class TransferThread:
     def run_now(self, stores: Iterable[StoreJob], recorded: object) -> None:
         """Carry out stores before this returns, without waiting for others.
 
-        One that was handed in before ends once all the same: it is taken out of the queue, or
-        waited for if it has begun.
-
         Args:
             stores: Run on the calling thread, in order.
             recorded: Handed to ``run``.
         """
-        begun: list[int] = []
         for store in stores:
             with self._changed:
-                if store.number in self._known_stores:
-                    begun.append(store.number)
-                    continue
-                self._stores.pop(store.number, None)
                 if self._is_closed:
                     self._end_unbegun(store)
                     continue
                 self._begin(store)
             self._carry_out(store, recorded)
-        if begun:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_running(begun))
 
     def fail(self, jobs: Iterable[Job], reason: str) -> None:
         """Report jobs as failed that were not submitted, and now cannot be carried out."""
@@ -142,7 +127,7 @@ class TransferThread:
     def drop(self) -> None:
         """Fail what is queued and wait for what is running; the thread goes on."""
         with self._changed:
-            for queued in (*self._loads, *self._stores.values()):
+            for queued in (*self._loads, *self._stores):
                 self._end_unbegun(queued.job)
             self._loads.clear()
             self._stores.clear()
@@ -179,10 +164,7 @@ class TransferThread:
             self._changed.wait_for(lambda: self._is_closed or self._loads or self._stores)
             if self._is_closed:
                 return False
-            if self._loads:
-                queued = self._loads.popleft()
-            else:
-                queued = self._stores.pop(next(iter(self._stores)))
+            queued = self._loads.popleft() if self._loads else self._stores.popleft()
             self._begin(queued.job)
         try:
             self._carry_out(*queued)
@@ -193,21 +175,9 @@ class TransferThread:
 
     def _begin(self, job: Job) -> None:
         self._running[id(job)] = job
-        self._remember(job)
 
     def _end_unbegun(self, job: Job) -> None:
-        self._remember(job)
         self._ended.append(EndedJob(job, None))
-
-    def _remember(self, job: Job) -> None:
-        if isinstance(job, StoreJob):
-            self._known_stores[job.number] = None
-            if len(self._known_stores) > _MAX_REMEMBERED_STORES:
-                del self._known_stores[next(iter(self._known_stores))]
-
-    def _is_running(self, stores: Iterable[int]) -> bool:
-        running = {job.number for job in self._running.values() if isinstance(job, StoreJob)}
-        return not running.isdisjoint(stores)
 
     def _carry_out(self, job: Job, recorded: object) -> None:
         moved = None

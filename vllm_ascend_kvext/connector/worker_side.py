@@ -259,8 +259,7 @@ class WorkerSide:
     def run_before_step(self, jobs: StepJobs) -> None:
         """Carry out ``stores_before``; they have ended when this returns, well or not.
 
-        They do not wait for stores in the queue. One of them that was handed in by an earlier step
-        ends once all the same.
+        They do not wait for stores in the queue.
         """
         if jobs.stores_before:
             self._thread.run_now(jobs.stores_before, self._record())

@@ -173,33 +173,6 @@ def test_stores_that_must_end_now_do_not_wait_for_others(jobs: Jobs) -> None:
     assert threading.main_thread() in jobs.threads
 
 
-def test_a_queued_store_that_must_end_now_is_taken_out_of_the_queue(jobs: Jobs) -> None:
-    jobs.hold(1)
-    jobs.thread.submit([store(2), store(3)], None)
-    jobs.thread.run_now([store(3)], "now")
-    assert jobs.take(1) == [(3, True)]
-    jobs.gate.open()
-    assert jobs.take(2) == [(1, True), (2, True)]
-    assert jobs.order == [1, 3, 2]
-
-
-def test_a_running_store_that_must_end_now_is_waited_for(jobs: Jobs) -> None:
-    jobs.hold(1)
-    opener = threading.Timer(0.1, jobs.gate.open)
-    opener.start()
-    jobs.thread.run_now([store(1), store(2)], None)
-    assert [name(job) for job, _ in jobs.thread.take_ended()] == [2, 1]
-    assert jobs.order == [1, 2]
-
-
-def test_a_store_that_has_ended_is_not_carried_out_again(jobs: Jobs) -> None:
-    """The scheduler side may not have read the report yet."""
-    jobs.thread.submit([store(1)], None)
-    assert jobs.take(1) == [(1, True)]
-    jobs.thread.run_now([store(1)], None)
-    assert jobs.thread.take_ended() == [] and jobs.order == [1]
-
-
 def test_a_store_that_must_end_now_and_fails_is_reported(jobs: Jobs) -> None:
     jobs.failing[1] = ValueError("broken")
     jobs.thread.run_now([store(1), store(2)], None)
@@ -211,15 +184,6 @@ def test_an_interrupt_reaches_the_caller_and_the_job_has_failed(jobs: Jobs) -> N
     with pytest.raises(KeyboardInterrupt):
         jobs.thread.run_now([store(1)], None)
     assert jobs.take(1) == [(1, False)]
-
-
-def test_numbers_of_stores_are_not_remembered_for_ever(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_thread, "_MAX_REMEMBERED_STORES", 2)
-    jobs.thread.run_now([store(number) for number in range(5)], None)
-    jobs.thread.run_now([store(3), store(0)], None)
-    assert jobs.order == [0, 1, 2, 3, 4, 0]
 
 
 def test_shutdown_waits_for_what_runs_and_drops_what_is_queued(jobs: Jobs) -> None:
@@ -253,15 +217,6 @@ def test_after_a_drop_the_thread_goes_on(jobs: Jobs) -> None:
     assert jobs.take(2) == [(2, False), (1, True)]
     jobs.thread.submit([store(3)], None)
     assert jobs.take(1) == [(3, True)]
-
-
-def test_what_was_dropped_is_not_carried_out_later(jobs: Jobs) -> None:
-    jobs.hold(1)
-    jobs.thread.submit([store(2)], None)
-    threading.Timer(0.05, jobs.gate.open).start()
-    jobs.thread.drop()
-    jobs.thread.run_now([store(2)], None)
-    assert jobs.take(2) == [(2, False), (1, True)] and jobs.thread.take_ended() == []
 
 
 def test_the_thread_is_set_up_once_and_a_failure_of_that_is_no_jobs(
