@@ -11,6 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+MOST_TEXT_CHARACTERS = 1 << 18
+"""Of JSON text. An argument is decoded on the scheduler's thread: this takes some milliseconds."""
+
 _MOST_SHOWN = 100
 """Characters of what a client has sent."""
 
@@ -18,11 +21,11 @@ _MOST_SHOWN = 100
 def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
     """The value of an argument; None if a request does not have it.
 
-    JSON text is decoded. Text that is something else is returned as it is: whoever expects a list
-    or a number refuses it.
+    JSON text is decoded. Text that is something else, or longer than `MOST_TEXT_CHARACTERS`, is
+    returned as it is: whoever expects a list or a number refuses it.
     """
     value = (extra_args or {}).get(name)
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= MOST_TEXT_CHARACTERS:
         try:
             return json.loads(value)
         except (ValueError, RecursionError):

@@ -7,9 +7,11 @@ that attention would read is compared, so that a wrong load, store or reuse show
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +44,7 @@ from support.sample import IS_SAMPLE, sampled
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.loads import MOST_LOOKUPS_IN_VAIN
+from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
@@ -442,6 +445,22 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
         assert max(step["lookups"] for step in of_steps) <= MOST_LOOKUPS_IN_VAIN + num_at_once
         # Each is looked up when it comes and when it is its turn, not whenever another ends.
         assert sum(step["lookups"] for step in of_steps) <= 3 * num_requests
+
+
+def test_hints_that_leave_no_checkpoint_are_reported_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention, which reports them too, is off."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm.ascend_kvext.retention")
+    layout = STATE_LAYOUTS[0]
+    prompt = tokens(random.Random(layout.name), 4 * layout.unit_tokens + 1)
+    with engine_of(layout) as engine:
+        serve(engine, replace(plan_of("right", prompt), extra_args=((HINT_ARGUMENT, len(prompt)),)))
+        serve(engine, replace(plan_of("wrong", prompt), extra_args=((HINT_ARGUMENT, "oops"),)))
+    messages = [text for text in caplog.messages if HINT_ARGUMENT in text]
+    assert len(messages) == 1
+    assert messages[0].startswith("Request wrong: ")
 
 
 def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> None:

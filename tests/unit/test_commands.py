@@ -410,6 +410,15 @@ class TestFingerprint:
         assert "no patch names it" in capsys.readouterr().out
         assert main(arguments) == 1
 
+    def test_sources_that_are_not_there_are_refused(
+        self, arguments: list[str], upstream_root: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments[arguments.index(str(upstream_root))] = str(upstream_root / "gone")
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("--sources: expected a folder, found none at ")
+        assert str(upstream_root / "gone") in error
+
     def test_half_a_source_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["fingerprint", "--version", "0.23.0"]) == 2
         assert "go together" in capsys.readouterr().err

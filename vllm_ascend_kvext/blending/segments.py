@@ -53,10 +53,11 @@ def named_segments(extra_args: Mapping[str, Any] | None, num_tokens: int) -> lis
     value = read_argument(extra_args, SEGMENTS_KEY)
     if value is None:
         return None
-    segments = sorted(segment for segment in _parse(value) if segment.num_tokens)
-    for segment in segments:
-        if not 0 <= segment.first_tokens < segment.end_tokens <= num_tokens:
+    named = sorted(_parse(value))
+    for segment in named:
+        if not 0 <= segment.first_tokens <= segment.end_tokens <= num_tokens:
             raise _wrong(list(segment), f"first < end, from 0 to the prompt's {num_tokens} tokens")
+    segments = [segment for segment in named if segment.num_tokens]
     for before, after in pairwise(segments):
         if after.first_tokens < before.end_tokens:
             raise _wrong([list(before), list(after)], "segments that do not overlap")

@@ -49,6 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     if any(given) and not all(given):
         print("--sources, --distribution and --version go together.", file=sys.stderr)
         return 2
+    if arguments.sources is not None and not arguments.sources.is_dir():
+        print(
+            f"--sources: expected a folder, found none at {arguments.sources}. Name a "
+            "site-packages folder or an unpacked wheel.",
+            file=sys.stderr,
+        )
+        return 2
     trees = [SourceTree(*given)] if all(given) else installed_trees()
     if not trees:
         print("None of vLLM, vLLM-Ascend and LMCache is installed.", file=sys.stderr)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
-from vllm_ascend_kvext.retention.hints import hinted_boundaries
+from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
 from vllm_ascend_kvext.retention.protocols import Prompt
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
@@ -91,6 +91,10 @@ class BoundaryPlanner:
 
         plan = self._policy.plan(request.num_prompt_tokens, hit_tokens, demand, is_worth_trying)
         return {tokens: reason for tokens, reason in plan.items() if tokens > hit_tokens}
+
+    def report_hints(self, request: Prompt) -> None:
+        """Log the hints of a request that is admitted and that leave no checkpoint."""
+        report_unusable_hints(request, self._policy.geometry)
 
     def crossed(
         self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int

@@ -322,6 +322,7 @@ class Stores:
         before = self._tracked.get(request.request_id)
         if before is not None:
             self._release_held(before)
+        self._planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
         shared_tokens = self._shared_tokens(request)
         plan = self._plans.pop(request.request_id, None)

@@ -161,7 +161,7 @@ class AdaptiveRetention:
             demand = looked_up.demand
         else:
             demand = self._find_demand(books, request, hit_tokens)
-        report_unusable_hints(request)
+        report_unusable_hints(request, self.policy.geometry)
         count_losses(demand, self.policy.geometry, self._stats)
         for tokens, reason in demand.boundaries.items():
             if reason.origin is Origin.WANTED:

@@ -10,6 +10,7 @@ there, and the second resumes from it.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from typing import Any
 
 from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
@@ -19,34 +20,42 @@ from vllm_ascend_kvext.retention.protocols import Prompt
 HINT_ARGUMENT = "kvext_checkpoint_tokens"
 MOST_HINTS = 16
 
+_REPORTED = "_kvext_hints_reported"
+
 logger = logging.getLogger("vllm.ascend_kvext.retention")
 
 
 def hinted_boundaries(request: Prompt, geometry: HitGeometry) -> list[int]:
     """The boundaries, in tokens, at or below the positions that a request names."""
-    usable, _ = _split(request)
-    return sorted({geometry.reachable_tokens(position) for position in usable} - {0})
+    usable, _ = _split(request, geometry)
+    return sorted({geometry.reachable_tokens(position) for position in usable})
 
 
-def report_unusable_hints(request: Prompt) -> None:
-    """Log what is no position within a request's prompt: a hint never fails a request."""
-    usable, hints = _split(request)
-    if len(usable) < len(hints):
+def report_unusable_hints(request: Prompt, geometry: HitGeometry) -> None:
+    """Log what leaves no checkpoint within a request's prompt: a hint never fails a request.
+
+    Once per request, whoever asks: retention and connector read the same hints.
+    """
+    usable, hints = _split(request, geometry)
+    if len(usable) < len(hints) and not getattr(request, _REPORTED, False):
+        setattr(request, _REPORTED, True)
+        num_tokens = request.num_prompt_tokens
         logger.warning(
-            "Request %s: %s: expected at most %d numbers of tokens between 1 and the %d of the "
-            "prompt, as a list, its JSON text, or one number, found %s. It leaves checkpoints at "
-            "%s, and was computed as usual: correct the others.",
+            "Request %s: %s: expected at most %d numbers of tokens between %d, the first that can "
+            "be resumed at, and the %d of the prompt, as a list, its JSON text, or one number, "
+            "found %s. It leaves checkpoints at %s, and was computed as usual: correct the others.",
             request.request_id,
             HINT_ARGUMENT,
             MOST_HINTS,
-            request.num_prompt_tokens,
+            bisect_right(range(num_tokens + 1), 0, key=geometry.reachable_tokens),
+            num_tokens,
             shown(hints),
             usable or "none of them",
         )
 
 
-def _split(request: Prompt) -> tuple[list[int], list[Any]]:
-    """The usable hints of a request, and all of them."""
+def _split(request: Prompt, geometry: HitGeometry) -> tuple[list[int], list[Any]]:
+    """The hints of a request that are at or behind a boundary, and all of them."""
     hints = read_argument(getattr(request.sampling_params, "extra_args", None), HINT_ARGUMENT)
     if hints is None:
         return [], []
@@ -54,6 +63,8 @@ def _split(request: Prompt) -> tuple[list[int], list[Any]]:
     usable = [
         position
         for position in hints[:MOST_HINTS]
-        if is_integer(position) and 0 < position <= request.num_prompt_tokens
+        if is_integer(position)
+        and 0 < position <= request.num_prompt_tokens
+        and geometry.reachable_tokens(position) > 0
     ]
     return usable, hints

@@ -41,6 +41,8 @@ def test_requests_that_name_none(extra_args: dict[str, Any] | None) -> None:
         ([[0, 11]], "prompt's 10 tokens"),
         ([[-1, 4]], "prompt's 10 tokens"),
         ([[5, 3]], "first < end"),
+        ([[-1, -1]], "prompt's 10 tokens"),
+        ([[99, 99]], "prompt's 10 tokens"),
         ([[0, 5], [4, 8]], "do not overlap"),
         ([[0, 5, 6]], "pairs"),
         ([0, 5], "pairs"),

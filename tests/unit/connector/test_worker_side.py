@@ -291,23 +291,22 @@ def test_a_load_overtakes_queued_stores(make_worker: MakeWorker) -> None:
 
 
 def test_stores_before_a_step_have_ended_before_it(make_worker: MakeWorker) -> None:
-    """Whatever is in the queue; one of it that is named is taken out."""
+    """Whatever is in the queue."""
     move = Move()
     worker = make_worker(move=move)
     ended = Ended(worker.side)
     others, tables = worker.tables(TOKENS), worker.tables(TOKENS, first_page=20)
     move.gate.close()
-    queued = worker.store(2, TOKENS, tables)
-    worker.side.begin_step(StepJobs(stores=(worker.store(1, TOKENS, others), queued)))
+    worker.side.begin_step(StepJobs(stores=(worker.store(1, TOKENS, others),)))
     move.gate.wait_for_arrival()
-    new = worker.store(3, TOKENS, tables)
+    one, other = (worker.store(number, TOKENS, tables) for number in (2, 3))
     content = worker.page_bytes(tables)
-    worker.side.run_before_step(StepJobs(stores_before=(queued, new), has_forward=True))
+    worker.side.run_before_step(StepJobs(stores_before=(one, other), has_forward=True))
     worker.pages.fill(seed=2)  # the step
     assert ended.take().results.stores_ended == {2: 1, 3: 1}
     move.gate.open()
     ended.wait_for(stores={1, 2, 3})
-    for name, job in {"a": queued, "b": new}.items():
+    for name, job in {"a": one, "b": other}.items():
         worker.side.begin_step(StepJobs(loads=(worker.load(name, job, tables),)))
         until(lambda name=name: name in ended.take().loads)
         assert same(worker.page_bytes(tables), content)

@@ -33,7 +33,7 @@ class ModelSamplingParams:
     extra_args: dict[str, Any] | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class ModelRequest:
     """A request whose tokens are the letters of a text."""
 

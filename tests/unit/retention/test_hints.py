@@ -9,6 +9,7 @@ import pytest
 from unit.retention.pool_model import ModelRequest, ModelSamplingParams
 
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.request_arguments import MOST_TEXT_CHARACTERS
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.hints import (
     HINT_ARGUMENT,
@@ -39,7 +40,8 @@ def boundaries(hints: object) -> list[int]:
 def used_and_reported(request: ModelRequest) -> list[int]:
     found = hinted_boundaries(request, GEOMETRY)
     assert hinted_boundaries(request, GEOMETRY) == found
-    report_unusable_hints(request)
+    for _ in range(2):
+        report_unusable_hints(request, GEOMETRY)
     return found
 
 
@@ -55,7 +57,6 @@ def used_and_reported(request: ModelRequest) -> list[int]:
         ("null", []),
         ([100, 20, 33], [16, 32, 96]),
         ([33, 40, 47], [32]),
-        ([15], []),
         ([], []),
         ([100], [96]),
     ],
@@ -96,6 +97,9 @@ def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixtu
         (True, []),
         ([True, 48], [48]),
         ([0, 48], [48]),
+        ([15], []),
+        (1, []),
+        pytest.param("[48]" + " " * MOST_TEXT_CHARACTERS, [], id="long"),
         ([-16, 48], [48]),
         ([101, 48], [48]),
         ([1 << 80, 48], [48]),
@@ -112,9 +116,9 @@ def test_the_rest_is_reported_once_and_left_out(
     assert record.levelno == logging.WARNING
     message = record.getMessage()
     assert message.startswith(f"Request r7: {HINT_ARGUMENT}: expected at most {MOST_HINTS} numbers")
-    assert f"the {len(PROMPT)} of the prompt" in message
+    assert f"between 16, the first that can be resumed at, and the {len(PROMPT)}" in message
     assert f"leaves checkpoints at {expected or 'none of them'}, and" in message
-    assert len(message) < 400
+    assert len(message) < 450
 
 
 def test_the_report_has_what_was_found(caplog: pytest.LogCaptureFixture) -> None:
