@@ -27,6 +27,7 @@ SHOWN = {
     "pages of stores": 20,
     "pages of segments": 20,
     "windows of segments": 40,
+    "segments wait": 20,
 }
 """Protections of which so many seeds show that they are gone."""
 
