@@ -136,7 +136,8 @@ $(OTHER_LMCACHE_ENVS:%=%/.made): $(LMCACHE_ENV)-vllm-%/.made: .venv/vllm-%/.made
 	$(MAKE_ENV) lmcache $(@D) --version $(LMCACHE_VERSION) --like $(<D)
 	@rm -f $@ && touch $@
 
-.venv/emulated-npu-%/.made: $(MAIN_ENV)/.made .venv/vllm-ascend-%/.unpacked
+# Linked when what tests need is there, too: that comes with the package.
+.venv/emulated-npu-%/.made: $(MAIN_ENV)/.made .venv/vllm-ascend-%/.unpacked | $(MAIN_ENV)/.package
 	$(MAKE_ENV) emulated-npu $(@D) --version $* --like $(MAIN_ENV) --ascend $(dir $(word 2,$^))
 	@rm -f $@ && touch $@
 
