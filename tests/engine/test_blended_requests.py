@@ -127,19 +127,6 @@ def test_segments_wait_for_the_stores_of_others() -> None:
         assert list(params.values()) == [{"kvext_stored_tokens": 40}] * len(documents)
 
 
-def test_keys_that_are_equal_do_not_take_a_refusal_back() -> None:
-    """A model that was not asked for want of room is not asked later."""
-    with engine_with(ONE, OTHER) as engine:
-        blending = engine.side._parts.blending
-        blending._key_checks_missing = 1
-        blending.refuse("model check: expected room.")
-        blending.note_key_checks(1, "")
-        params = params_of_answers(engine)
-        engine.add_request(asked("asked", ONE, OTHER))
-        run(engine)
-        assert not (params["asked"] or {}).get("kvext_reused_tokens")
-
-
 def test_answers_say_that_segments_were_not_stored() -> None:
     with engine_with(num_blocks=12) as engine:
         params = params_of_answers(engine)

@@ -117,7 +117,7 @@ class Blending:
         """
         if failure:
             self.refuse(failure)
-        elif not self.why_no_reuse and self._key_checks_missing > 0:
+        elif self._key_checks_missing > 0:
             self._key_checks_missing -= num_workers
             self.requests.keys_are_checked = self._key_checks_missing <= 0
 
