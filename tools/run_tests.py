@@ -28,7 +28,12 @@ REPORTS = ROOT / "out" / "tests"
 
 TESTS = ROOT / "tests"
 
-NOT_IN_SAMPLE = ("test_demo.py", "test_drafts.py", "test_serve_lines.py")
+NOT_IN_SAMPLE = (
+    "test_compressed_attention.py",
+    "test_demo.py",
+    "test_drafts.py",
+    "test_serve_lines.py",
+)
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 
 MOST_SUITE_S = 2400
