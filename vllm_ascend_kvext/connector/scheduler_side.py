@@ -256,6 +256,7 @@ class SchedulerSide:
             self._options.store_policy.value,
             states.value,
         )
+        _warn_if_no_prompt_can_hit(engine, planner.least_prompt_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -670,3 +671,20 @@ class SchedulerSide:
         began_s = max(step.planned_s, self._last_output_s)
         self._last_output_s = now_s
         self._cost.note_step(step.num_tokens, now_s - began_s)
+
+
+def _warn_if_no_prompt_can_hit(engine: Engine, least_prompt_tokens: int) -> None:
+    # With state layers vLLM leaves prefix caching off unless it is asked for. Blocks, and so what
+    # can be hit, are then as long as the longest request.
+    if least_prompt_tokens < engine.most_request_tokens:
+        return
+    remedy = "Raise --max-model-len, or leave the connector out."
+    if not engine.caches_prefixes:
+        remedy = "Add --enable-prefix-caching."
+    logger.warning(
+        "KvextConnector: nothing will be reused. A prompt needs %d tokens to hit, and a request "
+        "has at most %d with its answer. %s",
+        least_prompt_tokens,
+        engine.most_request_tokens,
+        remedy,
+    )

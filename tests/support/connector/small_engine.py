@@ -170,6 +170,7 @@ class SmallEngine:
         num_workers: int = 1,
         caches_prefixes: bool = False,
         looks_ahead: bool = False,
+        most_request_tokens: int = 1 << 60,
         **options: Any,
     ) -> None:
         self.clock = Clock()
@@ -191,6 +192,7 @@ class SmallEngine:
                 PAGE_TOKENS,
                 caches_prefixes,
                 looks_ahead=looks_ahead,
+                most_request_tokens=most_request_tokens,
             )
         )
         worker = WorkerLayout(self._layout, "f", host_bytes)

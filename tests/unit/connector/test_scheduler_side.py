@@ -42,6 +42,26 @@ def test_the_log_names_the_shortest_prompt_that_hits(caplog: pytest.LogCaptureFi
     assert "hits: prompts of 5 tokens or more, in multiples of 4;" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("caches_prefixes", "remedy"),
+    [(False, "Add --enable-prefix-caching"), (True, "Raise --max-model-len")],
+)
+def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
+    caches_prefixes: bool, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    SmallEngine(caches_prefixes=caches_prefixes, most_request_tokens=5)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "A prompt needs 5 tokens to hit, and a request has at most 5" in record.message
+    assert remedy in record.message
+
+
+def test_an_engine_with_one_prompt_that_hits_is_not_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    SmallEngine(most_request_tokens=6)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_next_turn_resumes_at_the_last_unit_of_the_answer(engine: SmallEngine) -> None:
     engine.serve("a", LETTERS[:20], answer=LETTERS[20:31])
     assert engine.side.match(engine.add("b", LETTERS), 0) == 28
