@@ -7,6 +7,7 @@ Nothing is changed in an engine that is started without it.
 from vllm_ascend_kvext.patches.connector import (
     ascend_platform,
     core,
+    executor,
     factory,
     model_check,
     model_loader,
@@ -18,6 +19,7 @@ PATCHES: tuple[Patch, ...] = (
     *factory.PATCHES,
     *scheduler.PATCHES,
     *core.PATCHES,
+    *executor.PATCHES,
     *model_check.PATCHES,
     *model_loader.PATCHES,
     *ascend_platform.PATCHES,

@@ -29,7 +29,7 @@ MOST_DRAINING_S = 30.0
 def drain_before_reset(
     wrapped: Callable[..., bool], core: EngineCore, *args: Any, **kwargs: Any
 ) -> bool:
-    """Make steps until no transfer is under way, if there is nothing else to do."""
+    """Make steps until no transfer is under way, if that loses no output of a request."""
     side = side_of(core.scheduler)
     if side is not None:
         with _learning_held(core.scheduler, side):
@@ -37,7 +37,7 @@ def drain_before_reset(
             deadline_s = time.monotonic() + MOST_DRAINING_S
             while (
                 side.has_transfers
-                and not core.scheduler.has_unfinished_requests()
+                and not _has_outputs_to_come(core)
                 and time.monotonic() < deadline_s
             ):
                 _step(core)
@@ -69,9 +69,20 @@ def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc
     return wrapped()
 
 
+def _has_outputs_to_come(core: EngineCore) -> bool:
+    # Upstream counts none while all are paused, though a step of theirs may be in flight.
+    if _sending_step(core) is None:
+        return bool(core.scheduler.requests)
+    return core.scheduler.has_unfinished_requests()
+
+
+def _sending_step(core: EngineCore) -> Callable[[], object] | None:
+    """The step of an engine in a process of its own, which sends the outputs; else None."""
+    return getattr(core, "_process_engine_step", None)
+
+
 def _step(core: EngineCore) -> None:
-    # In a process of its own, an engine sends what a step says of requests that have ended.
-    step = getattr(core, "_process_engine_step", None)
+    step = _sending_step(core)
     if step is not None:
         step()
     else:

@@ -58,7 +58,11 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
     """The KvextConnector of a scheduler, which may be one of several."""
-    connector = getattr(scheduler, "connector", None)
+    return kvext_connector_in(getattr(scheduler, "connector", None))
+
+
+def kvext_connector_in(connector: Any) -> KvextConnector | None:
+    """A connector, or the one of a MultiConnector, that is a KvextConnector."""
     for each in (connector, *getattr(connector, "_connectors", ())):
         if type(each).__name__ == "KvextConnector" and hasattr(each, "bind_engine"):
             return each

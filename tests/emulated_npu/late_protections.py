@@ -122,6 +122,10 @@ def _no_pins() -> None:
     HostTier._release_if_idle = release_pinned
 
 
+def _no_end_before_sleep() -> None:
+    WorkerSide.end_transfers = lambda self: None
+
+
 def _no_windows_held() -> None:
     WindowBlocks.hold = lambda self, request_id, cached: None
 
@@ -182,6 +186,10 @@ PROTECTIONS: dict[str, tuple[str, Callable[[], None]]] = {
     "windows of holes": (
         "cached windows before a hole are held until it is planned (WindowBlocks.hold)",
         _no_windows_held,
+    ),
+    "no transfers in sleep": (
+        "transfers end before memory is unmapped (WorkerSide.end_transfers)",
+        _no_end_before_sleep,
     ),
     "pins": ("host memory that a load reads is not given away (Entry.num_pins)", _no_pins),
 }

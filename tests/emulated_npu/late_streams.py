@@ -64,6 +64,8 @@ ENGINE = {
     "max_num_batched_tokens": 256,
     "num_gpu_blocks_override": POOL_BLOCKS,
     "disable_hybrid_kv_cache_manager": False,
+    "enable_sleep_mode": True,
+    "additional_config": {"weight_nz_mode": 0},  # An engine with another one does not wake up.
     "kv_transfer_config": {
         "kv_connector": "KvextConnector",
         "kv_role": "kv_both",
@@ -176,8 +178,13 @@ class LateEngine(connector_workload.Engine):
             if steps > MOST_STEPS:
                 raise RuntimeError("transfers do not end")
 
-    def wave(self, wave: Sequence[Asked]) -> list[tuple[Asked, Answer]]:
-        """Send requests, each at its step; the answers of those that were not aborted."""
+    def wave(self, wave: Sequence[Asked], sleep_step: int = 0) -> list[tuple[Asked, Answer]]:
+        """Send requests, each at its step; the answers of those that were not aborted.
+
+        Args:
+            wave: The requests.
+            sleep_step: From which on the engine sleeps and wakes up once; 0 if it does not.
+        """
         waiting = sorted(wave, key=lambda asked: asked.step)
         sent: dict[str, Asked] = {}
         outputs: dict[str, Any] = {}
@@ -192,6 +199,9 @@ class LateEngine(connector_workload.Engine):
                 self._send(str(self._num_asked), asked)
             outputs |= {output.request_id: output for output in self.engine.step()}
             step += 1
+            if sleep_step and step >= sleep_step and self._may_sleep():
+                self.sleep_and_wake_up()
+                sleep_step = 0
             due = [
                 number
                 for number, asked in sent.items()
@@ -207,6 +217,29 @@ class LateEngine(connector_workload.Engine):
             for number, asked in sent.items()
             if number in outputs and outputs[number].finished and not asked.is_document
         ]
+
+    def _may_sleep(self) -> bool:
+        """Upstream raises while a request loads."""
+        return not self.scheduler_side._parts.loads.num_under_way
+
+    def sleep_and_wake_up(self) -> None:
+        """Take the memory of weights and pages away, and bring it back. Requests stay.
+
+        Raises:
+            DifferenceError: A copy would have met unmapped memory.
+        """
+        import torch
+
+        self.counted["sleeps"] += 1
+        self.counted["sleeps with copies"] += self.scheduler_side.has_transfers
+        torch.npu.current_stream().synchronize()  # Upstream waits for no kernel.
+        self._core.sleep(level=1, mode="keep")
+        thread = self.worker_side._thread
+        if thread._running or thread._loads or thread._stores:
+            raise DifferenceError(
+                "a transfer is under way while the memory of its pages is unmapped"
+            )
+        self._core.wake_up()
 
     def _send(self, number: str, asked: Asked) -> None:
         from vllm import SamplingParams
@@ -277,7 +310,8 @@ class LateEngine(connector_workload.Engine):
             for number in range(WAVES):
                 wave = self._random_wave(rng, number)
                 gate.fail({rng.randrange(1, 12) for _ in range(rng.choice((0, 0, 1, 3)))})
-                for asked, answer in self.wave(wave):
+                sleep_step = rng.choice((0, 0, 2, 5))
+                for asked, answer in self.wave(wave, sleep_step):
                     largest = max(largest, self.check(asked, answer))
                     self.counted["answers"] += 1
                     self.counted["segment tokens"] += answer.reused_tokens

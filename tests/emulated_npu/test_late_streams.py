@@ -28,6 +28,7 @@ SHOWN = {
     "pages of segments": 20,
     "windows of segments": 40,
     "segments wait": 20,
+    "no transfers in sleep": 20,
 }
 """Protections of which so many seeds show that they are gone."""
 
@@ -63,7 +64,7 @@ def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:
     counted = report["counted"]
     for name in (
         *("batched copies", "failed copies", "connector", "hole tokens", "segment tokens"),
-        *("preemptions", "aborts"),
+        *("preemptions", "aborts", "sleeps with copies"),
     ):
         assert counted.get(name, 0) > 0, name
 

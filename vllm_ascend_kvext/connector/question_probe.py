@@ -112,22 +112,17 @@ class QuestionProbe:
         self._slots_of_step = slots_of_step
         self._jobs: tuple[ProbeJob, ...] = ()
         self._scores: dict[str, Scores] = {}
-        self._pages: TokenPages | None = None
         self.renew(pages)
         self._hook = layer.attention.register_forward_hook(self._see, with_kwargs=True)
 
     def renew(self, pages: TokenPages) -> None:
-        """Take the pages where they are since a wake-up or a reset."""
+        """Take the pages where they are since a reset."""
         self._pages = pages
         self._plane = next(
             index
             for index, plane in enumerate(pages.planes)
             if plane.layer_name == self._layer.name and plane.keys is not None
         )
-
-    def retire(self) -> None:
-        """Forget the pages: their memory is about to be taken away."""
-        self._pages = None
 
     def begin_step(self, jobs: Sequence[ProbeJob]) -> None:
         """The next forward computes the rows of these probes."""
@@ -159,8 +154,6 @@ class QuestionProbe:
         import torch
 
         pages = self._pages
-        if pages is None:
-            raise _no_pages()
         plane = pages.planes[self._plane]
         tokens_per_page = pages.tokens_per_page[plane.group]
         slots_of_step = self._slots_of_step().numpy()
@@ -193,10 +186,4 @@ def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:
     return ConnectorError(
         f"probe {job.row_id}: expected {expected}, found {found}. The scheduler has to plan rows "
         "and probes for the same step."
-    )
-
-
-def _no_pages() -> ConnectorError:
-    return ConnectorError(
-        "pages: expected those of a worker, found retired ones. Call renew before a step."
     )

@@ -154,7 +154,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
 
-        Called again after sleep mode or a reset, it takes the pages where they are now. Stores and
+        Called again after a reset, it takes the pages where they are now. Stores and
         loads that have not begun fail then; what lies in host memory stays.
 
         Args:
@@ -324,19 +324,13 @@ class WorkerSide:
             results.scores = self._probe.end_step()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
-    def retire(self) -> None:
-        """Let go of the pages: their memory is about to be taken away, as in sleep mode.
+    def end_transfers(self) -> None:
+        """Wait for what is running; what is queued fails.
 
-        Waits for what is running. What is queued fails, and so does what comes before `register` is
-        called again. What lies in host memory stays.
+        Until the next step nothing reads or writes a page: their memory may be taken away, as sleep
+        mode does. What lies in host memory stays.
         """
         self._thread.drop()
-        if self._runner is not None:
-            self._runner.pools.retire()
-            if self._runner.segments is not None:
-                self._runner.segments.retire()
-            if self._probe is not None:
-                self._probe.retire()
 
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""

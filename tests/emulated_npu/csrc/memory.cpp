@@ -91,6 +91,39 @@ void count_bytes(int64_t num_bytes) {
   statistics.peak_bytes = std::max(statistics.peak_bytes, bytes);
 }
 
+// ------------------------------------------------------------------ pools
+
+std::mutex pool_mutex;
+std::function<void(uintptr_t, size_t)> pool_allocated;  // empty outside of a pool
+
+std::map<uintptr_t, BlockPtr>& pooled_blocks() {
+  static auto* blocks = new std::map<uintptr_t, BlockPtr>;
+  return *blocks;
+}
+
+BlockPtr pooled_block(uintptr_t address) {
+  std::lock_guard lock(pool_mutex);
+  const auto found = pooled_blocks().find(address);
+  TORCH_CHECK(found != pooled_blocks().end(), "the emulated NPU has no memory of a pool at ", address);
+  return found->second;
+}
+
+bool is_in_pool() {
+  std::lock_guard lock(pool_mutex);
+  return static_cast<bool>(pool_allocated);
+}
+
+void add_to_pool(const BlockPtr& block) {
+  const auto address = reinterpret_cast<uintptr_t>(block->data);
+  std::function<void(uintptr_t, size_t)> allocated;
+  {
+    std::lock_guard lock(pool_mutex);
+    pooled_blocks()[address] = block;
+    allocated = pool_allocated;
+  }
+  allocated(address, block->num_bytes);
+}
+
 // ------------------------------------------------------------------ memory of the NPU
 
 void drop_reference(void* context) { delete static_cast<BlockPtr*>(context); }
@@ -99,7 +132,7 @@ void free_block(void* context) {
   std::unique_ptr<BlockPtr> reference(static_cast<BlockPtr*>(context));
   if (!reference) return;
   auto block = *reference;
-  count_bytes(-static_cast<int64_t>(block->num_bytes));
+  if (!block->is_pooled) count_bytes(-static_cast<int64_t>(block->num_bytes));
   auto& scheduler = Scheduler::get();
   if (!scheduler.is_late()) return;
   Task poison{"poison of freed memory", [block] { block->poison(); }, nullptr, nullptr};
@@ -121,6 +154,7 @@ struct NpuAllocator final : c10::Allocator {
     if (!num_bytes) return {nullptr, nullptr, &free_block, device};
     auto block = std::make_shared<Block>(num_bytes, Scheduler::get().current_stream(device.index()));
     auto* data = block->data;
+    if (block->is_pooled) add_to_pool(block);
     return {data, new BlockPtr(std::move(block)), &free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -153,7 +187,7 @@ struct PinnedAllocator final : c10::Allocator {
 
 }  // namespace
 
-Block::Block(size_t num_bytes, c10::Stream stream) : num_bytes(num_bytes), stream(stream) {
+Block::Block(size_t num_bytes, c10::Stream stream) : num_bytes(num_bytes), stream(stream), is_pooled(is_in_pool()) {
   count_bytes(static_cast<int64_t>(num_bytes));
   data = get_bytes(num_bytes, 512, npu_ranges());
 }
@@ -181,8 +215,47 @@ BlockPtr block_of(const c10::StorageImpl& storage) {
 
 c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes) {
   c10::DataPtr data(nullptr, c10::Device(c10::kCPU));
+  TORCH_CHECK(!block || block->is_mapped, "a tensor on npu whose memory is unmapped: its pool sleeps");
   if (block) data = c10::DataPtr(block->data, new BlockPtr(block), &drop_reference, c10::Device(c10::kCPU));
   return c10::Storage(c10::Storage::use_byte_size_t(), num_bytes, std::move(data), c10::GetCPUAllocator(), true);
+}
+
+void begin_pool(std::function<void(uintptr_t, size_t)> allocated) {
+  std::lock_guard lock(pool_mutex);
+  TORCH_CHECK(!pool_allocated, "the emulated NPU has one pool at a time");
+  pool_allocated = std::move(allocated);
+}
+
+void end_pool() {
+  std::lock_guard lock(pool_mutex);
+  pool_allocated = nullptr;
+}
+
+void unmap(uintptr_t address) {
+  const auto block = pooled_block(address);
+  TORCH_CHECK(block->is_mapped.exchange(false), "unmap: memory at ", address, " is not mapped");
+  npu_ranges().remove(block->data);
+  count_bytes(-static_cast<int64_t>(block->num_bytes));
+  block->poison();
+}
+
+void map(uintptr_t address) {
+  const auto block = pooled_block(address);
+  TORCH_CHECK(!block->is_mapped, "map: memory at ", address, " is mapped");
+  count_bytes(static_cast<int64_t>(block->num_bytes));
+  npu_ranges().add(block->data, block->num_bytes);
+  block->poison();
+  block->is_mapped = true;
+}
+
+void copy_memory(uintptr_t to, uintptr_t from, size_t num_bytes, bool is_to_host) {
+  auto* destination = reinterpret_cast<void*>(to);
+  const auto* source = reinterpret_cast<const void*>(from);
+  const auto* of_device = is_to_host ? source : destination;
+  const auto* of_host = is_to_host ? destination : source;
+  TORCH_CHECK(is_on_npu(of_device, num_bytes) && is_pinned(of_host, num_bytes),
+              "memcpy: ", num_bytes, " bytes that are not the device's on one side and pinned on the other");
+  std::memcpy(destination, source, num_bytes);
 }
 
 bool is_pinned(const void* data, size_t num_bytes) { return data && pinned_ranges().contains(data, num_bytes); }

@@ -12,6 +12,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
+#include <atomic>
+#include <functional>
 #include <unordered_set>
 
 namespace emulated_npu {
@@ -29,6 +31,8 @@ class Block {
   size_t num_bytes = 0;
   c10::Stream stream;  // that it was allocated on
   bool holds_floats = true;
+  const bool is_pooled;               // see begin_pool
+  std::atomic<bool> is_mapped{true};  // see unmap
   std::mutex mutex;
   std::vector<c10::Stream> used_on;  // record_stream
 };
@@ -47,6 +51,17 @@ c10::Allocator* pinned_allocator();
 BlockPtr block_of(const c10::StorageImpl& storage);
 // A CPU storage on the same bytes, which keeps them, but not the npu storage.
 c10::Storage cpu_storage_of(const BlockPtr& block, size_t num_bytes);
+
+// What is allocated from here on, by any thread, belongs to a pool: a caller is told its address and
+// size. Of such memory the bytes can be taken away and brought back at the same address, as sleep
+// mode does. It stays in the pool when its tensors are gone.
+void begin_pool(std::function<void(uintptr_t, size_t)> allocated);
+void end_pool();
+// Nothing waits for work that uses the memory: it is the caller's to have waited.
+void unmap(uintptr_t address);
+void map(uintptr_t address);
+// Between the device and pinned memory, at once.
+void copy_memory(uintptr_t to, uintptr_t from, size_t num_bytes, bool is_to_host);
 
 bool is_pinned(const void* data, size_t num_bytes = 1);
 bool is_on_npu(const void* data, size_t num_bytes);

@@ -13,23 +13,33 @@ namespace py = pybind11;
 namespace emulated_npu {
 namespace {
 
-
 // A Python function that any thread may call, and drop.
-std::function<void()> callable(py::function function) {
-  auto* raw = new py::function(std::move(function));
-  std::shared_ptr<py::function> shared(raw, [](py::function* one) {
+using SharedFunction = std::shared_ptr<py::function>;
+
+SharedFunction shared(py::function function) {
+  return SharedFunction(new py::function(std::move(function)), [](py::function* one) {
     py::gil_scoped_acquire gil;
     delete one;
   });
-  return [shared] {
+}
+
+std::function<void()> callable(py::function function) {
+  return [function = shared(std::move(function))] {
     py::gil_scoped_acquire gil;
     try {
-      (*shared)();
+      (*function)();
     } catch (const py::error_already_set& error) {
       if (!Scheduler::get().is_late()) throw;  // to who has called
       throw std::runtime_error(error.what());
     }
   };
+}
+
+void begin_pool_of(py::function allocated) {
+  begin_pool([allocated = shared(std::move(allocated))](uintptr_t address, size_t num_bytes) {
+    py::gil_scoped_acquire gil;
+    (*allocated)(address, num_bytes);
+  });
 }
 
 // ------------------------------------------------------------------ batched copies
@@ -131,4 +141,10 @@ PYBIND11_MODULE(_emulated_npu, m) {
   m.def("peak_bytes", [] { return memory_statistics().peak_bytes; });
   m.def("reset_peak_bytes", &reset_peak_bytes);
   m.def("set_memory_limit", &set_memory_limit);
+
+  m.def("begin_pool", &begin_pool_of);
+  m.def("end_pool", &end_pool);
+  m.def("unmap", &unmap);
+  m.def("map", &map);
+  m.def("copy_memory", &copy_memory);
 }

@@ -622,16 +622,11 @@ def test_a_second_registration_takes_the_pages_where_they_are(make_worker: MakeW
     store_now(worker, ended, job)
     described = worker.side.describe()
 
-    worker.side.retire()
-    worker.side.begin_step(StepJobs(loads=(worker.load("asleep", job, tables),)))
-    ended.wait_for(stores={1}, loads={"asleep"})
-    assert ended.results.failed_loads == {"asleep"}
-
     old, worker.pages = worker.pages, small_workers.gemma_like()
     before = old.copy_of_storages()
     worker.side.register(worker.pages.kv_caches)
-    worker.side.begin_step(StepJobs(loads=(worker.load("awake", job, tables),)))
-    ended.wait_for(stores={1}, loads={"asleep", "awake"})
+    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
+    ended.wait_for(stores={1}, loads={"a"})
     assert same(worker.page_bytes(tables), content)
     assert same(old.copy_of_storages(), before)
     assert worker.side.describe() == described, "the scheduler side is told once"
@@ -681,9 +676,27 @@ def test_a_worker_without_caches(make_worker: MakeWorker) -> None:
     ended = Ended(side)
     ended.wait_for(loads={"a"})
     assert ended.results.failed_loads == {"a"}
-    side.retire()
+    side.end_transfers()
     side.shutdown()
     side.shutdown()
+
+
+def test_no_transfer_runs_when_they_are_to_end(make_worker: MakeWorker) -> None:
+    """The memory of pages may go away then, and nobody calls `register` again."""
+    move = Move()
+    worker = make_worker(move=move)
+    ended = Ended(worker.side)
+    tables = worker.tables(TOKENS)
+    jobs = [worker.store(number, TOKENS, tables) for number in (1, 2, 3)]
+    move.gate.close()
+    worker.side.begin_step(StepJobs(stores=tuple(jobs[:2])))
+    move.gate.wait_for_arrival()
+    threading.Timer(0.1, move.gate.open).start()
+    worker.side.end_transfers()
+    assert len(move.directions) == 1
+    worker.side.begin_step(StepJobs(stores=(jobs[2],)))
+    ended.wait_for(stores={1, 2, 3})
+    assert ended.results.failed_stores == {2}
 
 
 def test_traffic_of_several_workers_adds_up(make_worker: MakeWorker) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch_npu import _emulator, settings
@@ -47,7 +49,33 @@ def memory_snapshot() -> list[dict[str, Any]]:
     return []
 
 
-# Memory that goes away while a model sleeps is not emulated.
-NPUPluggableAllocator = None
-MemPool = None
-use_mem_pool = None
+class NPUPluggableAllocator:
+    """The allocator of vLLM-Ascend's library; see ``stand_ins.compiled_modules``.
+
+    Args:
+        path: Of the library, which is not loaded.
+        allocate, free: Names of its functions.
+    """
+
+    def __init__(self, path: str | None, allocate: str, free: str) -> None:
+        self._allocator = self
+
+
+class MemPool:
+    """Memory that is not given back when its tensors are gone."""
+
+    def __init__(self, allocator: NPUPluggableAllocator | None = None) -> None:
+        if allocator is None:
+            raise NotImplementedError("MemPool: the emulated NPU has pools of an allocator only")
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    """What is allocated in here belongs to a pool, and can be unmapped."""
+    from torch_npu.stand_ins import compiled_modules
+
+    _emulator.begin_pool(compiled_modules.note_allocated)
+    try:
+        yield
+    finally:
+        _emulator.end_pool()
