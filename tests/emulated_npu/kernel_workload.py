@@ -9,7 +9,9 @@ Plans are those of ``feature_workload.py``, and besides
 - ``turns_of`` says which transfers go by what: ``store`` and ``load`` each have a list of
   ``kernel`` and ``dma``, of which one transfer after the other takes the next. Without it the size
   of their runs decides;
-- ``without`` names a protection that is taken away (`late_protections.PROTECTIONS`).
+- ``without`` names a protection that is taken away (`late_protections.PROTECTIONS`);
+- with ``blending`` it is one of ``blended_workload.py``;
+- with ``skips_loads`` kernels that load copy nothing.
 
 Seeds of late streams are set by scenarios here: the same engine is on time for the others.
 """
@@ -26,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
+import blending_workload
 import connector_workload
 from connector_workload import Engine, random_tokens
 from feature_workload import BLOCK_TOKENS
@@ -132,19 +135,19 @@ def skipped(engine: Engine) -> None:
     """A prompt that is loaded by kernels which copy, and then by kernels which copy nothing."""
     prompt = random_tokens(random.Random("skipped"), SKIPPED_TOKENS)
     ways = WAYS
-    if ways is not None and ways.launches is not None:
-        ways.force("kernel")
+    assert ways is not None
+    ways.force("kernel")
     engine.ask("before it is loaded", [prompt], reply_tokens=2)
     finish(engine)
     for label in ("loaded by kernels", "kernels copy nothing"):
         engine.spoil_pages()
-        if ways is not None and ways.launches is not None:
+        if ways.launches is not None:
             ways.launches.skip_loads(label == "kernels copy nothing")
         engine.ask(label, [prompt], reply_tokens=8)
         finish(engine)
-    if ways is not None and ways.launches is not None:
+    if ways.launches is not None:
         ways.launches.skip_loads(False)
-        ways.force("")
+    ways.force("")
     engine.reset(is_host_too=True)
 
 
@@ -165,9 +168,13 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         from kernel_launcher import KernelLaunches
 
         ways.launches = KernelLaunches(Path(plan["libraries"]))
+        ways.launches.skip_loads(plan.get("skips_loads", False))
     if plan.get("without"):
         late_protections.take_away(plan["without"])
-    report = connector_workload.serve(plan)
+    if "blending" in plan:
+        report = blending_workload.serve("kernel", plan)
+    else:
+        report = connector_workload.serve(plan)
     ways.end()
     report["ways"] = ways.report()
     report["batched copies"] = dict(block_copies.counts)
@@ -177,7 +184,7 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    connector_workload.BLOCK_TOKENS = BLOCK_TOKENS
+    connector_workload.BLOCK_TOKENS = blending_workload.BLOCK_TOKENS = BLOCK_TOKENS
     connector_workload.SCENARIOS |= {"late": late, "skipped": skipped}
     report, plans = map(Path, sys.argv[1:])
     reports = {name: serve(plan) for name, plan in json.loads(plans.read_text()).items()}
