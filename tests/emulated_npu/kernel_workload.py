@@ -158,9 +158,8 @@ WAYS: Ways | None = None
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
     """Serve one plan; the report has what was copied by what."""
     global WAYS
-    from torch_npu.custom_operators import block_copies
-
     import late_protections
+    from torch_npu.custom_operators import block_copies
 
     block_copies.counts.clear()
     WAYS = ways = Ways(plan.get("turns_of", {}))
