@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build of ``csrc/ascend``, with a stand-in for CANN: its CMake functions and four calls.
+"""The build of ``csrc/ascend``, with a stand-in for CANN: see `support.transfer.stand_in_cann`.
 
 Shows that the launcher compiles against the declared calls, that both libraries land in the
 package's folder and load from there. What CANN's own compiler makes of the kernel it cannot show.
@@ -14,55 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.transfer.ascend_shim import SOURCES
+from support.transfer.stand_in_cann import configure, install, write_cann
 
 from vllm_ascend_kvext.transfer.ascend.launcher import LIBRARY_NAME, KernelLauncher
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
-
-PROJECT = f"""
-cmake_minimum_required(VERSION 3.18)
-project(stand_in LANGUAGES CXX)
-add_subdirectory("{SOURCES}" ascend)
-"""
-
-# Compiles the kernel for the host and makes the launch header, as ascendc_library() does.
-# CANN's own file sets CMAKE_SKIP_RPATH too.
-ASCENDC_CMAKE = f"""
-set(CMAKE_SKIP_RPATH TRUE)
-function(ascendc_library name kind)
-  add_library(${{name}} ${{kind}} ${{ARGN}} "${{ASCEND_CANN_PACKAGE_PATH}}/runtime.cpp")
-  target_include_directories(${{name}} PRIVATE "{SOURCES}/shim")
-  target_include_directories(${{name}} INTERFACE "${{ASCEND_CANN_PACKAGE_PATH}}/made")
-endfunction()
-function(ascendc_include_directories name scope)
-  target_include_directories(${{name}} ${{scope}} ${{ARGN}})
-endfunction()
-add_library(ascendcl INTERFACE)
-"""
-
-ACL_H = """
-#pragma once
-#include <cstdint>
-using aclError = int;
-using aclrtStream = void*;
-constexpr aclError ACL_SUCCESS = 0;
-enum aclrtDevAttr { ACL_DEV_ATTR_VECTOR_CORE_NUM = 201 };
-enum aclrtHostRegisterType { ACL_HOST_REGISTER_MAPPED = 0 };
-extern "C" {
-aclError aclrtGetDevice(int32_t* device);
-aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t* value);
-aclError aclrtHostRegister(void* host, uint64_t size, aclrtHostRegisterType type, void** device);
-aclError aclrtHostUnregister(void* host);
-}
-"""
-
-LAUNCH_H = """
-#include "acl/acl.h"
-#define ACLRT_LAUNCH_KERNEL(kernel) aclrtlaunch_##kernel
-extern "C" uint32_t aclrtlaunch_kvext_page_transfer(uint32_t, aclrtStream, void* table);
-"""
 
 RUNTIME_CPP = """
 #include "include/acl/acl.h"
@@ -88,27 +45,7 @@ uint32_t aclrtlaunch_kvext_page_transfer(uint32_t cores, aclrtStream stream, voi
 @pytest.fixture
 def cann(tmp_path: Path) -> Path:
     """A folder that looks like CANN's to the build."""
-    root = tmp_path / "cann"
-    files = {
-        "tools/tikcpp/ascendc_kernel_cmake/ascendc.cmake": ASCENDC_CMAKE,
-        "include/acl/acl.h": ACL_H,
-        "made/aclrtlaunch_kvext_page_transfer.h": LAUNCH_H,
-        "runtime.cpp": RUNTIME_CPP,
-    }
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    (root / "lib64").mkdir()
-    return root
-
-
-def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "CMakeLists.txt").write_text(PROJECT, encoding="utf-8")
-    command = ["cmake", "-S", str(folder), "-B", str(folder / "build"), *options]
-    # Without what a CANN of this machine would add.
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return write_cann(tmp_path / "cann", RUNTIME_CPP)
 
 
 def runpath(library: Path) -> str:
@@ -123,18 +60,7 @@ def runpath(library: Path) -> str:
 def test_builds_installs_and_loads(tmp_path: Path, cann: Path, generator: str) -> None:
     if generator == "Ninja" and shutil.which("ninja") is None:
         pytest.skip("needs ninja")
-    configured = configure(
-        tmp_path,
-        f"-G{generator}",
-        f"-DASCEND_HOME_PATH={cann}",
-        "-DSOC_VERSION=ascend910b1",
-        f"-DCMAKE_INSTALL_PREFIX={tmp_path / 'installed'}",
-    )
-    assert configured.returncode == 0, configured.stderr
-    for step in ("--build", "--install"):
-        subprocess.run(["cmake", step, str(tmp_path / "build")], check=True, capture_output=True)
-
-    package = tmp_path / "installed" / "vllm_ascend_kvext"
+    package = install(tmp_path, cann, f"-G{generator}")
     names = sorted(path.name for path in package.iterdir())
     assert names == [LIBRARY_NAME, "libkvext_ascend_kernels.so"]
     assert "[$ORIGIN]" in runpath(package / LIBRARY_NAME)

@@ -142,6 +142,36 @@ def test_segments_are_placed_at_other_positions(staging_tokens: int) -> None:
                                                                    strict=True))  # fmt: skip
 
 
+class Mapped:
+    """Staging that a device reaches."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        self.num_unmapped = 0
+
+    def unmap(self) -> None:
+        self.num_unmapped += 1
+
+
+def test_staging_is_given_back_when_it_grows_and_at_the_end() -> None:
+    made: list[Mapped] = []
+
+    def make(num_bytes: int) -> Mapped:
+        made.append(Mapped(num_bytes))
+        return made[-1]
+
+    worker = Worker(make_staging=make)
+    worker.mover.store([SegmentRows(0, 30, 64, 30, 0)], SOURCE)
+    assert not made, "a store needs none"
+    for num_tokens in (3, 2, 20):
+        rows = SegmentRows(17, 17 + num_tokens, 64, 30, 0, shift_tokens=5)
+        assert worker.mover.load([rows], TARGET) == num_tokens * TOKEN_BYTES
+    assert [each.num_unmapped for each in made] == [1, 0]
+    for _ in range(2):
+        worker.mover.close()
+        assert [each.num_unmapped for each in made] == [1, 1]
+
+
 def test_a_shift_of_zero_keeps_every_bit() -> None:
     worker = Worker()
     for tensor in worker.tensors:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,29 @@ class _Staged(NamedTuple):
     staging_row: int
 
 
+class Staging(Protocol):
+    """Host memory in which rows are rotated on their way to the pages."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """dtype: uint8, shape: [num_bytes], as many as were asked for or more."""
+
+    def unmap(self) -> None:
+        """Let a device go that reaches it. Nothing is copied from it any more."""
+
+
+class _PlainStaging:
+    """For pages in host memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def unmap(self) -> None:
+        """There is no device."""
+
+
 class SegmentMover:
     """Moves tokens of segments. Threads may share it.
 
@@ -66,7 +89,7 @@ class SegmentMover:
         layout: Of the sections.
         placement: Where rotations run; None is the default of `rotated_page_transfer`.
         staging_bytes: At most, of the rows that one call rotates.
-        is_staging_pinned: Whether a device copies from it.
+        make_staging: For so many bytes; where a device copies from it, memory that it can reach.
     """
 
     def __init__(
@@ -77,7 +100,7 @@ class SegmentMover:
         placement: CopyPlacement | None = None,
         *,
         staging_bytes: int = MOST_STAGING_BYTES,
-        is_staging_pinned: bool = False,
+        make_staging: Callable[[int], Staging] = _PlainStaging,
     ) -> None:
         self.layout = layout
         self._pages: TokenPages | None = None
@@ -85,8 +108,8 @@ class SegmentMover:
         self._placement = placement
         self._token_bytes = sum(layout.row_bytes)
         self._most_tokens = max(1, staging_bytes // self._token_bytes)
-        self._staging: torch.Tensor | None = None
-        self._is_staging_pinned = is_staging_pinned
+        self._staging: Staging | None = None
+        self._make_staging = make_staging
         self._loading = threading.Lock()  # There is one staging.
         self.renew(pages)
 
@@ -107,6 +130,12 @@ class SegmentMover:
     def retire(self) -> None:
         """Forget the pages: their memory is about to be taken away."""
         self._pages = None
+
+    def close(self) -> None:
+        """Give staging back. Nothing is loaded meanwhile; what is loaded later gets another."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.unmap()
 
     def store(self, rows: Sequence[SegmentRows], block_ids: Sequence[BlockTable]) -> int:
         """Copy tokens out of pages into their sections.
@@ -262,13 +291,10 @@ class SegmentMover:
                 yield batch
 
     def _staging_of(self, num_bytes: int) -> torch.Tensor:
-        import torch
-
-        if self._staging is None or self._staging.numel() < num_bytes:
-            self._staging = torch.empty(
-                num_bytes, dtype=torch.uint8, pin_memory=self._is_staging_pinned
-            )
-        return self._staging
+        if self._staging is None or self._staging.tensor.numel() < num_bytes:
+            self.close()  # What was copied from it has arrived: pages wait for their copies.
+            self._staging = self._make_staging(num_bytes)
+        return self._staging.tensor
 
     def _section(self, rows: SegmentRows) -> HostRows:
         offsets = self.layout.plane_offsets_bytes(rows.section_rows)

@@ -21,6 +21,7 @@ from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
 from vllm_ascend_kvext.blending.token_pages import TokenPages, TokenPlane
 from vllm_ascend_kvext.connector.cpu_backend import PagedBackend
+from vllm_ascend_kvext.connector.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.loaded_models import model_with
 from vllm_ascend_kvext.connector.question_probe import QuestionProbe, check_layer_of
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -29,6 +30,7 @@ from vllm_ascend_kvext.layout.views import tensors_of
 from vllm_ascend_kvext.transfer.ascend.device import npu
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
+from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -98,8 +100,10 @@ class WorkerSegments:
             segment_fingerprint(worker_fingerprint, self.pages),
             max(windows),
         )
+        if not self._is_on_device:
+            return SegmentMover(self.pages, host, layout, self._placement)
         return SegmentMover(
-            self.pages, host, layout, self._placement, is_staging_pinned=self._is_on_device
+            self.pages, host, layout, self._placement, make_staging=self._staging_for_device
         )
 
     def probe(self, check_layer: int | None) -> QuestionProbe:
@@ -119,6 +123,11 @@ class WorkerSegments:
     @property
     def _is_on_device(self) -> bool:
         return self._pools.device_types != ("cpu",)
+
+    def _staging_for_device(self, num_bytes: int) -> HostBuffer:
+        """Pinned, and mapped where the host memory is. torch pins powers of two."""
+        num_bytes = max(HOST_ALIGNMENT_BYTES, 1 << (num_bytes - 1).bit_length())
+        return HostBuffer.allocate(num_bytes, self._pools.tensors[0].device)
 
     def _device_pages(self) -> DeviceTokenPages:
         return DeviceTokenPages(

@@ -337,6 +337,8 @@ class WorkerSide:
         self._thread.shutdown()
         if self._probe is not None:
             self._probe.shutdown()
+        if self._runner is not None and self._runner.segments is not None:
+            self._runner.segments.close()
         if self._host is not None:
             self._host.unmap()
 

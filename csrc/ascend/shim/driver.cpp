@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launcher's functions on a host: the kernel runs before the launch returns, one core after the
 // other. Results must not depend on which core is first, so that is the caller's to choose.
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "cores.h"
 #include "kernel_operator.h"
 #include "launcher.h"
 #include "work_table.h"
@@ -39,19 +39,8 @@ void RunCores(uint32_t num_cores, void* table) {
     memory.Register(region.is_mapped ? address + kMappingOffset : address, region.bytes,
                     region.num_bytes, region.is_writable);
   }
-  for (uint32_t turn = 0; turn < num_cores; ++turn) {
-    const auto core = std::make_unique<kvext_shim::Core>();
-    core->memory = &memory;
-    core->index = settings.is_last_core_first ? num_cores - 1 - turn : turn;
-    core->num_cores = num_cores;
-    kvext_shim::current_core = core.get();
-    kvext_page_transfer(static_cast<uint8_t*>(table));
-    for (const kvext_shim::Buffer& buffer : core->buffers) {
-      if (buffer.stage != kvext_shim::Stage::kFree) {
-        kvext_shim::Fail("TQueBind: the kernel ends with a tensor in use");
-      }
-    }
-  }
+  kvext_shim::RunCores(memory, num_cores, settings.is_last_core_first,
+                       [table] { kvext_page_transfer(static_cast<uint8_t*>(table)); });
 }
 
 }  // namespace
@@ -96,6 +85,5 @@ int32_t kvext_ascend_page_transfer(uint32_t num_cores, void*, void* table) {
   } catch (const kvext_shim::Violation& error) {
     violation = error.what();
   }
-  kvext_shim::current_core = nullptr;
   return violation.empty() ? 0 : 1;
 }

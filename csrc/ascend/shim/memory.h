@@ -42,10 +42,12 @@ inline int64_t RoundUp(int64_t num_bytes) {
   return (num_bytes + kDataBlockBytes - 1) / kDataBlockBytes * kDataBlockBytes;
 }
 
-// Memory as the device sees it: only what has been registered exists, and its addresses need not be
-// those of the bytes behind it.
+// Memory as the device sees it. Here only what has been registered exists, and its addresses need
+// not be those of the bytes behind it; an emulated device has its own.
 class GlobalMemory {
  public:
+  virtual ~GlobalMemory() = default;
+
   void Register(uint64_t address, void* bytes, uint64_t num_bytes, bool is_writable) {
     // calloc: of a large region only the pages that are written come into being.
     void* is_written = is_writable ? std::calloc(num_bytes, 1) : nullptr;
@@ -53,13 +55,13 @@ class GlobalMemory {
                         Flags(static_cast<uint8_t*>(is_written), &std::free)});
   }
 
-  void Read(uint64_t address, uint64_t num_bytes, void* to) {
+  virtual void Read(uint64_t address, uint64_t num_bytes, void* to) {
     const Region& region = Find(address, num_bytes, "read");
     std::memcpy(to, region.bytes + (address - region.address), num_bytes);
   }
 
   // A byte is written once: two cores that write it would race.
-  void Write(uint64_t address, uint64_t num_bytes, const void* from) {
+  virtual void Write(uint64_t address, uint64_t num_bytes, const void* from) {
     Region& region = Find(address, num_bytes, "write");
     const uint64_t offset = address - region.address;
     if (region.is_written == nullptr) {

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of the AscendC kernel for the emulated NPU: built, found by the package, counted.
+
+CMake file, launcher and kernel of ``csrc/ascend`` are the real ones, the latter compiled for the
+host against the shim. ``kernel_runtime.cpp`` is what they have of CANN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KERNELS = "libkvext_ascend_kernels.so"
+COUNTS = ("launches", "ended", "written bytes", "mappings")
+"""In the order of ``emulated_launches_counts``."""
+
+
+def build(folder: Path) -> Path:
+    """Build the libraries in an empty folder; where they lie then."""
+    from support.transfer.stand_in_cann import install, write_cann
+
+    runtime = f'#include "include/acl/acl.h"\n#include "{HERE / "kernel_runtime.cpp"}"\n'
+    emulator = importlib.util.find_spec("_emulated_npu")
+    assert emulator is not None and emulator.origin is not None
+    return install(
+        folder,
+        write_cann(folder / "cann", runtime),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_CXX_STANDARD_LIBRARIES={emulator.origin}",
+    )
+
+
+class KernelLaunches:
+    """What was launched in this process by the libraries in a folder, and whether loads copy."""
+
+    def __init__(self, folder: Path) -> None:
+        """Let the package find the launcher, as where it was built with the kernel."""
+        import vllm_ascend_kvext
+
+        assert "torch_npu" in sys.modules, "the emulated NPU comes first: the kernels link it"
+        vllm_ascend_kvext.__path__.append(str(folder))
+        self._library = ctypes.CDLL(str(folder / KERNELS))
+
+    def counts(self) -> dict[str, int]:
+        """By the names in `COUNTS`."""
+        counts = (ctypes.c_int64 * len(COUNTS))()
+        self._library.emulated_launches_counts(counts)
+        return dict(zip(COUNTS, counts, strict=True))
+
+    def skip_loads(self, is_skipping: bool) -> None:
+        """Have kernels that load copy nothing, or copy again."""
+        self._library.emulated_launches_skip_loads(ctypes.c_int32(is_skipping))
