@@ -19,6 +19,7 @@ REPAIRS = (
     Feature("discarded-frames", default_on=True),
     Feature("preempted-in-step", default_on=True),
     Feature("failed-loads", default_on=True),
+    Feature("state-copies", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 

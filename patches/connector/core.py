@@ -72,7 +72,8 @@ def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc
 def _has_outputs_to_come(core: EngineCore) -> bool:
     # Upstream counts none while all are paused, though a step of theirs may be in flight.
     if _sending_step(core) is None:
-        return bool(core.scheduler.requests)
+        # An aborted request that loads is among them until a step says that it has loaded.
+        return any(not request.is_finished() for request in core.scheduler.requests.values())
     return core.scheduler.has_unfinished_requests()
 
 

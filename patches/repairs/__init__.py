@@ -11,6 +11,7 @@ from vllm_ascend_kvext.patches.repairs import (
     discarded_frames,
     kv_cache_coordinator,
     kv_cache_manager,
+    mamba_utils,
     scheduler,
     single_type_kv_cache_manager,
 )
@@ -23,5 +24,6 @@ PATCHES: tuple[Patch, ...] = (
     *async_scheduler.PATCHES,
     *discarded_frames.PATCHES,
     *scheduler.PATCHES,
+    *mamba_utils.PATCHES,
     *ascend_platform.PATCHES,
 )

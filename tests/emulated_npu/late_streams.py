@@ -4,7 +4,7 @@
 Each seed runs in a copy of one engine's process. Every answer is compared with that of a device
 that is never late.
 
-    python late_streams.py REPORT MODEL --first 0 --seeds 20 [--without NAME ...]
+    python late_streams.py REPORT MODEL --first 0 --seeds 20 [--kind KIND] [--without NAME ...]
 
 A seed decides all of it: what is asked and when, which batched copies fail, in which order the
 streams of the device run, and how far the transfer thread gets while the model's thread goes on.
@@ -15,6 +15,7 @@ one at a time (`late_protections.PROTECTIONS`), and says which seed is the first
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import hashlib
 import json
@@ -25,8 +26,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -37,8 +39,6 @@ import transfer_gate
 from connector_workload import Tokens, random_tokens
 
 BLOCK_TOKENS = 128
-POOL_BLOCKS = 14
-"""Two of the requests below fit. vLLM takes no fewer for so long a context."""
 STAGED_TOKENS = (16, 64, 1024)
 """Of segments, by seed: less than a segment, or all of them."""
 HOST_MEMORY_GIB = 1.5 / 1024
@@ -62,10 +62,7 @@ ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 5,
     "max_num_batched_tokens": 256,
-    "num_gpu_blocks_override": POOL_BLOCKS,
     "disable_hybrid_kv_cache_manager": False,
-    "enable_sleep_mode": True,
-    "additional_config": {"weight_nz_mode": 0},  # An engine with another one does not wake up.
     "kv_transfer_config": {
         "kv_connector": "KvextConnector",
         "kv_role": "kv_both",
@@ -76,9 +73,35 @@ ENGINE = {
             "load_if_slower": True,
             "store_policy": "all",
             "swap_on_preemption": True,
-            "blending": True,
         },
     },
+}
+
+
+class Kind(NamedTuple):
+    """A kind of models.
+
+    Attributes:
+        pool_blocks: Two of the requests below fit. vLLM takes no fewer for so long a context.
+        has_segments: Whether documents are stored, and reused elsewhere.
+        sleeps: With experts vLLM-Ascend 0.23.0 does not wake up as it was.
+        engine: For ``LLM``, on top of `ENGINE`.
+    """
+
+    pool_blocks: int
+    has_segments: bool = False
+    sleeps: bool = False
+    engine: Mapping[str, Any] = MappingProxyType({})
+
+
+SLEEPING = {
+    "enable_sleep_mode": True,
+    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
+}
+KINDS = {
+    "windows": Kind(14, has_segments=True, sleeps=True, engine=SLEEPING),
+    "latents": Kind(11),
+    "states": Kind(26, engine={"enable_prefix_caching": True, "max_num_batched_tokens": 512}),
 }
 
 
@@ -117,18 +140,23 @@ class DifferenceError(AssertionError):
 class LateEngine(connector_workload.Engine):
     """An engine that is asked in waves."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, kind: Kind) -> None:
         connector_workload.BLOCK_TOKENS = BLOCK_TOKENS
-        super().__init__(model, ENGINE)
+        engine = copy.deepcopy(ENGINE) | {"num_gpu_blocks_override": kind.pool_blocks}
+        extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
+        extra["blending"] = kind.has_segments
+        self.kind = kind
+        super().__init__(model, engine | kind.engine)
         self.engine = self._llm.llm_engine
         self.counted = self._counted
         self._num_asked = 0
         rng = random.Random("prompts")
         shared = random_tokens(rng, 200)
         longest = TURNS_TOKENS[-1]
-        blending = self.scheduler_side._parts.blending
-        blending.why_no_reuse = ""  # So few blocks have no room for the questions of the check.
-        blending.accept()
+        if self.kind.has_segments:
+            blending = self.scheduler_side._parts.blending
+            blending.why_no_reuse = ""  # So few blocks have no room for the questions of the check.
+            blending.accept()
         self.conversations = [
             (shared if number < 2 else []) + random_tokens(rng, longest)
             for number in range(NUM_CONVERSATIONS)
@@ -152,7 +180,7 @@ class LateEngine(connector_workload.Engine):
         for conversation in self.conversations:
             for num_tokens in TURNS_TOKENS:
                 self._add_reference(Asked(conversation[:num_tokens]))
-        for blended in self.blended:
+        for blended in self.blended if self.kind.has_segments else ():
             self._add_reference(blended)
         self._forget_all()
 
@@ -310,7 +338,7 @@ class LateEngine(connector_workload.Engine):
             for number in range(WAVES):
                 wave = self._random_wave(rng, number)
                 gate.fail({rng.randrange(1, 12) for _ in range(rng.choice((0, 0, 1, 3)))})
-                sleep_step = rng.choice((0, 0, 2, 5))
+                sleep_step = rng.choice((0, 0, 2, 5)) if self.kind.sleeps else 0
                 for asked, answer in self.wave(wave, sleep_step):
                     largest = max(largest, self.check(asked, answer))
                     self.counted["answers"] += 1
@@ -343,7 +371,9 @@ class LateEngine(connector_workload.Engine):
         """Give this process a staging and a store policy of the seed's choice."""
         from vllm_ascend_kvext.store.store_policy import StorePolicy
 
-        self.worker_side._runner.segments._most_tokens = rng.choice(STAGED_TOKENS)
+        staged_tokens = rng.choice(STAGED_TOKENS)
+        if self.kind.has_segments:
+            self.worker_side._runner.segments._most_tokens = staged_tokens
         # With the second, preempted requests have something left to store.
         policy = rng.choice((StorePolicy.ALL, StorePolicy.SECOND_TOUCH))
         self.scheduler_side._parts.stores._chooser.policy = policy
@@ -351,7 +381,7 @@ class LateEngine(connector_workload.Engine):
     def _random_wave(self, rng: random.Random, number: int) -> list[Asked]:
         wave = []
         for _ in range(rng.randrange(4, 6)):
-            kind = rng.random()
+            kind = rng.random() if self.kind.has_segments else 1
             step = rng.randrange(5)
             if number == 0 and kind < 0.3:
                 document = self.documents[rng.randrange(len(self.documents))]
@@ -467,13 +497,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("model")
+    parser.add_argument("--kind", choices=KINDS, default="windows", help="of the model")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--without", nargs="*", default=(), metavar="NAME", help="or: all")
     options = parser.parse_args()
     names = list(late_protections.PROTECTIONS) if "all" in options.without else options.without
-    engine = LateEngine(options.model)
+    engine = LateEngine(options.model, KINDS[options.kind])
     engine.make_references()
     gc.collect()
     gc.freeze()  # Copies of this process share what is here.

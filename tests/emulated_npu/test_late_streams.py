@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import random_models
 from emulated_run import run_script
+from random_models import one_window_and_one_full
 from support.sample import IS_SAMPLE
 
 NUM_SEEDS = 20 if IS_SAMPLE else 200
@@ -32,18 +34,30 @@ SHOWN = {
 }
 """Protections of which so many seeds show that they are gone."""
 
+OTHERS = {"latents": "latent attention, experts", "states": "states"}
+"""Other kinds, and models of theirs."""
+NUM_SEEDS_OF_OTHERS = 40
+
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    model = tmp_path_factory.mktemp("model")
-    random_models.write(model, random_models.one_window_and_one_full())
+    @cache
+    def model_of(kind: str) -> Path:
+        model = tmp_path_factory.mktemp("model")
+        config = random_models.MODELS[OTHERS[kind]] if kind in OTHERS else one_window_and_one_full
+        random_models.write(model, config())
+        return model
 
     @cache
-    def run(*options: str) -> dict[str, Any]:
+    def run(*options: str, kind: str = "windows", disabled: str = "") -> dict[str, Any]:
         report = tmp_path_factory.mktemp("report") / "report.json"
-        run_script("late_streams.py", report, model, *options)
+        run_script(
+            "late_streams.py",
+            *(report, model_of(kind), "--kind", kind, *options),
+            environ={"VLLM_ASCEND_KVEXT_DISABLE": disabled} if disabled else None,
+        )
         found: dict[str, Any] = json.loads(report.read_text())
         return found
 
@@ -58,6 +72,21 @@ def report(run: Run) -> dict[str, Any]:
 def test_no_order_changes_an_answer(report: dict[str, Any]) -> None:
     assert not report["failed"]
     assert len(report["seeds"]) == NUM_SEEDS
+
+
+@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_no_order_changes_an_answer_of_other_models(run: Run, kind: str) -> None:
+    report = run("--seeds", str(NUM_SEEDS_OF_OTHERS), kind=kind)
+    assert not report["failed"]
+    assert len(report["seeds"]) == NUM_SEEDS_OF_OTHERS
+    for name in ("batched copies", "failed copies", "connector", "preemptions", "aborts"):
+        assert report["counted"].get(name, 0) > 0, name
+
+
+@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
+def test_states_are_wrong_without_the_repair_of_their_copies(run: Run) -> None:
+    assert run("--seeds", "20", kind="states", disabled="state-copies")["failed"]
 
 
 def test_seeds_meet_what_they_are_for(report: dict[str, Any]) -> None:

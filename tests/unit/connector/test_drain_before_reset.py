@@ -12,6 +12,8 @@ import pytest
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
 
 NUM_STEPS_OF_A_STORE = 3
+PAUSED = SimpleNamespace(is_finished=lambda: False)
+ABORTED = SimpleNamespace(is_finished=lambda: True)
 
 
 class KvextConnector:
@@ -60,8 +62,10 @@ class Core:
     [
         ({}, False, NUM_STEPS_OF_A_STORE),
         ({}, True, NUM_STEPS_OF_A_STORE),
-        ({"paused": object()}, True, NUM_STEPS_OF_A_STORE),  # The step sends its outputs.
-        ({"paused": object()}, False, 0),
+        ({"paused": PAUSED}, True, NUM_STEPS_OF_A_STORE),  # The step sends its outputs.
+        ({"paused": PAUSED}, False, 0),
+        ({"aborted": ABORTED}, False, NUM_STEPS_OF_A_STORE),  # It is there while it loads.
+        ({"aborted": ABORTED, "paused": PAUSED}, False, 0),
     ],
 )
 def test_no_step_is_made_whose_outputs_nobody_would_get(
