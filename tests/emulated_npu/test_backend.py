@@ -100,6 +100,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "two devices": (lambda: on_npu(2) + torch.ones(2), "two devices, npu:0 and cpu"),
     "two devices in place": (lambda: on_npu(2).mul_(torch.ones(2)), "two devices"),
     "two devices in a list": (lambda: torch.cat([on_npu(2), torch.ones(2)]), "two devices"),
+    "host table, device index": (
+        lambda: torch.ones(4)[torch.tensor([1, 2]).npu()],
+        "two devices",
+    ),
+    "host table to write to": (
+        lambda: torch.ones(4).index_put_((torch.tensor([1, 2]).npu(),), torch.ones(2)),
+        "two devices",
+    ),
+    "host values": (
+        lambda: on_npu(4).index_put_((torch.tensor([1, 2]).npu(),), torch.ones(2)),
+        "two devices",
+    ),
     "kernel": (
         lambda: kernel("npu_x", lambda a, b: None, lambda *_: [])(on_npu(2), torch.ones(2)),
         "npu_x: expected tensors on npu",

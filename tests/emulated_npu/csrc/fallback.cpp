@@ -26,8 +26,8 @@
 namespace emulated_npu {
 namespace {
 
-// Operators that take indices, or numbers, from the host as well.
-const std::unordered_set<std::string> kTakesBothDevices = {
+// Operators whose second argument, indices, may be on the host. Any may get numbers from there.
+const std::unordered_set<std::string> kTakesHostIndices = {
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put",
 };
 
@@ -36,7 +36,7 @@ constexpr int kNew = -1;
 struct Traits {
   bool is_view = false;
   bool needs_values = false;
-  bool takes_both_devices = false;
+  bool takes_host_indices = false;
   bool is_inferred = false;           // has outputs, new or resized, whose shapes are to be found
   int generator = -1;                 // the argument
   std::vector<int> written_argument;  // by return; kNew if it is a tensor of its own
@@ -45,7 +45,7 @@ struct Traits {
 Traits make_traits(const c10::OperatorHandle& op) {
   Traits traits;
   const auto& schema = op.schema();
-  traits.takes_both_devices = kTakesBothDevices.count(schema.name());
+  traits.takes_host_indices = kTakesHostIndices.count(schema.name());
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == "generator") traits.generator = static_cast<int>(i);
@@ -80,13 +80,17 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
 // The device of the tensors, if they are on one.
 std::optional<c10::Device> common_device(const std::string& name, const Traits& traits, const Stack& arguments) {
   std::optional<c10::Device> first, other;
+  bool are_indices = false;
   const auto see = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || (tensor.device().is_cpu() && (tensor.dim() == 0 || traits.takes_both_devices))) return tensor;
+    if (!tensor.defined() || (tensor.device().is_cpu() && (tensor.dim() == 0 || are_indices))) return tensor;
     if (!first) first = tensor.device();
     else if (*first != tensor.device()) other = tensor.device();
     return tensor;
   };
-  for (const auto& argument : arguments) with_tensors(argument, see);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    are_indices = traits.takes_host_indices && i == 1;
+    with_tensors(arguments[i], see);
+  }
   TORCH_CHECK(!other, "Expected all tensors to be on the same device, but found at least two devices, ", *first, " and ", *other, "! (", name,
               ", emulated)");
   return first && first->type() == kNpu ? first : std::nullopt;
