@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves prompts on data-parallel ranks, each an engine in a process of its own.
+
+    python data_parallel_workload.py REPORT PLANS
+
+``PLANS`` is as of ``connector_workload.py``. A scenario deals its prompts out to the ranks in turns;
+with one rank, that gets all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+import connector_workload
+from connector_workload import CHUNK_TOKENS, REPLY_TOKENS, Tokens, random_tokens
+
+BLOCK_TOKENS = 128
+MOST_REQUESTS = 4
+"""Of a rank at the same time."""
+
+
+class Ranks:
+    """Several engines behind one client, in the words of ``connector_workload.Engine``."""
+
+    def __init__(self, model: str, engine_args: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        common = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 2048,
+            "max_num_seqs": MOST_REQUESTS,
+            "max_num_batched_tokens": 512,
+            "distributed_executor_backend": "uni",
+            "worker_extension_cls": "data_parallel_rank.WorkerExtension",
+        }
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        args = AsyncEngineArgs(model, **common | engine_args)
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._client: Any = self._llm.engine_core
+        self.num_ranks = len(self._client.core_engines)
+        self.has_connector = "kv_transfer_config" in engine_args
+        self._asked: dict[str, Any] = {}
+        self._num_requests = 0
+
+    def ask(
+        self, label: str, prompts: Sequence[Tokens], reply_tokens: int = REPLY_TOKENS
+    ) -> list[Tokens]:
+        """Send all prompts at once, in turns to the ranks; see ``connector_workload.Engine``."""
+        return self.ask_ranks(
+            label,
+            [(prompt, number % self.num_ranks) for number, prompt in enumerate(prompts)],
+            reply_tokens,
+        )
+
+    def ask_ranks(
+        self, label: str, prompts: Sequence[tuple[Tokens, int]], reply_tokens: int = REPLY_TOKENS
+    ) -> list[Tokens]:
+        """Send each prompt to the rank beside it, or to the only one."""
+
+        async def all_answers() -> list[dict[str, Any]]:
+            dealt = [(prompt, rank % self.num_ranks) for prompt, rank in prompts]
+            return await asyncio.gather(*(self._answer(*each, reply_tokens) for each in dealt))
+
+        self._steer("take_counted")
+        answers = self._loop.run_until_complete(all_answers())
+        ranks = [answer.pop("rank") for answer in answers]
+        self._asked[label] = {
+            "answers": answers,
+            "ranks": ranks,
+            "counted": self._steer("take_counted"),
+        }
+        return [answer["reply"] for answer in answers]
+
+    async def _answer(self, prompt: Tokens, rank: int, reply_tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=reply_tokens,
+            ignore_eos=True,
+            logprobs=5,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._num_requests += 1
+        outputs = self._llm.generate(
+            {"prompt_token_ids": prompt},
+            sampling,
+            str(self._num_requests),
+            data_parallel_rank=rank if self.num_ranks > 1 else None,
+        )
+        async for output in outputs:
+            (reply,) = output.outputs
+        return {
+            "prompt_tokens": len(prompt),
+            "hit_tokens": output.num_cached_tokens or 0,
+            "reply": list(reply.token_ids),
+            "logprobs": [
+                {token: entry.logprob for token, entry in step.items()} for step in reply.logprobs
+            ],
+            "rank": rank,
+        }
+
+    def reset(self, is_host_too: bool = False) -> None:
+        """Empty the prefix caches of all devices, and the host tiers if asked."""
+        self._steer("reset", is_host_too)
+
+    def spoil_pages(self) -> None:
+        self._steer("spoil_pages")
+
+    def lose_rows(self, lost: Sequence[Sequence[int]]) -> None:
+        self._steer("lose_rows", lost)
+
+    @contextmanager
+    def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
+        """Let holes count as computed that are not."""
+        self._steer("leave_out_holes", is_left_out)
+        yield
+        self._steer("leave_out_holes", False)
+
+    def take_computed_in_holes(self) -> list[int]:
+        return self._steer("take_computed_in_holes")
+
+    def note(self, label: str, fact: Any) -> None:
+        """Report a fact about what was asked."""
+        self._asked[label]["fact"] = fact
+
+    def report(self) -> dict[str, Any]:
+        return {"asked": self._asked, "ranks": self._steer("report")}
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    def _steer(self, method: str, *arguments: Any) -> list[Any]:
+        """What `data_parallel_rank.Rank` returns, by rank."""
+
+        async def call_all() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    self._client._call_utility_async("steer", method, arguments, engine=engine)
+                    for engine in self._client.core_engines
+                )
+            )
+
+        return self._loop.run_until_complete(call_all())
+
+
+def crowd(ranks: Ranks) -> None:
+    """More requests on one rank than run at once, and fewer on the other: new, and again."""
+    rng = random.Random(21)
+    lengths = [2 * CHUNK_TOKENS + 9 * number for number in range(MOST_REQUESTS + 4)]
+    prompts = [(random_tokens(rng, length), int(number > 5)) for number, length in enumerate(lengths)]
+    ranks.ask_ranks("crowd", prompts)
+    ranks.spoil_pages()
+    ranks.ask_ranks("crowd again", prompts)
+    # The same on the other rank, whose host memory has none of it.
+    ranks.spoil_pages()
+    ranks.ask_ranks("crowd elsewhere", [(prompt, 1 - rank) for prompt, rank in prompts])
+    ranks.reset(is_host_too=True)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (connector_workload.turns, connector_workload.holes, crowd)
+}
+
+
+def serve(plan: dict[str, Any]) -> dict[str, Any]:
+    """Serve one plan. If it fails, the report says why."""
+    ranks = None
+    began_s = time.monotonic()
+    try:
+        ranks = Ranks(plan["model"], plan["engine"])
+        for scenario in plan["scenarios"]:
+            SCENARIOS[scenario](ranks)
+        return ranks.report() | {"seconds": time.monotonic() - began_s}
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        if ranks is not None:
+            ranks.shutdown()
+
+
+def main() -> None:
+    report, plans = map(Path, sys.argv[1:])
+    reports = {name: serve(plan) for name, plan in json.loads(plans.read_text()).items()}
+    report.write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()
