@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -28,6 +28,20 @@ from connector_workload import CHUNK_TOKENS, REPLY_TOKENS, Tokens, random_tokens
 BLOCK_TOKENS = 128
 MOST_REQUESTS = 4
 """Of a rank at the same time."""
+
+
+class Asked(NamedTuple):
+    """A prompt, and where to send it.
+
+    Attributes:
+        rank: Modulo the number of ranks.
+        is_late: Whether it waits for the first answer to another prompt.
+    """
+
+    prompt: Tokens
+    rank: int
+    reply_tokens: int
+    is_late: bool = False
 
 
 class Ranks:
@@ -62,38 +76,34 @@ class Ranks:
         self, label: str, prompts: Sequence[Tokens], reply_tokens: int = REPLY_TOKENS
     ) -> list[Tokens]:
         """Send all prompts at once, in turns to the ranks; see ``connector_workload.Engine``."""
-        return self.ask_ranks(
-            label,
-            [(prompt, number % self.num_ranks) for number, prompt in enumerate(prompts)],
-            reply_tokens,
-        )
+        asked = [Asked(prompt, rank, reply_tokens) for rank, prompt in enumerate(prompts)]
+        return self.ask_ranks(label, asked)
 
-    def ask_ranks(
-        self, label: str, prompts: Sequence[tuple[Tokens, int]], reply_tokens: int = REPLY_TOKENS
-    ) -> list[Tokens]:
-        """Send each prompt to the rank beside it, or to the only one."""
+    def ask_ranks(self, label: str, asked: Sequence[Asked]) -> list[Tokens]:
+        """Send each prompt to its rank, modulo their number; report the answers under ``label``."""
 
-        async def all_answers() -> list[dict[str, Any]]:
-            dealt = [(prompt, rank % self.num_ranks) for prompt, rank in prompts]
-            return await asyncio.gather(*(self._answer(*each, reply_tokens) for each in dealt))
+        async def answers() -> list[dict[str, Any]]:
+            is_one_answered = asyncio.Event()
+            return await asyncio.gather(*(self._answer(each, is_one_answered) for each in asked))
 
         self._steer("take_counted")
-        answers = self._loop.run_until_complete(all_answers())
-        ranks = [answer.pop("rank") for answer in answers]
+        found = self._loop.run_until_complete(answers())
         self._asked[label] = {
-            "answers": answers,
-            "ranks": ranks,
+            "answers": found,
+            "ranks": [each.rank % self.num_ranks for each in asked],
             "counted": self._steer("take_counted"),
         }
-        return [answer["reply"] for answer in answers]
+        return [answer["reply"] for answer in found]
 
-    async def _answer(self, prompt: Tokens, rank: int, reply_tokens: int) -> dict[str, Any]:
+    async def _answer(self, asked: Asked, is_one_answered: asyncio.Event) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        if asked.is_late:
+            await is_one_answered.wait()
         sampling = SamplingParams(
             temperature=0,
-            max_tokens=reply_tokens,
+            max_tokens=asked.reply_tokens,
             ignore_eos=True,
             logprobs=5,
             detokenize=False,
@@ -101,21 +111,21 @@ class Ranks:
         )
         self._num_requests += 1
         outputs = self._llm.generate(
-            {"prompt_token_ids": prompt},
+            {"prompt_token_ids": asked.prompt},
             sampling,
             str(self._num_requests),
-            data_parallel_rank=rank if self.num_ranks > 1 else None,
+            data_parallel_rank=asked.rank % self.num_ranks if self.num_ranks > 1 else None,
         )
-        async for output in outputs:
-            (reply,) = output.outputs
+        (output,) = [output async for output in outputs]
+        is_one_answered.set()
+        (reply,) = output.outputs
         return {
-            "prompt_tokens": len(prompt),
+            "prompt_tokens": len(asked.prompt),
             "hit_tokens": output.num_cached_tokens or 0,
             "reply": list(reply.token_ids),
             "logprobs": [
                 {token: entry.logprob for token, entry in step.items()} for step in reply.logprobs
             ],
-            "rank": rank,
         }
 
     def reset(self, is_host_too: bool = False) -> None:
@@ -164,16 +174,24 @@ class Ranks:
 
 
 def crowd(ranks: Ranks) -> None:
-    """More requests on one rank than run at once, and fewer on the other: new, and again."""
+    """More requests on one rank than run at once; two on the other, which come meanwhile.
+
+    The first request ends early, so that there is a time at which one rank is full. They are sent
+    twice, and then with changed ranks, whose host memories have none of them.
+    """
     rng = random.Random(21)
-    lengths = [2 * CHUNK_TOKENS + 9 * number for number in range(MOST_REQUESTS + 4)]
-    prompts = [(random_tokens(rng, length), int(number > 5)) for number, length in enumerate(lengths)]
-    ranks.ask_ranks("crowd", prompts)
+    prompts = [
+        random_tokens(rng, 2 * CHUNK_TOKENS + 9 * number) for number in range(MOST_REQUESTS + 4)
+    ]
+    asked = [
+        Asked(prompt, rank=int(number > 5), reply_tokens=24 if number else 4, is_late=number > 5)
+        for number, prompt in enumerate(prompts)
+    ]
+    ranks.ask_ranks("crowd", asked)
     ranks.spoil_pages()
-    ranks.ask_ranks("crowd again", prompts)
-    # The same on the other rank, whose host memory has none of it.
+    ranks.ask_ranks("crowd again", asked)
     ranks.spoil_pages()
-    ranks.ask_ranks("crowd elsewhere", [(prompt, 1 - rank) for prompt, rank in prompts])
+    ranks.ask_ranks("crowd elsewhere", [each._replace(rank=each.rank + 1) for each in asked])
     ranks.reset(is_host_too=True)
 
 
