@@ -30,6 +30,7 @@ TESTS = ROOT / "tests"
 
 NOT_IN_SAMPLE = (
     "test_compressed_attention.py",
+    "test_data_parallel.py",
     "test_demo.py",
     "test_drafts.py",
     "test_serve_lines.py",

@@ -33,7 +33,8 @@ class Rank(connector_workload.Engine):
 
     def __init__(self, core: Any) -> None:
         connector_workload.BLOCK_TOKENS = BLOCK_TOKENS
-        self._leaving_out = ExitStack()
+        self._rank = core.vllm_config.parallel_config.data_parallel_rank
+        self._leaving_out, self._failing = ExitStack(), ExitStack()
         self._balanced: Counter[str] = Counter()
         self._core = core
         self._take_up(core)
@@ -48,6 +49,16 @@ class Rank(connector_workload.Engine):
         self._leaving_out.close()
         self._leaving_out.enter_context(self.leaving_out_holes(is_left_out))
 
+    def fail_loads(self, rank: int | None) -> None:
+        """Every second one from now on, if this is the rank."""
+        self._failing.close()
+        if rank == self._rank:
+            self._failing.enter_context(self.failing("load"))
+
+    def is_full(self) -> bool:
+        """Whether no further request can run."""
+        return len(self.scheduler.running) == self.scheduler.max_num_running_reqs
+
     def take_counted(self) -> dict[str, int]:
         """What was counted since the last call."""
         counted = dict(self._counted)
@@ -58,10 +69,9 @@ class Rank(connector_workload.Engine):
         """What is left when all is done, and by whom it was done."""
         from torch_npu.custom_operators import block_copies
 
-        schedulers = type(self.scheduler).__mro__
         return super().report() | {
             "engine": type(self._core).__name__,
-            "schedulers": [each.__name__ for each in schedulers],
+            "schedulers": [each.__name__ for each in type(self.scheduler).__mro__],
             "balanced": dict(self._balanced),
             "batched copies": dict(block_copies.counts),
         }
@@ -73,10 +83,10 @@ class Rank(connector_workload.Engine):
         if queue is None:
             return
         schedule = scheduler.schedule
-        rank = scheduler.vllm_config.parallel_config.data_parallel_rank
 
         def schedule_and_count(*args: Any, **more: Any) -> Any:
-            others = max(int(running) for number, running in enumerate(queue) if number != rank)
+            running = [int(each) for number, each in enumerate(queue) if number != self._rank]
+            others = max(running)
             balanced["steps beside running requests"] += others > 0
             balanced["steps that held requests back"] += (
                 others == scheduler.max_num_running_reqs

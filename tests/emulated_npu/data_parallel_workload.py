@@ -10,6 +10,7 @@ with one rank, that gets all of them.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import random
 import sys
@@ -35,7 +36,7 @@ class Asked(NamedTuple):
 
     Attributes:
         rank: Modulo the number of ranks.
-        is_late: Whether it waits for the first answer to another prompt.
+        is_late: Whether it waits until another rank runs as many requests as it can.
     """
 
     prompt: Tokens
@@ -64,8 +65,11 @@ class Ranks:
         }
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
-        args = AsyncEngineArgs(model, **common | engine_args)
-        self._llm = AsyncLLM.from_engine_args(args)
+        config = AsyncEngineArgs(model, **common | engine_args).create_engine_config()
+        # After vLLM-Ascend has patched vLLM. Processes that are forked have it from here; those
+        # that are spawned, from the worker extension.
+        importlib.import_module("data_parallel_rank")
+        self._llm = AsyncLLM.from_vllm_config(config)
         self._client: Any = self._llm.engine_core
         self.num_ranks = len(self._client.core_engines)
         self.has_connector = "kv_transfer_config" in engine_args
@@ -83,8 +87,7 @@ class Ranks:
         """Send each prompt to its rank, modulo their number; report the answers under ``label``."""
 
         async def answers() -> list[dict[str, Any]]:
-            is_one_answered = asyncio.Event()
-            return await asyncio.gather(*(self._answer(each, is_one_answered) for each in asked))
+            return await asyncio.gather(*map(self._answer, asked))
 
         self._steer("take_counted")
         found = self._loop.run_until_complete(answers())
@@ -95,12 +98,13 @@ class Ranks:
         }
         return [answer["reply"] for answer in found]
 
-    async def _answer(self, asked: Asked, is_one_answered: asyncio.Event) -> dict[str, Any]:
+    async def _answer(self, asked: Asked) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if asked.is_late:
-            await is_one_answered.wait()
+        if asked.is_late and self.num_ranks > 1:
+            while not any(await self._call_all("is_full")):
+                await asyncio.sleep(0.01)
         sampling = SamplingParams(
             temperature=0,
             max_tokens=asked.reply_tokens,
@@ -117,7 +121,6 @@ class Ranks:
             data_parallel_rank=asked.rank % self.num_ranks if self.num_ranks > 1 else None,
         )
         (output,) = [output async for output in outputs]
-        is_one_answered.set()
         (reply,) = output.outputs
         return {
             "prompt_tokens": len(asked.prompt),
@@ -145,6 +148,13 @@ class Ranks:
         yield
         self._steer("leave_out_holes", False)
 
+    @contextmanager
+    def failing_loads(self, rank: int) -> Iterator[None]:
+        """Let every second load of one rank fail. The workers have to be in the engines."""
+        self._steer("fail_loads", rank)
+        yield
+        self._steer("fail_loads", None)
+
     def take_computed_in_holes(self) -> list[int]:
         return self._steer("take_computed_in_holes")
 
@@ -160,31 +170,29 @@ class Ranks:
         self._loop.run_until_complete(asyncio.sleep(0))
 
     def _steer(self, method: str, *arguments: Any) -> list[Any]:
-        """What `data_parallel_rank.Rank` returns, by rank."""
+        return self._loop.run_until_complete(self._call_all(method, *arguments))
 
-        async def call_all() -> list[Any]:
-            return await asyncio.gather(
-                *(
-                    self._client._call_utility_async("steer", method, arguments, engine=engine)
-                    for engine in self._client.core_engines
-                )
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of `data_parallel_rank.Rank` returns, by rank."""
+        return await asyncio.gather(
+            *(
+                self._client._call_utility_async("steer", method, arguments, engine=engine)
+                for engine in self._client.core_engines
             )
-
-        return self._loop.run_until_complete(call_all())
+        )
 
 
 def crowd(ranks: Ranks) -> None:
     """More requests on one rank than run at once; two on the other, which come meanwhile.
 
-    The first request ends early, so that there is a time at which one rank is full. They are sent
-    twice, and then with changed ranks, whose host memories have none of them.
+    They are sent twice, and then with changed ranks, whose host memories have none of them.
     """
     rng = random.Random(21)
     prompts = [
         random_tokens(rng, 2 * CHUNK_TOKENS + 9 * number) for number in range(MOST_REQUESTS + 4)
     ]
     asked = [
-        Asked(prompt, rank=int(number > 5), reply_tokens=24 if number else 4, is_late=number > 5)
+        Asked(prompt, rank=int(number > 5), reply_tokens=REPLY_TOKENS, is_late=number > 5)
         for number, prompt in enumerate(prompts)
     ]
     ranks.ask_ranks("crowd", asked)
@@ -195,9 +203,22 @@ def crowd(ranks: Ranks) -> None:
     ranks.reset(is_host_too=True)
 
 
+def failures(ranks: Ranks) -> None:
+    """Loads fail on one rank, and not on the other."""
+    rng = random.Random(22)
+    prompts = [random_tokens(rng, 2 * CHUNK_TOKENS + 9 * number) for number in range(6)]
+    ranks.ask("before failing loads", prompts)
+    ranks.spoil_pages()
+    with ranks.failing_loads(rank=1):
+        ranks.ask("failing loads", prompts)
+    ranks.spoil_pages()
+    ranks.ask("after failing loads", prompts)
+    ranks.reset(is_host_too=True)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (connector_workload.turns, connector_workload.holes, crowd)
+    for scenario in (connector_workload.turns, connector_workload.holes, crowd, failures)
 }
 
 
