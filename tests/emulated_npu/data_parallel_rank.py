@@ -19,13 +19,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import connector_workload
 
-EXTENSION = f"{Path(__file__).stem}.WorkerExtension"
 BLOCK_TOKENS = 128
 """vLLM-Ascend takes no other for these models."""
 
 
 class WorkerExtension:
-    """Is there to be imported."""
+    """Methods that the workers get, wherever they are."""
+
+    def skip_loads(self, is_skipping: bool) -> None:
+        """Copies to the device copy nothing from now on, as with EMULATED_NPU_SKIPPED_LOADS."""
+        from torch_npu.custom_operators import block_copies
+
+        block_copies.is_skipping_loads = is_skipping
 
 
 class Rank(connector_workload.Engine):

@@ -155,6 +155,13 @@ class Ranks:
         yield
         self._steer("fail_loads", None)
 
+    @contextmanager
+    def skipping_loads(self) -> Iterator[None]:
+        """Let loads end without having copied anything."""
+        self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(True,)))
+        yield
+        self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(False,)))
+
     def take_computed_in_holes(self) -> list[int]:
         return self._steer("take_computed_in_holes")
 
@@ -216,9 +223,20 @@ def failures(ranks: Ranks) -> None:
     ranks.reset(is_host_too=True)
 
 
+def skipped(ranks: Ranks) -> None:
+    """Loads that copy nothing: what a comparison has to see."""
+    rng = random.Random(23)
+    prompts = [random_tokens(rng, 3 * CHUNK_TOKENS + 9 * number) for number in range(2)]
+    ranks.ask("before skipped loads", prompts)
+    ranks.spoil_pages()
+    with ranks.skipping_loads():
+        ranks.ask("skipped loads", prompts)
+    ranks.reset(is_host_too=True)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (connector_workload.turns, connector_workload.holes, crowd, failures)
+    for scenario in (connector_workload.turns, connector_workload.holes, crowd, failures, skipped)
 }
 
 
