@@ -47,7 +47,10 @@ def run_plans(
     """Serve plans, and return their reports by name."""
     report, file = folder / "report.json", folder / "plans.json"
     file.write_text(json.dumps(plans))
-    devices = max(plan["engine"].get("tensor_parallel_size", 1) for plan in plans.values())
+    devices = max(
+        plan["engine"].get("tensor_parallel_size", 1) * plan["engine"].get("data_parallel_size", 1)
+        for plan in plans.values()
+    )
     log = run_script(
         script, report, file, environ={"EMULATED_NPU_DEVICES": str(devices), **environ}
     )

@@ -116,13 +116,26 @@ class TransferGate:
             self._thread._changed.notify_all()
 
     def fail(self, numbers: Collection[int]) -> None:
-        """Let batched copies fail behind these many others. They are enqueued, and then refused."""
+        """Let batched copies fail behind these many others.
+
+        Those of an even number are refused at once; others are enqueued first.
+        """
         self._num_copies, self._failing = 0, numbers
 
-    def refuses_copies(self) -> bool:
+    def enqueue(self, enqueue: Callable[[], None]) -> None:
+        """Have the device make batched copies, or refuse them.
+
+        Raises:
+            RuntimeError: They are refused.
+        """
         self._num_copies += 1
         self.counted["batched copies"] += 1
-        return self._num_copies in self._failing
+        is_refused = self._num_copies in self._failing
+        if not is_refused or self._num_copies % 2:
+            enqueue()
+        if is_refused:
+            self.counted["failed copies"] += 1
+            raise RuntimeError("aclrtMemcpyBatchAsync failed: 507899 (emulated)")
 
     def is_in_thread(self) -> bool:
         return threading.current_thread() is self._thread._thread
@@ -182,7 +195,4 @@ class _Copies:
         self._enqueue = enqueue
 
     def enqueue_copies(self, *arrays: Any) -> None:
-        self._enqueue(*arrays)
-        if self._gate.refuses_copies():
-            self._gate.counted["failed copies"] += 1
-            raise RuntimeError("aclrtMemcpyBatchAsync failed: 507899 (emulated)")
+        self._gate.enqueue(lambda: self._enqueue(*arrays))

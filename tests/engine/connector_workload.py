@@ -101,7 +101,6 @@ class Engine:
 
     def __init__(self, model: str, engine_args: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.distributed import kv_transfer
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         common = {
@@ -117,7 +116,13 @@ class Engine:
             "distributed_executor_backend": UniProcExecutor,
         }
         self._llm = LLM(model, **common | engine_args)
-        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._take_up(self._llm.llm_engine.engine_core.engine_core)
+
+    def _take_up(self, core: Any) -> None:
+        """Count what this engine does from now on."""
+        from vllm.distributed import kv_transfer
+
+        self._core = core
         self._asked: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
         self._events: list[Any] = []
