@@ -20,6 +20,7 @@ REPAIRS = (
     Feature("preempted-in-step", default_on=True),
     Feature("failed-loads", default_on=True),
     Feature("state-copies", default_on=True),
+    Feature("expert-groups", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 

@@ -9,6 +9,7 @@ from vllm_ascend_kvext.patches.repairs import (
     ascend_platform,
     async_scheduler,
     discarded_frames,
+    experts_selector,
     kv_cache_coordinator,
     kv_cache_manager,
     mamba_utils,
@@ -26,4 +27,5 @@ PATCHES: tuple[Patch, ...] = (
     *scheduler.PATCHES,
     *mamba_utils.PATCHES,
     *ascend_platform.PATCHES,
+    *experts_selector.PATCHES,
 )

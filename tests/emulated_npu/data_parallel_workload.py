@@ -3,8 +3,8 @@
 
     python data_parallel_workload.py REPORT PLANS
 
-``PLANS`` is as of ``connector_workload.py``. A scenario deals its prompts out to ranks in turns;
-with one rank, that gets all of them.
+``PLANS`` is as of ``connector_workload.py``. A scenario deals its prompts out to the ranks in
+turns. With one rank, that gets all of them.
 """
 
 from __future__ import annotations

@@ -110,6 +110,18 @@ def latent() -> PreTrainedConfig:
     )
 
 
+def latent_and_best_groups() -> PreTrainedConfig:
+    """Latent attention, experts chosen by softmax, out of the groups with the best experts."""
+    return DeepseekV2Config(
+        **LATENT,
+        architectures=["DeepseekV2ForCausalLM"],
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    )
+
+
 def latent_and_groups() -> PreTrainedConfig:
     """Latent attention, experts chosen by sigmoid and a bias, out of the best groups of experts."""
     return DeepseekV3Config(
@@ -170,6 +182,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "sinks, windows, experts": sinks_and_experts,
     "latent attention, experts": latent,
     "latent attention, groups of experts": latent_and_groups,
+    "latent attention, best groups": latent_and_best_groups,
     "states": states,
 }
 

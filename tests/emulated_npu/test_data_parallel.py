@@ -92,11 +92,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 def errors(found: Served, reference: Served, label: str) -> dict[int, float]:
     """By rank, the largest difference of a log-probability from the reference's."""
     largest: dict[int, float] = {}
-    answers = zip(found.answers(label), reference.answers(label), strict=True)
-    for rank, (answer, expected) in zip(
-        found.report["asked"][label]["ranks"], answers, strict=True
-    ):
-        largest[rank] = max(largest.get(rank, 0), logprob_error(answer, expected))
+    ranks = found.report["asked"][label]["ranks"]
+    answers, expected = found.answers(label), reference.answers(label)
+    for rank, mine, theirs in zip(ranks, answers, expected, strict=True):
+        largest[rank] = max(largest.get(rank, 0), logprob_error(mine, theirs))
     return largest
 
 
@@ -145,12 +144,10 @@ def test_a_hole_that_is_left_out_is_seen_on_both_ranks(served: Reports, name: st
 def test_both_ranks_have_hits_in_their_own_host_memory(served: Reports, name: str) -> None:
     found = served(name)["kvext"]
     for label in LOADED:
-        hits, local = (
-            counted(found, label, "connector"),
-            counted(found, label, "prefix_cache_stats"),
-        )
+        hits = counted(found, label, "connector")
         print(f"{name}, {label}: {hits} tokens from host memory")
-        assert min(hits) > 0 and local == [0, 0]
+        assert min(hits) > 0
+        assert counted(found, label, "prefix_cache_stats") == [0, 0]
     assert counted(found, "crowd elsewhere", "connector") == [0, 0]
     for rank in found.report["ranks"]:
         own = rank["own"]

@@ -256,7 +256,8 @@ class SchedulerSide:
             self._options.store_policy.value,
             states.value,
         )
-        _warn_if_no_prompt_can_hit(engine, planner.least_prompt_tokens)
+        if blending is None:
+            _warn_if_no_prompt_can_hit(engine, planner.least_prompt_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -676,7 +677,7 @@ class SchedulerSide:
 def _warn_if_no_prompt_can_hit(engine: Engine, least_prompt_tokens: int) -> None:
     # With state layers vLLM leaves prefix caching off unless it is asked for. Blocks, and so what
     # can be hit, are then as long as the longest request.
-    if least_prompt_tokens < engine.most_request_tokens:
+    if least_prompt_tokens <= engine.most_request_tokens:
         return
     remedy = "Raise --max-model-len, or leave the connector out."
     if not engine.caches_prefixes:

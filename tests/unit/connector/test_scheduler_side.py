@@ -49,16 +49,16 @@ def test_the_log_names_the_shortest_prompt_that_hits(caplog: pytest.LogCaptureFi
 def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
     caches_prefixes: bool, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    SmallEngine(caches_prefixes=caches_prefixes, most_request_tokens=5)
+    SmallEngine(caches_prefixes=caches_prefixes, most_request_tokens=4)
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert "A prompt needs 5 tokens to hit, and a request has at most 5" in record.message
+    assert "A prompt needs 5 tokens to hit, and a request has at most 4" in record.message
     assert remedy in record.message
 
 
 def test_an_engine_with_one_prompt_that_hits_is_not_warned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    SmallEngine(most_request_tokens=6)
+    SmallEngine(most_request_tokens=5)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
