@@ -511,17 +511,17 @@ def failures(engine: Engine) -> None:
         engine.ask("failing stores", prompts)
         engine.reset()
     engine.ask("after failed stores", prompts)
-    engine.reset()
+    engine.spoil_pages()  # What is not loaded is wrong.
     with engine.failing("load"):
         engine.ask("failing loads", prompts)
-        engine.reset()
+        engine.spoil_pages()
     engine.ask("after failed loads", prompts)
     engine.reset()
     engine.ask("after failures", prompts)
     engine.reset()
-    prompt = random_tokens(rng, 250)
+    prompt = random_tokens(rng, max(250, 4 * BLOCK_TOKENS - 20))
     engine.ask("before one part fails", [prompt])
-    engine.reset()
+    engine.spoil_pages()
     # The load of all parts, and that of the first chunk alone.
     with engine.failing("load", numbers=(1, 2)):
         engine.ask("one part fails", [prompt])
