@@ -41,7 +41,6 @@ class Rank(connector_workload.Engine):
         self._rank = core.vllm_config.parallel_config.data_parallel_rank
         self._leaving_out, self._failing = ExitStack(), ExitStack()
         self._balanced: Counter[str] = Counter()
-        self._core = core
         self._take_up(core)
         self._count_what_is_balanced()
 

@@ -19,6 +19,11 @@ ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+SLEEPING = {
+    "enable_sleep_mode": True,
+    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
+}
+"""Arguments of an engine that can sleep."""
 
 
 def run_script(script: str, *arguments: object, environ: Mapping[str, str] | None = None) -> str:

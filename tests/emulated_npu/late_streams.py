@@ -37,6 +37,7 @@ import connector_workload
 import late_protections
 import transfer_gate
 from connector_workload import Tokens, random_tokens
+from emulated_run import SLEEPING
 
 BLOCK_TOKENS = 128
 STAGED_TOKENS = (16, 64, 1024)
@@ -94,10 +95,6 @@ class Kind(NamedTuple):
     engine: Mapping[str, Any] = MappingProxyType({})
 
 
-SLEEPING = {
-    "enable_sleep_mode": True,
-    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
-}
 KINDS = {
     "windows": Kind(14, has_segments=True, sleeps=True, engine=SLEEPING),
     "latents": Kind(11),

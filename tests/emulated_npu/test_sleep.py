@@ -15,15 +15,19 @@ from typing import Any
 import pytest
 import random_models
 from support.sample import IS_SAMPLE
-from test_features import FULL_POOL_BLOCKS, GROUPS, NO_PREFIX_CACHING, connector
+from test_features import (
+    FULL_POOL_BLOCKS,
+    GROUPS,
+    NO_PREFIX_CACHING,
+    TOLERANCE,
+    WRONG,
+    connector,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from emulated_run import run_plans
+from emulated_run import SLEEPING, run_plans
 from served import PLUGIN_OFF, Served
-
-TOLERANCE = 1e-3
-WRONG = 0.1
 
 LABELS = (
     *("before", "after a sleep", "loaded after a sleep"),
@@ -32,10 +36,6 @@ LABELS = (
 MODELS = ("full attention", "windows")[: 1 if IS_SAMPLE else None]
 """None with experts: vLLM-Ascend 0.23.0 wakes up with their weights transposed, for a trainer that
 loads others."""
-SLEEPING = {
-    "enable_sleep_mode": True,
-    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
-}
 
 Reports = Callable[[str], Mapping[str, Served]]
 
