@@ -20,7 +20,7 @@ MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
 # Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer`,
-# `-offload` or `-blending`: BENCH=--quick.
+# `-offload` or `-blending`: BENCH=--quick, which `make bench` takes, too.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
@@ -77,20 +77,20 @@ test-ascend: $(MAIN_ENV)/.package $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_EN
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server
 	$(RUN_TESTS) --only "LMCache $(LMCACHE_VERSION)"
 
-lint: .venv/lint/.package ## Check style and types
+lint: .venv/lint/.package ## Check style, types and who imports whom
 	.venv/lint/bin/ruff check .
 	.venv/lint/bin/ruff format --check .
 	rm -rf out/types && mkdir -p out/types/vllm_ascend_kvext
 	ln -s $(CURDIR)/vllm_ascend_kvext/* $(CURDIR)/patches out/types/vllm_ascend_kvext/
 	cd out/types && ../../.venv/lint/bin/mypy --config-file ../../pyproject.toml
+	cd out/types && ../../.venv/lint/bin/lint-imports ../../pyproject.toml
 
 docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
-	$(MAIN_PYTHON) -I -m vllm_ascend_kvext ledger > docs/patches.md
-	$(MAIN_PYTHON) -I -m vllm_ascend_kvext settings > docs/settings.md
+	$(MAIN_PYTHON) -I tools/render_docs.py
 
 bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims, but for hit rates: bench-retention
-	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script; done
-	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py
+	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script $(filter --quick,$(BENCH)); done
+	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py $(filter --quick,$(BENCH))
 
 bench-retention: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Compare retention policies on traces: a table, JSON, a picture
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/retention/run.py $(BENCH)
@@ -100,7 +100,7 @@ bench-host-tier: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Hit rates with
 
 bench-holes: $(MAIN_ENV)/.package ## Count and time what is computed where host memory lacks chunks, and what asking for them costs
 	$(MAIN_PYTHON) benchmarks/holes/run.py $(BENCH)
-	$(MAIN_PYTHON) benchmarks/holes/first_token.py
+	$(MAIN_PYTHON) benchmarks/holes/first_token.py $(filter --quick,$(BENCH))
 	$(MAIN_PYTHON) benchmarks/holes/admission.py $(filter --quick,$(BENCH))
 
 bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, torch and LMCache (LMCACHE=folder)
@@ -109,12 +109,11 @@ bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, tor
 bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
 	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
 
-bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, with SmolLM2 and with tiny models
+bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, and whether learning segments pays
 	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)
-	$(MAIN_PYTHON) benchmarks/blending/steady.py $(filter --quick,$(BENCH))
+	$(MAIN_PYTHON) benchmarks/blending/learned.py $(filter --quick,$(BENCH))
 
-bench-blending-tiny: $(MAIN_ENV)/.package ## Score and tokens of approximate reuse, with tiny models: in plain torch, and in the engine beside it
-	$(MAIN_PYTHON) benchmarks/blending/tiny/table.py --shipped
+bench-blending-tiny: $(MAIN_ENV)/.package ## Score and tokens of approximate reuse, with tiny models whose answers need several documents
 	$(MAIN_PYTHON) benchmarks/blending/tiny/in_engine.py $(filter --quick,$(BENCH))
 
 clean: ## Remove all that make has made, the environments included

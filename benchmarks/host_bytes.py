@@ -11,47 +11,42 @@ Exact and independent of the machine: nothing is timed.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from vllm_ascend_kvext.token_range import TokenRange
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ascend"))
 
-import ascend_sources
+from common.processes import ASCEND_VARIABLE, has_ascend, processes
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.host_arrangement import dense_chunk_bytes
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.layout.planner import TransferPlanner
-from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows
+from vllm_ascend_kvext.layout.rows import kept_rows
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 
 CHUNK = TokenRange(15 * 1024, 16 * 1024)
-ASCEND_ONLY = "--ascend"
 
 Layouts = dict[str, Callable[[], object]]
 
 
 def vllm_layouts() -> Layouts:
     from support.layout import fixtures as layout_fixtures
-    from support.layout.eleven_groups import eleven_groups
 
     layouts: Layouts = {
         "K and V, 4 full + 4 window": layout_fixtures.keys_then_values,
         "the same on a CPU": layout_fixtures.cpu_attention,
         "MLA, 3 layers": layout_fixtures.latent_rows,
         "1 attention + 3 Mamba": layout_fixtures.attention_and_mamba,
-        "DeepSeek-V4, 11 groups, 9 layers": eleven_groups,
     }
-    if layout_fixtures.HAS_DEEPSEEK_V4:
-        for name, cache_dtype in (("fp8", "fp8_ds_mla"), ("bfloat16", "auto")):
-            layouts[f"DeepSeek-V4 in vLLM, {name}"] = partial(
-                layout_fixtures.deepseek_v4, cache_dtype, num_blocks=4
-            )
+    for name, cache_dtype in (("fp8", "fp8_ds_mla"), ("bfloat16", "auto")):
+        layouts[f"DeepSeek-V4 in vLLM, {name}"] = partial(
+            layout_fixtures.deepseek_v4, cache_dtype, num_blocks=4
+        )
     return layouts
 
 
@@ -77,16 +72,19 @@ def kind_bytes(layout: KVLayout, kinds: Container[GroupKind], holds_states: bool
 
 
 def print_line(name: str, layout: KVLayout) -> None:
-    kept = TransferPlanner(layout).chunk_bytes(CHUNK)
-    skipping = TransferPlanner(layout, StatePolicy.SKIP).chunk_bytes(CHUNK)
-    dense = dense_chunk_bytes(layout, CHUNK)
+    from support.layout.byte_memory import chunk_bytes, dense_layout
+
+    chunk = PlacedChunk(CHUNK)
+    kept = chunk_bytes(layout, chunk)
+    skipping = chunk_bytes(layout, chunk, StatePolicy.SKIP)
+    dense = chunk_bytes(dense_layout(layout), chunk)
     stateless = replace(layout, groups=tuple(g for g in layout.groups if not g.holds_states))
     columns = [
         kind_bytes(layout, [GroupKind.FULL], False),
         kind_bytes(layout, [GroupKind.WINDOW, GroupKind.CHUNKED], False),
         kind_bytes(layout, GroupKind, True),
     ]
-    columns += [kept, skipping, dense, dense_chunk_bytes(stateless, CHUNK)]
+    columns += [kept, skipping, dense, chunk_bytes(dense_layout(stateless), chunk)]
     print(f"{name:32}" + "".join(f"{size:12,}" for size in columns) + f"{dense / kept:8.1f}")
 
 
@@ -96,20 +94,21 @@ def print_lines(layouts: Layouts) -> None:
     sys.stdout.flush()
 
 
+def print_ascend_lines() -> None:
+    print_lines(ascend_layouts())
+
+
 def main() -> None:
-    if ASCEND_ONLY in sys.argv:
-        # In a process of its own: its patches would plan the other layouts too.
-        ascend_sources.activate(ascend_sources.sources())
-        print_lines(ascend_layouts())
-        return
-    print(f"Host bytes of tokens {CHUNK.first} to {CHUNK.end - 1}\n")
+    print(f"Host bytes of tokens {CHUNK.first_tokens} to {CHUNK.end_tokens - 1}\n")
     columns = ("full", "window", "state", "kept", "no states", "dense", "no states")
     print(f"{'layout':32}" + "".join(f"{column:>12}" for column in columns) + "   dense / kept")
     print_lines(vllm_layouts())
-    if ascend_sources.sources() is not None:
-        subprocess.run([sys.executable, __file__, ASCEND_ONLY], check=True)
+    if has_ascend():
+        # In a process of its own: its patches would plan the other layouts too.
+        with processes(1, is_ascend=True) as process:
+            process.submit(print_ascend_lines).result()
     else:
-        print(f"(set {ascend_sources.SOURCES_VARIABLE} for the layouts of vllm-ascend)")
+        print(f"(set {ASCEND_VARIABLE} for the layouts of vllm-ascend)")
 
 
 if __name__ == "__main__":

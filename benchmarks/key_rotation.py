@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer op that rotates keys beside the one that does not, and torch: ratios of one run.
 
-    python benchmarks/key_rotation.py [--quick] [--json FILE]
+    python benchmarks/key_rotation.py [--quick] [--out FOLDER]
 
 Every round loads the same number of keys by every method in turn, each time from host memory and
 into pages that no cache holds. One thread is timed by its CPU time, two by the clock. A ratio is
@@ -12,29 +12,28 @@ and views are made outside the clock.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from common.report import Table, median_ratio, parser, verdict, write
 from transfer.geometry import ColdMemory, Job, Layout, PlaneShape
-from transfer.methods import Copy, PageTransfer
+from transfer.methods import Copy, PageTransfer, time_in_turns
 
-from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
+from vllm_ascend_kvext.blending.rotary import KeyPlane, RotarySignature, key_rotation
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.key_rotation import KeyRotation, rotated_page_transfer
+from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.schema import Direction, PairStyle, RowDtype
 
-MOST_RATIO = 1.5
+MAX_RATIO = 1.5
 SHIFT = 12_345
 NUM_LAYERS = 32
 TOKENS = 256
@@ -104,6 +103,7 @@ class Rotated:
         self._keys = keys
 
     def prepare(self, job: Job) -> Copy:
+        placement = CALLING_THREAD._replace(num_threads=job.num_threads)
         return lambda: rotated_page_transfer(
             job.memory.pools,
             job.host,
@@ -111,7 +111,7 @@ class Rotated:
             job.runs,
             job.direction,
             self._keys.rotation,
-            num_threads=job.num_threads,
+            placement=placement,
         )
 
 
@@ -205,50 +205,36 @@ def check(memory: ColdMemory, keys: Keys) -> None:
             raise SystemExit(f"{keys.name}: the rotated keys of plane {plane} are not torch's")
 
 
-def measure(memory: ColdMemory, keys: Keys, num_threads: int, rounds: int) -> list[Result]:
+def measure(memory: ColdMemory, keys: Keys, num_threads: int, rounds: int) -> Iterator[Result]:
     """Time every method in every round."""
-    clock_ns: Callable[[], int] = time.thread_time_ns if num_threads == 1 else time.perf_counter_ns
-    torch.set_num_threads(num_threads)
     methods = (PageTransfer(PLAIN), Rotated(keys), TorchRotation(keys))
-    times_ns: dict[str, list[int]] = {method.name: [] for method in methods}
-    for index in range(rounds):
-        # Whoever comes first in a round has no advantage over the rounds.
-        for method in methods if index % 2 else methods[::-1]:
-            copy = method.prepare(Job.next(memory, Direction.HOST_TO_PAGES, True, num_threads))
-            started_ns = clock_ns()
-            copy()
-            times_ns[method.name].append(clock_ns() - started_ns)
+    way = Direction.HOST_TO_PAGES
+    times_ns = time_in_turns(methods, memory, way, True, num_threads, rounds)
     num_bytes = keys.layout.chunk_bytes
-    return [
-        Result(
+    for name, spent_ns in times_ns.items():
+        median_ns = statistics.median(spent_ns)
+        yield Result(
             keys=keys.name,
             mb=num_bytes / 1e6,
             num_threads=num_threads,
             method=name,
-            time_ms=statistics.median(spent_ns) / 1e6,
-            gb_per_s=2 * num_bytes / statistics.median(spent_ns),
-            plain_ratio=statistics.median(
-                one / plain for one, plain in zip(spent_ns, times_ns[PLAIN], strict=True)
-            ),
+            time_ms=median_ns / 1e6,
+            gb_per_s=2 * num_bytes / median_ns,
+            plain_ratio=median_ratio(spent_ns, times_ns[PLAIN]),
         )
-        for name, spent_ns in times_ns.items()
-    ]
 
 
-def print_table(results: list[Result]) -> None:
-    print(f"\n{'GB/s, time / plain copy':48}{'1 thread':>18}{'2 threads':>18}")
-    for keys in dict.fromkeys(result.keys for result in results):
-        of_keys = [result for result in results if result.keys == keys]
-        print(f"{keys}, {of_keys[0].mb:.1f} MB")
-        for method in dict.fromkeys(result.method for result in of_keys):
-            cells = [result for result in of_keys if result.method == method]
-            print(
-                f"  {method:46}"
-                + "".join(f"{cell.gb_per_s:10.1f} {cell.plain_ratio:6.2f}x" for cell in cells)
-            )
+TABLE = Table(
+    *("keys:<48", "MB:>5", "threads:>7", "method:<38", "GB/s:>6", "time / plain copy:>17"),
+)
 
 
-def print_target(results: list[Result]) -> None:
+def line(result: Result) -> str:
+    cells = (result.keys, f"{result.mb:.1f}", result.num_threads, result.method)
+    return TABLE.line(*cells, f"{result.gb_per_s:.1f}", f"{result.plain_ratio:.2f}x")
+
+
+def target(results: list[Result]) -> str:
     """What the project promises, and what was measured."""
     ours = [result for result in results if result.method == OURS]
     worst = max(ours, key=lambda result: result.plain_ratio)
@@ -258,37 +244,33 @@ def print_target(results: list[Result]) -> None:
         for other in results
         if (other.keys, other.num_threads, other.method) == (own.keys, own.num_threads, TORCH)
     ]
-    print(
-        f"\nTarget: at most {MOST_RATIO} x the plain copy. Worst: {worst.plain_ratio:.2f} x "
-        f"({worst.keys}, threads: {worst.num_threads}). Faster than torch: "
-        f"{min(gains):.1f} to {max(gains):.1f} x."
+    return verdict(
+        worst.plain_ratio <= MAX_RATIO,
+        f"at most {MAX_RATIO} x the plain copy. Worst: {worst.plain_ratio:.2f} x ({worst.keys}, "
+        f"threads: {worst.num_threads}). "
+        f"Faster than torch: {min(gains):.1f} to {max(gains):.1f} x.",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "bench-key-rotation").parse_args()
     described = native().describe()
     print(
         f"kernels {described['kernel']}, {described['rotation_kernel']}; "
-        f"load average {os.getloadavg()[0]:.1f}"
+        f"load average {os.getloadavg()[0]:.1f}\n{TABLE.head}"
     )
-    results = []
+    results: list[Result] = []
     for dtype, as_torch in DTYPES.items():
         for keys in keys_of(dtype):
             memory = ColdMemory(keys.layout)
             fill(memory, as_torch)
             check(memory, keys)
-            rounds = 8 if options.quick else ROUNDS
             for num_threads in (1, 2):
-                results += measure(memory, keys, num_threads, rounds)
+                results += measure(memory, keys, num_threads, 8 if arguments.quick else ROUNDS)
+                print(*map(line, results[-3:]), sep="\n", flush=True)
             del memory
-    print_table(results)
-    print_target(results)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    print(target(results))
+    write(arguments.out, [TABLE.head, *map(line, results), target(results)], results)
 
 
 if __name__ == "__main__":

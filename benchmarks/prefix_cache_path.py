@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler's prefix-cache functions cost, beside upstream's, in one run.
 
-    python benchmarks/prefix_cache_path.py [--json FILE] [--quick] [--layout NAME] [--patches]
+    python benchmarks/prefix_cache_path.py [--quick] [--layout NAME] [--out FOLDER]
 
 Every operation is done by vLLM's real ``KVCacheManager``: as upstream has it, and with all that the
 package brings when it is asked for a faster prefix cache, or for retention at an interval or
-adaptive. ``--patches`` leaves each patch of the feature out, one at a time, and shows what each
-operation then costs. Where ``KVEXT_ASCEND_SOURCES`` names a folder with vllm-ascend unpacked in it,
+adaptive. Where ``KVEXT_ASCEND_SOURCES`` names a folder with vllm-ascend unpacked in it,
 the block manager is that of vllm-ascend. The variants take turns, and
 the patches are installed and taken back at every turn, so that whatever the machine does meanwhile
 hits all of them. Times are medians of the thread's CPU time. Every turn begins with an empty prefix
@@ -17,33 +16,34 @@ Ends with the operations that are slower than upstream's, and with what is below
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ascend"))
 
 if os.environ.get("KVEXT_ASCEND_SOURCES"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/ascend"))
     import ascend_sources
 
     ascend_sources.activate(ascend_sources.sources())
 
 
 import vllm
-from support.scheduler.layouts import Attention, Group, Layout
-from support.scheduler.worlds import INTERVAL_VARIABLE
+from common.report import Table, parser, write
+from retention.layouts import BenchLayout, get_layout
+from support.scheduler.block_manager import INTERVAL_VARIABLE
+from support.scheduler.layouts import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -52,7 +52,6 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_kvext.activation import survey, wanted_features
-from vllm_ascend_kvext.features import FAST_PREFIX_CACHE
 from vllm_ascend_kvext.patching.install import BOOK
 from vllm_ascend_kvext.patching.plan import FeaturePlan
 from vllm_ascend_kvext.settings import (
@@ -66,26 +65,7 @@ CHUNK_TOKENS = 8192
 NEW_TOKENS = 2048
 DECODE_STEPS = 768
 
-FULL_16 = Group(Attention.FULL, 16)
-LAYOUTS = (
-    Layout("1 full + 1 window (GPT-OSS)", (FULL_16, Group(Attention.WINDOW, 16, 128))),
-    Layout("1 full + 5 windows (Gemma 3)", (FULL_16, *[Group(Attention.WINDOW, 16, 1024)] * 5)),
-    Layout(
-        "MLA, windows, states (DeepSeek-V4)",
-        (
-            Group(Attention.MLA, 256),
-            Group(Attention.WINDOW_MLA, 64, 128),
-            Group(Attention.WINDOW_MLA, 64, 128),
-            Group(Attention.WINDOW_MLA, 4, 8),
-            Group(Attention.WINDOW_MLA, 8, 128),
-        ),
-    ),
-)
-WITHOUT = " without "
-if "ascend_sources" in sys.modules:
-    from prefix_cache.ascend_layout import AscendLayout
-
-    LAYOUTS = (AscendLayout.planned(),)
+LAYOUTS = ("dsv4-ascend128",) if "ascend_sources" in sys.modules else ("gptoss", "gemma", "dsv4")
 
 STOCK, FAST, RETAINING, ADAPTIVE = "stock", "fast", "retaining", "adaptive"
 ENVIRONMENTS: dict[str, dict[str, str]] = {
@@ -102,14 +82,12 @@ TARGETS = {"full hit": 3, "window lost": 6, "whole prefill": 3, "free": 10, "dec
 @contextmanager
 def entered(variant: str, plans: dict[str, FeaturePlan]) -> Iterator[None]:
     """Make this process that of a variant, for a while."""
-    base, _, left_out = variant.partition(WITHOUT)
     names: list[str] = []
-    if base != STOCK:
-        wanted = wanted_features(Settings.from_environ(ENVIRONMENTS[base]))
+    if variant != STOCK:
+        wanted = wanted_features(Settings.from_environ(ENVIRONMENTS[variant]))
         names = [name for name in wanted if plans[name].fits]
     for name in names:
-        findings = tuple(f for f in plans[name].findings if f.patch.id != left_out)
-        BOOK.apply(FeaturePlan(name, findings))
+        BOOK.apply(plans[name])
     try:
         yield
     finally:
@@ -123,20 +101,12 @@ def elapsed_us(operation: Callable[[], object]) -> float:
     return (time.thread_time_ns() - start_ns) / 1000
 
 
-def hash_block_size(layout: Layout) -> int:
-    """In tokens."""
-    smallest = min(group.block_tokens for group in layout.groups)
-    return getattr(layout, "hash_block_size", smallest)
-
-
 class Bench:
     """One block manager under one variant, and prompts that are hashed already."""
 
     def __init__(
-        self, layout: Layout, num_tokens: int, interval: int | None, is_adaptive: bool
+        self, layout: BenchLayout, num_tokens: int, interval: int | None, is_adaptive: bool
     ) -> None:
-        self.num_tokens = num_tokens
-        self.hash_block_size = hash_block_size(layout)
         num_blocks = 64 + sum(
             (2 if group.attention in (Attention.FULL, Attention.MLA) else 1)
             * (num_tokens + 2 * CHUNK_TOKENS)
@@ -146,8 +116,8 @@ class Bench:
         arguments = {
             "kv_cache_config": layout.to_config(num_blocks),
             "max_model_len": 1 << 21,
-            "scheduler_block_size": layout.unit_tokens,
-            "hash_block_size": self.hash_block_size,
+            "scheduler_block_size": layout.scheduler_block_tokens,
+            "hash_block_size": layout.hash_block_tokens,
             "enable_caching": True,
         }
         os.environ.pop(INTERVAL_VARIABLE, None)
@@ -201,10 +171,9 @@ class Bench:
 class Prompts:
     """Requests with the same few prompts, each hashed once."""
 
-    def __init__(self, layout: Layout, num_tokens: int) -> None:
+    def __init__(self, layout: BenchLayout, num_tokens: int) -> None:
         rng = random.Random(1)
-        size = hash_block_size(layout)
-        self._hasher = get_request_block_hasher(size, sha256)
+        self._hasher = get_request_block_hasher(layout.hash_block_tokens, sha256)
         self._number = 0
         tokens = [rng.randrange(100_000) for _ in range(num_tokens)]
         other = [rng.randrange(100_000) for _ in range(num_tokens)]
@@ -265,21 +234,8 @@ def free(bench: Bench, prompts: Prompts) -> float:
     return elapsed_us(lambda: bench.manager.free(request))
 
 
-def decode_step(bench: Bench, prompts: Prompts) -> float:
-    request = bench.run(prompts.request("prompt", DECODE_STEPS))
-    bench.prefill(request)
-
-    def decode() -> None:
-        allocate = bench.manager.allocate_slots
-        for _ in range(DECODE_STEPS):
-            allocate(request, 1, num_lookahead_tokens=0)
-            request.num_computed_tokens += 1
-
-    return elapsed_us(decode) / DECODE_STEPS
-
-
-def async_decode_step(bench: Bench, prompts: Prompts) -> float:
-    """As an asynchronous scheduler does it: what a step computes is cached again at its end."""
+def decode_step(bench: Bench, prompts: Prompts, is_async: bool = False) -> float:
+    """With an asynchronous scheduler, what a step computes is cached again at its end."""
     request = bench.run(prompts.request("prompt", DECODE_STEPS))
     bench.prefill(request)
 
@@ -288,7 +244,8 @@ def async_decode_step(bench: Bench, prompts: Prompts) -> float:
         for _ in range(DECODE_STEPS):
             allocate(request, 1, num_lookahead_tokens=0)
             request.num_computed_tokens += 1
-            cache(request, request.num_computed_tokens)
+            if is_async:
+                cache(request, request.num_computed_tokens)
 
     return elapsed_us(decode) / DECODE_STEPS
 
@@ -316,7 +273,7 @@ OPERATIONS: tuple[tuple[str, Callable[[Bench, Prompts], float], tuple[int | None
     ("whole prefill", whole_prefill, (None, 0)),
     ("free", free, (None, 0)),
     ("decode step", decode_step, (None, 0)),
-    ("async decode step", async_decode_step, (None, 0)),
+    ("async decode step", partial(decode_step, is_async=True), (None, 0)),
 )
 
 
@@ -335,36 +292,24 @@ class Result:
 
     @property
     def target(self) -> float | None:
-        if self.operation == "cache first chunk" and self.interval == 0 and "V4" in self.layout:
+        if self.operation == "cache first chunk" and self.interval == 0 and "dsv4" in self.layout:
             return 50
         return TARGETS.get(self.operation)
 
 
 def measure(
-    layout: Layout,
-    num_tokens: int,
-    num_turns: int,
-    plans: dict[str, FeaturePlan],
-    only: str = "",
-    left_out: Sequence[str] = (),
+    layout: BenchLayout, num_tokens: int, num_turns: int, plans: dict[str, FeaturePlan]
 ) -> Iterator[Result]:
-    """Every operation in every variant; with ``left_out`` also without each of these patches."""
+    """Every operation in every variant."""
     prompts = Prompts(layout, num_tokens)
     for name, operation, intervals in OPERATIONS:
-        if only not in name:
-            continue
         for interval in intervals:
-            variants = [STOCK, FAST, ADAPTIVE] if interval is None else [STOCK, FAST, RETAINING]
-            variants += [
-                f"{variant}{WITHOUT}{patch_id}" for variant in variants[1:] for patch_id in left_out
-            ]
+            variants = [STOCK, FAST, ADAPTIVE if interval is None else RETAINING]
             times: dict[str, list[float]] = {variant: [] for variant in variants}
             benches: dict[str, Bench] = {}
             for variant in variants:
                 with entered(variant, plans):
-                    benches[variant] = Bench(
-                        layout, num_tokens, interval, variant.startswith(ADAPTIVE)
-                    )
+                    benches[variant] = Bench(layout, num_tokens, interval, variant == ADAPTIVE)
             gc.collect()
             gc.disable()
             for turn in range(num_turns + 1):
@@ -379,91 +324,61 @@ def measure(
             yield Result(layout.name, num_tokens, name, interval, medians)
 
 
-def print_result(result: Result) -> None:
-    cells = [f"{result.us[STOCK]:12.1f}"]
-    for variant in (FAST, RETAINING, ADAPTIVE):
-        if variant not in result.us:
-            cells.append(" " * 21)
-        else:
-            cells.append(f"{result.us[variant]:12.1f} {result.ratio(variant):7.1f}x")
-    interval = "" if result.interval is None else f", interval {result.interval}"
-    print(f"  {result.operation + interval:36}" + "".join(cells), flush=True)
+TABLE = Table(
+    *("layout:<14", "tokens:>9", "operation:<18", "interval:>8", "stock us:>10"),
+    *(f"{name}:>{width}" for each in ENVIRONMENTS for name, width in ((each, 10), ("speed", 8))),
+)
 
 
-def print_gains(result: Result) -> None:
-    """What an operation costs without a patch, times what it costs with it."""
-    for base in ENVIRONMENTS:
-        gains = {
-            variant.removeprefix(base + WITHOUT): us / result.us[base]
-            for variant, us in result.us.items()
-            if variant.startswith(base + WITHOUT)
-        }
-        cells = [f"{patch_id[4:]} {gain:.2f}" for patch_id, gain in gains.items()]
-        if cells:
-            print(f"    {base} without: {', '.join(cells)}", flush=True)
+def line(result: Result) -> str:
+    cells = [result.layout, f"{result.num_tokens:,}", result.operation, result.interval]
+    cells.append(f"{result.us[STOCK]:.1f}")
+    for variant in ENVIRONMENTS:
+        ratio = result.ratio(variant)
+        cells += [None, None] if ratio is None else [f"{result.us[variant]:.1f}", f"{ratio:.2f}x"]
+    return TABLE.line(*cells)
+
+
+def ends(results: list[Result]) -> Iterator[str]:
+    """What is slower than upstream, and what is below its target."""
+    slower = [(r, v) for r in results for v in ENVIRONMENTS if (r.ratio(v) or 1) < 1]
+    yield "\nSlower than upstream:" if slower else "\nNothing is slower than upstream."
+    for result, variant in slower:
+        where = f"{result.layout}, {result.num_tokens} tokens, interval {result.interval}"
+        yield f"  {result.operation} ({variant}; {where}): {result.ratio(variant):.2f}"
+    at_128k = [r for r in results if r.num_tokens == 131072 and r.target]
+    missed = [r for r in at_128k if (r.ratio(FAST) or 0) < r.target]
+    yield "Below target at 128k:" if missed else "All targets at 128k are met."
+    for result in missed:
+        where = f"{result.layout}, interval {result.interval}"
+        yield f"  {result.operation} ({where}): {result.ratio(FAST):.1f} of {result.target}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
-    parser.add_argument("--quick", action="store_true", help="8k and 128k tokens, few turns")
-    parser.add_argument("--layout", default="", help="only layouts whose name contains this")
-    parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
-    parser.add_argument("--operation", default="", help="only operations whose name contains this")
-    parser.add_argument("--patches", nargs="*", metavar="ID", help="leave out each one in turn")
-    arguments = parser.parse_args()
-
-    print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
+    options = parser(__doc__, "bench-prefix-cache-path")
+    options.add_argument("--layout", action="append", choices=LAYOUTS)
+    options.add_argument("--tokens", type=int, action="append", help="only prompts of this length")
+    arguments = options.parse_args()
     init_none_hash(sha256)
     register_all_kvcache_specs(None)
     plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
-    left_out = []
-    if arguments.patches is not None:
-        known = [finding.patch.id for finding in plans[FAST_PREFIX_CACHE.name].fitting]
-        left_out = arguments.patches or known
-    sizes = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
+    turns = {8192: 9, 131072: 5} if arguments.quick else {8192: 15, 32768: 9, 131072: 7, 1 << 20: 3}
+    lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
+    print(*lines, sep="\n", flush=True)
     results: list[Result] = []
-    for layout in LAYOUTS:
-        if arguments.layout not in layout.name:
-            continue
-        for num_tokens, num_turns in sizes.items():
-            if num_tokens not in (arguments.tokens or sizes):
+    for name in arguments.layout or LAYOUTS:
+        for num_tokens, num_turns in turns.items():
+            if num_tokens not in (arguments.tokens or turns):
                 continue
-            print(
-                f"\n{layout.name}, {num_tokens} tokens{'':18}stock us"
-                f"{'fast us':>13}{'retaining us':>21}{'adaptive us':>21}"
-            )
-            for result in measure(
-                layout, num_tokens, num_turns, plans, arguments.operation, left_out
-            ):
-                print_result(result)
-                print_gains(result)
+            for result in measure(get_layout(name), num_tokens, num_turns, plans):
                 results.append(result)
-
-    slower = [(r, v) for r in results for v in ENVIRONMENTS if v in r.us and r.ratio(v) < 1]
-    print("\nSlower than upstream:" if slower else "\nNothing is slower than upstream.")
-    for result, variant in slower:
-        where = f"{result.layout}, {result.num_tokens} tokens, interval {result.interval}"
-        print(f"  {result.operation} ({variant}; {where}): {result.ratio(variant):.2f}")
-    missed = [
-        r
-        for r in results
-        if r.num_tokens == 131072 and r.target and (r.ratio(FAST) or 0) < r.target
-    ]
-    print("Below target at 128k:" if missed else "All targets at 128k are met.")
-    for result in missed:
-        print(
-            f"  {result.operation} ({result.layout}, interval {result.interval}): "
-            f"{result.ratio(FAST):.1f} of {result.target}"
-        )
-    if arguments.json:
-        report = {
-            "vllm": vllm.__version__,
-            "python": platform.python_version(),
-            "results": [asdict(result) for result in results],
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if slower else 0
+                lines.append(line(result))
+                print(lines[-1], flush=True)
+    last = list(ends(results))
+    print(*last, sep="\n")
+    write(arguments.out, [*lines, *last], results)
+    is_slower = any((r.ratio(v) or 1) < 1 for r in results for v in ENVIRONMENTS)
+    return 1 if is_slower else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package costs the scheduler: microseconds per step, side by side in one run.
 
-    python benchmarks/scheduler_overhead.py [--json FILE] [--turns N] [--layout NAME]
+    python benchmarks/scheduler_overhead.py [--quick] [--turns N] [--layout NAME] [--out FOLDER]
 
 vLLM's real scheduler runs the same requests once per variant, without a model. The variants take
 turns every few steps, and the patches are installed and taken back at every turn, so that whatever
@@ -14,9 +14,7 @@ Knows the scheduler from outside only; the harness in ``tests/support`` builds i
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import platform
 import random
@@ -24,16 +22,18 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import vllm
+from common.report import Table, parser, verdict, write
+from retention.layouts import DSV4, FULL_16, GEMMA
+from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.steady_load import Scenario, SteadyLoad
-from support.scheduler.worlds import INTERVAL_VARIABLE
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FEATURES, REPAIRS, with_requirements
@@ -44,22 +44,8 @@ from vllm_ascend_kvext.settings import Mode, Settings
 UNCONFIGURED_LIMIT = 1.02
 STEPS_PER_TURN = 6
 
-FULL_16 = Group(Attention.FULL, 16)
-WINDOW_16 = Group(Attention.WINDOW, 16, 1024)
-LAYOUTS = (
-    Layout("1 full + 1 window", (FULL_16, WINDOW_16)),
-    Layout("1 full + 5 windows (Gemma 3)", (FULL_16, *[WINDOW_16] * 5)),
-    Layout(
-        "MLA, windows, states (DeepSeek-V4)",
-        (
-            Group(Attention.MLA, 256),
-            Group(Attention.WINDOW_MLA, 64, 128),
-            Group(Attention.WINDOW_MLA, 64, 128),
-            Group(Attention.WINDOW_MLA, 4, 8),
-            Group(Attention.WINDOW_MLA, 8, 128),
-        ),
-    ),
-)
+ONE_WINDOW = Layout("one-window", (FULL_16, Group(Attention.WINDOW, 16, 1024)))
+LAYOUTS = {layout.name: layout for layout in (ONE_WINDOW, GEMMA, DSV4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +53,6 @@ class Variant:
     """What of the package is in the process.
 
     Attributes:
-        name: As printed.
         features: What is installed, besides what these require.
         interval_tokens: A multiple of every layout's hit unit; None leaves it unset.
     """
@@ -176,54 +161,41 @@ def measure_once(
     return times
 
 
-def print_results(results: list[Result]) -> None:
-    first = results[0]
-    print(f"\n{first.layout}, {first.scenario}")
-    print(f"  {'variant':44}{'µs per step':>12}{'ratio to stock':>16}  quartiles")
-    for result in results:
-        low, high = result.ratio_quartiles
-        print(
-            f"  {result.variant:44}{result.step_us:12.1f}{result.ratio:16.3f}  "
-            f"{low:.3f} to {high:.3f}",
-            flush=True,
-        )
+TABLE = Table(
+    *("layout:<11", "scenario:<8", "variant:<43", "µs per step:>12", "ratio to stock:>15"),
+    "quartiles:>14",
+)
+
+
+def line(result: Result) -> str:
+    quartiles = " to ".join(f"{each:.3f}" for each in result.ratio_quartiles)
+    times = (f"{result.step_us:.1f}", f"{result.ratio:.3f}", quartiles)
+    return TABLE.line(result.layout, result.scenario, result.variant, *times)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
-    parser.add_argument("--turns", type=int, default=20, help="per variant and pass")
-    parser.add_argument("--layout", default="", help="only layouts whose name contains this")
-    arguments = parser.parse_args()
-
-    print(f"vLLM {vllm.__version__}, Python {platform.python_version()}")
-    activation = survey(Settings(mode=Mode.STRICT))
-    plans = activation.plans
+    options = parser(__doc__, "bench-scheduler-overhead")
+    options.add_argument("--turns", type=int, help="per variant and pass")
+    options.add_argument("--layout", action="append", choices=LAYOUTS)
+    arguments = options.parse_args()
+    num_turns = arguments.turns or (4 if arguments.quick else 20)
+    lines = [f"vLLM {vllm.__version__}, Python {platform.python_version()}", TABLE.head]
+    print(*lines, sep="\n")
+    plans = survey(Settings(mode=Mode.STRICT)).plans
     results: list[Result] = []
-    for layout in LAYOUTS:
-        if arguments.layout not in layout.name:
-            continue
+    for name in arguments.layout or LAYOUTS:
         for scenario in SCENARIOS:
-            results += measure(layout, scenario, plans, arguments.turns)
-            print_results(results[-len(VARIANTS) :])
-
+            found = measure(LAYOUTS[name], scenario, plans, num_turns)
+            results += found
+            lines += map(line, found)
+            print(*map(line, found), sep="\n", flush=True)
     unconfigured = statistics.median(r.ratio for r in results if r.variant == UNCONFIGURED.name)
-    verdict = "within" if unconfigured <= UNCONFIGURED_LIMIT else "ABOVE"
-    print(
-        f"\nNothing configured, {len(REPAIRED)} repairs: in the median of all loads "
-        f"{unconfigured:.3f} of stock, {verdict} {UNCONFIGURED_LIMIT}."
-    )
-    if arguments.json:
-        report = {
-            "vllm": vllm.__version__,
-            "python": platform.python_version(),
-            "passes": len(VARIANTS),
-            "turns": arguments.turns,
-            "steps_per_turn": STEPS_PER_TURN,
-            "results": [asdict(result) for result in results],
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if unconfigured <= UNCONFIGURED_LIMIT else 1
+    is_met = unconfigured <= UNCONFIGURED_LIMIT
+    text = f"nothing configured, {len(REPAIRED)} repairs: in the median of all loads "
+    lines.append(verdict(is_met, f"{text}{unconfigured:.3f} of stock, limit {UNCONFIGURED_LIMIT}"))
+    print(lines[-1])
+    write(arguments.out, lines, results)
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

@@ -11,59 +11,81 @@
 #include <string>
 #include <vector>
 
+#include "cpu/copy_kernels.h"
+#include "cpu/rotation_kernels.h"
 #include "kvext/checked_transfer.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/placement.h"
 #include "kvext/rotation.h"
-#include "retention/bindings.h"
 
 namespace nb = nanobind;
+
+namespace kvext::retention {
+
+void bind(nb::module_& module);  // retention/bindings.cpp
+
+}  // namespace kvext::retention
 
 namespace {
 
 constexpr int kMostThreads = 256;
 
-// A table of the caller's, held as long as this lives.
+// A buffer of the caller's, held as long as this lives.
+class HeldBuffer {
+ public:
+  HeldBuffer(const HeldBuffer&) = delete;
+  HeldBuffer& operator=(const HeldBuffer&) = delete;
+
+ protected:
+  HeldBuffer() = default;
+  ~HeldBuffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+
+  // Whether the object has one.
+  bool take(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  std::string format() const { return view_.format == nullptr ? "B" : view_.format; }
+  bool is_contiguous() const { return PyBuffer_IsContiguous(&view_, 'C') != 0; }
+  bool is_aligned(size_t num_bytes) const {
+    return reinterpret_cast<uintptr_t>(view_.buf) % num_bytes == 0;
+  }
+
+  Py_buffer view_{};
+};
+
+constexpr const char* kNoBuffer = "an object without a buffer";
+
+// A table: rows of int64.
 template <typename Row>
-class HeldTable {
+class HeldTable : HeldBuffer {
  public:
   HeldTable(nb::handle object, const char* name) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) != 0) {
-      PyErr_Clear();
-      refuse(name, "an object without a buffer");
-    }
-    if (!is_table()) {
-      const std::string found = words();
-      PyBuffer_Release(&view_);
-      refuse(name, found);
-    }
+    if (!take(object)) refuse(name, kNoBuffer);
+    const bool is_table = (format() == "l" || format() == "q") &&
+                          view_.itemsize == sizeof(int64_t) && view_.ndim == 2 &&
+                          view_.shape[1] == Row::kColumns && is_contiguous() &&
+                          is_aligned(alignof(int64_t));
+    if (!is_table) refuse(name, words());
   }
-  ~HeldTable() { PyBuffer_Release(&view_); }
-  HeldTable(const HeldTable&) = delete;
-  HeldTable& operator=(const HeldTable&) = delete;
 
   kvext::Table<Row> table() const {
     return {static_cast<const Row*>(view_.buf), static_cast<int64_t>(view_.shape[0])};
   }
 
  private:
-  bool is_table() const {
-    const std::string format = view_.format == nullptr ? "B" : view_.format;
-    return (format == "l" || format == "q") && view_.itemsize == sizeof(int64_t) &&
-           view_.ndim == 2 && view_.shape[1] == Row::kColumns &&
-           PyBuffer_IsContiguous(&view_, 'C') != 0 &&
-           reinterpret_cast<uintptr_t>(view_.buf) % alignof(int64_t) == 0;
-  }
-
   std::string words() const {
     std::string shape;
     for (int i = 0; i < view_.ndim; ++i) {
       shape += (i > 0 ? ", " : "") + std::to_string(view_.shape[i]);
     }
-    return "format '" + std::string(view_.format == nullptr ? "B" : view_.format) +
-           "', shape [" + shape + "], " +
-           (PyBuffer_IsContiguous(&view_, 'C') ? "contiguous" : "not contiguous");
+    return "format '" + format() + "', shape [" + shape + "], " +
+           (is_contiguous() ? "contiguous" : "not contiguous");
   }
 
   [[noreturn]] static void refuse(const char* name, const std::string& found) {
@@ -71,8 +93,6 @@ class HeldTable {
                                  std::to_string(Row::kColumns) + "], C-contiguous, found " + found +
                                  ". Build it with numpy.ascontiguousarray(rows, numpy.int64).");
   }
-
-  Py_buffer view_;
 };
 
 // The arguments of a transfer.
@@ -98,26 +118,14 @@ class HeldTransfer {
   kvext::Transfer transfer_;
 };
 
-// Frequencies of the caller's, held as long as this lives.
-class HeldFrequencies {
+class HeldFrequencies : HeldBuffer {
  public:
   explicit HeldFrequencies(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) != 0) {
-      PyErr_Clear();
-      refuse("an object without a buffer");
-    }
-    const std::string format = view_.format == nullptr ? "B" : view_.format;
-    if (format != "d" || view_.ndim != 1 || PyBuffer_IsContiguous(&view_, 'C') == 0 ||
-        reinterpret_cast<uintptr_t>(view_.buf) % alignof(double) != 0) {
-      const std::string found = "format '" + format + "', " + std::to_string(view_.ndim) +
-                                " dimensions";
-      PyBuffer_Release(&view_);
-      refuse(found);
+    if (!take(object)) refuse(kNoBuffer);
+    if (format() != "d" || view_.ndim != 1 || !is_contiguous() || !is_aligned(alignof(double))) {
+      refuse("format '" + format() + "', " + std::to_string(view_.ndim) + " dimensions");
     }
   }
-  ~HeldFrequencies() { PyBuffer_Release(&view_); }
-  HeldFrequencies(const HeldFrequencies&) = delete;
-  HeldFrequencies& operator=(const HeldFrequencies&) = delete;
 
   const double* values() const { return static_cast<const double*>(view_.buf); }
   int64_t size() const { return static_cast<int64_t>(view_.shape[0]); }
@@ -128,8 +136,6 @@ class HeldFrequencies {
         "frequencies: expected float64, one dimension, contiguous, found " + found +
         ". Build it with numpy.ascontiguousarray(frequencies, numpy.float64).");
   }
-
-  Py_buffer view_;
 };
 
 [[noreturn]] void refuse_option(const std::string& message) {
@@ -250,12 +256,15 @@ void require_cpus(const std::vector<int>& cpus, int64_t niceness) {
 }
 
 nb::dict describe() {
-  const kvext::Description description = kvext::describe();
+  std::vector<std::string> instruction_sets;
+  for (const kvext::CopyKernel& kernel : kvext::copy_kernels()) {
+    instruction_sets.push_back(kernel.name);
+  }
   nb::dict described;
   described["version"] = KVEXT_VERSION;
-  described["instruction_sets"] = description.instruction_sets;
-  described["kernel"] = description.kernel;
-  described["rotation_kernel"] = description.rotation_kernel;
+  described["kernel"] = instruction_sets.front();
+  described["instruction_sets"] = instruction_sets;
+  described["rotation_kernel"] = kvext::rotation_kernels().front().name;
   return described;
 }
 

@@ -141,15 +141,15 @@ def computed_spans(output: Any) -> Iterator[tuple[str, Span]]:
         yield row_id, (firsts[row_id], firsts[row_id] + num_tokens)
 
 
-def between(tokens: Any, holes: Iterable[Any]) -> Iterator[Span]:
+def between(tokens: Span, holes: Iterable[Span]) -> Iterator[Span]:
     """What is left of a range without its holes."""
-    first = tokens.first
-    for hole in holes:
-        if first < hole.first:
-            yield first, hole.first
-        first = hole.end
-    if first < tokens.end:
-        yield first, tokens.end
+    first, end = tokens
+    for hole_first, hole_end in holes:
+        if first < hole_first:
+            yield first, hole_first
+        first = hole_end
+    if first < end:
+        yield first, end
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 
 Several conversations share a system prompt and take turns on an engine whose KV cache is too small
 to keep every block of all of them. Stock vLLM keeps every sliding-window block anyway, and so
-evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, a prompt leaves
-the blocks that a later request can hit, and no others; with
+evicts what the next turn needs. With ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` set, the blocks that
+a later request is likely to hit are the last ones to go; with
 ``VLLM_ASCEND_KVEXT_RETENTION=adaptive`` nobody has to choose an interval. The model is a tiny
 Gemma 3 with random weights, so neither an accelerator nor a download is needed:
 
@@ -206,7 +206,7 @@ class Record:
             for mine, theirs in zip(self.requests, other.requests, strict=True)
         )
 
-    def most_hit_tokens(self) -> list[int]:
+    def max_hit_tokens(self) -> list[int]:
         """What each request would hit in a cache that never loses a block."""
         seen: set[tuple[int, ...]] = set()
         hits = []
@@ -276,7 +276,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
     def plot(name: str, hits: Sequence[int], **style: Any) -> None:
         axes.plot([0, *accumulate(hits)], label=f"{name}: {sum(hits):,} tokens", **style)
 
-    plot("a cache without limit", records[REFERENCE].most_hit_tokens(), color="0.85", lw=7)
+    plot("a cache without limit", records[REFERENCE].max_hit_tokens(), color="0.85", lw=7)
     for name, record in records.items():
         owner, _, setting = name.partition(", ")
         color = COLORS.get(setting, "tab:blue")

@@ -59,18 +59,14 @@ def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
 class LookupGroup(NamedTuple):
     """KV cache groups of one spec, which a coordinator looks up as one.
 
-    Attributes:
-        spec: Their spec.
-        group_ids: Their ids.
-        manager: The manager of the first of them.
-        looks_ahead: Whether a hit drops the last block that it finds (EAGLE, MTP). One group that
-            does makes all those that share its spec do so.
+    With ``use_eagle`` a hit drops the last block that it finds (EAGLE, MTP). One group that does
+    makes all those that share its spec do so.
     """
 
     spec: KVCacheSpec
     group_ids: tuple[int, ...]
-    manager: SingleTypeKVCacheManager
-    looks_ahead: bool
+    manager: SingleTypeKVCacheManager  # Of the first group.
+    use_eagle: bool
 
 
 def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
@@ -89,10 +85,7 @@ def drop_nulls(manager: SingleTypeKVCacheManager, request_id: str) -> int:
     """Take the null blocks out of a request's block table, which is about to be freed.
 
     Nulls lie where no block is held: before a window, and before and between the states of a Mamba
-    group. Groups that hold every block are not searched.
-
-    Returns:
-        How many there were.
+    group. Groups that hold every block are not searched. Returns how many there were.
     """
     blocks = manager.req_to_blocks.get(request_id)
     if not blocks or not manager.get_num_skipped_tokens(_ANY_LENGTH_TOKENS):

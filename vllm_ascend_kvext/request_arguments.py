@@ -11,21 +11,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-MOST_TEXT_CHARACTERS = 1 << 18
+MAX_TEXT_CHARACTERS = 1 << 18
 """Of JSON text. An argument is decoded on the scheduler's thread: this takes some milliseconds."""
 
-_MOST_SHOWN = 100
+_MAX_SHOWN = 100
 """Characters of what a client has sent."""
 
 
 def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
     """The value of an argument; None if a request does not have it.
 
-    JSON text is decoded. Text that is something else, or longer than `MOST_TEXT_CHARACTERS`, is
+    JSON text is decoded. Text that is something else, or longer than `MAX_TEXT_CHARACTERS`, is
     returned as it is: whoever expects a list or a number refuses it.
     """
     value = (extra_args or {}).get(name)
-    if isinstance(value, str) and len(value) <= MOST_TEXT_CHARACTERS:
+    if isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS:
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
@@ -44,4 +44,4 @@ def shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # A number of thousands of digits, or very deep.
         return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of this package: typed, documented, validated once.
+"""Every environment variable of this package: its default, its values and what they do.
 
-Knows nothing of vLLM: whether a retention interval suits a model is decided at engine start,
-where the unit of its prefix-cache hits is known.
+The fields of `Settings` are the one declaration, see ``declared``. Knows nothing of vLLM: whether a
+retention interval suits a model is decided at engine start, where the unit of its prefix-cache hits
+is known.
 """
 
 from __future__ import annotations
 
-import difflib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Annotated, Any
 
+from vllm_ascend_kvext.declared import Described, declared, did_you_mean, texts_of
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.features import (
-    CONNECTOR,
     DEFAULTS,
     FAST_PREFIX_CACHE,
     FEATURES,
-    LMCACHE,
     REPAIRS,
     with_requirements,
 )
@@ -31,13 +31,17 @@ RETENTION_VARIABLE = f"{OWN_PREFIX}RETENTION"
 FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
-HOLE_REUSE_VARIABLE = f"{OWN_PREFIX}HOLE_REUSE"
 LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
 BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
+REMOVED = {
+    f"{OWN_PREFIX}HOLE_REUSE": 'Set "hole_reuse": false in kv_connector_extra_config instead.',
+}
+"""Variables that there were, and what holds in their place."""
 
-ChoiceT = TypeVar("ChoiceT", bound=enum.Enum)
+_TRUTHS = {"true": "1", "false": "0"}
+"""What the alias of another project may have, too."""
 
 
 class Mode(enum.Enum):
@@ -56,114 +60,11 @@ class Switch(enum.Enum):
     AUTO = "auto"
 
 
-class Bundle(enum.Enum):
-    """How many calls move the planes of a request."""
-
-    ONE_PER_PLANE = "0"
-    ONE = "1"
-
-
-class AscendKernel(enum.Enum):
-    """Whether small scattered runs are moved by the AscendC kernel."""
-
-    OFF = "0"
-    ON = "1"
-
-
-class HoleReuse(enum.Enum):
-    """Whether KvextConnector loads what is stored behind a missing chunk."""
-
-    OFF = "0"
-    ON = "1"
-
-
 class Retention(enum.Enum):
     """Who decides which boundaries stay in the prefix cache."""
 
     INTERVAL = "interval"
     ADAPTIVE = "adaptive"
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One row of the table of variables.
-
-    Attributes:
-        name: The environment variable.
-        default: What holds while it is unset, in words.
-        doc: Its values and their effect, one paragraph of Markdown.
-    """
-
-    name: str
-    default: str
-    doc: str
-
-
-VARIABLES = (
-    Variable(
-        name=MODE_VARIABLE,
-        default=Mode.SAFE.value,
-        doc="`off`: vLLM runs untouched. `safe`: a patch that does not fit the installed vLLM is "
-        "left out with one warning, unless its feature was asked for. `strict`: it stops vLLM.",
-    ),
-    Variable(
-        name=DISABLE_VARIABLE,
-        default="unset",
-        doc="Repairs of upstream defects to leave out, separated by commas: "
-        + ", ".join(f"`{repair.name}`" for repair in REPAIRS)
-        + f". `{CONNECTOR.name}` leaves out KvextConnector: vLLM does not know it then. "
-        f"`{LMCACHE.name}` leaves LMCacheMPConnector as LMCache has it. Unset: all of them are in "
-        "effect.",
-    ),
-    Variable(
-        name=RETENTION_VARIABLE,
-        default=Retention.INTERVAL.value,
-        doc="`interval`: the interval below decides alone. `adaptive`: what requests resume from, "
-        "share and name decides which blocks of sliding-window and state groups stay in the prefix "
-        "cache, and what gives way when it is full. An interval then adds a grid.",
-    ),
-    Variable(
-        name=RETENTION_INTERVAL_VARIABLE,
-        default="unset",
-        doc="Which blocks of sliding-window and state groups stay in the prefix cache. Unset or "
-        "blank: all of them. `0`: those behind the last positions a request can be resumed at. "
-        "`N`: also those behind every N-th token.",
-    ),
-    Variable(
-        name=FAST_PREFIX_CACHE_VARIABLE,
-        default="auto",
-        doc="`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same "
-        "in less time. `0`: upstream's run. `auto`: with retention.",
-    ),
-    Variable(
-        name=BUNDLE_VARIABLE,
-        default=Bundle.ONE.value,
-        doc="`1`: one call moves all groups and planes of a request. `0`: one call per plane, with "
-        f"the same result. While it is unset, `{BUNDLE_ALIAS}` is read.",
-    ),
-    Variable(
-        name=ASCEND_KERNEL_VARIABLE,
-        default=AscendKernel.OFF.value,
-        doc="Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the "
-        "AscendC kernel, where the package was built with it. `0`: by the DMA engines.",
-    ),
-    Variable(
-        name=HOLE_REUSE_VARIABLE,
-        default=HoleReuse.ON.value,
-        doc="With KvextConnector. `1`: where a chunk is missing in host memory, what is stored "
-        "behind it is loaded, and the missing tokens alone are computed. `0`: everything behind it "
-        "is computed. The option `hole_reuse` of the connector comes first.",
-    ),
-    Variable(
-        name=LMCACHE_KEYS_VARIABLE,
-        default=Switch.AUTO.value,
-        doc="With LMCacheMPConnector. `1`: the names of stored objects say how the engine lays out "
-        "its KV, so that engines with other groups, dtypes, block sizes or parallel sizes never "
-        "read each other's. `auto`: the same for models with several KV cache groups; with one "
-        "group names are LMCache's. `0`: names are LMCache's always, which is safe only where all "
-        "engines of a server are alike.",
-    ),
-)
 
 
 HOW_TO_ASK = {
@@ -175,30 +76,45 @@ HOW_TO_ASK = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The variables as one process found them.
+    """The variables as one process found them."""
 
-    Attributes:
-        mode: Value of ``VLLM_ASCEND_KVEXT_MODE``.
-        retention_interval: Text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None if unset or
-            blank.
-        retention: Value of ``VLLM_ASCEND_KVEXT_RETENTION``.
-        disabled: The features named by ``VLLM_ASCEND_KVEXT_DISABLE``.
-        fast_prefix_cache: Value of ``VLLM_ASCEND_KVEXT_FAST_PREFIX_CACHE``.
-        is_bundled: Value of ``VLLM_ASCEND_KVEXT_BUNDLE`` or its alias.
-        uses_ascend_kernel: Value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
-        reuses_holes: Value of ``VLLM_ASCEND_KVEXT_HOLE_REUSE``.
-        lmcache_keys: Value of ``VLLM_ASCEND_KVEXT_LMCACHE_KEYS``.
-    """
+    mode: Annotated[Mode, MODE_VARIABLE] = Mode.SAFE
+    """`off`: vLLM runs untouched. `safe`: a patch that does not fit the installed vLLM is left out
+    with one warning, unless its feature was asked for. `strict`: it stops vLLM."""
 
-    mode: Mode = Mode.SAFE
-    retention_interval: str | None = None
-    retention: Retention = Retention.INTERVAL
-    disabled: frozenset[str] = frozenset()
-    fast_prefix_cache: Switch = Switch.AUTO
-    is_bundled: bool = True
-    uses_ascend_kernel: bool = False
-    reuses_holes: bool = True
-    lmcache_keys: Switch = Switch.AUTO
+    disabled: Annotated[frozenset[str], DISABLE_VARIABLE] = frozenset()
+    """Repairs of upstream defects to leave out, separated by commas: {repairs}. `connector` leaves
+    out KvextConnector: vLLM does not know it then. `lmcache` leaves LMCacheMPConnector as LMCache
+    has it. Unset: all of them are in effect."""
+
+    retention: Annotated[Retention, RETENTION_VARIABLE] = Retention.INTERVAL
+    """`interval`: the interval below decides alone. `adaptive`: what requests resume from, share
+    and name decides which blocks of sliding-window and state groups stay in the prefix cache, and
+    what gives way when it is full. An interval then adds a grid."""
+
+    retention_interval: Annotated[str | None, RETENTION_INTERVAL_VARIABLE] = None
+    """Which blocks of sliding-window and state groups are the last to leave the prefix cache. Unset
+    or blank: vLLM decides. `0`: those before the last positions a request can be resumed at. `N`:
+    also those before every N-th token."""
+
+    fast_prefix_cache: Annotated[Switch, FAST_PREFIX_CACHE_VARIABLE] = Switch.AUTO
+    """`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same in less
+    time. `0`: upstream's run. `auto`: with retention."""
+
+    is_bundled: Annotated[bool, BUNDLE_VARIABLE] = True
+    """`1`: one call moves all groups and planes of a request. `0`: one call per plane, with the
+    same result. While it is unset, `LMCACHE_ASCEND_BUNDLE_MULTI_SPEC` is read."""
+
+    uses_ascend_kernel: Annotated[bool, ASCEND_KERNEL_VARIABLE] = False
+    """Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the AscendC
+    kernel, where the package was built with it. `0`: by the DMA engines."""
+
+    lmcache_keys: Annotated[Switch, LMCACHE_KEYS_VARIABLE] = Switch.AUTO
+    """With LMCacheMPConnector. `1`: the names of stored objects say how the engine lays out its KV,
+    so that engines with other groups, dtypes, block sizes or parallel sizes never read each
+    other's. `auto`: the same for models with several KV cache groups; with one group names are
+    LMCache's. `0`: names are LMCache's always, which is safe only where all engines of a server are
+    alike."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -207,25 +123,15 @@ class Settings:
         With mode ``off`` no other variable is looked at.
 
         Raises:
-            SettingsError: If the mode is not one of `Mode`, a ``VLLM_ASCEND_KVEXT_*`` variable is
-                not in `VARIABLES`, a name to disable is not that of a repair, or a feature that is
+            SettingsError: If a variable has a value that is not one of its own, a
+                ``VLLM_ASCEND_KVEXT_*`` variable is not one of `Settings`, or a feature that is
                 asked for is built on a repair that is disabled.
         """
-        mode = _parse_choice(environ, MODE_VARIABLE, Mode.SAFE)
+        mode = _read("mode", environ)
         if mode is Mode.OFF:
             return cls(mode=mode)
         _refuse_unknown_variables(environ)
-        settings = cls(
-            mode=mode,
-            retention_interval=parse_retention_interval(environ),
-            retention=parse_retention(environ),
-            disabled=_parse_disabled(environ.get(DISABLE_VARIABLE, "")),
-            fast_prefix_cache=_parse_choice(environ, FAST_PREFIX_CACHE_VARIABLE, Switch.AUTO),
-            is_bundled=parse_is_bundled(environ),
-            uses_ascend_kernel=parse_uses_ascend_kernel(environ),
-            reuses_holes=parse_reuses_holes(environ),
-            lmcache_keys=parse_lmcache_keys(environ),
-        )
+        settings = cls(**{key: _read(key, environ) for key in _VARIABLES})
         settings._refuse_contradictions()
         return settings
 
@@ -248,25 +154,11 @@ class Settings:
             return frozenset({FAST_PREFIX_CACHE.name})
         return frozenset()
 
-    @property
-    def requested_features(self) -> frozenset[str]:
-        """The features that the user asked for."""
-        return frozenset(self.requests)
-
     def refuse_wrong_interval(self) -> None:
-        """Refuse a retention interval that is wrong for every model.
-
-        Which intervals suit a model is decided at engine start, where the unit of its prefix-cache
-        hits is known.
-
-        Raises:
-            SettingsError: If it is no integer, or negative.
-        """
+        """Raise `SettingsError` for a retention interval that is no integer, or negative."""
         text = self.retention_interval
-        if text is None:
-            return
         try:
-            problem = "negative" if int(text) < 0 else ""
+            problem = "negative" if text is not None and int(text) < 0 else ""
         except ValueError:
             problem = "not an integer"
         if problem:
@@ -288,82 +180,74 @@ class Settings:
                 )
 
 
+_VARIABLES = {each.key: each for each in declared(Settings)}
+VARIABLE_NAMES = tuple(each.note for each in _VARIABLES.values())
+
+
+def describe_variables() -> list[Described]:
+    """Every variable, in the order of the page of settings."""
+    texts = texts_of(Settings)
+    repairs = ", ".join(f"`{repair.name}`" for repair in REPAIRS)
+    return [
+        Described(
+            each.note,
+            _digit(each.default) if each.kind is bool else each.default_in_words,
+            texts[each.key].replace("{repairs}", repairs),
+        )
+        for each in _VARIABLES.values()
+    ]
+
+
 def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` that only this package knows, with their values."""
-    names = (variable.name for variable in VARIABLES)
     return {
-        name: environ[name] for name in names if name.startswith(OWN_PREFIX) and name in environ
+        name: environ[name]
+        for name in VARIABLE_NAMES
+        if name.startswith(OWN_PREFIX) and name in environ
     }
 
 
-def parse_retention(environ: Mapping[str, str]) -> Retention:
-    """The value of ``VLLM_ASCEND_KVEXT_RETENTION``.
-
-    Raises:
-        SettingsError: If it is not one of `Retention`.
-    """
-    return _parse_choice(environ, RETENTION_VARIABLE, Retention.INTERVAL)
-
-
-def parse_retention_interval(environ: Mapping[str, str]) -> str | None:
-    """The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None where it is unset or blank."""
-    text = environ.get(RETENTION_INTERVAL_VARIABLE, "")
-    return text if text.strip() else None
-
-
-def parse_is_bundled(environ: Mapping[str, str]) -> bool:
-    """The value of ``VLLM_ASCEND_KVEXT_BUNDLE``, or of its alias while that is unset.
-
-    Raises:
-        SettingsError: If it is neither 0 nor 1; the alias may also be true or false.
-    """
-    if BUNDLE_VARIABLE not in environ and BUNDLE_ALIAS not in environ:
-        return True  # Asked once per transfer.
-    text = environ.get(BUNDLE_ALIAS, "").strip().lower()
-    digit = {"true": "1", "false": "0"}.get(text, text)
-    alias = _parse_choice({BUNDLE_ALIAS: digit}, BUNDLE_ALIAS, Bundle.ONE)
-    return _parse_choice(environ, BUNDLE_VARIABLE, alias) is Bundle.ONE
+def _read(key: str, environ: Mapping[str, str]) -> Any:
+    """The value of one field of `Settings`; `SettingsError` if it is not one of its own."""
+    _, kind, name, default = _VARIABLES[key]
+    if key == "disabled":
+        return _parse_disabled(environ.get(name, ""))
+    if key == "retention_interval":
+        text = environ.get(name, "")
+        return text if text.strip() else None
+    if kind is not bool:
+        return kind(_word(environ, name, default.value, [each.value for each in kind]))
+    word = _digit(default)
+    if key == "is_bundled" and BUNDLE_ALIAS in environ:
+        text = environ[BUNDLE_ALIAS]
+        known = {BUNDLE_ALIAS: _TRUTHS.get(text.strip().lower(), text)}
+        word = _word(known, BUNDLE_ALIAS, word, ["0", "1"])
+    return _word(environ, name, word, ["0", "1"]) == "1"
 
 
-def parse_uses_ascend_kernel(environ: Mapping[str, str]) -> bool:
-    """The value of ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL``.
-
-    Raises:
-        SettingsError: If it is neither 0 nor 1.
-    """
-    return _parse_choice(environ, ASCEND_KERNEL_VARIABLE, AscendKernel.OFF) is AscendKernel.ON
-
-
-def parse_reuses_holes(environ: Mapping[str, str]) -> bool:
-    """The value of ``VLLM_ASCEND_KVEXT_HOLE_REUSE``.
-
-    Raises:
-        SettingsError: If it is neither 0 nor 1.
-    """
-    return _parse_choice(environ, HOLE_REUSE_VARIABLE, HoleReuse.ON) is HoleReuse.ON
+# Those that are asked for while an engine runs.
+Environ = Mapping[str, str]
+parse_retention: Callable[[Environ], Retention] = partial(_read, "retention")
+parse_retention_interval: Callable[[Environ], str | None] = partial(_read, "retention_interval")
+parse_is_bundled: Callable[[Environ], bool] = partial(_read, "is_bundled")
+parse_uses_ascend_kernel: Callable[[Environ], bool] = partial(_read, "uses_ascend_kernel")
+parse_lmcache_keys: Callable[[Environ], Switch] = partial(_read, "lmcache_keys")
 
 
-def parse_lmcache_keys(environ: Mapping[str, str]) -> Switch:
-    """The value of ``VLLM_ASCEND_KVEXT_LMCACHE_KEYS``.
-
-    Raises:
-        SettingsError: If it is not one of `Switch`.
-    """
-    return _parse_choice(environ, LMCACHE_KEYS_VARIABLE, Switch.AUTO)
+def _digit(is_on: bool) -> str:
+    return "1" if is_on else "0"
 
 
-def _parse_choice(environ: Mapping[str, str], name: str, default: ChoiceT) -> ChoiceT:
+def _word(environ: Mapping[str, str], name: str, default: str, words: Collection[str]) -> str:
+    """What a variable has: one of some words, or nothing."""
     text = environ.get(name, "")
-    value = text.strip().lower()
-    if not value:
-        return default
-    choices = [choice.value for choice in type(default)]
-    if value not in choices:
+    word = text.strip().lower() or default
+    if word not in words:
         raise SettingsError(
-            f"{name}={text!r} is not one of its values: expected {', '.join(choices)}."
-            f"{_did_you_mean(value, choices)}"
+            f"{name}={text!r} is not one of its values: expected {', '.join(words)}."
+            f"{did_you_mean(word, words)}"
         )
-    return type(default)(value)
+    return word
 
 
 def _parse_disabled(text: str) -> frozenset[str]:
@@ -373,21 +257,17 @@ def _parse_disabled(text: str) -> frozenset[str]:
         if name not in known:
             raise SettingsError(
                 f"{DISABLE_VARIABLE}={text!r}: {name!r} is not one of them: expected some of "
-                f"{', '.join(known)}, separated by commas.{_did_you_mean(name, known)}"
+                f"{', '.join(known)}, separated by commas.{did_you_mean(name, known)}"
             )
     return frozenset(names)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = [variable.name for variable in VARIABLES]
     for name in sorted(environ):
-        if name.startswith(OWN_PREFIX) and name not in known:
+        if name in REMOVED:
+            raise SettingsError(f"{name} is gone. {REMOVED[name]} Unset it.")
+        if name.startswith(OWN_PREFIX) and name not in VARIABLE_NAMES:
             raise SettingsError(
-                f"Unknown environment variable {name}: expected one of {', '.join(known)}."
-                f"{_did_you_mean(name, known)} Correct or unset it."
+                f"Unknown environment variable {name}: expected one of {', '.join(VARIABLE_NAMES)}."
+                f"{did_you_mean(name, VARIABLE_NAMES)} Correct or unset it."
             )
-
-
-def _did_you_mean(text: str, candidates: list[str]) -> str:
-    nearest = difflib.get_close_matches(text, candidates, n=1)
-    return f" Did you mean {nearest[0]}?" if nearest else ""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers are worth: plain functions of texts, of top log-probabilities and of times."""
+"""What answers are worth: plain functions of texts and of top log-probabilities."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ LogProbs = Mapping[int, float]
 RESAMPLES = 4000
 _END_OF_ANSWER = re.compile(r"[.,;!?\n\"]")
 _NO_WORD = re.compile(r"[^a-z0-9 ]")
-_LEAST_REST = 1e-12
+_MIN_REST = 1e-12
 
 
 def answer_in(text: str) -> str:
@@ -36,16 +35,6 @@ def exact_match(said: str, wanted: str) -> float:
     return float(words(said) == words(wanted))
 
 
-def f1(said: str, wanted: str) -> float:
-    """Of the words: harmonic mean of precision and recall."""
-    said_words, wanted_words = words(said), words(wanted)
-    common = (Counter(said_words) & Counter(wanted_words)).total()
-    if not common:
-        return 0.0
-    precision, recall = common / len(said_words), common / len(wanted_words)
-    return 2 * precision * recall / (precision + recall)
-
-
 def divergence(reference: LogProbs, other: LogProbs) -> float:
     """Kullback-Leibler divergence of two next-token distributions, in nats.
 
@@ -55,7 +44,7 @@ def divergence(reference: LogProbs, other: LogProbs) -> float:
     common = reference.keys() & other.keys()
     total = sum(math.exp(reference[token]) * (reference[token] - other[token]) for token in common)
     rest, other_rest = (
-        max(_LEAST_REST, 1.0 - sum(math.exp(each[token]) for token in common))
+        max(_MIN_REST, 1.0 - sum(math.exp(each[token]) for token in common))
         for each in (reference, other)
     )
     return total + rest * math.log(rest / other_rest)

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.cpu_engine import kvext_config
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """One way to serve.
 
     Attributes:
-        name: As printed.
-        prefix_caching: vLLM's.
-        options: Of the connector, beyond those that all have; None: no connector.
+        options: Options of the connector, beyond those that all have; None: no connector.
         has_text_sink: Whether documents are stored behind a text, see ``sink_text``, and not only
             behind the token for the beginning of a sequence.
     """
@@ -35,43 +35,30 @@ class Mode:
         """For vLLM.
 
         Args:
-            host_gib: Host memory of the connector.
             sink_ids: What documents are stored behind; None: the connector's default.
         """
         if self.options is None:
             return None
-        extra = {"host_memory_gib": host_gib, "blending": True, **self.options}
-        if sink_ids is not None:
-            extra["segment_sink"] = list(sink_ids)
-        return {
-            "kv_connector": "KvextConnector",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": "vllm_ascend_kvext.connector",
-            "kv_connector_extra_config": extra,
-        }
+        sink = {} if sink_ids is None else {"segment_sink": list(sink_ids)}
+        return kvext_config(host_memory_gib=host_gib, blending=True, **self.options, **sink)
 
 
-def _heads(num_tokens: int) -> Mapping[str, Any]:
-    return {"blend_selector": "heads", "blend_head_tokens": num_tokens}
+def heads(name: str, num_tokens: int) -> Mode:
+    return Mode(name, options={"blend_selector": "heads", "blend_head_tokens": num_tokens})
 
 
-def _question(ratio: float) -> Mapping[str, Any]:
-    return {"blend_selector": "question", "blend_ratio": ratio}
-
-
-FULL = Mode("full recompute", prefix_caching=False)
-PREFIX_CACHING = Mode("prefix caching")
-PLAIN = Mode("plain reuse", options=_heads(0))
-HEADS_16 = Mode("heads 16", options=_heads(16))
-QUESTION_10 = Mode("question 10 %", options=_question(0.10))
+def _question(name: str, ratio: float) -> Mode:
+    return Mode(name, options={"blend_selector": "question", "blend_ratio": ratio})
 
 
 def _behind_text(mode: Mode) -> Mode:
     return replace(mode, name=f"{mode.name}, text", has_text_sink=True)
 
 
-HEADS_16_TEXT = _behind_text(HEADS_16)
-QUESTION_10_TEXT = _behind_text(QUESTION_10)
+FULL = Mode("full recompute", prefix_caching=False)
+PREFIX_CACHING = Mode("prefix caching")
+PLAIN = heads("plain reuse", 0)
+HEADS_16 = heads("heads 16", 16)
 
 MODES: Mapping[str, Mode] = {
     mode.name: mode
@@ -79,14 +66,13 @@ MODES: Mapping[str, Mode] = {
         FULL,
         PREFIX_CACHING,
         PLAIN,
-        Mode("heads 8", options=_heads(8)),
+        heads("heads 8", 8),
         HEADS_16,
-        Mode("heads 32", options=_heads(32)),
-        Mode("question 5 %", options=_question(0.05)),
-        QUESTION_10,
-        Mode("question 20 %", options=_question(0.20)),
+        heads("heads 32", 32),
+        _question("question 5 %", 0.05),
+        _question("question 10 %", 0.10),
+        _question("question 20 %", 0.20),
         _behind_text(PLAIN),
-        HEADS_16_TEXT,
-        QUESTION_10_TEXT,
+        _behind_text(HEADS_16),
     )
 }

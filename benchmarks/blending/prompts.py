@@ -3,26 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from blending.questions import Asked, Document, Kind, ask, make_documents
+from blending.questions import Document, Kind, ask, make_documents
 
 SYSTEM = "You answer questions about the given stories with a few words."
 MISSING = (0, 1, 2)
 """Documents of a prompt that nobody has stored."""
-
-
-class Tokenizer(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class FolderTokenizer:
@@ -45,11 +36,8 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        tokens: All of it.
         segments: Of each document, the first token's index and that behind its last.
-        kind: Of the question.
-        num_missing: Documents that nobody has stored.
-        answer: That is right.
+        num_missing: How many of its documents nobody has stored.
     """
 
     tokens: tuple[int, ...]
@@ -65,61 +53,37 @@ class Workload:
 
     Attributes:
         stored: The tokens of each document that is stored first.
-        prompts: In their order; each is asked once.
     """
 
     stored: tuple[tuple[int, ...], ...]
     prompts: tuple[Prompt, ...]
 
-    @classmethod
-    def join(cls, workloads: Iterable[Workload]) -> Workload:
-        """One after the other."""
-        found = list(workloads)
-        return cls(
-            tuple(tokens for each in found for tokens in each.stored),
-            tuple(prompt for each in found for prompt in each.prompts),
-        )
-
-    def write(self, path: Path) -> None:
-        prompts = [{**asdict(prompt), "kind": prompt.kind.value} for prompt in self.prompts]
-        path.write_text(json.dumps({"stored": self.stored, "prompts": prompts}) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Workload:
-        found = json.loads(path.read_text())
-        return cls(
-            tuple(tuple(tokens) for tokens in found["stored"]),
-            tuple(_prompt_of(each) for each in found["prompts"]),
-        )
-
-
-def _prompt_of(found: dict[str, Any]) -> Prompt:
-    segments = tuple((start, end) for start, end in found["segments"])
-    kind = Kind(found["kind"])
-    return Prompt(tuple(found["tokens"]), segments, kind, found["num_missing"], found["answer"])
-
 
 def make_workload(
-    tokenizer: Tokenizer, num_of_kind: int, missing: Sequence[int] = MISSING, seed: int = 0
+    tokenizer: FolderTokenizer,
+    num_of_kind: int,
+    missing: Sequence[int] = MISSING,
+    seeds: Sequence[int] = (0,),
 ) -> Workload:
     """Prompts of all kinds.
 
     Args:
-        tokenizer: The model's.
-        num_of_kind: Questions of each kind, for each number of missing documents.
+        num_of_kind: Questions of each kind, for each seed and number of missing documents.
         missing: How many documents of a prompt nobody has stored.
-        seed: Of the documents, their orders and the questions.
+        seeds: Of the documents, their orders and the questions.
     """
-    documents = make_documents(seed)
-    tokens = [tuple(tokenizer.encode(" " + each.text)) for each in documents]
-    return Workload(
-        tuple(tokens[n] for n, document in enumerate(documents) if document.is_stored),
-        tuple(_prompts(tokenizer, documents, tokens, num_of_kind, missing, seed)),
-    )
+    stored: list[tuple[int, ...]] = []
+    prompts: list[Prompt] = []
+    for seed in seeds:
+        documents = make_documents(seed)
+        tokens = [tuple(tokenizer.encode(" " + each.text)) for each in documents]
+        stored += [tokens[n] for n, document in enumerate(documents) if document.is_stored]
+        prompts += _prompts(tokenizer, documents, tokens, num_of_kind, missing, seed)
+    return Workload(tuple(stored), tuple(prompts))
 
 
 def _prompts(
-    tokenizer: Tokenizer,
+    tokenizer: FolderTokenizer,
     documents: Sequence[Document],
     tokens: Sequence[tuple[int, ...]],
     num_of_kind: int,
@@ -132,28 +96,15 @@ def _prompts(
     for _ in range(num_of_kind):
         for num_missing in missing:
             for kind in Kind:
-                asked = ask(rng, documents, kind, num_missing)
-                while asked.documents in seen:
-                    asked = ask(rng, documents, kind, num_missing)
-                seen.add(asked.documents)
-                yield _prompt(tokenizer, head, documents, tokens, asked)
-
-
-def _prompt(
-    tokenizer: Tokenizer,
-    head: Sequence[int],
-    documents: Sequence[Document],
-    tokens: Sequence[tuple[int, ...]],
-    asked: Asked,
-) -> Prompt:
-    found = list(head)
-    segments = []
-    for number in asked.documents:
-        segments.append((len(found), len(found) + len(tokens[number])))
-        found += tokens[number]
-    question = asked.question
-    found += tokenizer.encode(
-        f"\n\n{question.text}<|im_end|>\n<|im_start|>assistant\n{question.begins}"
-    )
-    num_missing = sum(not documents[number].is_stored for number in asked.documents)
-    return Prompt(tuple(found), tuple(segments), asked.kind, num_missing, question.answer)
+                order, question = ask(rng, documents, kind, num_missing)
+                while order in seen:
+                    order, question = ask(rng, documents, kind, num_missing)
+                seen.add(order)
+                found, segments = list(head), []
+                for number in order:
+                    segments.append((len(found), len(found) + len(tokens[number])))
+                    found += tokens[number]
+                found += tokenizer.encode(
+                    f"\n\n{question.text}<|im_end|>\n<|im_start|>assistant\n{question.begins}"
+                )
+                yield Prompt(tuple(found), tuple(segments), kind, num_missing, question.answer)

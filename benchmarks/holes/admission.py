@@ -4,8 +4,9 @@
     python benchmarks/holes/admission.py [--quick] [--rounds R] [--tokens N ...] [--out FOLDER]
 
 Compared with ``KVCacheManager.get_computed_blocks`` of stock vLLM, for a prompt that the device has
-as a whole, is ``Loads.match`` of the connector's scheduler side: the first call for a prompt that
-host memory has as a whole, with a tenth of its chunks missing, and with every other chunk missing.
+as a whole, is ``get_num_new_matched_tokens`` of the connector's scheduler side: the first call for
+a prompt that host memory has as a whole, with a tenth of its chunks missing, and with every other
+chunk missing.
 Rows named *idle* are those of an engine on which nothing runs: there it is also estimated whether
 to compute the beginning while the rest is loaded. While a request waits, vLLM asks again in every
 step: *again* is what such a call costs.
@@ -18,16 +19,14 @@ no page exists.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,15 @@ if __name__ == "__main__":
     sys.path.insert(1, str(ROOT / "tests"))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-TARGET_RATIO = 1.3
+from common.report import Table, median_ratio, parser, verdict, write  # noqa: E402
+
+MAX_RATIO = 1.3
 LENGTHS_TOKENS = (32_768, 131_072)
 QUICK_LENGTHS_TOKENS = (16_384,)
 ROUNDS = 301
 QUICK_ROUNDS = 21
 WARM_UP_ROUNDS = 10
-MOST_PLACES = 10
+MAX_PLACES = 10
 QUESTION_TOKENS = 20
 VOCABULARY_TOKENS = 50_000
 LAYOUT = "full"
@@ -64,13 +65,9 @@ class Result:
     """One row of the table, times in microseconds.
 
     Attributes:
-        num_tokens: Of the prompt, without the question.
-        name: As printed.
-        num_holes: That were found.
-        match_us: Of a lookup.
+        num_tokens: Tokens of the prompt, without the question.
         ratio: To stock's, median of the turns.
-        again_us: Of another one while the request waits; None of stock, which has none.
-        has_target: Whether the ratio has to be within `TARGET_RATIO`.
+        again_us: A lookup while the request waits; None for stock, which has none.
     """
 
     num_tokens: int
@@ -80,10 +77,6 @@ class Result:
     ratio: float
     again_us: float | None = None
     has_target: bool = True
-
-    @property
-    def is_met(self) -> bool:
-        return self.ratio <= TARGET_RATIO
 
 
 def missing_chunks(num_chunks: int) -> Mapping[str, set[int]]:
@@ -96,8 +89,8 @@ def missing_chunks(num_chunks: int) -> Mapping[str, set[int]]:
 
 
 def _spread(num_chunks: int, num_missing: int) -> Iterator[int]:
-    """In as many places as there are missing chunks, in `MOST_PLACES` at most."""
-    num_places = min(MOST_PLACES, num_missing)
+    """In as many places as there are missing chunks, in `MAX_PLACES` at most."""
+    num_places = min(MAX_PLACES, num_missing)
     for place in range(num_places):
         first = (2 * place + 1) * num_chunks // (2 * num_places)
         size = num_missing // num_places + (place < num_missing % num_places)
@@ -135,41 +128,42 @@ class HostLookup:
     """
 
     def __init__(self, prompt: Tokens, missing: set[int], is_idle: bool = False) -> None:
-        from host_tier.cells import installed
+        from retention.variants import installed
 
-        with installed("dense"):
+        with installed(None):
             engine = _engine(len(prompt), HOST_BYTES)
             _serve(engine, prompt)
         assert engine.side is not None
-        parts = engine.side._parts
-        assert parts is not None
-        _lose(parts.tier, missing)
-        self._loads = parts.loads
-        self._loads._cost = _measured_cost()
-        self._loads._engine = replace(self._loads._engine, num_running=lambda: not is_idle)
+        self._side = engine.side
+        _lose(self._side.tier, missing)
+        loads = self._side._loads
+        loads.cost = _measured_cost()
+        loads._view = replace(loads._view, num_running=lambda: not is_idle)
         self._request = _request("second", prompt + [1] * QUESTION_TOKENS)
         engine.scheduler.requests["second"] = self._request
-        self.num_holes = self._check(len(prompt), missing, parts.tier.geometry.chunk_tokens)
+        self.num_holes = self._check(len(prompt), missing, self._side.tier.geometry.chunk_tokens)
 
     def time(self) -> tuple[float, float]:
         """Seconds of the first lookup, and of another while the request waits."""
         began_s = time.thread_time()
-        self._loads.match(self._request, 0)
+        self._side.get_num_new_matched_tokens(self._request, 0)
         found_s = time.thread_time()
-        self._loads.match(self._request, 0)
+        self._side.get_num_new_matched_tokens(self._request, 0)
         ended_s = time.thread_time()
-        self._loads.forget("second")
+        self._side.request_finished(self._request, is_end_of_turn=False)
         return found_s - began_s, ended_s - found_s
 
     def _check(self, num_tokens: int, missing: set[int], chunk_tokens: int) -> int:
         """All that is stored has to be found, and nothing else; returns the number of holes."""
-        num_found = self._loads.match(self._request, 0)
-        hit = self._loads._prospects["second"].hit
-        self._loads.forget("second")
+        num_found = self._side.get_num_new_matched_tokens(self._request, 0)
+        state = self._side._states[self._request.request_id]
+        assert state.admission.pinned is not None
+        plan = state.admission.pinned.plan
+        self._side.request_finished(self._request, is_end_of_turn=False)
         is_end_missing = num_tokens // chunk_tokens - 1 in missing
         assert num_found == num_tokens - is_end_missing * chunk_tokens
-        assert hit.hole_tokens == (len(missing) - is_end_missing) * chunk_tokens
-        return len(hit.holes)
+        assert plan.hole_tokens == (len(missing) - is_end_missing) * chunk_tokens
+        return len(plan.holes)
 
 
 def _engine(num_tokens: int, host_bytes: int | None) -> Any:
@@ -178,7 +172,7 @@ def _engine(num_tokens: int, host_bytes: int | None) -> Any:
     from retention.layouts import get_layout
 
     layout = get_layout(LAYOUT)
-    num_blocks = 1 + layout.blocks_without_hits(num_tokens + layout.step_tokens)
+    num_blocks = 1 + layout.blocks_without_hits(num_tokens + layout.max_num_batched_tokens)
     host = None
     if host_bytes is not None:
         host = HostMemory(pages_of(LAYOUT, num_blocks), host_bytes, "all", hole_reuse=True)
@@ -222,9 +216,9 @@ def _lose(tier: Any, missing: set[int]) -> None:
 
 def _measured_cost() -> Any:
     """Estimates as of an engine that has measured: loads are much faster than computing."""
-    from vllm_ascend_kvext.connector.load_cost import LoadCost
+    from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 
-    cost = LoadCost()
+    cost = TransferCost()
     cost.note_copies(1 << 30, 0.05)
     cost.note_step(8192, 1.0)
     return cost
@@ -243,8 +237,7 @@ def measure(num_tokens: int, rounds: int) -> list[Result]:
     results = [Result(num_tokens, STOCK, 0, 1e6 * stock_s, 1.0, has_target=False)]
     for name, lookup in lookups.items():
         match_s, again_s = map(statistics.median, times_s[name])
-        pairs = zip(times_s[name][0], times_s[STOCK][0], strict=True)
-        ratio = statistics.median(ours_s / stocks_s for ours_s, stocks_s in pairs)
+        ratio = median_ratio(times_s[name][0], times_s[STOCK][0])
         has_target = not name.endswith("idle")
         times_us = 1e6 * match_s, ratio, 1e6 * again_s
         results.append(Result(num_tokens, name, lookup.num_holes, *times_us, has_target))
@@ -276,61 +269,43 @@ def _time_in_turns(
     return times_s
 
 
-HEAD = f"{'tokens':>8}  {'prompt':44}{'holes':>6}{'µs':>9}{'ratio':>7}{'again, µs':>11}"
+TABLE = Table("tokens:>8", "prompt:<40", "holes:>5", "µs:>8", "ratio:>6", "again, µs:>9")
 
 
 def line(result: Result) -> str:
-    again = "" if result.again_us is None else f"{result.again_us:.0f}"
-    name = "  " + result.name if result.name != STOCK else result.name
-    return (
-        f"{result.num_tokens:8,}  {name:44}{result.num_holes:6}{result.match_us:9.0f}"
-        f"{result.ratio:7.2f}{again:>11}"
-    )
+    again = None if result.again_us is None else f"{result.again_us:.0f}"
+    numbers = (result.num_holes, f"{result.match_us:.0f}", f"{result.ratio:.2f}", again)
+    return TABLE.line(f"{result.num_tokens:,}", result.name, *numbers)
 
 
 def verdicts(results: Sequence[Result]) -> Iterator[str]:
     """Whether each row that has a target meets it."""
-    yield f"Target: at most {TARGET_RATIO} times stock's lookup."
+    yield f"Target: at most {MAX_RATIO} times stock's lookup."
     for result in results:
         if result.has_target:
-            verdict = "met" if result.is_met else "NOT MET"
-            yield f"{verdict:>8}  {result.ratio:.2f}  {result.num_tokens:,} tokens, {result.name}"
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one short prompt, few rounds")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-holes")
-    found = parser.parse_args(arguments)
-    found.rounds = found.rounds or (QUICK_ROUNDS if found.quick else ROUNDS)
-    found.tokens = found.tokens or (QUICK_LENGTHS_TOKENS if found.quick else LENGTHS_TOKENS)
-    return found
+            text = f"{result.ratio:.2f}  {result.num_tokens:,} tokens, {result.name}"
+            yield verdict(result.ratio <= MAX_RATIO, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
-    options = parse_arguments(arguments)
+    options = parser(__doc__, "bench-holes")
+    options.add_argument("--rounds", type=int)
+    options.add_argument("--tokens", type=int, nargs="+", help="lengths of prompts")
+    found = options.parse_args(arguments)
+    rounds = found.rounds or (QUICK_ROUNDS if found.quick else ROUNDS)
     init_none_hash(sha256)
-    print(HEAD, flush=True)
+    print(TABLE.head, flush=True)
     results: list[Result] = []
-    for num_tokens in options.tokens:
-        rows = measure(num_tokens, options.rounds)
+    for num_tokens in found.tokens or (QUICK_LENGTHS_TOKENS if found.quick else LENGTHS_TOKENS):
+        rows = measure(num_tokens, rounds)
         print(*map(line, rows), sep="\n", flush=True)
         results += rows
     ends = list(verdicts(results))
     print(*ends, sep="\n")
-    options.out.mkdir(parents=True, exist_ok=True)
-    table = [HEAD, *map(line, results), *ends, ""]
-    (options.out / "admission.txt").write_text("\n".join(table))
-    (options.out / "admission.json").write_text(
-        json.dumps([asdict(result) for result in results], indent=1) + "\n"
-    )
+    write(found.out, [TABLE.head, *map(line, results), *ends], results, "admission")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ Each variant has the same pool. Host memory is a share of what the trace leaves 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 from host_tier.engine import Engine, HostMemory
 from host_tier.pages import pages_of
@@ -18,16 +20,19 @@ from retention.traces import Trace
 
 from holes.results import Result, Row, Variant
 from holes.traces import trace_named
-from vllm_ascend_kvext.store.eviction import EvictionOrder
-from vllm_ascend_kvext.store.protected_share import ProtectedShare
+from vllm_ascend_kvext.store import eviction
+from vllm_ascend_kvext.store.reuse import Reuse
 
 ENDLESS_BYTES = 1 << 50
 """Counted only; more than a trace stores."""
 
+MAX_ENTRIES = 1 << 30
+"""More than a tier has."""
+
 POOL_SHARE = 0.04
 """Of the tokens of a trace, each counted once: what the device pool holds."""
 
-LEAST_REQUESTS = 1.5
+MIN_REQUESTS = 1.5
 """Of the trace's longest, answers included: what it holds at least."""
 
 
@@ -79,15 +84,13 @@ class Bench:
                 pages,
                 host_bytes,
                 "all" if variant is Variant.LRU else self._store_policy,
-                variant.fills_holes,
-                variant.eviction.value,
+                variant is Variant.HOLES,
             )
         gc.collect()
         engine = Engine(self.layout, self.num_blocks, host)
-        if variant is Variant.LRU:
-            _protect_nothing(engine)
         unit_tokens = self.layout.hash_block_tokens
-        outcome = Serving(engine, self.trace, unit_tokens, unit_tokens).run()
+        with _latest_use() if variant is Variant.LRU else contextlib.nullcontext():
+            outcome = Serving(engine, self.trace, unit_tokens, unit_tokens).run()
         result = Result(
             outcome.computed_tokens,
             outcome.computed_pairs,
@@ -101,24 +104,27 @@ class Bench:
             result.held_bytes = tier.bytes_held
             result.stored_bytes = sum(tier.stored_bytes.values())
             result.refusals = {why.value: n for why, n in tier.refused_stores.items() if n}
-            result.num_leaks = side.num_references + side.num_pinned
+            result.num_leaks = side.num_references + len(side.held().pinned_ids)
         return result
 
 
-def _protect_nothing(engine: Engine) -> None:
-    """Let what was loaded give way as soon as what was not; no option of ours does that."""
-    tier = engine.side._parts.tier
-    share = ProtectedShare(0, 0)
-    tier._order = EvictionOrder(share, tier._rule)
+@contextlib.contextmanager
+def _latest_use() -> Iterator[None]:
+    """Let the least recently used of all entries give way; no option of ours does that."""
+    with (
+        mock.patch.object(Reuse, "density", lambda *_: 0.0),
+        mock.patch.object(eviction, "NUM_SAMPLED", MAX_ENTRIES),
+    ):
+        yield
 
 
 def _num_blocks(layout: BenchLayout, trace: Trace) -> int:
     """Of the pool."""
-    most_tokens = max(len(request.answered) for request in trace.requests)
+    max_tokens = max(len(request.answered) for request in trace.requests)
     used: dict[int, int] = {}
     for request in trace.requests:
         for part in request.answered.backwards():
             index = part.passage.index
             used[index] = max(part.used_tokens, used.get(index, 0))
-    num_tokens = max(POOL_SHARE * sum(used.values()), LEAST_REQUESTS * most_tokens)
+    num_tokens = max(POOL_SHARE * sum(used.values()), MIN_REQUESTS * max_tokens)
     return 1 + layout.blocks_without_hits(math.ceil(num_tokens))

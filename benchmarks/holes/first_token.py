@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token of a prompt that host memory has in part, on the real engine.
 
-    python benchmarks/holes/first_token.py [--tokens N] [--rounds R] [--model M]
+    python benchmarks/holes/first_token.py [--quick] [--tokens N] [--rounds R] [--model M]
 
 *Holes*: one chunk in ten is missing; all of the prompt is computed, or what lies behind the
 first missing chunk, or the holes alone. *Rows*: what it costs that missing tokens lie apart and
-need a row each, for ``LEAST_RUN_TOKENS``. *Both ends*: nothing is missing, and loads are slowed
+need a row each, for ``MIN_RUN_TOKENS``. *Both ends*: nothing is missing, and loads are slowed
 down until they take from a tenth to ten times as long as computing; the prompt is loaded, or
-computed, or both at once. Every row is measured in turns, in one engine; a number is the median of
-the rounds. vLLM's process has one CPU for the model, and another for copies.
+computed, or both at once; not with --quick. Every row is measured in turns, in one engine; a
+number is the median of the rounds. vLLM's process has one CPU for the model, and another for
+copies.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from unittest import mock
 ROOT = Path(__file__).parents[2]
 sys.path[0] = str(ROOT / "benchmarks")
 
-from offload.models import MAX_MODEL_TOKENS, MODELS, VOCABULARY_TOKENS  # noqa: E402
+from common.cpu_engine import ENVIRON, CpuEngine, kvext_config  # noqa: E402
+from common.models import MAX_MODEL_TOKENS, MODELS, VOCABULARY_TOKENS  # noqa: E402
+from common.report import parser  # noqa: E402
 
 CHUNK_TOKENS = 128
 BLOCK_TOKENS = 128
@@ -40,10 +42,7 @@ SLOWDOWNS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 GAPS = {"together": 1, "apart": 3}
 """Chunks from a missing one to the next."""
 
-ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+ONE_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
     "OMP_NUM_THREADS": "1",
 }
@@ -51,7 +50,7 @@ ENVIRON = {
 Tokens = list[int]
 
 
-class Engine:
+class Engine(CpuEngine):
     """vLLM in this process, with KvextConnector.
 
     Args:
@@ -60,58 +59,34 @@ class Engine:
     """
 
     def __init__(self, model: str, num_tokens: int) -> None:
-        from vllm import LLM
         from vllm.distributed import kv_transfer
 
-        connector = {
-            "kv_connector": "KvextConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "host_memory_gib": 3,
-                "chunk_tokens": CHUNK_TOKENS,
-                "store_policy": "all",
-            },
-        }
-        self._llm = LLM(
+        super().__init__(
             model,
-            skip_tokenizer_init=True,
+            kvext_config(host_memory_gib=3, chunk_tokens=CHUNK_TOKENS, store_policy="all"),
             dtype="bfloat16",
-            enforce_eager=True,
             block_size=BLOCK_TOKENS,
             max_model_len=MAX_MODEL_TOKENS,
             max_num_batched_tokens=STEP_TOKENS,
             num_gpu_blocks_override=8 * (num_tokens // BLOCK_TOKENS + 10),
-            disable_hybrid_kv_cache_manager=False,
-            kv_transfer_config=connector,
         )
-        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        self.parts = scheduler.connector.scheduler_side._parts
+        self.side = self.scheduler.connector.scheduler_side
         self.runner = kv_transfer.get_kv_transfer_group().worker_side._runner
 
-    def ask(self, prompt: Tokens) -> float:
+    def ask_s(self, prompt: Tokens) -> float:
         """Seconds to the first token, when the device knows nothing of the prompt."""
-        from vllm import SamplingParams
-
         self.forget_local()
-        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        began_s = time.perf_counter()
-        self._llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        return time.perf_counter() - began_s
-
-    def forget_local(self) -> None:
-        while not self._llm.reset_prefix_cache():
-            time.sleep(0.01)
+        return self.ask(prompt).first_token_s
 
     def forget_all(self) -> None:
-        while not self._llm.reset_prefix_cache(reset_connector=True):
-            time.sleep(0.01)
+        while not self.llm.reset_prefix_cache(reset_connector=True):
+            self.step()
 
     def lose_chunks(self, numbers: Sequence[int]) -> None:
         """Chunks of rows leave host memory."""
         from vllm_ascend_kvext.store.counters import Removal
 
-        tier = self.parts.tier
+        tier = self.side.tier
         for entry in list(tier._entries.values()):
             piece = entry.piece
             is_rows = piece.first_tokens < piece.end_tokens
@@ -119,19 +94,19 @@ class Engine:
                 tier._remove(entry, Removal.EVICTED)
 
     def without_holes(self) -> AbstractContextManager[Any]:
-        return mock.patch.object(self.parts.loads, "_holes", None)
+        return mock.patch.object(self.side._loads, "_computes_holes", False)
 
     def loading_everything(self) -> AbstractContextManager[Any]:
         """Nothing is too dear to be loaded."""
-        return mock.patch.object(self.parts.loads, "_cost", None)
+        return mock.patch.object(self.side._loads.cost, "is_ignored", True)
 
     def without_loads(self) -> AbstractContextManager[Any]:
-        return mock.patch.object(self.parts.loads, "match", return_value=0)
+        return mock.patch.object(self.side._loads, "match", return_value=0)
 
     @contextmanager
     def slowed(self, s_per_byte: float) -> Iterator[None]:
         """Let loads take so long. What was measured of others is forgotten."""
-        runner, cost = self.runner, self.parts.loads._cost
+        runner, cost = self.runner, self.side._loads.cost
         move = runner._move
 
         def slow_move(pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any) -> None:
@@ -160,10 +135,6 @@ def _num_bytes(planes: Any, runs: Any) -> int:
     )
 
 
-def median(rounds: int, measure: Callable[[], float]) -> float:
-    return statistics.median(measure() for _ in range(rounds))
-
-
 def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
     """One chunk in ten is missing, the first of them early."""
     num_chunks = len(prompt) // CHUNK_TOKENS
@@ -171,14 +142,14 @@ def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
     seconds: dict[str, list[float]] = {"all": [], "behind the first hole": [], "holes": []}
     for _ in range(rounds):
         with engine.without_loads():
-            seconds["all"].append(engine.ask(prompt))
+            seconds["all"].append(engine.ask_s(prompt))
         for name in ("behind the first hole", "holes"):
             engine.lose_chunks(lost)
             if name == "holes":
-                seconds[name].append(engine.ask(prompt))
+                seconds[name].append(engine.ask_s(prompt))
             else:
                 with engine.without_holes():
-                    seconds[name].append(engine.ask(prompt))
+                    seconds[name].append(engine.ask_s(prompt))
     hole_tokens = len(lost) * CHUNK_TOKENS
     print(f"\n{len(prompt):,} tokens, {len(lost)} holes with {hole_tokens:,} of them")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -200,7 +171,7 @@ def measure_rows(engine: Engine, prompt: Tokens, rounds: int) -> None:
         for name, lost in places.items():
             engine.lose_chunks(lost)
             began_s = time.thread_time()
-            engine.ask(prompt)
+            engine.ask_s(prompt)
             seconds[name].append(time.thread_time() - began_s)
     together_s, apart_s = (statistics.median(seconds[name]) for name in ("together", "apart"))
     row_s = (apart_s - together_s) / (num_rows - 1)
@@ -215,8 +186,8 @@ def measure_rows(engine: Engine, prompt: Tokens, rounds: int) -> None:
 def measure_both_ends(engine: Engine, prompt: Tokens, rounds: int) -> None:
     """A sweep of the time that loads take."""
     with engine.without_loads():
-        compute_s = median(rounds, lambda: engine.ask(prompt))
-    num_bytes = engine.parts.tier.counters.bytes_held
+        compute_s = statistics.median(engine.ask_s(prompt) for _ in range(rounds))
+    num_bytes = engine.side.tier.counters.bytes_held
     print(f"\n{len(prompt):,} tokens, loads slowed down; computing alone takes {compute_s:.3f} s")
     print("  load / compute   load alone  compute alone   both ends   against the better one")
     for slowdown in SLOWDOWNS:
@@ -224,10 +195,10 @@ def measure_both_ends(engine: Engine, prompt: Tokens, rounds: int) -> None:
             times: dict[str, list[float]] = {"load": [], "compute": [], "both": []}
             for _ in range(rounds):
                 with engine.loading_everything(), engine.without_holes():
-                    times["load"].append(engine.ask(prompt))
+                    times["load"].append(engine.ask_s(prompt))
                 with engine.without_loads():
-                    times["compute"].append(engine.ask(prompt))
-                times["both"].append(engine.ask(prompt))
+                    times["compute"].append(engine.ask_s(prompt))
+                times["both"].append(engine.ask_s(prompt))
             load_s, computed_s, both_s = (statistics.median(each) for each in times.values())
         better_s = min(load_s, computed_s)
         print(
@@ -238,31 +209,29 @@ def measure_both_ends(engine: Engine, prompt: Tokens, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=6000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", choices=MODELS, default="qwen3")
-    parser.add_argument("--without-sweep", action="store_true", help="leave out both ends")
-    arguments = parser.parse_args()
-    os.environ.update(ENVIRON)
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=6000)
+    options.add_argument("--rounds", type=int)
+    options.add_argument("--model", choices=MODELS, default="qwen3")
+    arguments = options.parse_args()
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    os.environ.update(ENVIRON | ONE_CPU)
     model = MODELS[arguments.model]
     prompt = random.Random(0).choices(range(VOCABULARY_TOKENS), k=arguments.tokens)
     print(f"{model.name}, load average {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
         engine = Engine(folder, arguments.tokens)
-        engine.ask(prompt)  # What it computes is stored.
-        engine.ask(prompt)
-        measure_holes(engine, prompt, arguments.rounds)
-        measure_rows(engine, prompt, 3 * arguments.rounds)
-        if arguments.without_sweep:
+        engine.ask_s(prompt)  # What it computes is stored.
+        engine.ask_s(prompt)
+        measure_holes(engine, prompt, rounds)
+        measure_rows(engine, prompt, 3 * rounds)
+        if arguments.quick:
             return
         engine.forget_all()
-        engine.ask(prompt)
+        engine.ask_s(prompt)
         engine.forget_local()
-        measure_both_ends(engine, prompt, arguments.rounds)
+        measure_both_ends(engine, prompt, rounds)
 
 
 if __name__ == "__main__":

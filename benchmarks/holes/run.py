@@ -6,10 +6,9 @@
 Traces go through vLLM's real scheduler and the connector's scheduler side, behind a small device
 pool; a stand-in for the worker plans every transfer and moves nothing. Compared are: the device
 alone; a host tier as others have it (all is stored, LRU, read up to the first missing chunk); ours,
-read up to there too; ours with missing chunks computed (``hole_reuse``); and that with the eviction
-rule for it. Host memory has 50, 25 or 10 % of
-what the trace leaves in an endless tier. What is stored is the default's choice (``second_touch``;
-it stores all of a request that has ended) unless --store-policy says otherwise.
+read up to there too; and ours with missing chunks computed (``hole_reuse``). Host memory has 50, 25
+or 10 % of what the trace leaves in an endless tier. What is stored is the default's choice
+(``second_touch``; it stores all of a request that has ended) unless --store-policy says otherwise.
 
 Counted are prompt tokens that are computed, in holes too, and again after preemptions; and the same
 with each token counted as often as there are tokens before it, which is what attention costs.
@@ -19,14 +18,15 @@ A table and all numbers as JSON are written to --out. The exit status is 1 if so
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests", "tests/ascend")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tests")]
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from common.report import parser, write  # noqa: E402
 
 from holes import results  # noqa: E402
 from holes.results import Row  # noqa: E402
@@ -40,18 +40,14 @@ QUICK_SHARES = (0.25,)
 QUICK_SCALE = 0.2
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layout", action="append", help=f"{', '.join(LAYOUTS)}, gptoss, ...")
-    parser.add_argument("--trace", action="append", help=", ".join(TRACES))
-    parser.add_argument("--share", action="append", type=float, help="of what an endless tier has")
-    parser.add_argument("--scale", type=float, help=f"factor on the traces' sizes: {SCALE}")
-    parser.add_argument("--store-policy", default="second_touch", help="second_touch or all")
-    parser.add_argument("--quick", action="store_true", help="a few small rows")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-holes")
-    found = parser.parse_args(arguments)
+def parse_arguments() -> argparse.Namespace:
+    options = parser(__doc__, "bench-holes")
+    options.add_argument("--layout", action="append", help=f"{', '.join(LAYOUTS)}, gptoss, ...")
+    options.add_argument("--trace", action="append", help=", ".join(TRACES))
+    options.add_argument("--share", action="append", type=float, help="of what an endless tier has")
+    options.add_argument("--scale", type=float, help=f"factor on the traces' sizes: {SCALE}")
+    options.add_argument("--store-policy", default="second_touch", help="second_touch or all")
+    found = options.parse_args()
     found.layout = found.layout or list(LAYOUTS)
     found.trace = found.trace or list(QUICK_TRACES if found.quick else TRACES)
     found.share = found.share or list(QUICK_SHARES if found.quick else SHARES)
@@ -61,12 +57,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """All rows, shown as they come."""
-    from host_tier.cells import installed
+    from retention.variants import installed
 
     from holes.cells import Bench
 
     rows = []
-    with installed("dense"):
+    with installed(None):
         for layout in arguments.layout:
             for trace in arguments.trace:
                 bench = Bench(layout, trace, arguments.scale, arguments.store_policy)
@@ -82,12 +78,7 @@ def main() -> int:
     rows = run(arguments)
     ends = [*map(results.line, results.sums(rows)), *results.verdicts(rows)]
     print(*ends, sep="\n")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    table = [results.HEAD, *map(results.line, rows), *ends]
-    (arguments.out / "table.txt").write_text("\n".join([*table, ""]))
-    (arguments.out / "results.json").write_text(
-        json.dumps([row.to_json() for row in rows], indent=1) + "\n"
-    )
+    write(arguments.out, [results.HEAD, *map(results.line, rows), *ends], rows)
     return 1 if any(row.num_leaks for row in rows) else 0
 
 

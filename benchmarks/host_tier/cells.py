@@ -1,39 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of the table: a trace on a layout, on the device alone and with a host tier behind it.
-
-Run by `host_tier.run` in a process of its own, which decides whether vllm-ascend is active.
-"""
+"""One row of the table: a trace on a layout, on the device alone and with a host tier behind it."""
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from retention.cells import run_cell
 from retention.layouts import BenchLayout, get_layout
 from retention.serving import DoesNotFitError
 from retention.suite import INFINITE, Cell
 from retention.traces import Trace, write_trace
-from retention.variants import POLICY_VARIABLE, package_features
+from retention.variants import installed
 
 from host_tier.engine import Engine, HostMemory
 from host_tier.pages import pages_of
 from host_tier.results import CEILING_UNIT_TOKENS, HostUse, Result, Row, Variant
 from host_tier.serving import Outcome, Serving
-from vllm_ascend_kvext import activation
-from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.store.entries import Kind
 
 HOST_BYTES = 1 << 40
 """Counted only; more than a trace stores."""
-
-
-def footprint_blocks(layout_name: str, trace_name: str, scale: float) -> int:
-    """Blocks that the trace takes in a pool without evictions, dense."""
-    result = run_cell(Cell(layout_name, trace_name, INFINITE, "dense", scale), None)
-    return int(result["num_footprint_blocks"])  # type: ignore[call-overload]
 
 
 def run_row(
@@ -43,37 +31,29 @@ def run_row(
     pools: Sequence[float],
     host_bytes: int = HOST_BYTES,
 ) -> Row:
-    """Serve a trace in every variant, in the smallest pool in which all of them go through.
-
-    Args:
-        layout_name: See ``get_layout``.
-        trace_name: See ``write_trace``.
-        scale: Factor on the size of the trace.
-        pools: Shares of the footprint, ascending.
-        host_bytes: Of the host tier.
-    """
+    """Serve a trace in every variant, in the smallest pool in which all of them go through."""
     layout = get_layout(layout_name)
     trace = write_trace(trace_name, scale * layout.thinning, layout.stretch)
-    num_footprint_blocks = footprint_blocks(layout_name, trace_name, scale)
+    # Blocks that the trace takes in a pool without evictions, dense.
+    endless = run_cell(Cell(layout_name, trace_name, INFINITE, "dense", scale), None)
+    num_footprint_blocks = int(endless["num_footprint_blocks"])  # type: ignore[call-overload]
     row = Row(layout_name, trace_name, scale, len(trace.requests))
     for pool in pools:
         row.pool, row.num_blocks = pool, round(pool * num_footprint_blocks)
         row.results.clear()
         try:
             for variant in Variant:
-                row.results[variant] = _serve(layout, trace, variant, row.num_blocks, host_bytes)
+                row.results[variant] = _serve(layout, trace, variant, row.num_blocks)
         except DoesNotFitError:
             continue
         return row
     return row
 
 
-def _serve(
-    layout: BenchLayout, trace: Trace, variant: Variant, num_blocks: int, host_bytes: int
-) -> Result:
+def _serve(layout: BenchLayout, trace: Trace, variant: Variant, num_blocks: int) -> Result:
     host = None
     if variant.has_host:
-        host = HostMemory(pages_of(layout.name, num_blocks), host_bytes, "second_touch")
+        host = HostMemory(pages_of(layout.name, num_blocks), HOST_BYTES, "second_touch")
     gc.collect()
     with installed(variant.policy):
         engine = Engine(layout, num_blocks, host)
@@ -88,26 +68,7 @@ def _serve(
     )
 
 
-@contextmanager
-def installed(policy: str) -> Iterator[None]:
-    """This package as a user gets it, for a while; with a retention policy, or none."""
-    before = os.environ.pop(POLICY_VARIABLE, None)
-    if policy != "dense":
-        os.environ[POLICY_VARIABLE] = policy
-    features = package_features()
-    try:
-        for feature in features:
-            activation.apply_feature(feature)
-        yield
-    finally:
-        for feature in reversed(features):
-            activation.revert_feature(feature)
-        os.environ.pop(POLICY_VARIABLE, None)
-        if before is not None:
-            os.environ[POLICY_VARIABLE] = before
-
-
-def _host_use(side: SchedulerSide, trace: Trace, outcome: Outcome) -> HostUse:
+def _host_use(side: ConnectorScheduler, trace: Trace, outcome: Outcome) -> HostUse:
     tier = side.counters.tier
     answered_tokens = sum(len(request.answered) for request in trace.requests)
     return HostUse(
@@ -118,5 +79,5 @@ def _host_use(side: SchedulerSide, trace: Trace, outcome: Outcome) -> HostUse:
         computed_tokens=answered_tokens - outcome.shared_tokens,
         shortfalls={reason.value: count for reason, count in tier.shortfalls.items() if count},
         refusals={reason.value: count for reason, count in tier.refused_stores.items() if count},
-        num_leaks=side.num_references + side.num_pinned,
+        num_leaks=side.num_references + len(side.held().pinned_ids),
     )

@@ -21,9 +21,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from host_tier.worker import PlanningWorker
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.kvext_connector import KvextHandshake
-from vllm_ascend_kvext.connector.messages import WorkerLayout
-from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.layout.model import KVLayout
 
 MAX_RUNNING = 16
@@ -35,18 +35,15 @@ class HostMemory:
     """The host tier of an engine.
 
     Attributes:
-        pages: Of the one worker.
         num_bytes: Only counted, not allocated.
         store_policy: See ``StorePolicy``.
         hole_reuse: Whether what is stored behind a missing chunk is loaded.
-        eviction: See ``EvictionRule``.
     """
 
     pages: KVLayout
     num_bytes: int
     store_policy: str
     hole_reuse: bool = False
-    eviction: str = "latest_use"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -54,20 +51,13 @@ class HostMemory:
             "host_memory_gib": self.num_bytes / (1 << 30),
             "store_policy": self.store_policy,
             "hole_reuse": self.hole_reuse,
-            "eviction": self.eviction,
             # There is no clock to say what is dear.
             "load_if_slower": True,
         }
 
 
 class Engine:
-    """A scheduler, and a worker that plays the connector's.
-
-    Args:
-        layout: The cache layout.
-        num_blocks: Size of the pool.
-        host: Its host tier; None for none.
-    """
+    """A scheduler, and a worker that plays the connector's."""
 
     def __init__(self, layout: BenchLayout, num_blocks: int, host: HostMemory | None) -> None:
         vllm_config = build_vllm_config(
@@ -75,7 +65,7 @@ class Engine:
             EngineOptions(
                 num_blocks=num_blocks,
                 max_num_seqs=MAX_RUNNING,
-                max_num_batched_tokens=layout.step_tokens,
+                max_num_batched_tokens=layout.max_num_batched_tokens,
                 max_model_len=MAX_MODEL_TOKENS,
                 events=False,
                 offloading=host.config if host else None,
@@ -85,7 +75,7 @@ class Engine:
         _register_specs(vllm_config)
         self.scheduler = Scheduler(
             vllm_config=vllm_config,
-            kv_cache_config=layout.config(num_blocks),
+            kv_cache_config=layout.to_config(num_blocks),
             structured_output_manager=StructuredOutputManager(vllm_config),
             block_size=layout.scheduler_block_tokens,
             hash_block_size=layout.hash_block_tokens,
@@ -97,7 +87,7 @@ class Engine:
         self._elapsed_ns = 0
 
     @property
-    def side(self) -> SchedulerSide | None:
+    def side(self) -> ConnectorScheduler | None:
         """The connector's scheduler side."""
         connector = self.scheduler.connector
         return connector.scheduler_side if connector is not None else None
@@ -126,7 +116,6 @@ class Engine:
         """The model has run.
 
         Args:
-            scheduled: Of `schedule`.
             sampled: By request, in the order of the schedule; empty where a prompt goes on.
         """
         output = ModelRunnerOutput(

@@ -47,12 +47,7 @@ MODELS = {
 
 
 def pages_of(layout_name: str, num_blocks: int) -> KVLayout:
-    """The layout of one worker's pages.
-
-    Args:
-        layout_name: Of a layout of the benchmark.
-        num_blocks: Size of the pool.
-    """
+    """The layout of one worker's pages."""
     if layout_name in ASCEND_BLOCK_SIZES:
         import ascend_layouts
 
@@ -83,7 +78,7 @@ def _group(index: int, group: Group, sizes: ModelSizes) -> LayoutGroup:
     rows_per_page = 1 if is_state else group.block_tokens
     kind = GroupKind.WINDOW if group.has_window else GroupKind.FULL
     return LayoutGroup(
-        scheduler_group=index,
+        kv_cache_group_id=index,
         kind=GroupKind.STATE if is_state else kind,
         tokens_per_page=group.block_tokens,
         tokens_per_row=group.block_tokens // rows_per_page,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from common.report import Table
 
 CEILING_UNIT_TOKENS = 128
 """Hit unit of the endless cache that hit rates are compared with."""
 
-MOST_POINTS_BELOW = 5.0
+MAX_POINTS_BELOW = 5.0
 """What the host tier may lose against it, in percentage points."""
 
 _MIB = 1 << 20
@@ -26,8 +27,8 @@ class Variant(enum.Enum):
     ADAPTIVE_HOST = "adaptive+host"
 
     @property
-    def policy(self) -> str:
-        return self.value.partition("+")[0]
+    def policy(self) -> str | None:
+        return "adaptive" if self.value.startswith("adaptive") else None
 
     @property
     def has_host(self) -> bool:
@@ -39,13 +40,7 @@ class HostUse:
     """What the host tier did.
 
     Attributes:
-        row_bytes: Of all rows that were stored.
-        tail_bytes: Of all tails that were stored.
-        num_tails: Boundaries at which tails were stored.
-        bytes_held: At the end.
         computed_tokens: Different tokens of the trace, prompts and answers.
-        shortfalls: Requests that found less than they might have, by reason.
-        refusals: Stores that were not made, by reason.
         num_leaks: Blocks and pins that were held at the end; 0 if all is well.
     """
 
@@ -69,8 +64,6 @@ class Result:
     Attributes:
         hit_rate: Hit tokens of all prompt tokens.
         ceiling: The same in an endless cache.
-        scheduler_ms_per_request: CPU time.
-        num_preemptions: Of running requests.
         host: None without a host tier.
     """
 
@@ -86,12 +79,7 @@ class Row:
     """All variants of one trace on one layout.
 
     Attributes:
-        layout: Its name.
-        trace: Its name.
-        scale: Factor on the trace's size.
-        num_requests: Of the trace.
         pool: Share of the dense footprint.
-        num_blocks: The same in blocks.
         results: By variant; not all of them if the trace fits into none of the pools.
     """
 
@@ -124,51 +112,31 @@ class Row:
         hosts = [result.host for result in self.results.values() if result.host is not None]
         return (
             self.is_complete
-            and self.points_below <= MOST_POINTS_BELOW
+            and self.points_below <= MAX_POINTS_BELOW
             and not any(host.num_leaks for host in hosts)
         )
 
-    def to_json(self) -> dict[str, Any]:
-        results = {variant.value: asdict(result) for variant, result in self.results.items()}
-        return {
-            name: results if name == "results" else getattr(self, name) for name in self.__slots__
-        }
 
-    @classmethod
-    def from_json(cls, read: dict[str, Any]) -> Row:
-        results = {
-            Variant(name): Result(**result | {"host": _host(result["host"])})
-            for name, result in read["results"].items()
-        }
-        return cls(**read | {"results": results})
-
-
-def _host(read: dict[str, Any] | None) -> HostUse | None:
-    return None if read is None else HostUse(**read)
-
-
-HEAD = (
-    f"{'layout':15} {'trace':7} {'pool':>5} {'blocks':>7} | "
-    f"{'dense':>6} {'adapt.':>6} {'d+host':>6} {'a+host':>6} {'ceil.':>6} {'below':>6} | "
-    f"{'rows':>6} {'tails':>6} {'MiB/tail':>8} | {'CPU ms per request':>23}"
+TABLE = Table(
+    *("layout:<15", "trace:<7", "pool:>5", "blocks:>7", "dense:>6", "adapt.:>6", "d+host:>6"),
+    *("a+host:>6", "ceil.:>6", "below:>6", "rows:>6", "tails:>6", "MiB/tail:>8"),
+    "CPU ms per request:>23",
 )
 
 
 def line(row: Row) -> str:
     """Hit rates in percent, MiB of host memory per 1,024 tokens, scheduler CPU by variant."""
-    head = f"{row.layout:15} {row.trace:7} {row.pool:5.0%} {row.num_blocks:7,} | "
+    cells = [row.layout, row.trace, f"{row.pool:.0%}", f"{row.num_blocks:,}"]
     if not row.is_complete:
-        return head + "does not fit"
-    rates = " ".join(f"{100 * row.results[variant].hit_rate:6.1f}" for variant in Variant)
+        return TABLE.line(*cells, *[None] * 9, "does not fit")
+    cells += [f"{100 * row.results[variant].hit_rate:.1f}" for variant in Variant]
+    cells += [f"{100 * row.ceiling:.1f}", f"{row.points_below:.1f}"]
     host = row.results[Variant.ADAPTIVE_HOST].host
     assert host is not None
-    rows, tails = map(host.mib_per_1024_tokens, (host.row_bytes, host.tail_bytes))
-    of_tail = host.tail_bytes / _MIB / max(1, host.num_tails)
-    times = "/".join(f"{row.results[each].scheduler_ms_per_request:5.2f}" for each in Variant)
-    return (
-        f"{head}{rates} {100 * row.ceiling:6.1f} {row.points_below:6.1f} | "
-        f"{rows:6.2f} {tails:6.2f} {of_tail:8.2f} | {times}"
-    )
+    cells += [f"{host.mib_per_1024_tokens(n):.2f}" for n in (host.row_bytes, host.tail_bytes)]
+    cells.append(f"{host.tail_bytes / _MIB / max(1, host.num_tails):.2f}")
+    times = (f"{row.results[each].scheduler_ms_per_request:5.2f}" for each in Variant)
+    return TABLE.line(*cells, "/".join(times))
 
 
 def why_not(row: Row) -> Iterable[str]:
@@ -192,4 +160,4 @@ def summary(rows: Iterable[Row]) -> str:
     """How many rows are within the limit."""
     every = list(rows)
     good = sum(row.is_good for row in every)
-    return f"{good} of {len(every)} rows within {MOST_POINTS_BELOW:g} points of the ceiling"
+    return f"{good} of {len(every)} rows within {MAX_POINTS_BELOW:g} points of the ceiling"

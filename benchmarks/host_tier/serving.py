@@ -6,7 +6,7 @@ Time is counted as in `retention.serving`: a decoding request advances by bursts
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from retention.arrivals import Arrivals
 from retention.losses import ComputedPrefixes
@@ -15,7 +15,7 @@ from retention.traces import Trace
 
 from host_tier.engine import Engine
 
-MOST_IDLE_STEPS = 1000
+MAX_IDLE_STEPS = 1000
 """With work to do and none done: the pool is too small."""
 
 
@@ -24,24 +24,15 @@ class Outcome:
     """What serving a trace came to.
 
     Attributes:
-        num_requests: Of the trace.
-        prompt_tokens: Of all requests.
         hit_tokens: On the device and in host memory, of all requests, when they are first computed.
-        loaded_tokens: Those of them, and of requests that were preempted, that came from the host.
         computed_tokens: Of prompts, in holes too, and again after preemptions.
         computed_pairs: The same, each token with all before it: what attention costs.
         hole_tokens: Those of them that lay in holes.
-        shared_tokens: What somebody had computed before a request was first computed.
-        num_preemptions: How often a running request lost its blocks.
-        num_steps: Scheduler steps.
-        scheduler_s: CPU time in the scheduler.
-        counts: Of the connector: why not, bytes, entries.
     """
 
     num_requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    loaded_tokens: int = 0
     computed_tokens: int = 0
     computed_pairs: int = 0
     hole_tokens: int = 0
@@ -49,7 +40,6 @@ class Outcome:
     num_preemptions: int = 0
     num_steps: int = 0
     scheduler_s: float = 0.0
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -60,9 +50,6 @@ class Serving:
     """One engine and one trace.
 
     Args:
-        engine: Without any requests yet.
-        trace: What is served.
-        hash_block_tokens: Tokens per hash.
         shared_unit_tokens: Unit of ``shared_tokens``.
     """
 
@@ -78,7 +65,6 @@ class Serving:
         self._jobs: dict[str, Job] = {}
         self._arrivals = Arrivals(trace)
         self._step = 0
-        self.log: list[tuple[int, int, int]] = []
 
     def run(self) -> Outcome:
         """Serve it all.
@@ -93,7 +79,7 @@ class Serving:
             for number in self._arrivals.take(self._step):
                 self._arrive(number)
             idle_steps = 0 if self._run_step() else idle_steps + 1
-            if idle_steps > MOST_IDLE_STEPS:
+            if idle_steps > MAX_IDLE_STEPS:
                 raise DoesNotFitError
             self._step += 1
             self._outcome.num_steps += 1
@@ -138,7 +124,6 @@ class Serving:
         shared_tokens = min(self._prefixes.longest(prompt), len(prompt) - 1)
         self._outcome.hit_tokens += hit_tokens
         self._outcome.shared_tokens += shared_tokens - shared_tokens % self._unit_tokens
-        self.log.append((job.number, hit_tokens, shared_tokens))
 
     def _note_hole(self, first_tokens: int, num_tokens: int) -> None:
         """Tokens that `_note_hit` takes for hits are computed."""

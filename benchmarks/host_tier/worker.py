@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_ascend_kvext.connector.job_runner import Job, plan_job
+from vllm_ascend_kvext.connector.common.messages import (
+    Direction,
+    StoreJob,
+    Traffic,
+    WorkerOutput,
+)
 from vllm_ascend_kvext.connector.kvext_connector import KvextMetadata, KvextWorkerMetadata
-from vllm_ascend_kvext.connector.messages import Direction, JobResults, StoreJob, Traffic
+from vllm_ascend_kvext.connector.worker.job_runner import Job, plan_job
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 
@@ -20,14 +25,7 @@ class IncompleteTransferError(Exception):
 
 
 class PlanningWorker:
-    """The worker side, as far as the scheduler side can tell.
-
-    Args:
-        layout: Of its pages.
-
-    Attributes:
-        traffic: Transfers so far.
-    """
+    """The worker side, as far as the scheduler side can tell."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._planner = TransferPlanner(layout)
@@ -36,7 +34,7 @@ class PlanningWorker:
     def run_step(self, metadata: KvextMetadata) -> KVConnectorOutput:
         """Do what a step says."""
         jobs = metadata.jobs
-        results = JobResults(has_forward=jobs.has_forward)
+        results = WorkerOutput(has_forward=jobs.has_forward)
         for store in (*jobs.stores_before, *jobs.stores):
             self._carry_out(store)
             results.stores_ended[store.number] = 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Tap = Literal["none", "kvext", "lmcache"]
+TapName = Literal["none", "kvext", "lmcache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,6 @@ class Contender:
     """One way to keep KV in host memory.
 
     Attributes:
-        name: As printed.
         tap: How the seconds of its transfers are read: see `taps.py`.
         kv_transfer_config: For vLLM; None is an engine without a connector.
         server_options: Of the LMCache server that it needs; None: no server.
@@ -23,7 +22,7 @@ class Contender:
     """
 
     name: str
-    tap: Tap
+    tap: TapName
     kv_transfer_config: Mapping[str, Any] | None = None
     server_options: tuple[str, ...] | None = None
     serves_groups: bool = True
@@ -46,8 +45,6 @@ def contenders(host_gib: float, ports: Sequence[int], shm_name: str) -> tuple[Co
     """All of them, ours first.
 
     Args:
-        host_gib: Host memory of each.
-        ports: Of two servers.
         shm_name: Of the segment that the second server shares.
     """
     driven_port, shared_port = ports

@@ -3,109 +3,113 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from statistics import median
+
+import numpy as np
+from common.models import BenchModel
+from common.report import Table, median_ratio, verdict
 
 from offload.contenders import ALONE, BESIDE_COPIES, OURS
-from offload.figures import chosen_steps, counted, median_ratio, percentile, why_not
-from offload.models import BenchModel
-from offload.workload import OFFLOADED_TOKENS, Direction, Prompt, Step, Visit, VisitKind
+from offload.workload import OFFLOADED_TOKENS, Prompt, Step, Visit, VisitKind, decode_steps
 
-LEAST_TIMES_FASTER = 3.0
-MOST_P99_RATIO = 1.10
-LEAST_STEPS = 50
+MIN_TIMES_FASTER = 3.0
+MAX_P99_RATIO = 1.10
+MIN_STEPS = 50
 """Of fewer steps, the 99th percentile is their largest, which says little."""
-
-_WIDTH = 40
 
 
 @dataclass(slots=True)
 class Measured:
-    """Of one model. Rounds of all contenders are the same.
+    """What was measured of one model. Rounds of all contenders are the same.
 
     Attributes:
-        model: Of which these are.
+        model: Its name.
+        kv_bytes: If every layer keeps the offloaded tokens.
         prompts: By contender.
         visits: By contender and kind; those that are what they should be.
-        limit_s: By threads: a streaming copy of the KV of the offloaded tokens, in every round.
+        limit_s: By threads: a streaming copy of ``kv_bytes``, in every round.
         notes: What is to be said besides.
     """
 
-    model: BenchModel
+    model: str
+    kv_bytes: int
     prompts: dict[str, list[Prompt]] = field(default_factory=dict)
-    visits: dict[tuple[str, VisitKind], list[Visit]] = field(default_factory=dict)
+    visits: dict[str, dict[VisitKind, list[Visit]]] = field(default_factory=dict)
     limit_s: dict[int, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def kv_bytes(self) -> int:
-        return self.model.kv_bytes(OFFLOADED_TOKENS)
+    @classmethod
+    def of(cls, model: BenchModel) -> Measured:
+        return cls(model.name, model.kv_bytes(OFFLOADED_TOKENS))
 
 
 def lines(measured: Measured) -> Iterator[str]:
     """Everything about one model."""
     yield (
-        f"\n{measured.model.name}: {measured.kv_bytes / 1e6:.0f} MB if every layer keeps "
+        f"\n{measured.model}: {measured.kv_bytes / 1e6:.0f} MB if every layer keeps "
         f"{OFFLOADED_TOKENS:,} tokens; GB/s are of these bytes, whatever was moved"
     )
     yield from _prompt_table(measured)
     yield from _decode_table(measured)
     yield from (f"note: {note}" for note in measured.notes)
     yield "Targets"
-    yield from (f"  {line}" for line in targets(measured))
+    yield from targets(measured)
+
+
+PROMPTS = Table(
+    *("median:<40", "store s:>9", "GB/s:>6", "load s:>9", "GB/s:>6", "cold s:>9", "warm s:>9"),
+    *("warm/cold:>9", "prompts:>7"),
+)
+STEPS = Table(
+    "decoding beside a prompt that is:<50",
+    *("all p50 ms:>11", "p99:>7", "steps:>6", "a transfer runs:>16", "p99:>7", "steps:>6"),
+    *("none runs:>16", "p99:>7", "steps:>6"),
+)
 
 
 def _prompt_table(measured: Measured) -> Iterator[str]:
-    columns = ("store s", "GB/s", "load s", "GB/s", "cold s", "warm s", "warm/cold", "prompts")
-    yield f"{'median':<{_WIDTH}}" + "".join(f"{text:>10}" for text in columns)
+    def speed(seconds: Sequence[float]) -> tuple[str, str]:
+        return f"{median(seconds):.3f}", f"{measured.kv_bytes / median(seconds) / 1e9:.2f}"
+
+    yield PROMPTS.head
     for threads, seconds in measured.limit_s.items():
-        name = f"streaming copy, {threads} thread{'s' * (threads > 1)}"
-        speed = _speed(measured, statistics.median(seconds))
-        yield f"{name:<{_WIDTH}}{speed}{speed}{'':30}{len(seconds):10}"
+        name = f"streaming copy, threads: {threads}"
+        yield PROMPTS.line(name, *speed(seconds) * 2, *[None] * 3, len(seconds))
     for name, prompts in measured.prompts.items():
-        good = counted(prompts)
         if name == ALONE:
-            cold_s = statistics.median(prompt.cold_s for prompt in prompts)
-            yield f"{name:<{_WIDTH}}{'':40}{cold_s:10.3f}{'':20}{len(prompts):10}"
-        elif good:
-            warm_s, cold_s = (_all(good, "warm_s"), _all(good, "cold_s"))
-            yield (
-                f"{name:<{_WIDTH}}"
-                + "".join(
-                    _speed(measured, statistics.median(_all(good, f"{direction}.seconds")))
-                    for direction in ("store", "load")
-                )
-                + f"{statistics.median(cold_s):10.3f}{statistics.median(warm_s):10.3f}"
-                + f"{median_ratio(warm_s, cold_s):10.3f}{len(good):10}"
+            cold_s = f"{median(_all(prompts, 'cold_s')):.3f}"
+            yield PROMPTS.line(name, *[None] * 4, cold_s, None, None, len(prompts))
+            continue
+        good = [prompt for prompt in prompts if prompt.why_not is None]
+        if good:
+            cold_s, warm_s = _all(good, "cold_s"), _all(good, "warm_s")
+            numbers = (median(cold_s), median(warm_s), median_ratio(warm_s, cold_s))
+            yield PROMPTS.line(
+                name,
+                *speed(_all(good, "store.seconds")),
+                *speed(_all(good, "load.seconds")),
+                *(f"{number:.3f}" for number in numbers),
+                len(good),
             )
-        else:
-            yield f"{name:<{_WIDTH}}  no prompt counts"
-        left_out = Counter(map(why_not, prompts)) if name != ALONE else Counter()
+        left_out = Counter(prompt.why_not for prompt in prompts)
         yield from (f"  {count} left out: {why}" for why, count in left_out.items() if why)
-        for direction in ("store", "load"):
-            yield from _details(good, direction)
+        for direction in ("store", "load") if good else ():
+            yield _details(good, direction)
 
 
-def _speed(measured: Measured, seconds: float) -> str:
-    return f"{seconds:10.3f}{measured.kv_bytes / seconds / 1e9:10.2f}"
-
-
-def _details(good: Sequence[Prompt], direction: Direction) -> Iterator[str]:
-    if not good:
-        return
+def _details(good: Sequence[Prompt], direction: str) -> str:
     seconds = _all(good, f"{direction}.seconds")
     line = f"  {direction}: {min(seconds):.3f} to {max(seconds):.3f} s"
-    num_bytes = statistics.median(_all(good, f"{direction}.num_bytes"))
-    copy_s = statistics.median(_all(good, f"{direction}.copy_seconds"))
+    num_bytes = median(_all(good, f"{direction}.num_bytes"))
+    copy_s = median(_all(good, f"{direction}.copy_seconds"))
     if num_bytes and copy_s:
-        line += (
-            f"; {num_bytes / 1e6:.0f} MB moved, {copy_s:.3f} s of it copies, "
-            f"{num_bytes / copy_s / 1e9:.2f} GB/s"
-        )
-    yield line
+        line += f"; {num_bytes / 1e6:.0f} MB moved, {copy_s:.3f} s of it copies, "
+        line += f"{num_bytes / copy_s / 1e9:.2f} GB/s"
+    return line
 
 
 def _all(prompts: Sequence[Prompt], name: str) -> list[float]:
@@ -113,27 +117,15 @@ def _all(prompts: Sequence[Prompt], name: str) -> list[float]:
 
 
 def _decode_table(measured: Measured) -> Iterator[str]:
-    columns = ("p50 ms", "p99 ms", "steps")
-    yield (
-        f"{'decoding, and one long prompt that is':<{_WIDTH}}{'all steps':>30}"
-        f"{'decode, a transfer runs':>30}{'decode, none runs':>30}"
-    )
-    yield f"{'':<{_WIDTH}}" + "".join(f"{text:>10}" for text in columns * 3)
-    for (name, kind), visits in sorted(measured.visits.items(), key=lambda item: item[0][1]):
-        steps = [chosen_steps(visits, **chosen) for chosen in ({}, _TRANSFERRING, _QUIET)]
-        yield f"{f'{kind}: {name}':<{_WIDTH}}" + "".join(map(_percentiles, steps))
-
-
-_TRANSFERRING = {"has_prefill": False, "has_transfer": True}
-_QUIET = {"has_prefill": False, "has_transfer": False}
-
-
-def _percentiles(steps: Sequence[Step]) -> str:
-    if not steps:
-        return " " * 30
-    seconds = [step.seconds for step in steps]
-    middle, high = (percentile(seconds, share) * 1e3 for share in (0.5, 0.99))
-    return f"{middle:10.1f}{high:10.1f}{len(seconds):10}"
+    yield STEPS.head
+    for name, by_kind in measured.visits.items():
+        for kind, visits in sorted(by_kind.items()):
+            every = [step for visit in visits for step in visit.steps]
+            cells = [f"{kind}: {name}"]
+            for steps in (every, decode_steps(visits, True), decode_steps(visits, False)):
+                ms = [f"{1e3 * _percentile(steps, share):.1f}" for share in (50, 99) if steps]
+                cells += [*ms, str(len(steps))] if steps else ["", "", ""]
+            yield STEPS.line(*cells)
 
 
 def targets(measured: Measured) -> Iterator[str]:
@@ -146,28 +138,29 @@ def targets(measured: Measured) -> Iterator[str]:
             pairs = [
                 (getattr(their, direction).seconds, getattr(our, direction).seconds)
                 for our, their in zip(ours, theirs, strict=True)
-                if why_not(our) is None and why_not(their) is None
+                if our.why_not is None and their.why_not is None
             ]
             if pairs:
-                ratio = statistics.median(their / our for their, our in pairs)
-                yield _verdict(
+                ratio = median_ratio(*zip(*pairs, strict=True))
+                yield verdict(
+                    ratio >= MIN_TIMES_FASTER,
                     f"{direction}: {ratio:.1f} x the throughput of {name} (at least "
-                    f"{LEAST_TIMES_FASTER:.0f} x), median of {len(pairs)} pairs",
-                    ratio >= LEAST_TIMES_FASTER,
+                    f"{MIN_TIMES_FASTER:.0f} x), median of {len(pairs)} pairs",
                 )
-    for (name, kind), visits in sorted(measured.visits.items()):
-        what = {"loaded": "loads", "new": "stores", "local": ""}[kind]
-        busy, quiet = chosen_steps(visits, **_TRANSFERRING), chosen_steps(visits, **_QUIET)
-        if what and busy and quiet:
+    for name, by_kind in measured.visits.items():
+        for kind, what in (("loaded", "loads"), ("new", "stores")):
+            visits = by_kind.get(kind, ())
+            busy, quiet = decode_steps(visits, True), decode_steps(visits, False)
+            if not busy or not quiet:
+                continue
             text = f"{len(busy)} decode steps while {what} run, {name}: {_ratios(busy, quiet)}"
-            if name == OURS:
-                text += f" (p99 at most {MOST_P99_RATIO} x)"
-                is_met = _ratio(busy, quiet, 0.99, "seconds") <= MOST_P99_RATIO
-                is_enough = len(busy) >= LEAST_STEPS
-                text = _verdict(text, is_met) if is_enough else f"{text}: too few to judge"
-            yield text
+            if name == OURS and len(busy) >= MIN_STEPS:
+                is_met = _ratio(busy, quiet, 99) <= MAX_P99_RATIO
+                yield verdict(is_met, f"{text} (p99 at most {MAX_P99_RATIO} x)")
+            else:
+                yield text + (": too few to judge" if name == OURS else "")
     beside, alone = (
-        chosen_steps(measured.visits.get((name, "local"), ()), **_QUIET)
+        decode_steps(measured.visits.get(name, {}).get("local", ()), False)
         for name in (BESIDE_COPIES, ALONE)
     )
     if beside and alone:
@@ -176,18 +169,19 @@ def targets(measured: Measured) -> Iterator[str]:
 
 def _ratios(ones: Sequence[Step], others: Sequence[Step]) -> str:
     by_clock, by_cpu = (
-        f"p99 {_ratio(ones, others, 0.99, name):.2f} x, p50 {_ratio(ones, others, 0.5, name):.2f} x"
+        f"p99 {_ratio(ones, others, 99, name):.2f} x, p50 {_ratio(ones, others, 50, name):.2f} x"
         for name in ("seconds", "cpu_seconds")
     )
     return f"{by_clock} of those beside none, {by_cpu} by CPU time"
 
 
-def _ratio(ones: Sequence[Step], others: Sequence[Step], share: float, name: str) -> float:
-    one, other = (
-        percentile([getattr(step, name) for step in steps], share) for steps in (ones, others)
-    )
-    return one / other
+def _ratio(
+    ones: Sequence[Step], others: Sequence[Step], share: int, name: str = "seconds"
+) -> float:
+    return _percentile(ones, share, name) / _percentile(others, share, name)
 
 
-def _verdict(text: str, is_met: bool) -> str:
-    return f"{text}: {'met' if is_met else 'NOT MET'}"
+def _percentile(steps: Sequence[Step], share: int, name: str = "seconds") -> float:
+    """The smallest value that at least this share of them, in per cent, does not exceed."""
+    values = [getattr(step, name) for step in steps]
+    return float(np.percentile(values, share, method="inverted_cdf"))

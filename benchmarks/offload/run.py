@@ -15,33 +15,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Instead of this folder, whose modules are not to be found by their short names.
 sys.path[0] = str(ROOT / "benchmarks")
 
-from offload.contenders import (  # noqa: E402
-    ALONE,
-    BESIDE_COPIES,
-    Contender,
-    contenders,
-)
-from offload.figures import kind_of, why_not  # noqa: E402
+from common.cpu_engine import ENVIRON  # noqa: E402
+from common.models import MODELS, BenchModel  # noqa: E402
+from common.processes import processes  # noqa: E402
+from common.report import parser, write  # noqa: E402
+
+from offload.contenders import ALONE, BESIDE_COPIES, Contender, contenders  # noqa: E402
+from offload.engine import cold_and_warm, start, visited  # noqa: E402
 from offload.limit import StreamingCopy  # noqa: E402
-from offload.models import MODELS, BenchModel  # noqa: E402
-from offload.processes import EngineProcess  # noqa: E402
 from offload.report import Measured, lines  # noqa: E402
 from offload.server import LMCacheServer, failures, free_ports  # noqa: E402
-from offload.workload import NUM_DECODERS, OFFLOADED_TOKENS, PROMPT_TOKENS, Visit  # noqa: E402
+from offload.workload import (  # noqa: E402
+    NUM_DECODERS,
+    OFFLOADED_TOKENS,
+    PROMPT_TOKENS,
+    Prompt,
+    Visit,
+)
 
 _BLOCK_TOKENS = 128
 """Of vLLM's CPU platform, unless a user asks for another size."""
@@ -54,23 +56,50 @@ STORED_VISITORS = 6
 NEW_SEED = 1_000_000
 
 
+ENGINE_ENVIRON = {**ENVIRON, "LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = parser(__doc__, "bench-offload")
     names = [contender.name for contender in contenders(1, (1, 2), "")]
-    parser.add_argument("--model", action="append", choices=MODELS)
-    parser.add_argument("--contender", action="append", choices=names)
-    parser.add_argument("--prompts", type=int, default=9, help="rounds of prompts, at least 5")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of decoding")
-    parser.add_argument("--visits", type=int, default=20, help="in one round of decoding")
-    parser.add_argument("--quick", action="store_true", help="5 prompts, a short round of decoding")
-    parser.add_argument("--host-gib", type=float, default=3, help="host memory of each contender")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-offload")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.prompts, arguments.rounds, arguments.visits = 5, 1, 10
-    return arguments
+    options.add_argument("--model", action="append", choices=MODELS)
+    options.add_argument("--contender", action="append", choices=names)
+    options.add_argument("--prompts", type=int, default=9, help="rounds of prompts, at least 5")
+    options.add_argument("--rounds", type=int, default=4, help="rounds of decoding")
+    options.add_argument("--visits", type=int, default=20, help="in one round of decoding")
+    options.add_argument("--host-gib", type=float, default=3, help="host memory of each contender")
+    found = options.parse_args()
+    if found.quick:
+        found.prompts, found.rounds, found.visits = 5, 1, 10
+    return found
+
+
+class EngineProcess:
+    """The engine of a contender in a process of its own, with the model on one CPU."""
+
+    def __init__(
+        self, contender: Contender, model: Path, num_blocks: int, cpu: int, log: Path
+    ) -> None:
+        self.contender = contender
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": str(cpu), "OMP_NUM_THREADS": "1"}
+        self._process = processes(1, {**ENGINE_ENVIRON, **binding, **contender.environ})
+        self._process_id = self._process.submit(os.getpid).result()
+        self._process.submit(start, contender, str(model), num_blocks, log).result()
+
+    def prompt(self, seed: int) -> Prompt:
+        """Cold, and then warm."""
+        return self._process.submit(cold_and_warm, seed).result()
+
+    def visits(self, seeds: Sequence[int]) -> list[Visit]:
+        """One after the other, beside requests that decode."""
+        return self._process.submit(visited, seeds).result()
+
+    def stop(self) -> None:
+        """End it at once. LMCache then leaves its pages in /dev/shm."""
+        os.kill(self._process_id, signal.SIGKILL)
+        self._process.shutdown()
+        for segment in Path("/dev/shm").glob(f"lmcache_kv_{self._process_id}_*"):
+            segment.unlink(missing_ok=True)
 
 
 def blocks_of(model: BenchModel) -> int:
@@ -88,8 +117,8 @@ def running(
     chosen: Sequence[Contender], model: BenchModel, folder: Path, logs: Path
 ) -> Iterator[tuple[list[EngineProcess], dict[str, LMCacheServer]]]:
     """The engines, and the servers by the name of their contender."""
-    engines: list[EngineProcess] = []
     servers: dict[str, LMCacheServer] = {}
+    engines: list[EngineProcess] = []
     # The last one: what a machine does by itself is mostly done on the first.
     cpu = max(os.sched_getaffinity(0))
     try:
@@ -114,7 +143,7 @@ def measure(
 ) -> Measured:
     """All of one model."""
     print(f"\n{model.name}: {blocks_of(model)} blocks", flush=True)
-    measured = Measured(model)
+    measured = Measured.of(model)
     served = [each for each in chosen if each.serves_groups or model.num_groups == 1]
     for contender in chosen:
         if contender not in served:
@@ -149,7 +178,7 @@ def measure_prompts(
         print(f"round {seed}, load average {os.getloadavg()[0]:.1f}", flush=True)
         for name in (engine.contender.name for engine in engines):
             prompt = found[name]
-            left_out = why_not(prompt) if name != ALONE else None
+            left_out = prompt.why_not if name != ALONE else None
             print(
                 f"  {name:<40} cold {prompt.cold_s:6.2f} s  warm {prompt.warm_s:6.3f} s  store "
                 f"{prompt.store.seconds:6.3f} s  load {prompt.load.seconds:6.3f} s  "
@@ -189,29 +218,13 @@ def measure_decoding(
 def add_visits(measured: Measured, name: str, visits: Sequence[Visit]) -> None:
     """By what they were."""
     for visit in visits:
-        kind = kind_of(visit)
+        kind = visit.kind
         if kind is None:
             measured.notes.append(
                 f"{name}: a visit left out that hit {visit.hit_tokens} tokens, {visit.loads} loads"
             )
         else:
-            measured.visits.setdefault((name, kind), []).append(visit)
-
-
-def write_json(measured: Sequence[Measured], path: Path) -> None:
-    """Every number of every round."""
-    rows = [
-        {
-            "model": of_model.model.name,
-            "kv_bytes": of_model.kv_bytes,
-            "limit_s": of_model.limit_s,
-            "prompts": {k: [asdict(p) for p in v] for k, v in of_model.prompts.items()},
-            "visits": {", ".join(k): [asdict(p) for p in v] for k, v in of_model.visits.items()},
-            "notes": of_model.notes,
-        }
-        for of_model in measured
-    ]
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            measured.visits.setdefault(name, {}).setdefault(kind, []).append(visit)
 
 
 def main() -> None:
@@ -228,11 +241,12 @@ def main() -> None:
         f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}; KV of "
         f"{OFFLOADED_TOKENS:,} tokens in bf16, {arguments.host_gib} GiB of host memory each"
     )
-    finished = []
+    finished, printed = [], []
     for key in arguments.model or MODELS:
         finished.append(measure(MODELS[key], chosen, arguments))
-        print("\n".join(lines(finished[-1])), flush=True)
-    write_json(finished, arguments.out / "results.json")
+        printed += lines(finished[-1])
+        print(*lines(finished[-1]), sep="\n", flush=True)
+    write(arguments.out, printed, finished)
 
 
 if __name__ == "__main__":

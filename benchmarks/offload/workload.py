@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine is asked, and the facts that come back."""
+"""What every engine is asked, the facts that come back, and which of them count."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Direction = Literal["store", "load"]
 
@@ -31,11 +32,11 @@ class Moved:
 
     Attributes:
         seconds: By the clock, from handing over to done.
-        copy_seconds: That the copies took, where the connector says so; else 0.
+        copy_seconds: Seconds that the copies took, where the connector says so; else 0.
         num_bytes: Where the connector counts them; else 0.
         num_tokens: Where transfers are asked for in tokens; else 0.
-        transfers: That have ended.
-        failed: Those of them that came to nothing.
+        transfers: Number of transfers that have ended.
+        failed: Number of those that came to nothing.
     """
 
     seconds: float = 0.0
@@ -51,12 +52,12 @@ class Prompt:
     """A prompt that nothing knows, and again when only the host tier knows it.
 
     Attributes:
-        cold_s: To the first token.
-        warm_s: To the first token.
-        cold_hit_tokens: Not computed.
-        warm_hit_tokens: Not computed.
-        store: While and after it was cold.
-        load: When it was warm.
+        cold_s: Time to the first token of the first request.
+        warm_s: Time to the first token of the second request.
+        cold_hit_tokens: What the first request did not compute.
+        warm_hit_tokens: What the second request did not compute.
+        store: Stores while and after it was cold.
+        load: Loads when it was warm.
     """
 
     cold_s: float
@@ -66,10 +67,24 @@ class Prompt:
     store: Moved
     load: Moved
 
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Prompt:
-        moved = {name: Moved(**found[name]) for name in ("store", "load")}
-        return cls(**{**found, **moved})
+    @property
+    def why_not(self) -> str | None:
+        """Why it does not count; None if it does.
+
+        What was not stored would be the fastest store, and what was not loaded the fastest load.
+        """
+        if self.cold_hit_tokens:
+            return f"the cold request hit {self.cold_hit_tokens} tokens"
+        if self.warm_hit_tokens != OFFLOADED_TOKENS:
+            return f"the warm request hit {self.warm_hit_tokens} tokens, not {OFFLOADED_TOKENS}"
+        for name, moved in (("store", self.store), ("load", self.load)):
+            if moved.failed:
+                return f"{moved.failed} of {moved.transfers} {name}s failed"
+            if not moved.transfers:
+                return f"no {name} was seen"
+            if moved.num_tokens not in (0, OFFLOADED_TOKENS):
+                return f"the {name} was of {moved.num_tokens} tokens, not {OFFLOADED_TOKENS}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +93,8 @@ class Step:
 
     Attributes:
         seconds: By the clock.
-        cpu_seconds: Of the thread that runs the model. Other processes on its CPU do not count,
-            nor does waiting; memory and caches that others use do.
+        cpu_seconds: CPU time of the thread that runs the model. Other processes on its CPU do not
+            count, nor does waiting; memory and caches that others use do.
         has_prefill: Whether it also computed tokens of a prompt.
         has_transfer: Whether some transfer was under way meanwhile.
     """
@@ -95,10 +110,10 @@ class Visit:
     """One long prompt beside requests that decode.
 
     Attributes:
-        hit_tokens: That the visitor did not compute.
-        steps: From its arrival to some steps after its token.
-        stores: Transfers that ended meanwhile.
-        loads: Transfers that ended meanwhile.
+        hit_tokens: What the visitor did not compute.
+        steps: Steps from its arrival until some after its token.
+        stores: Number of stores that ended meanwhile.
+        loads: Number of loads that ended meanwhile.
     """
 
     hit_tokens: int
@@ -106,6 +121,19 @@ class Visit:
     stores: int = 0
     loads: int = 0
 
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Visit:
-        return cls(**{**found, "steps": [Step(**step) for step in found["steps"]]})
+    @property
+    def kind(self) -> VisitKind | None:
+        """Where the visitor's prompt was; None if it was in parts here and there."""
+        if self.hit_tokens == OFFLOADED_TOKENS:
+            return "loaded" if self.loads else "local"
+        return None if self.hit_tokens or self.loads else "new"
+
+
+def decode_steps(visits: Iterable[Visit], has_transfer: bool) -> list[Step]:
+    """Steps without a prefill, beside a transfer or beside none."""
+    return [
+        step
+        for visit in visits
+        for step in visit.steps
+        if not step.has_prefill and step.has_transfer is has_transfer
+    ]

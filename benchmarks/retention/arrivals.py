@@ -10,11 +10,7 @@ from retention.traces import Trace
 
 
 class Arrivals:
-    """The requests of a trace that have not arrived. True while the arrival of some is known.
-
-    Args:
-        trace: Requests are numbered as there.
-    """
+    """The requests of a trace that have not arrived. True while the arrival of some is known."""
 
     def __init__(self, trace: Trace) -> None:
         self._delays_steps = [traced.delay_steps for traced in trace.requests]

@@ -6,32 +6,43 @@ from __future__ import annotations
 import functools
 import gc
 import time
+import traceback
 from dataclasses import asdict
-from pathlib import Path
 
 from retention.engine import Engine
 from retention.layouts import BenchLayout, get_layout
-from retention.mooncake import read_mooncake
 from retention.serving import DoesNotFitError, Serving
-from retention.suite import Cell
+from retention.suite import INFINITE, Batch, Cell, Finished
 from retention.traces import Trace, write_trace
 from retention.variants import Variant, entered
 
 layout_named = functools.cache(get_layout)
+_trace = functools.lru_cache(maxsize=2)(write_trace)
 
 
-@functools.lru_cache(maxsize=2)
-def _trace(name: str, scale: float, stretch: float, limit: int | None) -> Trace:
-    if name.endswith(".jsonl"):
-        return read_mooncake(Path(name), limit)
-    return write_trace(name, scale, stretch)
+def run_batch(batch: Batch) -> list[Finished]:
+    """Run one batch's cells one after the other, in this process."""
+    found = [_finished(batch.base, None)]
+    footprint_blocks = found[0].result.get("num_footprint_blocks")
+    if footprint_blocks is not None:
+        for cell in batch.others:
+            is_infinite = cell.pool == INFINITE
+            num_blocks = None if is_infinite else round(float(cell.pool) * footprint_blocks)
+            found.append(_finished(cell, num_blocks))
+    return found
+
+
+def _finished(cell: Cell, num_blocks: int | None) -> Finished:
+    try:
+        return Finished(cell, run_cell(cell, num_blocks))
+    except Exception:
+        return Finished(cell, {"error": traceback.format_exc()})
 
 
 def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     """Run it in this process.
 
     Args:
-        cell: What to run.
         num_blocks: Size of the pool; None for one in which nothing has to be evicted.
 
     Returns:
@@ -43,7 +54,7 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     """
     layout = layout_named(cell.layout)
     variant = Variant.parse(cell.variant)
-    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch, cell.limit)
+    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch)
     if num_blocks is None:
         num_blocks = _blocks_without_evictions(layout, trace)
     gc.collect()
@@ -52,7 +63,7 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     try:
         with entered(variant):
             try:
-                engine = Engine(layout, num_blocks, variant.interval_tokens)
+                engine = Engine(layout, num_blocks)
             except ValueError as error:
                 return {"refused": str(error), "num_blocks": num_blocks}
             outcome = Serving(layout, engine, trace).run()
@@ -70,4 +81,4 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
 def _blocks_without_evictions(layout: BenchLayout, trace: Trace) -> int:
     """Room for every token of every request, and for what the running ones hold meanwhile."""
     num_tokens = sum(len(request.answered) for request in trace.requests)
-    return 1 + layout.blocks_without_hits(num_tokens + 32 * layout.step_tokens)
+    return 1 + layout.blocks_without_hits(num_tokens + 32 * layout.max_num_batched_tokens)

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block manager, whichever supported version it is of, and what its cache did.
-
-Here is every difference between vLLM 0.23.0 and 0.32.0 that the loop would see. Knows no
-trace and no policy.
-"""
+"""vLLM's block manager, and what its cache did. Knows no trace and no policy."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from retention.layouts import BenchLayout
@@ -86,63 +80,43 @@ class _CacheConfig:
 
 
 @dataclass(slots=True)
-class _SchedulerConfig:
-    long_prefill_token_threshold: int = 0
-
-
-@dataclass(slots=True)
 class _SplittingScheduler:
-    """What ``Scheduler._mamba_block_aligned_split`` reads of its scheduler, in any version."""
+    """What ``Scheduler._mamba_block_aligned_split``, and its patch, read of their scheduler."""
 
     cache_config: _CacheConfig
-    block_size: int
-    hash_block_size: int
-    max_num_scheduled_tokens: int
+    kv_cache_manager: KVCacheManager
     use_eagle: bool = False
-    use_eagle_block_drop: bool = False
-    mamba_partial_cache_hit: bool = False
-    mamba_shared_prefix_checkpoint: bool = False
-    mamba_has_prefill_checkpoint_blocks: bool = False
-    mamba_prefill_checkpoint_alignment: int | None = None
-    scheduler_config: _SchedulerConfig = field(default_factory=_SchedulerConfig)
-    kv_cache_manager: KVCacheManager | None = None
 
 
 class Engine:
     """A ``KVCacheManager`` and the CPU time spent in it.
 
     Args:
-        layout: The cache layout.
-        num_blocks: Size of the pool.
-        configured_interval: The retention interval of vLLM 0.32's configuration; older versions
-            take theirs from the environment.
+        records: Whether it is recorded what the cache did; that takes CPU time.
+
+    Attributes:
+        table: What the cache did; None if it is not recorded.
 
     Raises:
         ValueError: vLLM, or a patch, refuses the interval for this layout.
     """
 
-    def __init__(
-        self, layout: BenchLayout, num_blocks: int, configured_interval: int | None
-    ) -> None:
-        config = layout.config(num_blocks)
-        if "prefix_cache_retention_interval" in inspect.signature(KVCacheConfig).parameters:
-            config = replace(config, prefix_cache_retention_interval=configured_interval)
-        self.manager = KVCacheManager(**_supported_arguments(layout, config))
-        self.table = RecordingTable()
-        self.manager.block_pool.cached_block_hash_to_block._cache = self.table
+    def __init__(self, layout: BenchLayout, num_blocks: int, records: bool = True) -> None:
+        self.manager = KVCacheManager(
+            kv_cache_config=layout.to_config(num_blocks),
+            max_model_len=1 << 20,
+            scheduler_block_size=layout.scheduler_block_tokens,
+            hash_block_size=layout.hash_block_tokens,
+            max_num_batched_tokens=layout.max_num_batched_tokens,
+            enable_caching=True,
+        )
+        self.table = RecordingTable() if records else None
+        if self.table is not None:
+            self.manager.block_pool.cached_block_hash_to_block._cache = self.table
         self._elapsed_ns = 0
-        parameters = inspect.signature(KVCacheManager.allocate_slots).parameters
-        self._takes_whole_sequences = "full_sequence_must_fit" in parameters
-        self._knows_idleness = "has_scheduled_reqs" in parameters
         self._split: Callable[[Request, int, int], int] | None = None
         if layout.state_block_tokens:
-            host = _SplittingScheduler(
-                cache_config=_CacheConfig(layout.state_block_tokens),
-                block_size=layout.state_block_tokens,
-                hash_block_size=layout.hash_block_tokens,
-                max_num_scheduled_tokens=layout.step_tokens,
-                kv_cache_manager=self.manager,
-            )
+            host = _SplittingScheduler(_CacheConfig(layout.state_block_tokens), self.manager)
             # Bound, not called with the host as an argument: a patch would not see whose it is.
             self._split = Scheduler._mamba_block_aligned_split.__get__(host)
 
@@ -156,10 +130,7 @@ class Engine:
 
     def look_up(self, request: Request) -> tuple[Any, int]:
         """The cached blocks and tokens of a request that waits."""
-        found = self._timed(self.manager.get_computed_blocks, request)
-        if len(found) == 3:
-            request.shared_prefix_boundary = found[2]
-        return found[0], found[1]
+        return self._timed(self.manager.get_computed_blocks, request)
 
     def chunk(self, request: Request, num_tokens: int, hit_tokens: int = 0) -> int:
         """The part of a prefill chunk that is computed: vLLM ends it where a state can be saved."""
@@ -167,21 +138,11 @@ class Engine:
             return num_tokens
         return self._timed(self._split, request, num_tokens, hit_tokens)
 
-    def admit(
-        self, request: Request, num_tokens: int, hit_tokens: int, blocks: Any, is_idle: bool
-    ) -> bool:
+    def admit(self, request: Request, num_tokens: int, hit_tokens: int, blocks: Any) -> bool:
         """Allocate the first chunk of a request that waits, if there is room for all of it."""
-        arguments: dict[str, object] = {}
-        if self._takes_whole_sequences:
-            arguments["full_sequence_must_fit"] = True
-        if self._knows_idleness:
-            arguments["has_scheduled_reqs"] = not is_idle
-        return (
-            self._timed(
-                self.manager.allocate_slots, request, num_tokens, hit_tokens, blocks, **arguments
-            )
-            is not None
-        )
+        allocate = self.manager.allocate_slots
+        more = {"full_sequence_must_fit": True}
+        return self._timed(allocate, request, num_tokens, hit_tokens, blocks, **more) is not None
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Allocate the next tokens of a running request, if there is room."""
@@ -196,19 +157,3 @@ class Engine:
             return function(*args, **kwargs)
         finally:
             self._elapsed_ns += time.thread_time_ns() - started_ns
-
-
-def _supported_arguments(layout: BenchLayout, config: KVCacheConfig) -> dict[str, object]:
-    arguments = {
-        "kv_cache_config": config,
-        "max_model_len": 1 << 20,
-        "scheduler_block_size": layout.scheduler_block_tokens,
-        "hash_block_size": layout.hash_block_tokens,
-        "max_num_batched_tokens": layout.step_tokens,
-        "max_in_flight_tokens": layout.step_tokens,
-        "enable_caching": True,
-        "use_eagle": layout.look_ahead_tokens > 0,
-        "log_stats": False,
-    }
-    known = inspect.signature(KVCacheManager).parameters
-    return {name: value for name, value in arguments.items() if name in known}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layouts of the benchmark, by name, as vLLM's KV cache configuration."""
+"""The cache layouts of the benchmarks, by name, as vLLM's KV cache configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from support.scheduler.layouts import Attention, Group, Layout
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from retention.losses import GroupNeeds
 
@@ -32,44 +33,57 @@ DSV4 = Layout(
 # state is saved once per such block: all groups have one block size of several hundred tokens.
 MAMBA = Layout("mamba", (Group(Attention.FULL, 512), *[Group(Attention.MAMBA, 512)] * 3))
 
-ASCEND_BLOCK_SIZES = {"dsv4-ascend32": 32, "dsv4-ascend128": 128}
-"""Layouts of vllm-ascend, with the ``--block-size`` each stands for."""
+PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
 
 THINNING = {"gemma": 0.6}
 """Six groups of small blocks take more time per token than the other layouts."""
 
-PLAIN_LAYOUTS = {layout.name: layout for layout in (FULL, GPTOSS, GEMMA, DSV4, MAMBA)}
+ASCEND_BLOCK_SIZES = {"dsv4-ascend32": 32, "dsv4-ascend128": 128}
+"""DeepSeek-V4 as the real vllm-ascend plans it, with the ``--block-size`` each stands for."""
+
+ASCEND_TEXTS = {32: (2.0, 0.45), 128: (5.0, 0.25)}
+"""Per ``--block-size``: how much longer and how many fewer texts, so that hits are possible at its
+unit of thousands of tokens, in not many more tokens than the other layouts are served."""
+
+ASCEND_STEP_TOKENS = 2048
+"""A step's compressor states take a block per 2 or 8 tokens, cached or not: with 8192 tokens the
+smaller pools would not hold one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchLayout:
-    """A layout with what the benchmark has to know of it.
+    """A layout with what the benchmarks have to know of it.
 
     Attributes:
-        name: As on the command line.
-        config: Builds the configuration for a number of blocks.
-        groups: By group id.
-        unit_tokens: Hits are multiples of it.
-        scheduler_block_tokens: What the engine calls the scheduler block size.
-        hash_block_tokens: Tokens per block hash.
-        state_block_tokens: Block size at which prefill chunks end; 0 where any end will do.
-        look_ahead_tokens: What a drafter's look-ahead takes off a hit, at most.
+        to_config: Builds the configuration for a number of blocks.
         stretch: Factor on the texts' lengths that makes them long enough for the unit.
         thinning: Factor on the number of texts, so that a cell takes no longer than the others.
-        step_tokens: Tokens that a scheduler step hands out.
     """
 
     name: str
-    config: Callable[[int], object]
-    groups: tuple[GroupNeeds, ...]
-    unit_tokens: int
+    groups: tuple[Group, ...]
+    to_config: Callable[[int], KVCacheConfig]
     scheduler_block_tokens: int
     hash_block_tokens: int
-    state_block_tokens: int = 0
-    look_ahead_tokens: int = 0
     stretch: float = 1.0
     thinning: float = 1.0
-    step_tokens: int = 8192
+    max_num_batched_tokens: int = 8192
+
+    @property
+    def unit_tokens(self) -> int:
+        """Hits are multiples of it."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def needs(self) -> tuple[GroupNeeds, ...]:
+        """What of each group a hit reads."""
+        return tuple(map(_needs, self.groups))
+
+    @property
+    def state_block_tokens(self) -> int:
+        """Block size at which prefill chunks end; 0 where any end will do."""
+        states = [g.block_tokens for g in self.groups if g.attention is Attention.MAMBA]
+        return states[0] if states else 0
 
     def blocks_without_hits(self, num_tokens: int) -> int:
         """Blocks for ``num_tokens`` tokens if every group kept them all."""
@@ -77,36 +91,57 @@ class BenchLayout:
 
 
 def get_layout(name: str) -> BenchLayout:
-    """The layout of that name.
+    """The layout of that name. Those of vllm-ascend need it to be active in this process.
 
     Raises:
         ValueError: If there is none.
     """
     if name in ASCEND_BLOCK_SIZES:
-        from retention.ascend_layouts import ascend_layout
-
-        return ascend_layout(name, ASCEND_BLOCK_SIZES[name])
-    if name in PLAIN_LAYOUTS:
-        return _plain(PLAIN_LAYOUTS[name])
-    raise ValueError(
-        f"layout {name!r}: expected one of {', '.join([*PLAIN_LAYOUTS, *ASCEND_BLOCK_SIZES])}"
-    )
-
-
-def _plain(layout: Layout) -> BenchLayout:
+        return _ascend(name, ASCEND_BLOCK_SIZES[name])
+    if name not in PLAIN_LAYOUTS:
+        known = ", ".join([*PLAIN_LAYOUTS, *ASCEND_BLOCK_SIZES])
+        raise ValueError(f"layout {name!r}: expected one of {known}")
+    layout = PLAIN_LAYOUTS[name]
     sizes = [group.block_tokens for group in layout.groups]
     return BenchLayout(
-        name=layout.name,
-        config=layout.to_config,
-        groups=tuple(_needs(group) for group in layout.groups),
-        unit_tokens=math.lcm(*sizes),
+        name,
+        layout.groups,
+        layout.to_config,
         scheduler_block_tokens=math.lcm(*sizes),
         hash_block_tokens=math.gcd(*sizes),
-        state_block_tokens=next(
-            (g.block_tokens for g in layout.groups if g.attention is Attention.MAMBA), 0
-        ),
-        thinning=THINNING.get(layout.name, 1.0),
+        thinning=THINNING.get(name, 1.0),
     )
+
+
+def is_of_ascend(name: str) -> bool:
+    return name in ASCEND_BLOCK_SIZES
+
+
+def _ascend(name: str, block_size: int) -> BenchLayout:
+    import ascend_geometry
+
+    config = ascend_geometry.planned_config(block_size)
+    scheduler_block_tokens, hash_block_tokens = ascend_geometry.resolved_block_sizes(
+        config, block_size
+    )
+    stretch, thinning = ASCEND_TEXTS[block_size]
+    return BenchLayout(
+        name,
+        tuple(_group_of(group.kv_cache_spec) for group in config.kv_cache_groups),
+        lambda num_blocks: ascend_geometry.planned_config(block_size, num_blocks),
+        scheduler_block_tokens,
+        hash_block_tokens,
+        stretch=stretch,
+        thinning=thinning,
+        max_num_batched_tokens=ASCEND_STEP_TOKENS,
+    )
+
+
+def _group_of(spec) -> Group:
+    window_tokens = getattr(spec, "sliding_window", None)
+    if window_tokens:
+        return Group(Attention.WINDOW_MLA, spec.block_size, window_tokens)
+    return Group(Attention.MLA, spec.block_size * max(1, spec.compress_ratio))
 
 
 def _needs(group: Group) -> GroupNeeds:

@@ -5,10 +5,8 @@ With ``ideal`` the longest prefix that any request has computed before, at most 
 prompt's last token, the difference ``ideal - hit`` is split from the ideal down to the hit:
 
 ``granularity``
-    down to the layout's hit unit; no policy can avoid it.
-``look_ahead``
-    what a drafter's look-ahead block costs then. What is left is what a cache hits that keeps
-    every block and evicts none.
+    down to the layout's hit unit; no policy can avoid it. What is left is what a cache hits that
+    keeps every block and evicts none.
 ``never_kept``
     down to the best boundary all of whose blocks have been cached at some time: what this policy
     loses in an infinite pool.
@@ -23,7 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from retention.texts import Text
 
@@ -33,7 +30,6 @@ class Losses:
     """Tokens by cause; see the module."""
 
     granularity: int = 0
-    look_ahead: int = 0
     never_kept: int = 0
     evicted: int = 0
 
@@ -88,18 +84,10 @@ class GroupNeeds:
         return range(boundary_tokens // self.block_tokens - 1, first - 1, -1)
 
 
-class BoundaryHistory(Protocol):
-    """Whether all blocks that a hit at a boundary reads have been cached at some time."""
-
-    def at(self, boundary_tokens: int) -> bool: ...
-
-
 class CachedOnce:
-    """`BoundaryHistory` of one prompt.
+    """Whether all blocks that a hit at a boundary of a prompt reads were cached at some time.
 
     Args:
-        groups: By group id.
-        hash_block_tokens: Tokens per hash.
         hashes: Chained hashes of the prompt; that of a block's last tokens stands for the block.
         ever_cached: Hash and group id of every block that was ever cached.
     """
@@ -147,8 +135,7 @@ def split_losses(
     hit_tokens: int,
     ideal_tokens: int,
     unit_tokens: int,
-    look_ahead_tokens: int,
-    history: BoundaryHistory,
+    history: CachedOnce,
 ) -> Losses:
     """The losses of one request.
 
@@ -156,17 +143,13 @@ def split_losses(
         hit_tokens: What it hit.
         ideal_tokens: The longest prefix computed before, less than the prompt.
         unit_tokens: Hits are multiples of it.
-        look_ahead_tokens: How far past a boundary a drafter has to match.
         history: Of the prompt's boundaries, before this request is admitted.
     """
-    aligned_tokens = ideal_tokens // unit_tokens * unit_tokens
-    reachable_tokens = max(0, ideal_tokens - look_ahead_tokens) // unit_tokens * unit_tokens
-    kept_tokens = reachable_tokens
+    reachable_tokens = kept_tokens = ideal_tokens // unit_tokens * unit_tokens
     while kept_tokens > hit_tokens and not history.at(kept_tokens):
         kept_tokens -= unit_tokens
     return Losses(
-        granularity=ideal_tokens - aligned_tokens,
-        look_ahead=aligned_tokens - reachable_tokens,
+        granularity=ideal_tokens - reachable_tokens,
         never_kept=reachable_tokens - kept_tokens,
         evicted=kept_tokens - hit_tokens,
     )

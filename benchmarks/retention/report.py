@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from retention.suite import INFINITE, Cell, Finished
+from retention.suite import INFINITE, Finished
 
 TIE_POINTS = 0.5
 OURS = "adaptive"
+INTRODUCTION = """\
+Token hit rate in per cent of prompt tokens at first admission. Pools are shares of what dense
+caching keeps in an infinite pool. `stock:N` is vLLM's own retention, `interval` and `adaptive` are
+this package's. `-`: refused by that variant, or not run."""
 
 
 def pool_name(pool: str) -> str:
     return "∞" if pool == INFINITE else f"{float(pool):.0%}"
 
 
-def trace_name(trace: str) -> str:
-    return trace.rpartition("/")[2]
-
-
 def line(finished: Finished) -> str:
     """One cell on one line."""
     cell, result = finished.cell, finished.result
-    head = f"{cell.layout:15}{trace_name(cell.trace):11}{pool_name(cell.pool):>5} {cell.variant:15}"
+    head = f"{cell.layout:15}{cell.trace:11}{pool_name(cell.pool):>5} {cell.variant:15}"
     if (reason := why_not(result)) is not None:
         return f"{head}{reason}"
     losses, prompt_tokens = result["losses"], result["prompt_tokens"]
@@ -54,14 +54,7 @@ def why_not(result: dict) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What all variants came to under the same circumstances.
-
-    Attributes:
-        layout: Its name.
-        trace: Its name.
-        pool: As in `Cell`.
-        results: By variant.
-    """
+    """What all variants came to under the same circumstances."""
 
     layout: str
     trace: str
@@ -104,28 +97,17 @@ def columns(some_rows: Iterable[Row]) -> list[str]:
     return sorted(variants, key=lambda variant: variant.startswith(OURS))
 
 
-def markdown(cells: Sequence[Finished], versions: dict[str, str]) -> str:
+def markdown(cells: Sequence[Finished]) -> str:
     """The whole report."""
     all_rows = rows(cells)
-    parts = ["# Retention on traces", _introduction(versions)]
+    parts = ["# Retention on traces", INTRODUCTION]
     ours = sorted({c.cell.variant for c in cells if c.cell.variant.startswith(OURS)})
     if ours:
         parts.append("\n".join(summary(all_rows, variant) for variant in ours))
     for layout in dict.fromkeys(row.layout for row in all_rows):
         parts.append(f"## {layout}")
         parts.append(_hit_rates([row for row in all_rows if row.layout == layout]))
-    parts += ["## Details", _details(cells)]
     return "\n\n".join(parts) + "\n"
-
-
-def _introduction(versions: dict[str, str]) -> str:
-    named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    return (
-        f"{named}. Token hit rate in per cent of prompt tokens at first admission. Pools are "
-        "shares of what dense caching keeps in an infinite pool. `stock:N` is vLLM's own "
-        "retention, `v032` that of vLLM 0.32, `interval` and `adaptive` are this package's. "
-        "`-`: refused by that variant, or not run."
-    )
 
 
 def summary(all_rows: Sequence[Row], variant: str) -> str:
@@ -145,7 +127,7 @@ def summary(all_rows: Sequence[Row], variant: str) -> str:
         best = row.best_other()
         assert best is not None
         text += (
-            f"\n- {row.layout}, {trace_name(row.trace)}, {pool_name(row.pool)}: "
+            f"\n- {row.layout}, {row.trace}, {pool_name(row.pool)}: "
             f"{row.points(variant):.1f}, {best[1]} has {best[0]:.1f} ({lead:+.1f})"
         )
     return text
@@ -159,7 +141,7 @@ def _hit_rates(some_rows: Sequence[Row]) -> str:
         best, lead = row.best_other(), row.lead(OURS)
         body.append(
             [
-                trace_name(row.trace),
+                row.trace,
                 pool_name(row.pool),
                 *(_points(row, variant) for variant in variants),
                 f"{best[0]:.1f} ({best[1]})" if best else "-",
@@ -177,37 +159,6 @@ def _points(row: Row, variant: str) -> str:
         return "FAILED"
     points = row.points(variant)
     return "-" if points is None else f"{points:.1f}"
-
-
-def _details(cells: Sequence[Finished]) -> str:
-    header = ["layout", "trace", "pool", "variant", "hit %", "computed M", "never kept %"]
-    header += ["evicted %", "granularity %", "look-ahead %", "blocks kept k", "of k"]
-    header += ["evictions k", "preemptions", "hit again %", "scheduler s"]
-    body = [_detail(f.cell, f.result) for f in cells if "hit_rate" in f.result]
-    return table(header, body)
-
-
-def _detail(cell: Cell, result: dict) -> list[str]:
-    prompt_tokens, losses = result["prompt_tokens"], result["losses"]
-    again = result["readmission_tokens"]
-    return [
-        cell.layout,
-        trace_name(cell.trace),
-        pool_name(cell.pool),
-        cell.variant,
-        f"{100 * result['hit_rate']:.1f}",
-        f"{result['computed_tokens'] / 1e6:.2f}",
-        *(
-            f"{100 * losses[cause] / prompt_tokens:.1f}"
-            for cause in ("never_kept", "evicted", "granularity", "look_ahead")
-        ),
-        " / ".join(f"{n / 1000:.2f}" for n in result["cached_blocks"]),
-        f"{result['num_blocks'] / 1000:.1f}",
-        f"{result['num_evictions'] / 1000:.1f}",
-        str(result["num_preemptions"]),
-        f"{100 * result['readmission_hit_tokens'] / again:.1f}" if again else "-",
-        f"{result['scheduler_s']:.2f}",
-    ]
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:

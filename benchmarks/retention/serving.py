@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from retention.arrivals import Arrivals
-from retention.engine import Engine
+from retention.engine import Engine, RecordingTable
 from retention.layouts import BenchLayout
 from retention.losses import CachedOnce, ComputedPrefixes, Losses, split_losses
 from retention.traces import Trace, TracedRequest
@@ -37,18 +37,11 @@ class Outcome:
     """What serving a trace came to.
 
     Attributes:
-        prompt_tokens: Of all requests.
-        hit_tokens: Of all requests at their first admission.
         computed_tokens: Prompt tokens computed, again after preemptions.
         readmission_tokens: Tokens to restore after preemptions.
         readmission_hit_tokens: Of these, hit.
-        num_preemptions: How often a running request lost its blocks.
-        num_evictions: Cached blocks that were dropped.
         num_footprint_blocks: Different blocks cached at some time.
         cached_blocks: Cached blocks per group, averaged over time.
-        losses: Tokens not hit at first admissions, by cause.
-        zero_hit_requests: Requests that hit nothing.
-        num_steps: Scheduler steps.
         scheduler_s: CPU time in the block manager, without hashing.
     """
 
@@ -106,7 +99,7 @@ class Job:
     def num_missing_outputs(self) -> int:
         return len(self._output_tokens) - self.request.num_output_tokens
 
-    def next_outputs(self, most_tokens: int) -> list[int]:
+    def next_outputs(self, limit_tokens: int) -> list[int]:
         """What is sampled once all known tokens are computed, and nothing before that.
 
         The last token comes alone: it is not computed.
@@ -115,7 +108,7 @@ class Job:
         if request.num_computed_tokens < request.num_tokens:
             return []
         done = request.num_output_tokens
-        num_tokens = max(1, min(most_tokens, self.num_missing_outputs - 1))
+        num_tokens = max(1, min(limit_tokens, self.num_missing_outputs - 1))
         return self._output_tokens[done : done + num_tokens]
 
     def sample(self, num_tokens: int) -> None:
@@ -124,20 +117,16 @@ class Job:
 
 
 class Serving:
-    """One engine and one trace.
-
-    Args:
-        layout: The engine's cache layout.
-        engine: Without any requests yet.
-        trace: What is served.
-    """
+    """One engine and one trace."""
 
     def __init__(self, layout: BenchLayout, engine: Engine, trace: Trace) -> None:
         self._layout = layout
         self._engine = engine
         self._trace = trace
         self._prefixes = ComputedPrefixes()
-        self._outcome = Outcome()
+        self.outcome = Outcome()
+        self._cached_blocks: Counter[int] = Counter()
+        self._num_samples = self.num_arrived = 0
         self._running: list[Job] = []
         self._waiting: deque[Job] = deque()
         self._arrivals = Arrivals(trace)
@@ -149,39 +138,52 @@ class Serving:
         Raises:
             DoesNotFitError: A request does not fit into the pool.
         """
-        outcome = self._outcome
-        sums: Counter[int] = Counter()
-        num_samples = 0
-        while self._arrivals or self._waiting or self._running:
-            if not self._waiting and not self._running:
-                self._step = max(self._step, self._arrivals.next_step)
-            for number in self._arrivals.take(self._step):
-                self._arrive(number)
-            self._run_step()
-            self._step += 1
-            outcome.num_steps += 1
-            if outcome.num_steps % SAMPLE_EVERY_STEPS == 0:
-                num_samples += 1
-                sums.update(self._engine.table.num_cached_by_group())
-        outcome.cached_blocks = [
-            round(sums[group] / max(1, num_samples), 1) for group in range(len(self._layout.groups))
-        ]
-        outcome.num_evictions = self._engine.table.num_dropped
-        outcome.num_footprint_blocks = len(self._engine.table.ever_cached)
+        while self.has_work:
+            self.advance()
+        outcome, table = self.outcome, self._engine.table
+        if table is not None:
+            outcome.cached_blocks = [
+                round(self._cached_blocks[group] / max(1, self._num_samples), 1)
+                for group in range(len(self._layout.groups))
+            ]
+            outcome.num_evictions = table.num_dropped
+            outcome.num_footprint_blocks = len(table.ever_cached)
         outcome.scheduler_s = self._engine.scheduler_s
         return outcome
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._arrivals or self._waiting or self._running)
+
+    def advance(self) -> None:
+        """Run the next step.
+
+        Raises:
+            DoesNotFitError: A request does not fit into the pool.
+        """
+        if not self._waiting and not self._running:
+            self._step = max(self._step, self._arrivals.next_step)
+        for number in self._arrivals.take(self._step):
+            self._arrive(number)
+        self._run_step()
+        self._step += 1
+        self.outcome.num_steps += 1
+        if self._engine.table is not None and self.outcome.num_steps % SAMPLE_EVERY_STEPS == 0:
+            self._num_samples += 1
+            self._cached_blocks.update(self._engine.table.num_cached_by_group())
+
     def _arrive(self, number: int) -> None:
+        self.num_arrived += 1
         traced = self._trace.requests[number]
         self._waiting.append(Job(number, traced, self._layout.hash_block_tokens))
-        self._outcome.prompt_tokens += traced.num_prompt_tokens
+        self.outcome.prompt_tokens += traced.num_prompt_tokens
 
     def _run_step(self) -> None:
         self._engine.start_step()
         scheduled: dict[Job, int] = {}
-        num_preemptions = self._outcome.num_preemptions
+        num_preemptions = self.outcome.num_preemptions
         budget = self._schedule_running(scheduled)
-        if self._outcome.num_preemptions == num_preemptions:
+        if self.outcome.num_preemptions == num_preemptions:
             self._schedule_waiting(scheduled, budget)
             if not scheduled:
                 raise DoesNotFitError
@@ -190,7 +192,7 @@ class Serving:
 
     def _schedule_running(self, scheduled: dict[Job, int]) -> int:
         """Hand out tokens to running requests; returns how many are left."""
-        budget = self._layout.step_tokens
+        budget = self._layout.max_num_batched_tokens
         index = 0
         while index < len(self._running) and budget > 0:
             job = self._running[index]
@@ -247,12 +249,14 @@ class Serving:
         if num_tokens == 0:
             return 0
         # Before the allocation, which caches what is about to be computed.
-        losses = None if request.num_preemptions else self._losses(job, hit_tokens)
-        is_idle = not self._running
-        if not self._engine.admit(request, num_tokens, hit_tokens, blocks, is_idle):
+        is_first, table = not request.num_preemptions, self._engine.table
+        losses = (
+            self._losses(job, hit_tokens, table) if is_first and table is not None else Losses()
+        )
+        if not self._engine.admit(request, num_tokens, hit_tokens, blocks):
             return 0
-        outcome = self._outcome
-        if losses is None:
+        outcome = self.outcome
+        if not is_first:
             outcome.readmission_tokens += request.num_tokens
             outcome.readmission_hit_tokens += hit_tokens
         else:
@@ -263,19 +267,17 @@ class Serving:
         request.num_computed_tokens = hit_tokens
         return num_tokens
 
-    def _losses(self, job: Job, hit_tokens: int) -> Losses:
+    def _losses(self, job: Job, hit_tokens: int, table: RecordingTable) -> Losses:
         layout = self._layout
         prompt = job.traced.prompt
         ideal_tokens = min(self._prefixes.longest(prompt), len(prompt) - 1)
         cached_once = CachedOnce(
-            layout.groups,
+            layout.needs,
             layout.hash_block_tokens,
             job.request.block_hashes,
-            self._engine.table.ever_cached,
+            table.ever_cached,
         )
-        return split_losses(
-            hit_tokens, ideal_tokens, layout.unit_tokens, layout.look_ahead_tokens, cached_once
-        )
+        return split_losses(hit_tokens, ideal_tokens, layout.unit_tokens, cached_once)
 
     def _take(self, scheduled: dict[Job, int], job: Job, num_tokens: int) -> None:
         """A request gets these tokens in this step; its blocks are in the cache by now."""
@@ -289,7 +291,7 @@ class Serving:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
         prompt_tokens = min(start + num_tokens, request.num_prompt_tokens) - start
-        self._outcome.computed_tokens += max(0, prompt_tokens)
+        self.outcome.computed_tokens += max(0, prompt_tokens)
         if request.num_computed_tokens == request.num_tokens and job.num_missing_outputs:
             job.sample(1)
         if job.is_decoding and not job.num_missing_outputs:
@@ -307,4 +309,4 @@ class Serving:
         job.request.num_computed_tokens = 0
         job.request.num_preemptions += 1
         self._waiting.appendleft(job)
-        self._outcome.num_preemptions += 1
+        self.outcome.num_preemptions += 1

@@ -8,14 +8,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from unittest import mock
+
+from vllm_ascend_kvext.activation import survey
+from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.settings import Mode, Settings
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
-RETENTION = "retention"
 POLICY_VARIABLE = "VLLM_ASCEND_KVEXT_RETENTION"
+RETENTION = "retention"
 
-
-KINDS = {"dense": None, "stock": None, "v032": None, "interval": "interval", "adaptive": "adaptive"}
+KINDS = {"dense": None, "stock": None, "interval": "interval", "adaptive": "adaptive"}
 """The policy of this package that a kind of variant stands for, if any."""
 
 
@@ -35,18 +39,17 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        """``dense``, ``stock:N``, ``v032:N``, ``v032:dense``, ``interval:N``, ``adaptive[:N]``.
+        """``dense``, ``stock:N``, ``interval:N``, ``adaptive[:N]``.
 
         Raises:
             ValueError: If it is none of these.
         """
         kind, _, value = name.partition(":")
         wanted = {"dense": not value, "adaptive": not value or value.isdecimal()}
-        wanted["v032"] = value == "dense" or value.isdecimal()
         if kind not in KINDS or not wanted.get(kind, value.isdecimal()):
             raise ValueError(
-                f"variant {name!r}: expected dense, stock:N, v032:N, v032:dense, interval:N, "
-                "adaptive or adaptive:N with N in tokens"
+                f"variant {name!r}: expected dense, stock:N, interval:N, adaptive or adaptive:N "
+                "with N in tokens"
             )
         return cls(name, kind, int(value) if value.isdecimal() else None)
 
@@ -56,54 +59,49 @@ class Variant:
         return KINDS[self.kind]
 
 
-def package_features() -> tuple[str, ...]:
-    """What a user gets with the environment as it is, in the order of installation."""
-    from vllm_ascend_kvext.features import FEATURES
-    from vllm_ascend_kvext.settings import Settings
-
-    settings = Settings.from_environ(os.environ)
-    wanted = settings.requested_features | settings.implied_features
-    return tuple(
-        feature.name for feature in FEATURES if feature.default_on or feature.name in wanted
-    )
-
-
 @contextmanager
 def entered(variant: Variant) -> Iterator[None]:
     """Make this process that of a variant, for a while."""
-    before = {name: os.environ.pop(name, None) for name in (INTERVAL_VARIABLE, POLICY_VARIABLE)}
-    if variant.interval_tokens is not None and variant.kind != "v032":
-        os.environ[INTERVAL_VARIABLE] = str(variant.interval_tokens)
-    if variant.policy is not None:
-        os.environ[POLICY_VARIABLE] = variant.policy
-    features = package_features() if variant.policy is not None else ()
-    try:
-        for feature in features:
-            _install(feature)
+    with _environ(variant.policy, variant.interval_tokens):
+        if variant.policy is None:
+            yield
+            return
+        with _features():
+            yield
+
+
+@contextmanager
+def installed(policy: str | None) -> Iterator[None]:
+    """This package as a user gets it, for a while; with a retention policy, or none."""
+    with _environ(policy, None), _features():
         yield
-    finally:
-        for feature in reversed(features):
-            _activation().revert_feature(feature)
-        for name, value in before.items():
+
+
+@contextmanager
+def _environ(policy: str | None, interval_tokens: int | None) -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        for name, value in ((POLICY_VARIABLE, policy), (INTERVAL_VARIABLE, interval_tokens)):
             os.environ.pop(name, None)
             if value is not None:
-                os.environ[name] = value
+                os.environ[name] = str(value)
+        yield
 
 
-def _install(feature: str) -> None:
-    """As vLLM would get it: what nobody asked for may be left out, retention may not."""
-    from vllm_ascend_kvext.errors import PatchError
-
+@contextmanager
+def _features() -> Iterator[None]:
+    """What a user gets with the environment as it is, in the order of installation."""
+    settings = Settings.from_environ(os.environ)
+    wanted = settings.requests.keys() | settings.implied_features
+    names = [each.name for each in FEATURES if each.default_on or each.name in wanted]
+    plans = {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
     try:
-        _activation().apply_feature(feature)
-    except PatchError as error:
-        if feature == RETENTION:
-            raise
-        print(f"left out: {error}", file=sys.stderr)
-
-
-def _activation() -> ModuleType:
-    """Imported late: stock vLLM runs where this package is not installed."""
-    from vllm_ascend_kvext import activation
-
-    return activation
+        for name in names:
+            # As vLLM would get it: what nobody asked for may be left out, retention may not.
+            if plans[name].fits or name == RETENTION:
+                BOOK.apply(plans[name])
+            elif plans[name].misfits:
+                print(f"left out: {plans[name].misfits}", file=sys.stderr)
+        yield
+    finally:
+        for name in reversed(names):
+            BOOK.revert(name)

@@ -110,7 +110,7 @@ class ColdMemory:
         self.tensors = [
             self.arena[start : start + size] for start, size in zip(self.starts, sizes, strict=True)
         ]
-        self.pools = Pools.of(self.tensors)
+        self.pools = Pools(self.tensors)
         self._next_chunk = 0
         self._random = np.random.default_rng(1)
 

@@ -79,7 +79,6 @@ class Blocks(_LMCache):
     """Keys and values of every layer, two planes behind each other."""
 
     name = "LMCache block transfer"
-    is_plane_major = True
 
     def serves(self, layout: Layout) -> bool:
         return len(layout.planes_of_layer) == 2
@@ -103,7 +102,6 @@ class Planes(_LMCache):
     """Tuples of planes, whose rows lie token by token in the chunk."""
 
     name = "LMCache plane transfer"
-    is_plane_major = False
 
     def serves(self, layout: Layout) -> bool:
         numbers = {plane.rows_per_page for plane in layout.planes_of_layer}

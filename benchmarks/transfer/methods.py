@@ -3,31 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from transfer.geometry import Job, Layout
+from transfer.geometry import ColdMemory, Job
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.schema import Direction
 
 Copy = Callable[[], None]
 
 
 class Method(Protocol):
-    """A way to move a chunk.
-
-    Attributes:
-        name: As printed.
-        is_plane_major: Whether its host bytes are those of `page_transfer`.
-    """
+    """A way to move a chunk; `name` is as printed."""
 
     name: str
-    is_plane_major: bool
-
-    def serves(self, layout: Layout) -> bool: ...
 
     def prepare(self, job: Job) -> Copy: ...
 
@@ -35,15 +29,10 @@ class Method(Protocol):
 class PlainCopy:
     """As many bytes from one place to another, in one piece: what no scattered copy beats."""
 
-    is_plane_major = False
-
     def __init__(self, name: str, is_streaming: bool) -> None:
         """`is_streaming` writes past the caches, which no byte of the destination then enters."""
         self.name = name
         self.is_streaming = is_streaming
-
-    def serves(self, layout: Layout) -> bool:
-        return True
 
     def prepare(self, job: Job) -> Copy:
         source, destination = job.contiguous, job.host[: job.contiguous.numel()]
@@ -57,25 +46,22 @@ class PlainCopy:
 class PageTransfer:
     """The op, from registered pools and descriptors to the last byte."""
 
-    is_plane_major = True
-
     def __init__(self, name: str, is_bundled: bool = True, is_single: bool = False) -> None:
         """`is_single` keeps to one thread, whatever the job says."""
         self.name = name
         self.is_bundled = is_bundled
         self.is_single = is_single
 
-    def serves(self, layout: Layout) -> bool:
-        return True
-
     def prepare(self, job: Job) -> Copy:
+        num_threads = 1 if self.is_single else job.num_threads
+        placement = CALLING_THREAD._replace(num_threads=num_threads)
         return lambda: page_transfer(
             job.memory.pools,
             job.host,
             job.memory.plane_table,
             job.runs,
             job.direction,
-            num_threads=1 if self.is_single else job.num_threads,
+            placement=placement,
             is_bundled=self.is_bundled,
         )
 
@@ -84,10 +70,6 @@ class TorchPerPlane:
     """`index_select` or `index_copy_` per plane; the views are made outside the clock."""
 
     name = "torch index_select / index_copy_ per plane"
-    is_plane_major = True
-
-    def serves(self, layout: Layout) -> bool:
-        return True
 
     def prepare(self, job: Job) -> Copy:
         ids = torch.from_numpy(job.pages)
@@ -115,3 +97,34 @@ class TorchPerPlane:
             side.view(torch.bfloat16).view(-1, page_bytes // 2)
             for side in (job.memory.tensors[index], in_host)
         )
+
+
+def time_in_turns(
+    methods: Sequence[Method],
+    memory: ColdMemory,
+    direction: Direction,
+    is_random: bool,
+    num_threads: int,
+    rounds: int,
+) -> dict[str, list[int]]:
+    """Nanoseconds of every method, by round. One thread is timed by its CPU time, two by the clock.
+
+    Args:
+        methods: What is timed, in turns.
+        memory: Where pages and chunks lie.
+        direction: Of the copies.
+        is_random: Whether pages are in random order.
+        num_threads: Of a copy.
+        rounds: How many.
+    """
+    clock_ns = time.thread_time_ns if num_threads == 1 else time.perf_counter_ns
+    torch.set_num_threads(num_threads)
+    times_ns: dict[str, list[int]] = {method.name: [] for method in methods}
+    for index in range(rounds):
+        # Whoever comes first in a round has no advantage over the rounds.
+        for method in methods if index % 2 else methods[::-1]:
+            copy = method.prepare(Job.next(memory, direction, is_random, num_threads))
+            started_ns = clock_ns()
+            copy()
+            times_ns[method.name].append(clock_ns() - started_ns)
+    return times_ns

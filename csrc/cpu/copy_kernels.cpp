@@ -28,6 +28,7 @@ size_t copy_head(uint8_t* destination, const uint8_t* source, size_t num_bytes) 
   return head;
 }
 
+// Wider vectors gain transfers nothing.
 __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uint8_t* source,
                                                  size_t num_bytes) {
   size_t i = copy_head(destination, source, num_bytes);
@@ -37,27 +38,6 @@ __attribute__((target("avx2"))) void stream_avx2(uint8_t* destination, const uin
     const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
     _mm256_stream_si256(to, a);
     _mm256_stream_si256(to + 1, b);
-  }
-  if (i < num_bytes) std::memcpy(destination + i, source + i, num_bytes - i);
-}
-
-__attribute__((target("avx512f"))) void stream_avx512(uint8_t* destination, const uint8_t* source,
-                                                      size_t num_bytes) {
-  size_t i = copy_head(destination, source, num_bytes);
-  for (; i + 4 * kLine <= num_bytes; i += 4 * kLine) {
-    const uint8_t* from = source + i;
-    auto* to = reinterpret_cast<__m512i*>(destination + i);
-    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + kLine);
-    const __m512i c = _mm512_loadu_si512(from + 2 * kLine);
-    const __m512i d = _mm512_loadu_si512(from + 3 * kLine);
-    _mm512_stream_si512(to, a);
-    _mm512_stream_si512(to + 1, b);
-    _mm512_stream_si512(to + 2, c);
-    _mm512_stream_si512(to + 3, d);
-  }
-  for (; i + kLine <= num_bytes; i += kLine) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(destination + i),
-                        _mm512_loadu_si512(source + i));
   }
   if (i < num_bytes) std::memcpy(destination + i, source + i, num_bytes - i);
 }
@@ -84,7 +64,7 @@ __attribute__((target("avx2"))) inline void stream_step(uint8_t* destination,
 
 // One copy after the other leaves most of a core's outstanding reads unused: a short one ends before
 // the CPU's own prefetching has found its lines. Reads of several sources overlap, and fetching a few
-// lines at a time keeps the buffers free that streaming stores need. Wider vectors gain nothing here.
+// lines at a time keeps the buffers free that streaming stores need.
 __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, size_t num_copies,
                                                           const Copy* later, size_t num_later) {
   const auto to = [](const Copy& copy) { return reinterpret_cast<uint8_t*>(copy.destination); };
@@ -129,10 +109,6 @@ void fence_stores() { _mm_sfence(); }
 std::vector<CopyKernel> available_kernels() {
   std::vector<CopyKernel> kernels;
   __builtin_cpu_init();
-  // Every CPU that has AVX-512 has AVX2.
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx2")) {
-    kernels.push_back({"avx512f", stream_avx512, stream_together_avx2, fence_stores});
-  }
   if (__builtin_cpu_supports("avx2")) {
     kernels.push_back({"avx2", stream_avx2, stream_together_avx2, fence_stores});
   }

@@ -6,7 +6,6 @@
 #include "copier.h"
 #include "copy_kernels.h"
 #include "kvext/copies.h"
-#include "rotation_kernels.h"
 #include "split_by_bytes.h"
 
 namespace kvext {
@@ -32,16 +31,6 @@ void copy(void* destination, const void* source, int64_t num_bytes, const CopyOp
       std::memcpy(to + begin, from + begin, part_bytes);
     }
   });
-}
-
-Description describe() {
-  Description description;
-  for (const CopyKernel& kernel : copy_kernels()) {
-    description.instruction_sets.push_back(kernel.name);
-  }
-  description.kernel = copy_kernels().front().name;
-  description.rotation_kernel = rotation_kernels().front().name;
-  return description;
 }
 
 }  // namespace kvext

@@ -10,9 +10,11 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "../cpu/copy_kernels.h"
 #include "../cpu/rotation_kernels.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
@@ -84,9 +86,9 @@ void add_rotations(Case& made) {
     int64_t num_heads = between(1, 4);
     if (row_elements % num_heads != 0) num_heads = 1;
     const int64_t head_elements = row_elements / num_heads;
-    const int64_t most_pairs = std::min(head_elements / 2, num_frequencies);
-    if (made.planes[i].row_bytes % unit != 0 || most_pairs == 0 || one_in(3)) continue;
-    const int64_t num_pairs = one_in(2) ? most_pairs : between(1, most_pairs);
+    const int64_t max_pairs = std::min(head_elements / 2, num_frequencies);
+    if (made.planes[i].row_bytes % unit != 0 || max_pairs == 0 || one_in(3)) continue;
+    const int64_t num_pairs = one_in(2) ? max_pairs : between(1, max_pairs);
     made.rotations.push_back({static_cast<int64_t>(i), static_cast<kvext::RowDtype>(dtype),
                               static_cast<kvext::PairStyle>(between(0, 1)), num_heads,
                               head_elements * unit,
@@ -151,30 +153,21 @@ void damage(int64_t& value) {
   }
 }
 
-// The cells of a table as numbers.
-struct Cells {
-  int64_t* first;
-  int64_t num_rows;
-  int64_t num_columns;
-};
-
-template <typename Row>
-Cells cells_of(std::vector<Row>& rows) {
-  return {reinterpret_cast<int64_t*>(rows.data()), static_cast<int64_t>(rows.size()),
-          Row::kColumns};
-}
-
 // Addresses and sizes of pools stay true: no check can tell whether memory is there.
 void damage(Case& made) {
-  const Cells tables[] = {cells_of(made.planes), cells_of(made.runs), cells_of(made.rotations),
-                          cells_of(made.shifts)};
+  const auto cells_of = [](auto& rows) {
+    constexpr int64_t num_columns = std::decay_t<decltype(rows.front())>::kColumns;
+    return std::make_pair(reinterpret_cast<int64_t*>(rows.data()),
+                          static_cast<int64_t>(rows.size()) * num_columns);
+  };
+  const std::pair<int64_t*, int64_t> tables[] = {cells_of(made.planes), cells_of(made.runs),
+                                                 cells_of(made.rotations), cells_of(made.shifts)};
   for (int64_t times = between(1, 3); times > 0; --times) {
-    const Cells& table = tables[between(0, 3)];
-    const int64_t num_cells = table.num_rows * table.num_columns;
+    const auto [first, num_cells] = tables[between(0, 3)];
     if (num_cells == 0) continue;
-    int64_t& cell = table.first[between(0, num_cells - 1)];
+    int64_t& cell = first[between(0, num_cells - 1)];
     if (one_in(4)) {
-      cell = table.first[between(0, num_cells - 1)];
+      cell = first[between(0, num_cells - 1)];
     } else {
       damage(cell);
     }
@@ -225,16 +218,6 @@ std::vector<std::vector<uint8_t>> expected(const Case& made,
   return result;
 }
 
-void run_in_parts(const kvext::CheckedTransfer& checked) {
-  for (int64_t begin = 0, end; begin < checked.num_bytes(); begin = end) {
-    end = begin + between(1, checked.num_bytes() - begin);
-    kvext::for_each_copy(checked, begin, end, [](const kvext::Copy& copy) {
-      std::memcpy(reinterpret_cast<void*>(copy.destination),
-                  reinterpret_cast<const void*>(copy.source), copy.num_bytes);
-    });
-  }
-}
-
 bool check_case(const Case& made, bool is_rotating) {
   try {
     const kvext::CheckedTransfer checked(made.transfer());
@@ -248,11 +231,7 @@ bool check_case(const Case& made, bool is_rotating) {
       kvext::rotated_page_transfer(rotation, options);
     } else {
       wanted = expected(made, nullptr);
-      if (one_in(3)) {
-        run_in_parts(checked);
-      } else {
-        kvext::page_transfer(checked, options);
-      }
+      kvext::page_transfer(checked, options);
     }
     for (size_t i = 0; i < made.pools.size(); ++i) {
       if (std::memcmp(made.pools[i].bytes.get(), wanted[i].data(), wanted[i].size()) != 0) {
@@ -265,47 +244,6 @@ bool check_case(const Case& made, bool is_rotating) {
     return true;
   } catch (const kvext::DescriptorError&) {
     return false;
-  }
-}
-
-void check_together(const kvext::CopyKernel& kernel) {
-  const auto most = static_cast<int64_t>(kvext::kMostTogether);
-  const int64_t num_copies = between(1, most), room_bytes = 5000;
-  const Memory source(most * room_bytes), destination(most * room_bytes);
-  std::vector<uint8_t> wanted(destination.bytes.get(), destination.bytes.get() + most * room_bytes);
-  std::vector<kvext::Copy> copies, later;
-  for (int64_t i = 0; i < most; ++i) {
-    const int64_t num_bytes = one_in(2) ? between(1, 300) : between(1, 4900);
-    const int64_t from = i * room_bytes + between(0, 70), to = i * room_bytes + between(0, 70);
-    const kvext::Copy copy{reinterpret_cast<int64_t>(&source.bytes[from]),
-                           reinterpret_cast<int64_t>(&destination.bytes[to]), num_bytes};
-    if (i < num_copies) {
-      copies.push_back(copy);
-      std::memcpy(&wanted[to], &source.bytes[from], num_bytes);
-    }
-    if (one_in(2)) later.push_back(copy);
-  }
-  kernel.stream_together(copies.data(), copies.size(), later.data(), later.size());
-  kernel.fence();
-  if (std::memcmp(destination.bytes.get(), wanted.data(), wanted.size()) != 0) {
-    fail("copies that were made together have other bytes than expected");
-  }
-}
-
-// Every kernel that this CPU runs, not only the one that is used.
-void check_kernels() {
-  for (const kvext::CopyKernel& kernel : kvext::copy_kernels()) {
-    const int64_t num_bytes = one_in(2) ? between(1, 300) : between(1, 5000);
-    const int64_t from = between(0, 70), to = between(0, 70);
-    const Memory source(from + num_bytes), destination(to + num_bytes + 1);
-    const uint8_t behind = destination.bytes[to + num_bytes];
-    kernel.stream(&destination.bytes[to], &source.bytes[from], num_bytes);
-    kernel.fence();
-    if (std::memcmp(&destination.bytes[to], &source.bytes[from], num_bytes) != 0 ||
-        destination.bytes[to + num_bytes] != behind) {
-      fail("a kernel has copied other bytes than it was given");
-    }
-    if (kernel.stream_together) check_together(kernel);
   }
 }
 
@@ -358,18 +296,11 @@ int main(int argc, char** argv) {
       if (!check_case(made, is_rotating)) fail("a valid transfer has been refused");
     }
     for (int times = 0; times < 8; ++times) {
-      const auto planes = made.planes;
-      const auto runs = made.runs;
-      const auto rotations = made.rotations;
-      const auto shifts = made.shifts;
+      const auto tables = std::make_tuple(made.planes, made.runs, made.rotations, made.shifts);
       damage(made);
       ++(check_case(made, one_in(2)) ? num_accepted : num_refused);
-      made.planes = planes;
-      made.runs = runs;
-      made.rotations = rotations;
-      made.shifts = shifts;
+      std::tie(made.planes, made.runs, made.rotations, made.shifts) = tables;
     }
-    check_kernels();
     check_rotations();
   }
   std::printf("%lld %lld\n", static_cast<long long>(num_accepted),

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings.h"
-
+#include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -40,55 +39,56 @@ Reason reason_of(const ReasonTuple& reason) {
   return {static_cast<Origin>(std::get<0>(reason)), std::get<1>(reason), std::get<2>(reason)};
 }
 
-GroupKeys keys_of(const nb::handle group) {
-  const nb::bytes suffix = nb::cast<nb::bytes>(group.attr("key_suffix"));
-  return {nb::cast<std::int64_t>(group.attr("hashes_per_block")),
-          std::string(suffix.c_str(), suffix.size())};
+/// Methods of `UseRates` that take a reason as Python has it.
+template <typename Result, typename... Rest>
+auto by_reason(Result (UseRates::*method)(const Reason&, Rest...)) {
+  return [method](UseRates& rates, const ReasonTuple& reason, Rest... rest) {
+    return (rates.*method)(reason_of(reason), rest...);
+  };
 }
 
-void read_group(const nb::handle described, Group& group) {
-  group.block_tokens = nb::cast<std::int64_t>(described.attr("block_tokens"));
-  group.keys = keys_of(described);
-  group.tables = nb::cast<nb::dict>(described.attr("tables"));
-  group.num_cached = nb::cast<nb::dict>(described.attr("num_cached"));
-  group.is_upstreams = nb::cast<bool>(described.attr("is_upstreams"));
+/// Reads what is described under a name into a field of its type.
+template <typename Field>
+void read(const nb::handle described, const char* name, Field& field) {
+  field = nb::cast<Field>(described[name]);
 }
 
-std::vector<SparseGroup> read_sparse_groups(const nb::list& described) {
-  std::vector<SparseGroup> groups;
-  for (const nb::handle one : described) {
-    SparseGroup& group = groups.emplace_back();
-    read_group(one, group);
-    group.is_state = nb::cast<bool>(one.attr("is_state"));
-    group.window_tokens = nb::cast<std::int64_t>(one.attr("window_tokens"));
-    group.new_keys = one.attr("new_keys");
-  }
-  return groups;
+Group read_group(const nb::handle described) {
+  Group group;
+  const nb::bytes suffix = nb::cast<nb::bytes>(described["key_suffix"]);
+  group.keys.suffix.assign(suffix.c_str(), suffix.size());
+  read(described, "hashes_per_block", group.keys.hashes_per_block);
+  read(described, "block_tokens", group.block_tokens);
+  read(described, "tables", group.tables);
+  read(described, "num_cached", group.num_cached);
+  read(described, "is_upstreams", group.is_upstreams);
+  read(described, "is_state", group.is_state);
+  read(described, "window_tokens", group.window_tokens);
+  group.new_keys = described["new_keys"];
+  return group;
 }
 
-std::vector<Group> read_full_groups(const nb::list& described) {
+std::vector<Group> read_groups(const nb::list& described) {
   std::vector<Group> groups;
-  for (const nb::handle one : described) read_group(one, groups.emplace_back());
+  for (const nb::handle one : described) groups.push_back(read_group(one));
   return groups;
 }
 
 Geometry read_geometry(const nb::handle described) {
   Geometry geometry;
-  geometry.unit_tokens = nb::cast<std::int64_t>(described.attr("unit_tokens"));
-  geometry.step_tokens = nb::cast<std::int64_t>(described.attr("step_tokens"));
-  geometry.steady_tokens = nb::cast<std::int64_t>(described.attr("steady_tokens"));
-  geometry.lag_tokens = nb::cast<std::int64_t>(described.attr("lag_tokens"));
-  geometry.grid_tokens = nb::cast<std::int64_t>(described.attr("grid_tokens"));
-  geometry.is_grid_wanted = nb::cast<bool>(described.attr("is_grid_wanted"));
-  geometry.has_states = nb::cast<bool>(described.attr("has_states"));
-  geometry.looks_ahead = nb::cast<bool>(described.attr("looks_ahead"));
-  geometry.hit_by_step = nb::cast<std::vector<std::int64_t>>(described.attr("hit_by_step"));
-  geometry.opening_by_unit =
-      nb::cast<std::vector<std::int64_t>>(described.attr("opening_by_unit"));
-  geometry.full_tokens =
-      nb::cast<std::vector<std::vector<std::int64_t>>>(described.attr("full_tokens"));
+  read(described, "unit_tokens", geometry.unit_tokens);
+  read(described, "step_tokens", geometry.step_tokens);
+  read(described, "steady_tokens", geometry.steady_tokens);
+  read(described, "lag_tokens", geometry.lag_tokens);
+  read(described, "grid_tokens", geometry.grid_tokens);
+  read(described, "is_grid_wanted", geometry.is_grid_wanted);
+  read(described, "has_states", geometry.has_states);
+  read(described, "use_eagle", geometry.use_eagle);
+  read(described, "hit_by_step", geometry.hit_by_step);
+  read(described, "opening_by_unit", geometry.opening_by_unit);
+  read(described, "full_tokens", geometry.full_tokens);
   using Pairs = std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>>;
-  for (const auto& of_group : nb::cast<Pairs>(described.attr("tails"))) {
+  for (const auto& of_group : nb::cast<Pairs>(described["tails"])) {
     auto& tails = geometry.tails.emplace_back();
     for (const auto& [start, stop] : of_group) tails.push_back({start, stop});
   }
@@ -111,20 +111,6 @@ nb::tuple split_freed(const RetainedCache& cache, const nb::list& blocks) {
   }
   if (surplus.size()) cached.extend(surplus);
   return nb::make_tuple(uncached, cached, surplus.size());
-}
-
-/// The last `count` of blocks that were freed to the queue's end, those that are free.
-void note_surplus(RetainedCache& cache, const nb::list& freed, std::size_t count) {
-  if (count > freed.size()) {
-    const std::string text = "note_surplus: expected at most all blocks, found " +
-                             std::to_string(count) + " of " + std::to_string(freed.size()) + ".";
-    throw nb::value_error(text.c_str());
-  }
-  cache.tree.free_order().note_appended(ids_of_free(cache, freed, freed.size() - count));
-}
-
-void note_uncached(RetainedCache& cache, const nb::list& freed) {
-  cache.tree.note_uncached(ids_of_free(cache, freed, 0));
 }
 
 /// All checkpoints, for tests and reports; takes time in proportion to their number.
@@ -169,26 +155,25 @@ void bind(nb::module_& module) {
           "__init__",
           [](RetainedCache* self, nb::list blocks, nb::object head, nb::object tail,
              nb::handle geometry, const nb::list& sparse_groups, const nb::list& full_groups,
-             bool skips_by_tokens, bool has_events) {
+             bool has_events) {
             new (self) RetainedCache(std::move(blocks), std::move(head), std::move(tail),
-                                     read_geometry(geometry), read_sparse_groups(sparse_groups),
-                                     read_full_groups(full_groups), skips_by_tokens, has_events);
+                                     read_geometry(geometry), read_groups(sparse_groups),
+                                     read_groups(full_groups), has_events);
           },
           "blocks"_a, "head"_a, "tail"_a, "geometry"_a, "sparse_groups"_a, "full_groups"_a,
-          "skips_by_tokens"_a, "has_events"_a)
+          "has_events"_a)
       .def("make_room",
            [](RetainedCache& self, std::int64_t num_blocks) { self.tree.make_room(num_blocks); })
       .def("clear", [](RetainedCache& self) { self.tree.clear(); })
       .def("split_freed", &split_freed)
-      .def("note_surplus", &note_surplus)
-      .def("note_uncached", &note_uncached)
-      .def("is_worth_trying",
-           [](RetainedCache& self, std::int32_t origin, std::int32_t step) {
-             return self.tree.rates().is_worth_trying({static_cast<Origin>(origin), step, 0});
+      .def("note_surplus",
+           [](RetainedCache& self, const nb::list& freed, std::size_t count) {
+             const auto first = freed.size() - count;
+             self.tree.free_order().note_appended(ids_of_free(self, freed, first));
            })
-      .def("uses_per_pool",
-           [](RetainedCache& self, const ReasonTuple& reason, double age_pools) {
-             return self.tree.rates().uses_per_pool(reason_of(reason), age_pools);
+      .def("note_uncached",
+           [](RetainedCache& self, const nb::list& freed) {
+             self.tree.note_uncached(ids_of_free(self, freed, 0));
            })
       .def("num_needs",
            [](const RetainedCache& self, BlockId id) {
@@ -206,62 +191,29 @@ void bind(nb::module_& module) {
            [](const RetainedCache& self) {
              const CheckpointCounts& counts = self.tree.counts();
              return std::make_tuple(counts.checkpoints, counts.checkpoints_kept,
-                                    counts.checkpoints_evicted, self.num_junctions_hit);
+                                    counts.checkpoints_evicted, counts.junctions_hit);
            })
-      .def("reachable_tokens",
-           [](const RetainedCache& self, std::int64_t limit_tokens) {
-             return self.geometry.reachable_tokens(limit_tokens);
-           })
-      .def("opens_at_tokens",
-           [](const RetainedCache& self, std::int64_t boundary_tokens) {
-             return self.geometry.opens_at_tokens(boundary_tokens);
-           })
-      .def("tail",
-           [](const RetainedCache& self, std::size_t index, std::int64_t boundary_tokens) {
-             const std::int64_t block_tokens = self.sparse_groups.at(index).block_tokens;
-             const Range tail = self.geometry.tail(index, block_tokens, boundary_tokens);
-             return std::make_pair(tail.start, tail.stop);
-           })
-      .def("full_end_tokens",
-           [](const RetainedCache& self, std::size_t index, std::int64_t boundary_tokens) {
-             self.full_groups.at(index);
-             return self.geometry.full_end_tokens(index, boundary_tokens);
-           })
+      .def_prop_ro("rates", [](RetainedCache& self) -> UseRates& { return self.tree.rates(); })
       .def_prop_ro("clock_pools",
                    [](const RetainedCache& self) { return self.tree.order().clock_pools(); })
       .def("describe", &describe_checkpoints);
 
   nb::class_<UseRates>(module, "UseRates")
       .def(nb::init<>())
-      .def("is_worth_trying",
-           [](UseRates& self, const ReasonTuple& reason) {
-             return self.is_worth_trying(reason_of(reason));
-           })
+      .def("is_worth_trying", by_reason(&UseRates::is_worth_trying))
       .def("expected_uses",
            [](const UseRates& self, const ReasonTuple& reason) {
              return self.expected_uses(reason_of(reason));
            })
-      .def("uses_per_pool",
-           [](UseRates& self, const ReasonTuple& reason, double age_pools) {
-             return self.uses_per_pool(reason_of(reason), age_pools);
-           })
-      .def("count_eviction",
-           [](UseRates& self, const ReasonTuple& reason) {
-             self.count_eviction(reason_of(reason));
-           })
+      .def("uses_per_pool", by_reason(&UseRates::uses_per_pool))
+      .def("count_eviction", by_reason(&UseRates::count_eviction))
       .def("note_age",
            [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
              self.note_age(reason_of(reason), age_pools, seen_ages);
              return seen_ages;
            })
-      .def("count_use",
-           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
-             self.count_use(reason_of(reason), age_pools, seen_ages);
-           })
-      .def("count_missed_use",
-           [](UseRates& self, const ReasonTuple& reason, double age_pools, int seen_ages) {
-             self.count_missed_use(reason_of(reason), age_pools, seen_ages);
-           });
+      .def("count_use", by_reason(&UseRates::count_use))
+      .def("count_missed_use", by_reason(&UseRates::count_missed_use));
 
   nb::class_<RetainedRequest>(module, "RetainedRequest")
       .def(nb::init<RetainedCache&, nb::object>(), nb::keep_alive<1, 2>(), "cache"_a, "request"_a)

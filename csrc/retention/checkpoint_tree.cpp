@@ -81,6 +81,7 @@ bool CheckpointTree::has_whole_tail(const Checkpoint& node) const {
 }
 
 void CheckpointTree::use(Checkpoint& node) {
+  counts_.junctions_hit += node.origin == Origin::kJunction;
   rates_.count_use(node.reason, order_.clock_pools() - node.clock_pools, node.seen_ages);
   node.reason = node.reason.used_again();
   order_.renew(node);

@@ -20,9 +20,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "evicted_prefixes.h"
 #include "eviction_order.h"
 #include "free_order.h"
+#include "use_rates.h"
 
 namespace kvext::retention {
 
@@ -82,6 +82,7 @@ struct CheckpointCounts {
   std::int64_t checkpoints = 0;
   std::int64_t checkpoints_kept = 0;
   std::int64_t checkpoints_evicted = 0;
+  std::int64_t junctions_hit = 0;
 };
 
 /// All checkpoints of one block pool.

@@ -31,7 +31,7 @@ struct Geometry {
   std::int64_t grid_tokens = 0;    // distance of checkpoints that nobody asked for; 0: none
   bool is_grid_wanted = false;     // it was configured
   bool has_states = false;
-  bool looks_ahead = false;
+  bool use_eagle = false;
 
   /// The longest hit of a lookup that may look at so many steps.
   std::vector<std::int64_t> hit_by_step;

@@ -67,13 +67,12 @@ void KeyTable::insert(const nb::object& key, PyObject* block) const {
 }
 
 RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object tail,
-                             Geometry hit_geometry, std::vector<SparseGroup> sparse,
-                             std::vector<Group> full, bool skips, bool events)
+                             Geometry hit_geometry, std::vector<Group> sparse,
+                             std::vector<Group> full, bool events)
     : blocks(std::move(block_list)),
       geometry(std::move(hit_geometry)),
       sparse_groups(std::move(sparse)),
       full_groups(std::move(full)),
-      skips_by_tokens(skips),
       has_events(events),
       tree(blocks, std::move(head), std::move(tail), full_block_tokens(), geometry.unit_tokens) {}
 

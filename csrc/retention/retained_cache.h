@@ -33,9 +33,6 @@ struct Group {
   nb::dict tables;              // request id -> list of blocks
   nb::dict num_cached;          // request id -> number of cached blocks
   bool is_upstreams = true;     // upstream's own manager: what it does can be done here
-};
-
-struct SparseGroup : Group {
   bool is_state = false;
   std::int64_t window_tokens = 0;
   nb::object new_keys;  // a set of what was cached in this step, for states; or None
@@ -68,17 +65,14 @@ class KeyTable {
 /// Shared by all requests of one engine.
 struct RetainedCache {
   RetainedCache(nb::list blocks, nb::object head, nb::object tail, Geometry geometry,
-                std::vector<SparseGroup> sparse_groups, std::vector<Group> full_groups,
-                bool skips_by_tokens, bool has_events);
+                std::vector<Group> sparse_groups, std::vector<Group> full_groups,
+                bool has_events);
 
   Blocks blocks;
   Geometry geometry;
-  std::vector<SparseGroup> sparse_groups;
-  std::vector<Group> full_groups;
-  bool skips_by_tokens;  // what leaves a window follows from the number of computed tokens alone
+  std::vector<Group> sparse_groups, full_groups;
   bool has_events;       // who caches has to report it: Python does both
   CheckpointTree tree;
-  std::int64_t num_junctions_hit = 0;
 
   /// The chained hash of a request's first tokens.
   /// @param hashes  a list, with one for every so many tokens

@@ -9,10 +9,6 @@ namespace {
 
 constexpr std::size_t kMostCopies = 16;
 
-std::int64_t int_attribute(const nb::object& object, const char* name) {
-  return nb::cast<std::int64_t>(object.attr(name));
-}
-
 }  // namespace
 
 /// The request's blocks in one call.
@@ -63,7 +59,7 @@ class RetainedRequest::Prefix final : public PrefixBlocks {
   /// The full-attention blocks past a boundary that a hit reads, as far as they are cached.
   BlockIds ahead(std::int64_t boundary_tokens) const {
     BlockIds ids;
-    if (!cache_.geometry.looks_ahead) return ids;
+    if (!cache_.geometry.use_eagle) return ids;
     for (std::size_t index = 0; index < cache_.full_groups.size(); ++index) {
       const Group& group = cache_.full_groups[index];
       const std::int64_t end = cache_.geometry.full_end_tokens(index, boundary_tokens);
@@ -125,15 +121,14 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
   // The least of all groups: of tokens that a connector loads, upstream counts those that no
   // window reads any more as cached.
   std::int64_t hit_tokens = INT64_MAX;
-  for (const Group& group : cache_.sparse_groups) {
-    hit_tokens = std::min(hit_tokens, num_cached_blocks(group) * group.block_tokens);
-  }
-  for (const Group& group : cache_.full_groups) {
-    hit_tokens = std::min(hit_tokens, num_cached_blocks(group) * group.block_tokens);
+  for (const auto* groups : {&cache_.sparse_groups, &cache_.full_groups}) {
+    for (const Group& group : *groups) {
+      hit_tokens = std::min(hit_tokens, num_cached_blocks(group) * group.block_tokens);
+    }
   }
   hit_tokens = floor_to(hit_tokens, geometry.unit_tokens);
   boundary_tokens = hit_tokens;
-  next_event_tokens = next_skip_tokens = 0;
+  next_event_tokens = 0;
   holds_blocks = true;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
     const Group& group = cache_.sparse_groups[index];
@@ -157,7 +152,6 @@ void RetainedRequest::resume(const Prefix& prefix, std::int64_t hit_tokens) {
     node = keep(prefix, hit_tokens, Reason{Origin::kOverlap, 0, 0});
   }
   if (!node) return;
-  cache_.num_junctions_hit += node->origin == Origin::kJunction;
   cache_.tree.use(*node);
   move(node);
 }
@@ -223,17 +217,15 @@ void RetainedRequest::cache(nb::handle retention, std::int64_t num_computed_toke
   cache_sparse_groups(retention, keys);
   // The request itself, should it be preempted, can hit all but its last token. A boundary at its
   // very end waits for the next token, or for the end of the request.
-  const std::int64_t own_tokens = int_attribute(request_, "num_tokens") - 1;
+  const std::int64_t own_tokens = nb::cast<std::int64_t>(request_.attr("num_tokens")) - 1;
   pass_boundaries(retention, keys, std::min(num_computed_tokens, own_tokens), false);
   next_event_tokens = find_next_event();
 }
 
-std::optional<std::int64_t> RetainedRequest::before_skip(nb::handle retention,
-                                                         std::int64_t total_tokens) {
+std::int64_t RetainedRequest::before_skip(nb::handle retention, std::int64_t total_tokens) {
   if (!holds_blocks) return total_tokens;
   const std::int64_t computed_tokens =
-      total_tokens - int_attribute(request_, "num_output_placeholders");
-  if (computed_tokens < next_skip_tokens) return std::nullopt;
+      total_tokens - nb::cast<std::int64_t>(request_.attr("num_output_placeholders"));
   const Geometry& geometry = cache_.geometry;
   const std::int64_t unit_tokens = geometry.unit_tokens;
   const std::int64_t first = boundary_tokens ? boundary_tokens : unit_tokens;
@@ -248,7 +240,6 @@ std::optional<std::int64_t> RetainedRequest::before_skip(nb::handle retention,
       }
     }
   }
-  if (cache_.skips_by_tokens) next_skip_tokens = find_next_skip(computed_tokens);
   return computed_tokens;
 }
 
@@ -307,7 +298,7 @@ void RetainedRequest::set_num_cached_blocks(const Group& group, std::int64_t num
 
 void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& keys) {
   for (std::size_t index = 0; index < groups_.size(); ++index) {
-    const SparseGroup& group = cache_.sparse_groups[index];
+    const Group& group = cache_.sparse_groups[index];
     Progress& progress = groups_[index];
     const std::int64_t stop = cached_tokens / group.block_tokens;
     if (stop <= progress.next_block) continue;
@@ -315,19 +306,33 @@ void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& 
     if (!blocks) continue;
     for (const Range run : cache_.geometry.reachable(index, group.block_tokens,
                                                      {progress.next_block, stop})) {
-      if (cache_.has_events) {
-        cache_with_events(retention, index, keys, blocks, run);
-      } else {
-        cache_run(group, keys, blocks, run, progress.behind_hit, group.new_keys.ptr());
+      if (!cache_.has_events) {
+        cache_run(group, keys, blocks, run, progress.behind_hit);
+        continue;
       }
+      // An event describes one run of blocks that were not cached before.
+      Range part{run.start, run.start};
+      const auto cache_part = [&] {
+        if (!part.is_empty()) retention.attr("cache_run")(request_, index, part.start, part.stop);
+      };
+      for_each_uncached(group, keys, blocks, run, progress.behind_hit,
+                        [&](std::int64_t block_index, PyObject*, const nb::object&) {
+                          if (block_index != part.stop) {
+                            cache_part();
+                            part.start = block_index;
+                          }
+                          part.stop = block_index + 1;
+                        });
+      cache_part();
     }
     progress.next_block = stop;
     set_num_cached_blocks(group, stop);
   }
 }
 
-void RetainedRequest::cache_run(const Group& group, const KeyTable& keys, PyObject* blocks,
-                                Range run, Range behind_hit, PyObject* new_keys) {
+template <typename Visit>
+void RetainedRequest::for_each_uncached(const Group& group, const KeyTable& keys, PyObject* blocks,
+                                        Range run, Range behind_hit, Visit visit) const {
   const BlockFields& fields = cache_.blocks.fields();
   const nb::list known = hashes();
   const std::int64_t stop = std::min<std::int64_t>(run.stop, PyList_GET_SIZE(blocks));
@@ -338,37 +343,21 @@ void RetainedRequest::cache_run(const Group& group, const KeyTable& keys, PyObje
       throw std::out_of_range("cache: expected a hash for every full block.");
     }
     const nb::object key = group.keys.at(known.ptr(), index);
-    if (behind_hit.has(index) && keys.find(key)) continue;
-    fields.set_key(block, key.ptr());
-    keys.insert(key, block);
-    if (new_keys != Py_None && PySet_Add(new_keys, key.ptr()) < 0) nb::raise_python_error();
+    if (!behind_hit.has(index) || !keys.find(key)) visit(index, block, key);
   }
 }
 
-void RetainedRequest::cache_with_events(nb::handle retention, std::size_t index,
-                                        const KeyTable& keys, PyObject* blocks, Range run) {
-  // An event describes one run of blocks that were not cached before.
-  const BlockFields& fields = cache_.blocks.fields();
-  const SparseGroup& group = cache_.sparse_groups[index];
-  const nb::list known = hashes();
-  Range part{run.start, run.start};
-  const auto cache_part = [&] {
-    if (!part.is_empty()) retention.attr("cache_run")(request_, index, part.start, part.stop);
-  };
-  const std::int64_t stop = std::min<std::int64_t>(run.stop, PyList_GET_SIZE(blocks));
-  for (std::int64_t block_index = run.start; block_index < stop; ++block_index) {
-    PyObject* block = PyList_GET_ITEM(blocks, block_index);
-    const bool is_left_out = fields.is_null(block) || fields.is_cached(block) ||
-                             (groups_[index].behind_hit.has(block_index) &&
-                              group.keys.reach(known.ptr(), block_index) &&
-                              keys.find(group.keys.at(known.ptr(), block_index)));
-    if (is_left_out) {
-      cache_part();
-      part.start = block_index + 1;
-    }
-    part.stop = block_index + 1;
-  }
-  cache_part();
+void RetainedRequest::cache_run(const Group& group, const KeyTable& keys, PyObject* blocks,
+                                Range run, Range behind_hit) {
+  PyObject* new_keys = group.new_keys.ptr();
+  for_each_uncached(group, keys, blocks, run, behind_hit,
+                    [&](std::int64_t, PyObject* block, const nb::object& key) {
+                      cache_.blocks.fields().set_key(block, key.ptr());
+                      keys.insert(key, block);
+                      if (new_keys != Py_None && PySet_Add(new_keys, key.ptr()) < 0) {
+                        nb::raise_python_error();
+                      }
+                    });
 }
 
 void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& keys,
@@ -384,7 +373,7 @@ void RetainedRequest::cache_full_groups(nb::handle retention, const KeyTable& ke
     const Range run{num_cached_blocks(group), num_tokens / group.block_tokens};
     PyObject* blocks = table(group);
     if (run.is_empty() || !blocks) continue;
-    cache_run(group, keys, blocks, run, Range{}, Py_None);
+    cache_run(group, keys, blocks, run, Range{});
     set_num_cached_blocks(group, run.stop);
   }
 }
@@ -469,7 +458,7 @@ void RetainedRequest::move(std::shared_ptr<Checkpoint> node) {
 bool RetainedRequest::has_states(std::int64_t tokens) const {
   if (!cache_.geometry.has_states || tokens <= boundary_tokens) return true;
   for (std::size_t index = 0; index < groups_.size(); ++index) {
-    const SparseGroup& group = cache_.sparse_groups[index];
+    const Group& group = cache_.sparse_groups[index];
     if (!group.is_state) continue;
     PyObject* blocks = table(group);
     const Range run = cache_.geometry.tail(index, group.block_tokens, tokens);
@@ -583,21 +572,9 @@ std::int64_t RetainedRequest::find_next_event() const {
   return next;
 }
 
-std::int64_t RetainedRequest::find_next_skip(std::int64_t computed_tokens) const {
-  std::int64_t next = INT64_MAX;
-  for (const SparseGroup& group : cache_.sparse_groups) {
-    if (group.is_state) continue;
-    const std::int64_t skipped =
-        std::max<std::int64_t>(0, computed_tokens - group.window_tokens + 1);
-    next = std::min(next, floor_to(skipped, group.block_tokens) + group.block_tokens +
-                              group.window_tokens - 1);
-  }
-  return next;
-}
-
 std::int64_t RetainedRequest::skipped_tokens(nb::handle retention, std::size_t index,
                                              std::int64_t computed_tokens) const {
-  const SparseGroup& group = cache_.sparse_groups[index];
+  const Group& group = cache_.sparse_groups[index];
   if (!group.is_upstreams) {
     return nb::cast<std::int64_t>(retention.attr("skipped_tokens")(index, computed_tokens));
   }

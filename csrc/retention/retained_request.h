@@ -18,7 +18,7 @@ struct PlannedBoundary {
 };
 
 /// One request. Everything that takes the `retention` asks it for what only Python can do: see
-/// `vllm_ascend_kvext.retention.adaptive_retention.AdaptiveRetention`.
+/// `vllm_ascend_kvext.retention.checkpoint_retention.CheckpointRetention`.
 class RetainedRequest {
  public:
   RetainedRequest(RetainedCache& cache, nb::object request);
@@ -43,7 +43,7 @@ class RetainedRequest {
   void set_plan(std::vector<PlannedBoundary> plan, std::vector<std::int64_t> stops_tokens,
                 std::int64_t replay_tokens);
 
-  /// Caches what is worth it once tokens are scheduled; see `Retention.cache`.
+  /// Caches what is worth it once tokens are scheduled; see `CheckpointRetention.cache`.
   void cache(nb::handle retention, std::int64_t num_computed_tokens);
 
   /// Holds on to blocks that are about to leave a window although the next checkpoint needs them.
@@ -51,8 +51,8 @@ class RetainedRequest {
   /// A boundary opens only when every group that looks ahead has its block past it, and the latest
   /// one stays where a preempted request resumes. By then the first blocks of a tail may have left
   /// the window.
-  /// @return the computed tokens up to which windows may move on; none if no block leaves one
-  std::optional<std::int64_t> before_skip(nb::handle retention, std::int64_t total_tokens);
+  /// @return the computed tokens up to which windows may move on
+  std::int64_t before_skip(nb::handle retention, std::int64_t total_tokens);
 
   /// Settles what the request leaves behind; its blocks are not freed yet.
   /// @param computed_tokens  what it really computed
@@ -62,7 +62,6 @@ class RetainedRequest {
   bool holds_blocks = false;            // false while it is preempted
   std::int64_t boundary_tokens = 0;     // the latest boundary that it has passed
   std::int64_t next_event_tokens = 0;   // tokens to cache at which there is something to do
-  std::int64_t next_skip_tokens = 0;    // computed tokens at which a block leaves a window
   std::int64_t cached_tokens = 0;       // what the scheduler has asked to cache
 
   /// The next boundary at which a prefill step is to end, so that a state is left there.
@@ -89,9 +88,12 @@ class RetainedRequest {
   void set_num_cached_blocks(const Group& group, std::int64_t num_blocks);
   void cache_sparse_groups(nb::handle retention, const KeyTable& keys);
   void cache_run(const Group& group, const KeyTable& keys, PyObject* blocks, Range run,
-                 Range behind_hit, PyObject* new_keys);
-  void cache_with_events(nb::handle retention, std::size_t group, const KeyTable& keys,
-                         PyObject* blocks, Range run);
+                 Range behind_hit);
+  /// Blocks of a run that hold content and are not cached: index, block, key. What the lookup read
+  /// behind its hit is left to the block that it read.
+  template <typename Visit>
+  void for_each_uncached(const Group& group, const KeyTable& keys, PyObject* blocks, Range run,
+                         Range behind_hit, Visit visit) const;
   void cache_full_groups(nb::handle retention, const KeyTable& keys, std::int64_t upto_tokens);
   void pass_boundaries(nb::handle retention, const KeyTable& keys, std::int64_t reach_tokens,
                        bool is_last);
@@ -106,7 +108,6 @@ class RetainedRequest {
   void uncache_unreachable(nb::handle retention);
   void forget_uncomputed(std::int64_t computed_tokens);
   std::int64_t find_next_event() const;
-  std::int64_t find_next_skip(std::int64_t computed_tokens) const;
   std::int64_t skipped_tokens(nb::handle retention, std::size_t group,
                               std::int64_t computed_tokens) const;
 

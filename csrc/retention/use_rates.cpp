@@ -16,10 +16,10 @@ constexpr std::int32_t kMostUses = 3;
 constexpr double kMemory = 256;
 constexpr double kAgeMemory = 512;
 constexpr std::int64_t kEstimateEvery = 16;
-constexpr double kMostExpectedUses = 8.0;
 constexpr double kFewestExpectedUses = 0.02;
 constexpr std::int64_t kRetryAfter = 16;
 constexpr double kMostLikely = 0.99;
+constexpr int kNotedPerEviction = 8;
 
 // What is believed of a reason before anything is known, as if so many checkpoints had been seen:
 // half of them are used, half of these within this many pools.
@@ -70,7 +70,7 @@ double UseRates::expected_uses(const Reason& reason) const {
   const auto found = counts_.find(reason.code());
   if (found == counts_.end()) return 1;
   const Counts& counts = found->second;
-  return std::min((counts.used + 1) / (counts.evicted + 1), kMostExpectedUses);
+  return (counts.used + 1) / (counts.evicted + 1);
 }
 
 double UseRates::uses_per_pool(const Reason& reason, double age_pools) {
@@ -87,19 +87,6 @@ void UseRates::note_age(const Reason& reason, double age_pools, int& seen_ages) 
 void UseRates::count_use(const Reason& reason, double age_pools, int seen_ages) {
   Counts& counts = counts_[reason.code()];
   count(counts, true);
-  count_use_at(counts, age_pools, seen_ages);
-}
-
-void UseRates::count_eviction(const Reason& reason) { count(counts_[reason.code()], false); }
-
-void UseRates::count_missed_use(const Reason& reason, double age_pools, int seen_ages) {
-  Counts& counts = counts_[reason.code()];
-  counts.evicted = std::max(0.0, counts.evicted - 1);
-  count(counts, true);
-  count_use_at(counts, age_pools, seen_ages);
-}
-
-void UseRates::count_use_at(Counts& counts, double age_pools, int seen_ages) {
   const auto age = age_class(age_pools);
   note_age(counts, static_cast<int>(age), seen_ages);
   counts.exposed[age] += 1;
@@ -107,6 +94,14 @@ void UseRates::count_use_at(Counts& counts, double age_pools, int seen_ages) {
   if (++counts.num_uses < kEstimateEvery || counts.num_uses % kEstimateEvery == 0) {
     counts.is_stale = true;
   }
+}
+
+void UseRates::count_eviction(const Reason& reason) { count(counts_[reason.code()], false); }
+
+void UseRates::count_missed_use(const Reason& reason, double age_pools, int seen_ages) {
+  Counts& counts = counts_[reason.code()];
+  counts.evicted = std::max(0.0, counts.evicted - 1);
+  count_use(reason, age_pools, seen_ages);
 }
 
 void UseRates::note_age(Counts& counts, int age, int& seen_ages) {
@@ -145,6 +140,55 @@ void UseRates::estimate(Counts& counts) {
     counts.best[from] = best;
   }
   counts.is_stale = false;
+}
+
+void EvictedPrefixes::clear() {
+  order_.clear();
+  by_key_.clear();
+  num_by_length_.clear();
+  next_to_note_ = order_.end();
+}
+
+void EvictedPrefixes::put(Entry entry, double now_pools, UseRates& rates) {
+  if (const auto known = by_key_.find(entry.key); known != by_key_.end()) remove(known->second);
+  const auto place = order_.insert(order_.end(), std::move(entry));
+  by_key_.emplace(place->key, place);
+  ++num_by_length_[place->boundary_tokens];
+  if (by_key_.size() > capacity_) remove(order_.begin());
+  for (int noted = 0; noted < kNotedPerEviction; ++noted) {
+    if (next_to_note_ == order_.end()) next_to_note_ = order_.begin();
+    Entry& next = *next_to_note_++;
+    rates.note_age(next.reason, now_pools - next.clock_pools, next.seen_ages);
+  }
+}
+
+bool EvictedPrefixes::pop(const std::string& key, Entry* entry) {
+  const auto known = by_key_.find(key);
+  if (known == by_key_.end()) return false;
+  *entry = *known->second;
+  remove(known->second);
+  return true;
+}
+
+std::int64_t EvictedPrefixes::longest(
+    const std::function<std::string(std::int64_t)>& prefix_key, std::int64_t after_tokens,
+    std::int64_t upto_tokens) const {
+  int num_probes = 0;
+  auto length = num_by_length_.upper_bound(upto_tokens);
+  while (length != num_by_length_.begin() && num_probes++ < kMostProbes) {
+    --length;
+    if (length->first <= after_tokens) return 0;
+    if (by_key_.count(prefix_key(length->first))) return length->first;
+  }
+  return 0;
+}
+
+void EvictedPrefixes::remove(Order::iterator entry) {
+  if (next_to_note_ == entry) ++next_to_note_;
+  const auto length = num_by_length_.find(entry->boundary_tokens);
+  if (--length->second == 0) num_by_length_.erase(length);
+  by_key_.erase(entry->key);
+  order_.erase(entry);
 }
 
 }  // namespace kvext::retention

@@ -9,7 +9,6 @@ from vllm_ascend_kvext.patches.connector import (
     core,
     executor,
     factory,
-    model_check,
     model_loader,
     scheduler,
 )
@@ -20,7 +19,6 @@ PATCHES: tuple[Patch, ...] = (
     *scheduler.PATCHES,
     *core.PATCHES,
     *executor.PATCHES,
-    *model_check.PATCHES,
     *model_loader.PATCHES,
     *ascend_platform.PATCHES,
 )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Settings
 
@@ -18,11 +18,7 @@ _REPAIR = "failed-loads"
 
 
 def explain_refusal(wrapped: Callable[..., None], _instance: None, vllm_config: VllmConfig) -> None:
-    """Let vLLM-Ascend check, which refuses unless the repair has lifted that.
-
-    Raises:
-        ConnectorError: In place of its bare assertion.
-    """
+    """Let vLLM-Ascend check; a ConnectorError takes the place of its bare assertion."""
     try:
         wrapped(vllm_config)
     except AssertionError as error:
@@ -45,7 +41,6 @@ PATCHES = (
         target="vllm_ascend.platform:NPUPlatform._validate_kv_load_failure_policy",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=explain_refusal,
         why="Where the repair `failed-loads` is not in effect, the refusal of "
         "`kv_load_failure_policy=recompute` does not say what would allow it.",

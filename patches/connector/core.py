@@ -9,8 +9,7 @@ shuts down makes steps for as long as there are requests, its own included.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.connector.learned_requests import cancel_learning
@@ -18,12 +17,10 @@ from vllm_ascend_kvext.patches.connector.scheduler import side_of
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
 
-MOST_DRAINING_S = 30.0
+MAX_DRAINING_S = 30.0
 
 
 def drain_before_reset(
@@ -31,38 +28,29 @@ def drain_before_reset(
 ) -> bool:
     """Make steps until no transfer is under way, if that loses no output of a request."""
     side = side_of(core.scheduler)
-    if side is not None:
-        with _learning_held(core.scheduler, side):
-            side.release_pages()
-            deadline_s = time.monotonic() + MOST_DRAINING_S
-            while (
-                side.has_transfers
-                and not _has_outputs_to_come(core)
-                and time.monotonic() < deadline_s
-            ):
-                _step(core)
-    return wrapped(*args, **kwargs)
-
-
-@contextmanager
-def _learning_held(scheduler: Scheduler, side: SchedulerSide) -> Iterator[None]:
-    """Have no requests of our own, whose blocks would be in use."""
-    learning = side.learning
-    if learning is None:
-        yield
-        return
-    cancel_learning(scheduler, learning)
-    learning.is_held = True
+    if side is None:
+        return wrapped(*args, **kwargs)
+    learning = side.segments.learning
+    if learning is not None:  # The blocks of its requests would be in use.
+        cancel_learning(core.scheduler, learning)
+        learning.is_held = True
     try:
-        yield
+        side.release_pages()
+        deadline_s = time.monotonic() + MAX_DRAINING_S
+        while (
+            side.has_transfers and not _has_outputs_to_come(core) and time.monotonic() < deadline_s
+        ):
+            _step(core)
     finally:
-        learning.is_held = False
+        if learning is not None:
+            learning.is_held = False
+    return wrapped(*args, **kwargs)
 
 
 def stop_learning_at_shutdown(wrapped: Callable[..., bool], core: EngineCoreProc) -> bool:
     """Compute nothing for host memory that ends with this process."""
     side = side_of(core.scheduler)
-    learning = None if side is None else side.learning
+    learning = None if side is None else side.segments.learning
     if learning is not None and not core.is_running():
         cancel_learning(core.scheduler, learning)
         learning.stop()

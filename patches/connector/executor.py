@@ -38,7 +38,6 @@ PATCHES = (
         target="vllm.v1.executor.abstract:Executor.sleep",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=end_transfers_before_sleep,
         why="Sleep mode unmaps the memory of the KV caches, and tells no connector whose copies "
         "are under way. On a device they would touch memory that is not there.",

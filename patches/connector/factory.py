@@ -34,7 +34,6 @@ PATCHES = (
         "KVConnectorFactory.register_connector",
         kind=Kind.HOOK,
         feature="connector",
-        vllm=("==0.23.0.*",),
         install=register_connector,
         why="`kv_connector` names a connector that vLLM has to know.",
         retire_when="never: this is the official way",

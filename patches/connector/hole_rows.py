@@ -9,18 +9,19 @@ nothing of it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
+
+from vllm_ascend_kvext.upstream_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.connector.scheduler_side import NewHoles
+    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import NewHoles
     from vllm_ascend_kvext.holes.hole_queue import HoleRow
 
 
@@ -33,7 +34,7 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
 
     if scheduler.pause_state != PauseState.UNPAUSED:
         return 0, 0, 0
-    most_row_tokens = (
+    max_row_tokens = (
         scheduler.scheduler_config.long_prefill_token_threshold
         or scheduler.max_num_scheduled_tokens
     )
@@ -42,7 +43,7 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
     going_on += scheduler.running
     wanted_tokens = sum(
         min(
-            most_row_tokens,
+            max_row_tokens,
             request.num_tokens_with_spec
             + request.num_output_placeholders
             - request.num_computed_tokens,
@@ -52,21 +53,17 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
     return (
         scheduler.max_num_scheduled_tokens - wanted_tokens,
         scheduler.max_num_running_reqs - len(going_on),
-        most_row_tokens,
+        max_row_tokens,
     )
 
 
 def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleRow]) -> None:
-    """Have a step that has been planned compute these rows, too.
-
-    Args:
-        rows: Ascending, those of one request.
-    """
+    """Have a step that has been planned compute these rows, ascending for each request, too."""
+    needs_list = _needs_lists(scheduler)
     # The same for all rows of a request, as the last one has it.
-    beginning_of = _list_of if _needs_lists(scheduler) else _array_of
     last_rows = {row.request_id: row for row in rows}
     prompts = {
-        request_id: _prompt_of(row, scheduler.requests[request_id], beginning_of)
+        request_id: _prompt_of(row, scheduler.requests[request_id], needs_list)
         for request_id, row in last_rows.items()
     }
     for row in rows:
@@ -75,13 +72,11 @@ def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleR
         output.total_num_scheduled_tokens += row.run.num_tokens
 
 
-def _prompt_of(
-    row: HoleRow, request: Request, beginning_of: Callable[[Request, int], MutableSequence[int]]
-) -> Sequence[int]:
+def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int]:
     """With one token more than the row has, it is a part of a prompt: nothing is sampled."""
     if not row.is_probe:
-        return beginning_of(request, row.run.end_tokens + 1)
-    prompt = beginning_of(request, row.run.first_tokens)
+        return _beginning_of(request, row.run.end_tokens + 1, needs_list)
+    prompt = _beginning_of(request, row.run.first_tokens, needs_list)
     probed = request.all_token_ids[-row.run.num_tokens :]
     prompt.extend([*probed, probed[-1]])
     return prompt
@@ -97,25 +92,21 @@ def _needs_lists(scheduler: Scheduler) -> bool:
     )
 
 
-def _list_of(request: Request, num_tokens: int) -> MutableSequence[int]:
-    return list(request.all_token_ids[:num_tokens])
-
-
-def _array_of(request: Request, num_tokens: int) -> MutableSequence[int]:
-    """The first tokens of a request, as what a worker copies in no time.
+def _beginning_of(request: Request, num_tokens: int, needs_list: bool) -> MutableSequence[int]:
+    """The first tokens of a request, as what a worker copies in no time, unless it needs a list.
 
     It copies all of them for each row; from a list of 131,072 numbers, that takes milliseconds.
     The holes of a request may take many steps: its list is read once. Of tokens that are computed,
     none changes.
     """
-    tokens = _arrays.get(request)
+    if needs_list:
+        return list(request.all_token_ids[:num_tokens])
+    state = RequestState.of(request)
+    tokens = state.token_ids
     if tokens is None or len(tokens) < num_tokens:
-        tokens = _arrays[request] = array("q")
+        tokens = state.token_ids = array("q")
         tokens.frombytes(np.array(request.all_token_ids[:], np.int64).tobytes())
     return tokens[:num_tokens]
-
-
-_arrays: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
 
 
 def _request_of(scheduler: Scheduler, row: HoleRow, token_ids: Sequence[int]) -> NewRequestData:

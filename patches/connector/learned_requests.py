@@ -19,32 +19,28 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
-    from vllm_ascend_kvext.connector.segment_learning import SegmentLearning, WantedSegment
+    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+    from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
 
 _LAST_PRIORITY = 1 << 62
 """Where scheduling is by priority: admitted last, and preempted first."""
 
 
 class LearnedRequests:
-    """Of one scheduler.
+    """Those of one scheduler."""
 
-    Args:
-        scheduler: That has the connector.
-        side: Knows what is to be computed, once the workers are known.
-    """
-
-    def __init__(self, scheduler: Scheduler, side: SchedulerSide) -> None:
+    def __init__(
+        self, scheduler: Scheduler, side: ConnectorScheduler, learning: SegmentLearning
+    ) -> None:
         self._scheduler = scheduler
         self._side = side
+        self._learning = learning
         self._ids: set[str] = set()  # of those whose answer has not come
         self._new: list[Request] = []  # in the step that is being scheduled
 
     def begin_step(self) -> None:
         """A step is about to be scheduled: queue what is to be computed, if nobody waits."""
-        scheduler, learning = self._scheduler, self._side.learning
-        if learning is None:
-            return
+        scheduler, learning = self._scheduler, self._learning
         if learning.request_ids:
             # Behind all others: the first ones get tokens, the last one is preempted for blocks.
             scheduler.running.sort(key=lambda request: request.request_id in self._ids)
@@ -55,7 +51,7 @@ class LearnedRequests:
             return
         left_tokens, left_rows, _ = budget_of_holes(scheduler)
         while left_tokens > 0 and left_rows > 0:
-            wanted = self._side.take_wanted()
+            wanted = self._side.segments.take_wanted()
             if wanted is None:
                 return
             request = _request_of(wanted, learning.sink_ids)
@@ -65,20 +61,21 @@ class LearnedRequests:
             self._ids.add(request.request_id)
             self._new.append(request)
             scheduler.add_request(request)
-            self._side.expect_store(request)
+            self._side.segments.has_to_wait(request)
 
     def end_step(self) -> None:
         """A step has been scheduled: take back what others have to wait for."""
         from vllm.v1.request import RequestStatus
 
-        scheduler, learning = self._scheduler, self._side.learning
+        scheduler, learning = self._scheduler, self._learning
         new, self._new = self._new, []
-        if learning is None or not learning.request_ids:
+        if not learning.request_ids:
             return
         for request in new:
             if request.status == RequestStatus.RUNNING:
                 _forget_query(scheduler, request)
-        others_wait = self._side.lacks_hole_rows or _others_wait(scheduler, self._ids)
+        holes = self._side.holes
+        others_wait = bool(holes and holes.lacks_room) or _others_wait(scheduler, self._ids)
         for request_id in learning.request_ids:
             request = scheduler.requests[request_id]
             is_computing = request.num_computed_tokens < request.num_prompt_tokens

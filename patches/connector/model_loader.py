@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector import loaded_models
+from vllm_ascend_kvext.connector.worker import loaded_models
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ PATCHES = (
         target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=remember_model,
         undo=loaded_models.forget_all,
         why="A connector is handed the KV caches, but not the model, whose rotary modules say how "

@@ -10,12 +10,13 @@ Only a scheduler that has the connector is changed, in its own methods.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.engine import Engine
-from vllm_ascend_kvext.connector.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.connector.hole_rows import (
     add_rows,
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
-    from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+    from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
     from vllm_ascend_kvext.holes.hole_queue import HoleRow
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +56,9 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
-        ConnectedScheduler(scheduler, connector)  # Its methods are the scheduler's now.
+        _require_recovery(scheduler)
+        view = _view_of(scheduler, connector)
+        connector.bind_scheduler(view, partial(ConnectedScheduler, scheduler))
 
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
@@ -64,63 +69,25 @@ def connector_of(scheduler: Scheduler) -> KvextConnector | None:
 def kvext_connector_in(connector: Any) -> KvextConnector | None:
     """A connector, or the one of a MultiConnector, that is a KvextConnector."""
     for each in (connector, *getattr(connector, "_connectors", ())):
-        if type(each).__name__ == "KvextConnector" and hasattr(each, "bind_engine"):
+        if type(each).__name__ == "KvextConnector" and hasattr(each, "bind_scheduler"):
             return each
     return None
 
 
-def side_of(scheduler: Scheduler) -> SchedulerSide | None:
-    """The scheduler side of its KvextConnector."""
+def side_of(scheduler: Scheduler) -> ConnectorScheduler | None:
+    """The scheduler side of its KvextConnector; None before the workers are known."""
     connector = connector_of(scheduler)
     return None if connector is None else connector.scheduler_side
 
 
 class ConnectedScheduler:
-    """A scheduler whose connector is a KvextConnector.
+    """A scheduler with a KvextConnector: it gets methods of this object in place of its own."""
 
-    Args:
-        scheduler: Gets methods of this object in place of some of its own.
-        connector: Its connector.
-
-    Raises:
-        ConnectorError: If a load of this model, or one that fails, would end the engine.
-    """
-
-    def __init__(self, scheduler: Scheduler, connector: KvextConnector) -> None:
+    def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
         manager = scheduler.kv_cache_manager
-        managers = manager.coordinator.single_type_managers
-        if not is_all_full_attention(scheduler.kv_cache_config) and not is_recovering(scheduler):
-            raise ConnectorError(
-                "KvextConnector: this model is not all full attention in one KV cache group, so a "
-                "load that fails ends the engine, or gives wrong tokens, unless the repair "
-                "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
-                "`python -m vllm_ascend_kvext status`"
-            )
-        assert connector.scheduler_side is not None
         self._scheduler = scheduler
-        self._side = connector.scheduler_side
-        connector.bind_engine(
-            Engine(
-                requests=scheduler.requests,
-                managers=managers,
-                block_pool=manager.block_pool,
-                num_blocks=manager.block_pool.num_gpu_blocks,
-                hash_tokens=manager.block_pool.hash_block_size,
-                caches_prefixes=manager.enable_caching,
-                interval_tokens=interval_tokens_of(manager.coordinator),
-                step_tokens=scheduler.max_num_scheduled_tokens,
-                num_running=lambda: len(scheduler.running),
-                looks_ahead=bool(manager.coordinator.eagle_group_ids),
-                num_lookahead_tokens=scheduler.num_lookahead_tokens,
-                recomputes_failed_loads=scheduler.recompute_kv_load_failures,
-                has_other_connectors=scheduler.connector is not connector,
-                most_request_tokens=scheduler.max_model_len,
-                num_data_parallel=scheduler.vllm_config.parallel_config.data_parallel_size,
-                cached_blocks=partial(_cached_blocks, manager),
-            )
-        )
+        self._side = side
         self._row_ids: set[str] = set()  # of holes, in the latest step
-        self._has_rows = False  # in the step that is being scheduled
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
             self.has_finished_requests,
@@ -129,17 +96,22 @@ class ConnectedScheduler:
             self._mamba_block_aligned_split,
             self._update_waiting_for_remote_kv,
         ]
-        if connector.options.swap_on_preemption:
-            _require_intact_pages(scheduler)
+        if _leaves_pages_alone(scheduler):
             methods.append(self._preempt_request)
-        if connector.options.hole_reuse:
+        else:
+            logger.info(
+                "KvextConnector: preempted requests are computed again: vLLM's V2 model runner "
+                "zeroes their pages before they could be stored; VLLM_USE_V2_MODEL_RUNNER=0 runs "
+                "the first one."
+            )
+        if side.computes_holes:
             methods.append(self.schedule)
-        if connector.options.blending:
+        if side.segments.is_on:
             methods.append(self.add_request)
             _replaced.replace(manager.coordinator, self.cache_blocks)
         self._learned: LearnedRequests | None = None
-        if connector.options.blending and connector.options.learn_segments:
-            self._learned = LearnedRequests(scheduler, self._side)
+        if side.segments.learning is not None:
+            self._learned = LearnedRequests(scheduler, side, side.segments.learning)
             methods.append(self.update_from_output)
         for method in methods:
             _replaced.replace(scheduler, method)
@@ -152,14 +124,14 @@ class ConnectedScheduler:
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
         if request.request_id not in self._scheduler.requests:  # Not the update of a session.
-            self._side.note_new(request)
+            self._side.segments.add_request(request)
         wrapped(request)
 
     def cache_blocks(
         self, wrapped: Callable[[Request, int], None], request: Request, num_computed_tokens: int
     ) -> None:
         """Cache blocks of a request that are for everyone."""
-        shared_tokens = self._side.shared_tokens(request.request_id)
+        shared_tokens = self._side.segments.shared_tokens(request.request_id)
         if shared_tokens is not None:
             num_computed_tokens = min(num_computed_tokens, shared_tokens)
         wrapped(request, num_computed_tokens)
@@ -173,26 +145,24 @@ class ConnectedScheduler:
         that are not requests, make that wrong.
         """
         counts = wrapped(running_request_id)
-        if self._has_rows or self._side.num_references:
+        if self._row_ids or self._side.num_references:
             return [0] * len(counts)
         return counts
 
     def schedule(self, wrapped: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         """Schedule a step in which, besides what upstream plans, holes are computed.
 
-        A row of a hole is a request of its own to the workers: with the block table of the request
-        whose hole it is, from the hole's first token on, finished in the next step. Upstream's
-        budget is less by what the rows take.
+        Upstream's budget is less by what the rows of holes take, see ``hole_rows``.
         """
         scheduler, side = self._scheduler, self._side
         for request_id in side.end_hole_step():
             go_on_behind_holes(scheduler, request_id)
         rows: list[HoleRow] = []
-        if side.has_holes:
-            rows = side.take_hole_rows(*budget_of_holes(scheduler), scheduler.requests)
-        self._has_rows = bool(rows)
-        most_tokens = scheduler.max_num_scheduled_tokens
-        most_requests = scheduler.max_num_running_reqs
+        if side.holes:
+            rows = side.take_hole_rows(budget_of_holes(scheduler), scheduler.requests)
+        ended_row_ids, self._row_ids = self._row_ids, {row.row_id for row in rows}
+        max_tokens = scheduler.max_num_scheduled_tokens
+        max_requests = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
         scheduler.max_num_running_reqs -= len(rows)
         try:
@@ -200,12 +170,11 @@ class ConnectedScheduler:
                 self._learned.begin_step()
             output = wrapped()
         finally:
-            scheduler.max_num_scheduled_tokens = most_tokens
-            scheduler.max_num_running_reqs = most_requests
+            scheduler.max_num_scheduled_tokens = max_tokens
+            scheduler.max_num_running_reqs = max_requests
         if self._learned is not None:
             self._learned.end_step()
-        output.finished_req_ids.update(self._row_ids)
-        self._row_ids = {row.row_id for row in rows}
+        output.finished_req_ids.update(ended_row_ids)
         add_rows(scheduler, output, rows)
         for new in side.take_new_holes():
             correct_hits(scheduler, new)
@@ -229,8 +198,8 @@ class ConnectedScheduler:
         """Reset the prefix cache, which upstream refuses while a block is in use."""
         for request_id in self._side.end_hole_step():
             go_on_behind_holes(self._scheduler, request_id)
-        if self._side.learning is not None:
-            cancel_learning(self._scheduler, self._side.learning)
+        if self._side.segments.learning is not None:
+            cancel_learning(self._scheduler, self._side.segments.learning)
         if reset_running_requests:
             self._restart_loaded_requests()
         if reset_running_requests or not self._scheduler.running:
@@ -242,7 +211,7 @@ class ConnectedScheduler:
             self._is_resetting = False
             if reset_connector:
                 # Upstream may have raised before it came to that.
-                self._side.clear()
+                self._side.reset_cache()
 
     def _restart_loaded_requests(self) -> None:
         """Take the blocks of requests that have loaded and do not run yet.
@@ -288,8 +257,8 @@ class ConnectedScheduler:
         self, wrapped: Callable[[Request, Any], None], session: Request, update: Any
     ) -> None:
         """Continue a session, whose last token upstream drops, but not from the hashes."""
-        hash_tokens = self._scheduler.kv_cache_manager.block_pool.hash_block_size
-        del session.block_hashes[session.num_computed_tokens // hash_tokens :]
+        hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        del session.block_hashes[session.num_computed_tokens // hash_block_size :]
         wrapped(session, update)
 
     def _mamba_block_aligned_split(
@@ -312,8 +281,6 @@ class ConnectedScheduler:
             + num_external_computed_tokens
         )
         stop_tokens = self._side.next_stop_tokens(request, computed_tokens)
-        if stop_tokens is None:
-            return num_new_tokens
         return min(num_new_tokens, stop_tokens - computed_tokens)
 
     def _preempt_request(
@@ -323,6 +290,39 @@ class ConnectedScheduler:
         if not self._is_resetting:  # Its pages may be gone before a step can read them.
             self._side.preempt(request)
         wrapped(request, timestamp)
+
+
+def _require_recovery(scheduler: Scheduler) -> None:
+    """Refuse, with a ConnectorError, a model of which a load that fails would end the engine."""
+    if not is_all_full_attention(scheduler.kv_cache_config) and not is_recovering(scheduler):
+        raise ConnectorError(
+            "KvextConnector: this model is not all full attention in one KV cache group, so a "
+            "load that fails ends the engine, or gives wrong tokens, unless the repair "
+            "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
+            "`python -m vllm_ascend_kvext status`"
+        )
+
+
+def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
+    manager = scheduler.kv_cache_manager
+    return SchedulerView(
+        requests=scheduler.requests,
+        managers=manager.coordinator.single_type_managers,
+        block_pool=manager.block_pool,
+        num_blocks=manager.block_pool.num_gpu_blocks,
+        hash_block_size=manager.block_pool.hash_block_size,
+        enable_caching=manager.enable_caching,
+        interval_tokens=interval_tokens_of(manager.coordinator),
+        max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+        num_running=lambda: len(scheduler.running),
+        use_eagle=bool(manager.coordinator.eagle_group_ids),
+        num_lookahead_tokens=scheduler.num_lookahead_tokens,
+        recomputes_failed_loads=scheduler.recompute_kv_load_failures,
+        has_other_connectors=scheduler.connector is not connector,
+        max_model_len=scheduler.max_model_len,
+        num_data_parallel=scheduler.vllm_config.parallel_config.data_parallel_size,
+        cached_blocks=partial(_cached_blocks, manager),
+    )
 
 
 def _cached_blocks(
@@ -345,18 +345,9 @@ def _cached_blocks(
     return blocks
 
 
-def _require_intact_pages(scheduler: Scheduler) -> None:
-    """Refuse a runner that zeroes new pages before workers can store what was in them.
-
-    Raises:
-        ConnectorError: With vLLM's second model runner, and a model whose pages are zeroed.
-    """
-    if scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing:
-        raise ConnectorError(
-            "swap_on_preemption: expected a model runner that leaves the pages of preempted "
-            "requests alone until they are stored, found vLLM's V2 model runner with a model whose "
-            "pages it zeroes; set VLLM_USE_V2_MODEL_RUNNER=0, or swap_on_preemption to false"
-        )
+def _leaves_pages_alone(scheduler: Scheduler) -> bool:
+    """Whether new pages are not zeroed before workers can store what was in them."""
+    return not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing)
 
 
 _replaced = InstanceMethods()

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import group_keys
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
+from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -37,6 +38,17 @@ def take_new_blocks(
             else:
                 evict(block)
     return blocks
+
+
+def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> GroupKeys:
+    """The keys of a group whose blocks hold ``block_tokens`` tokens, made once."""
+    known = PoolState.of(block_pool).group_keys
+    keys = known.get((group_id, block_tokens))
+    if keys is None:
+        hashes_per_block = block_tokens // block_pool.hash_block_size
+        keys = GroupKeys.of_group(group_id, hashes_per_block)
+        known[group_id, block_tokens] = keys
+    return keys
 
 
 def cache_run(
@@ -102,27 +114,13 @@ class RequestUpTo:
 def split_by_use(
     blocks: list[KVCacheBlock],
 ) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-    """Blocks that are cached and blocks that are not, each in their order.
-
-    Of what a request frees, the last first, those that are cached mostly lie in a row.
-    """
+    """Blocks that are cached and blocks that are not, each in their order."""
     uncached = [block for block in blocks if block._block_hash is None]
-    if not 0 < len(uncached) < len(blocks):
-        return ([], uncached) if uncached else (blocks, [])
-    num_behind = len(uncached)
-    for block, other in zip(uncached, blocks, strict=False):
-        if block is not other:
-            break
-        num_behind -= 1
-    else:
-        return blocks[len(uncached) :], uncached
-    start, stop = len(uncached) - num_behind, len(blocks) - num_behind
-    if uncached[start] is blocks[stop]:
-        return blocks[start:stop], uncached
+    if not uncached:
+        return blocks, []
     return [block for block in blocks if block._block_hash is not None], uncached
 
 
-_VLLM = ("==0.23.0.*",)
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
 _RETIRE_WHEN = "upstream's costs as little"
@@ -133,7 +131,6 @@ PATCHES = (
         target=f"{_POOL}.get_new_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=take_new_blocks,
         why="Upstream calls a method for every block that it allocates.",
         retire_when=_RETIRE_WHEN,

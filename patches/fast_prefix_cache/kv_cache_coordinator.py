@@ -6,10 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.lookup_groups import describe_groups
-from vllm_ascend_kvext.patches.upstream import hit_unit_tokens, lookup_groups, tokens_per_block
+from vllm_ascend_kvext.groups.model import GroupKind, window_pages
+from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import group_keys
+from vllm_ascend_kvext.patches.upstream import (
+    LookupGroup,
+    hit_unit_tokens,
+    lookup_groups,
+    tokens_per_block,
+)
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup
+from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -22,10 +30,11 @@ def find_longest_common_hit(
     max_cache_hit_length: int,
 ) -> Hit:
     """Look the groups up as a whole, where all of them are of a known kind."""
-    try:
-        lookup: Lookup | None = coordinator._kvext_lookup
-    except AttributeError:
-        lookup = coordinator._kvext_lookup = _describe(coordinator)
+    state = CoordinatorState.of(coordinator)
+    if not state.has_described_lookup:
+        state.lookup = _describe(coordinator)
+        state.has_described_lookup = True
+    lookup = state.lookup
     if lookup is None:
         return wrapped(block_hashes, max_cache_hit_length)
     table = coordinator.block_pool.cached_block_hash_to_block._cache
@@ -39,21 +48,38 @@ def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     )
     if num_ranks > 1:
         return None
-    pool, unit_tokens = coordinator.block_pool, hit_unit_tokens(coordinator)
-    groups = [
-        describe_groups(
-            type(group.manager),
-            group.spec,
-            group.group_ids,
-            pool,
-            unit_tokens,
-            group.looks_ahead,
-            tokens_per_block(coordinator, group.manager),
-        )
-        for group in lookup_groups(coordinator)
-    ]
+    groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]
-    return Lookup.of(known, pool.null_block) if known and len(known) == len(groups) else None
+    is_known = known and len(known) == len(groups)
+    return Lookup.of(known, coordinator.block_pool.null_block) if is_known else None
+
+
+def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> LookupGroups | None:
+    """Groups that share a spec; None if they are looked up in a way that is not known here."""
+    from vllm.v1.core import single_type_kv_cache_manager as managers
+
+    # A subclass may look up in another way.
+    known = {
+        GroupKind.FULL: managers.FullAttentionManager,
+        GroupKind.WINDOW: managers.SlidingWindowManager,
+        GroupKind.STATE: managers.MambaManager,
+    }
+    kind, unit_tokens = kind_of(group.spec), hit_unit_tokens(coordinator)
+    block_tokens = tokens_per_block(coordinator, group.manager)
+    if known.get(kind) is not type(group.manager) or unit_tokens % block_tokens:
+        return None
+    return LookupGroups(
+        kind=kind,
+        block_tokens=block_tokens,
+        unit_blocks=unit_tokens // block_tokens,
+        window_blocks=window_pages(window_tokens_of(group.spec), block_tokens),
+        use_eagle=group.use_eagle,
+        group_ids=group.group_ids,
+        keys=tuple(
+            group_keys(coordinator.block_pool, group_id, block_tokens)
+            for group_id in group.group_ids
+        ),
+    )
 
 
 _MODULE = "vllm.v1.core.kv_cache_coordinator"
@@ -73,7 +99,6 @@ PATCHES = (
         target=f"{_MODULE}:HybridKVCacheCoordinator.find_longest_cache_hit",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=("==0.23.0.*",),
         wrapper=find_longest_common_hit,
         why=_WHY,
         retire_when="upstream's costs as little",
@@ -91,7 +116,6 @@ PATCHES = (
         target=f"{_MODULE}:UnitaryKVCacheCoordinator.find_longest_cache_hit",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=("==0.23.0.*",),
         wrapper=find_longest_common_hit,
         why=_WHY,
         retire_when="upstream's costs as little",

@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
-from vllm_ascend_kvext.prefix_cache.steps import CachingRule, StepGroup, Steps
+from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
+from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
-
-_STEPS = "_kvext_steps"
-_LIMITS = "_kvext_limits"
-_CACHING_RULE = "_kvext_caching_rule"
-
-
-def set_caching_rule(coordinator: KVCacheCoordinator, rule: CachingRule) -> None:
-    """Let a rule say when a step of a running request caches something; before the first step."""
-    setattr(coordinator, _CACHING_RULE, rule)
 
 
 def allocate_what_changes(
@@ -39,14 +31,14 @@ def allocate_what_changes(
     **admission: Any,
 ) -> KVCacheBlocks | None:
     """Do nothing in a step in which nothing changes."""
-    try:
-        steps: Steps = manager._kvext_steps
-    except AttributeError:
-        steps = _describe(manager, does_partial_steps=not hasattr(wrapped, "__wrapped__"))
-        setattr(manager, _STEPS, steps)
+    state = BlockManagerState.of(manager)
+    steps = state.steps
+    if steps is None:
+        does_partial_steps = not hasattr(wrapped, "__wrapped__")
+        steps = state.steps = _describe(manager, does_partial_steps)
     # Upstream's scheduler names no other argument for a running request.
     if steps.groups and not (num_new_computed_tokens or others or admission):
-        limits = getattr(request, _LIMITS, None)
+        limits = RequestState.of(request).limits
         if (
             limits is not None
             and new_computed_blocks is None
@@ -84,7 +76,7 @@ def allocate_what_changes(
         # A prefill in chunks changes something in every step.
         scheduled_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         is_prefilled = scheduled_tokens >= request.num_prompt_tokens
-        setattr(request, _LIMITS, steps.limits_of(request) if is_prefilled else None)
+        RequestState.of(request).limits = steps.limits_of(request) if is_prefilled else None
     return allocated
 
 
@@ -95,8 +87,8 @@ def cache_when_due(
     num_computed_tokens: int,
 ) -> None:
     """An asynchronous scheduler caches once more at a step's end: where nothing is due, return."""
-    limits = getattr(request, _LIMITS, None)
-    steps = steps_of(manager)
+    limits = RequestState.of(request).limits
+    steps = BlockManagerState.of(manager).steps
     if limits is None or steps is None or steps.tables.get(request.request_id) is not limits.table:
         return wrapped(request, num_computed_tokens)
     if num_computed_tokens >= limits.next_cache_tokens:
@@ -105,11 +97,6 @@ def cache_when_due(
     elif steps.rule is not None:
         steps.rule.note_quiet_step(request, num_computed_tokens)
     return None
-
-
-def steps_of(manager: KVCacheManager) -> Steps | None:
-    """The steps of a block manager, once it has taken one; tests count them."""
-    return getattr(manager, _STEPS, None)
 
 
 def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
@@ -126,7 +113,7 @@ def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
         tables=group_managers[0].req_to_blocks if group_managers else {},
         # Upstream moves states between the blocks of a table when it allocates.
         does_partial_steps=does_partial_steps and not has_states,
-        rule=getattr(coordinator, _CACHING_RULE, None),
+        rule=CoordinatorState.of(coordinator).retention,
     )
 
 
@@ -150,7 +137,7 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
         block_tokens=block_tokens,
         window_tokens=window_tokens,
         unit_tokens=unit_tokens or 1,
-        looks_ahead=unit_tokens is not None and manager.use_eagle,
+        use_eagle=unit_tokens is not None and manager.use_eagle,
         row_tokens=block_tokens // manager.block_size,
         draft_blocks=draft_blocks,
     )
@@ -175,7 +162,6 @@ def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
-_VLLM = ("==0.23.0.*",)
 
 PATCHES = (
     Patch(
@@ -183,7 +169,6 @@ PATCHES = (
         target=f"{_MANAGER}.allocate_slots",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=allocate_what_changes,
         why="Upstream passes over all groups four times in every step of every request, although "
         "in most steps of a decode nothing changes.",
@@ -207,7 +192,6 @@ PATCHES = (
         target=f"{_MANAGER}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=cache_when_due,
         why="With asynchronous scheduling upstream passes over all groups once more at the end of "
         "every step of every request.",

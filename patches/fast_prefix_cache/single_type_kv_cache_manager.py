@@ -14,6 +14,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
 from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
+from vllm_ascend_kvext.upstream_state import GroupManagerState
 
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -34,31 +35,25 @@ def cache_by_runs(
     if not run:
         return
     pool = manager.block_pool
-    try:
-        has_mask, rule = manager._kvext_tail_rules[retention_interval]
-    except (AttributeError, KeyError):
-        has_mask, rule = _tail_rule(manager, retention_interval)
+    state = GroupManagerState.of(manager)
+    if state.tail_rule is None:
         # The coordinator sets what the rule depends on before anything is cached.
-        manager._kvext_tail_rules = {retention_interval: (has_mask, rule)}
-    if pool.enable_kv_cache_events or (has_mask and rule is None):
+        state.tail_rule = _tail_rule(manager)
+    has_mask, rule = state.tail_rule
+    is_upstreams = has_mask and (rule is None or retention_interval is not None)
+    if pool.enable_kv_cache_events or is_upstreams:
         # Upstream slices a request's hashes from each block on to the prompt's end.
         num_hashes = run.stop * block_tokens // pool.hash_block_size
         return wrapped(RequestUpTo(request, num_hashes), num_tokens, retention_interval)
-    runs = [run]
-    if rule is not None:
-        replay_tokens = request.num_prompt_tokens - 1
-        runs = rule.runs(run, replay_tokens // (rule.unit_blocks * block_tokens) * rule.unit_blocks)
     hashes = request.block_hashes
     assert len(hashes) >= run.stop
     blocks = manager.req_to_blocks[request_id]
-    for kept in runs:
+    for kept in rule.runs(run) if rule is not None else [run]:
         cache_run(pool, hashes, blocks, kept, block_tokens, manager.kv_cache_group_id)
     manager.num_cached_block[request_id] = run.stop
 
 
-def _tail_rule(
-    manager: SingleTypeKVCacheManager, retention_interval: int | None
-) -> tuple[bool, TailRule | None]:
+def _tail_rule(manager: SingleTypeKVCacheManager) -> tuple[bool, TailRule | None]:
     """Whether the manager leaves blocks out, and the rule by which it does, where it is known."""
     from vllm.v1.core.single_type_kv_cache_manager import (
         SingleTypeKVCacheManager,
@@ -74,13 +69,10 @@ def _tail_rule(
     if unit_tokens is None or block_tokens != manager.block_size:
         return True, None
     ahead_blocks = int(manager.use_eagle)
-    segment_tokens = unit_tokens if retention_interval is None else retention_interval
     return True, TailRule(
         unit_blocks=unit_tokens // block_tokens,
-        segment_blocks=segment_tokens // block_tokens,
         need_blocks=-(-(manager.kv_cache_spec.sliding_window - 1) // block_tokens) + ahead_blocks,
         ahead_blocks=ahead_blocks,
-        keeps_replay=retention_interval is not None,
     )
 
 
@@ -133,7 +125,6 @@ def free_window(
     manager.num_cached_block.pop(request_id, None)
 
 
-_VLLM = ("==0.23.0.*",)
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 _BASE = f"{_MODULE}:SingleTypeKVCacheManager"
 _WINDOW = f"{_MODULE}:SlidingWindowManager"
@@ -145,7 +136,6 @@ PATCHES = (
         target=f"{_BASE}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=cache_by_runs,
         why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
         "and makes keys for every block up to the prompt's end.",
@@ -162,7 +152,6 @@ PATCHES = (
         target=f"{_BASE}.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=skip_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window, and frees empty "
         "lists where none does.",
@@ -177,7 +166,6 @@ PATCHES = (
         target=f"{_WINDOW}.free",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
-        vllm=_VLLM,
         wrapper=free_window,
         why="Upstream counts down a reference for each null block of a long request.",
         retire_when=_RETIRE_WHEN,

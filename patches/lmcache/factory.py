@@ -9,6 +9,7 @@ factory, or `MultiConnector`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -16,19 +17,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.lmcache.first_blocks import complete_first_blocks
-from vllm_ascend_kvext.lmcache.hand_over import (
-    limit_farewell,
-    require_name,
-    with_name_and_options,
+from vllm_ascend_kvext.lmcache.first_blocks import tell_first_blocks
+from vllm_ascend_kvext.lmcache.handshake import refused_registration, server_urls
+from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name, require_name
+from vllm_ascend_kvext.lmcache.recovery import (
+    refuse_other_chunks_of_scheduler,
+    refuse_other_chunks_of_worker,
 )
-from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name
-from vllm_ascend_kvext.lmcache.recovery import refuse_other_chunks
-from vllm_ascend_kvext.lmcache.stored_tokens import watch_stores
-from vllm_ascend_kvext.lmcache.token_blocks import (
-    counted_in_tokens,
-    has_states,
-)
+from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens
 from vllm_ascend_kvext.patches.lmcache import known_release
 from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
@@ -47,99 +43,73 @@ logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 def get_connector_class(
     wrapped: Callable[..., Any], factory: type, *args: Any, **kwargs: Any
 ) -> Any:
-    """The class of a connector; of LMCache's, one that gets copies of the configs.
-
-    Also of those below `MultiConnector`, which asks for classes alone.
-    """
+    """The class of a connector; of LMCache's, also below `MultiConnector`, `_prepared_class`."""
     connector_class = wrapped(*args, **kwargs)
-    if connector_class.__name__ != NAME or issubclass(connector_class, Prepared):
+    if connector_class.__name__ != NAME or hasattr(connector_class, "_kvext_server_urls"):
         return connector_class
     return _prepared_class(connector_class)
 
 
-class Prepared:
-    """Marks a class whose objects are made of copies of the configs."""
-
-
-@functools.cache
+@functools.cache  # vLLM compares classes.
 def _prepared_class(connector_class: Any) -> Any:
-    """One for each class: vLLM compares them."""
+    """LMCache's class, with objects that are made of copies of the configs."""
 
-    class PreparedConnector(connector_class, Prepared):  # type: ignore[misc]
+    class PreparedConnector(connector_class):  # type: ignore[misc]
+        _kvext_tells_first_blocks = False
+        _kvext_server_urls: tuple[str, ...] = ()
+
         def __init__(
-            self,
-            vllm_config: VllmConfig,
-            role: KVConnectorRole,
-            kv_cache_config: KVCacheConfig,
+            self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
         ) -> None:
-            construct(self, super().__init__, vllm_config, role, kv_cache_config)
+            """Ask the servers first; raises `LMCacheError` if one does not fit."""
+            if vllm_config.kv_transfer_config is None or not kv_cache_config.kv_cache_groups:
+                super().__init__(vllm_config, role, kv_cache_config)
+                return
+            kv_cache_config = counted_in_tokens(kv_cache_config)
+            name = _object_name(vllm_config, kv_cache_config)
+            options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            is_worker = role.name == "WORKER"
+            ask_servers(vllm_config, kv_cache_config, options, is_worker=is_worker)
+            own_config = _with_name_and_options(vllm_config, name, options)
+            super().__init__(own_config, role, kv_cache_config)
+            if name != vllm_config.model_config.model:
+                require_name(self, name)
+            self._kvext_server_urls = server_urls(options)
+            if not known_release.is_as_read():
+                return
+            if is_worker:
+                refuse_other_chunks_of_worker(self.worker_adapter)
+            else:
+                refuse_other_chunks_of_scheduler(self.scheduler_adapter)
+                self._kvext_tells_first_blocks = True
 
-        @classmethod
-        def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-            from vllm_ascend_kvext.patches.lmcache.metrics import LMCacheStats
+        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+            """Raises `LMCacheError` if the server does not take the worker's pages in time."""
+            try:
+                super().register_kv_caches(kv_caches)
+            except ConnectionError as error:
+                raise refused_registration(
+                    self._kvext_server_urls, str(known_release.version())
+                ) from error
 
-            return LMCacheStats(data)
+        def build_connector_meta(self, scheduler_output: Any) -> Any:
+            if self._kvext_tells_first_blocks:
+                tell_first_blocks(self.request_trackers, scheduler_output)
+            return super().build_connector_meta(scheduler_output)
 
-        @classmethod
-        def build_prom_metrics(cls, *arguments: Any) -> Any:
-            from vllm_ascend_kvext.patches.lmcache.metrics import LMCachePromMetrics
-
-            return LMCachePromMetrics(super().build_prom_metrics(*arguments), *arguments)
-
-    # Reports of several connectors are told apart by the names of their classes.
+    # `MultiConnector` tells the reports of several connectors apart by the names of their classes.
     PreparedConnector.__name__ = PreparedConnector.__qualname__ = NAME
     return PreparedConnector
 
 
-def construct(
-    connector: Any,
-    initialize: Callable[..., None],
-    config: VllmConfig,
-    role: KVConnectorRole,
-    given_config: KVCacheConfig,
-) -> None:
-    """Make LMCache's connector of copies of the configs, and look after it.
-
-    Args:
-        connector: Not yet initialized.
-        initialize: LMCache's.
-        config: Of the engine; for a connector below another, with that one's options.
-        role: The side.
-        given_config: Its groups count rows where vLLM-Ascend compresses.
-
-    Raises:
-        LMCacheError: If the server is not there or does not fit, or the installed LMCache names its
-            objects in another way.
-    """
-    transfer_config = config.kv_transfer_config
-    if transfer_config is None or not given_config.kv_cache_groups:
-        initialize(config, role, given_config)
-        return
-    kv_cache_config = counted_in_tokens(given_config)
-    name = _object_name(config, kv_cache_config)
-    options = dict(transfer_config.kv_connector_extra_config)
-    is_worker = role.name == "WORKER"
-    ask_servers(config, kv_cache_config, options, is_worker=is_worker)
-    initialize(with_name_and_options(config, name, options), role, kv_cache_config)
-    if name != config.model_config.model:
-        require_name(connector, name)
-    _look_after(connector, kv_cache_config, is_worker=is_worker)
-
-
-def _look_after(connector: Any, kv_cache_config: KVCacheConfig, *, is_worker: bool) -> None:
-    """What is changed in LMCache's objects, where LMCache's code is that which was read."""
-    if not known_release.is_as_read():
-        return
-    # Imports vLLM, which this module is imported before.
-    from vllm_ascend_kvext.patches.lmcache.metrics import ask_for_reports, report_stores
-
-    limit_farewell(connector)
-    refuse_other_chunks(connector)
-    if is_worker:
-        ask_for_reports(connector)
-        return
-    complete_first_blocks(connector)
-    report_stores(connector, watch_stores(connector, can_look_up=not has_states(kv_cache_config)))
+def _with_name_and_options(config: VllmConfig, name: str, options: dict[str, Any]) -> Any:
+    """A copy of vLLM's config for the connector alone; the engine's stays as it is."""
+    new_config = copy.copy(config)
+    new_config.model_config = copy.copy(config.model_config)
+    new_config.model_config.model = name
+    new_config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    new_config.kv_transfer_config.kv_connector_extra_config = options
+    return new_config
 
 
 def _object_name(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -151,28 +121,21 @@ def _object_name(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     )
     if not has_layout:
         return model_name
-    name = object_name(
-        model_name,
-        config_fingerprint(
-            config,
-            kv_cache_config,
-            versions=_versions(),
-            instruction_set=_instruction_set(config),
-            environ=os.environ,
-        ),
+    upstream = compat.detect(os.environ)
+    fingerprint = config_fingerprint(
+        config,
+        kv_cache_config,
+        versions={
+            compat.VLLM: upstream.vllm,
+            compat.VLLM_ASCEND: upstream.vllm_ascend,
+            compat.LMCACHE: known_release.version(),
+        },
+        instruction_set=_instruction_set(config),
+        environ=os.environ,
     )
+    name = object_name(model_name, fingerprint)
     logger.info("LMCache's objects of this engine lie under %s.", name)
     return name
-
-
-def _versions() -> dict[str, str | None]:
-    """Of all that lays out pages and objects."""
-    upstream = compat.detect(os.environ)
-    return {
-        compat.VLLM: upstream.vllm,
-        compat.VLLM_ASCEND: upstream.vllm_ascend,
-        compat.LMCACHE: known_release.version(),
-    }
 
 
 def _instruction_set(config: VllmConfig) -> str:
@@ -188,14 +151,10 @@ _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory
 
 _WHY = (
     "LMCache keys objects by the model's name, and engines with other KV cache groups read each "
-    "other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; a server that is "
-    "absent or set up otherwise is noticed after five minutes; and stores that find no room are "
-    "reported as done."
+    "other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a server that "
+    "is absent or set up otherwise is noticed after five minutes."
 )
-_RETIRE_WHEN = (
-    "LMCache's keys have the layout, its connector asks its server what it serves, and its stores "
-    "say what was kept"
-)
+_RETIRE_WHEN = "LMCache's keys have the layout, and its connector asks its server what it serves"
 _RELIES_ON = (
     # Both sides get a config, and the scheduler's has the first spec of a bundle.
     "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
@@ -211,21 +170,10 @@ PATCHES = (
         target=f"{_FACTORY}.get_connector_class",
         kind=Kind.WRAP,
         feature="lmcache",
-        vllm=("==0.23.0.*",),
         wrapper=get_connector_class,
         why=_WHY,
         retire_when=_RETIRE_WHEN,
         relies_on=_RELIES_ON,
         lmcache=known_release.RELIED_ON,
-    ),
-    Patch(
-        id="KVX-504",
-        target=f"{_FACTORY}.get_connector_class_by_name",
-        kind=Kind.WRAP,
-        feature="lmcache",
-        vllm=("==0.23.0.*",),
-        wrapper=get_connector_class,
-        why="MultiConnector rebuilds the statistics of connectors below it by their names.",
-        retire_when="KVX-501 is retired",
     ),
 )

@@ -8,9 +8,9 @@ themselves, or refuse, with any release. What is changed in LMCache's objects do
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from pathlib import Path
 
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.errors import FingerprintError
@@ -23,15 +23,6 @@ _ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 _GROUPS = "lmcache.integration.vllm.kv_cache_groups"
 
 RELIED_ON = (
-    # What is stored of a request, when that has ended, and how it is asked for.
-    f"{_CONNECTOR}.request_finished",
-    f"{_CONNECTOR}.request_finished_all_groups",
-    f"{_CONNECTOR}.update_connector_output",
-    f"{_CONNECTOR}.get_kv_connector_stats",
-    f"{_TRACKER}:LMCacheMPRequestTracker.get_token_ids",
-    f"{_TRACKER}:LMCacheMPRequestMetadata.GetStoreMetadata",
-    f"{_ADAPTER}:LMCacheMPSchedulerAdapter._create_key",
-    f"{_ADAPTER}:LMCacheMPSchedulerAdapter.shutdown",
     # How it learns the blocks of a request.
     f"{_CONNECTOR}.update_state_after_alloc",
     f"{_CONNECTOR}.build_connector_meta",
@@ -39,13 +30,12 @@ RELIED_ON = (
     f"{_CONNECTOR}._process_cached_requests",
     f"{_TRACKER}:LMCacheMPRequestTracker.append_block_ids",
     f"{_TRACKER}:LMCacheMPRequestTracker.num_allocated_blocks",
+    f"{_TRACKER}:LMCacheMPRequestMetadata.GetStoreMetadata",
     # How a server that is back is taken up again.
     f"{_ADAPTER}:HeartbeatThread._execute",
     f"{_ADAPTER}:LMCacheMPSchedulerAdapter._ensure_heartbeat_started",
     f"{_ADAPTER}:LMCacheMPWorkerAdapter._ensure_heartbeat_started",
     f"{_ADAPTER}:LMCacheMPWorkerAdapter._reregister_kv_caches_callback",
-    # How long the end of a worker waits.
-    f"{_ADAPTER}:LMCacheMPWorkerAdapter.shutdown",
     # What is read of the specs.
     f"{_GROUPS}:get_tokens_per_block",
     f"{_GROUPS}:create_engine_group_infos_from_vllm",
@@ -61,18 +51,14 @@ def version() -> str | None:
 
 @functools.cache
 def is_as_read() -> bool:
-    """Whether all functions of LMCache that are relied on are those that were read.
-
-    If not, it is said once.
-    """
+    """Whether all of LMCache that is relied on is what was read. If not, it is said once."""
     found_version, differing = version(), differences(FingerprintStore.load())
     if differing:
         logger.warning(
             "LMCacheMPConnector: expected LMCache 0.5.6, found %s, in which %s differ from "
-            "what was read. Names of objects and what is asked before the start are not "
-            "affected. Stores are not checked, and wrong below MultiConnector; a server that comes "
-            "back is taken as LMCache takes it, and the end of an engine may wait mq_timeout for a "
-            "server that is gone. Install LMCache 0.5.6 to have all of it.",
+            "what was read. Names of objects and what is asked before the start are not affected. "
+            "Stores are wrong below MultiConnector, and a server that comes back with other chunks "
+            "is used. Install LMCache 0.5.6.",
             found_version,
             ", ".join(differing),
         )
@@ -84,20 +70,13 @@ def differences(store: FingerprintStore) -> list[str]:
     folder = compat.package_folder("lmcache")
     if folder is None:
         return list(RELIED_ON)
-    found_version = version() or ""
-    try:
-        return [
-            name
-            for name in RELIED_ON
-            if _fingerprint(folder.parent, name)
-            not in store.expected(compat.LMCACHE, found_version, name)
-        ]
-    finally:
-        forget_sources()
-
-
-def _fingerprint(root: Path, name: str) -> str | None:
-    try:
-        return fingerprint_source(root, name)
-    except FingerprintError:
-        return None
+    found_version, found = version() or "", {}
+    for name in RELIED_ON:
+        with contextlib.suppress(FingerprintError):
+            found[name] = fingerprint_source(folder.parent, name)
+    forget_sources()
+    return [
+        name
+        for name in RELIED_ON
+        if found.get(name) not in store.expected(compat.LMCACHE, found_version, name)
+    ]

@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LMCache's servers are asked before its connector starts, with LMCache's client."""
+"""LMCache's servers are asked with its own client and its own reading of the specs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.lmcache.handshake import (
+    REGISTRATION_LIMIT_S,
+    TIMEOUT_KEY,
     TRANSFER_MODE_KEY,
     TRANSFER_MODE_VARIABLE,
     choose_transfer_mode,
-    chunk_tokens,
-    require_capabilities,
-)
-from vllm_ascend_kvext.lmcache.protocol import (
-    ZmqExchange,
-    require_current_protocol,
-    require_no_retired_request,
-)
-from vllm_ascend_kvext.lmcache.server_addresses import (
     require_listening,
+    require_same_release,
+    require_whole_blocks,
     server_urls,
     starts_its_server,
-)
-from vllm_ascend_kvext.lmcache.token_blocks import (
-    require_chunks_of_whole_blocks,
-    tokens_per_block,
 )
 from vllm_ascend_kvext.patches.lmcache import known_release
 
@@ -35,58 +25,43 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_ZMQ = "tcp://"
-_RETIRED_REQUEST = "query_prefetch_lookup_hits"
-"""The client of LMCache 0.5.5 has it, and that of 0.5.6 has not."""
-
 
 def ask_servers(
     config: VllmConfig, kv_cache_config: KVCacheConfig, options: dict[str, Any], *, is_worker: bool
 ) -> None:
-    """Refuse servers that do not fit; choose the transfer mode where none is set."""
+    """Refuse servers that do not fit, and set what the user has left open.
+
+    Args:
+        kv_cache_config: Its groups count tokens.
+        options: ``kv_connector_extra_config`` of the connector. It gets the transfer mode, and how
+            long a worker waits when it starts, registers its pages and ends.
+
+    Raises:
+        LMCacheError: If a server is not there or does not fit.
+    """
     if starts_its_server(options):
         return
     urls = server_urls(options)
-    if is_worker and len(urls) > 1:
-        return  # It uses that of its own host, and may not reach the others.
-    require_listening(urls)
-    context_parallel_size = int(getattr(config.parallel_config, "decode_context_parallel_size", 1))
-    group_tokens = tokens_per_block(kv_cache_config, context_parallel_size)
+    if is_worker:
+        options.setdefault(TIMEOUT_KEY, REGISTRATION_LIMIT_S)
+        if len(urls) > 1:
+            return  # It uses that of its own host, and may not reach the others.
+    has_mode = is_worker and config.device_config.device_type == "cpu"
     for url in urls:
-        with _client(url) as client:
-            if client is None:
-                return  # Another LMCache; its connector asks in its own way.
-            installed = str(known_release.version())
-            capabilities = require_capabilities(client, url, installed)
-            if url.startswith(_ZMQ) and not hasattr(client, _RETIRED_REQUEST):
-                with closing(ZmqExchange(url)) as exchange:
-                    require_no_retired_request(exchange, capabilities, url, installed)
-            require_chunks_of_whole_blocks(chunk_tokens(client, url), group_tokens, url)
-            if is_worker and config.device_config.device_type == "cpu":
-                wanted = options.get(TRANSFER_MODE_KEY, os.environ.get(TRANSFER_MODE_VARIABLE))
-                mode = choose_transfer_mode(client, url, str(wanted or "auto").strip().lower())
-                if mode is not None:
-                    options[TRANSFER_MODE_KEY] = mode.value
-
-
-@contextmanager
-def _client(url: str) -> Iterator[Any]:
-    """LMCache's client of a server; None where the installed LMCache has no such client.
-
-    Raises:
-        LMCacheError: If the server speaks another protocol.
-    """
-    try:
-        import zmq
-        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-    except ImportError:
-        yield None
-        return
-    if url.startswith(_ZMQ):
-        with closing(ZmqExchange(url)) as exchange:
-            require_current_protocol(exchange, url, str(known_release.version()))
-    client = RequestClientFactory.create(url, context=zmq.Context.instance())
-    try:
-        yield client
-    finally:
-        client.close()
+        require_listening(url)
+        try:
+            import zmq
+            from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
+            from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+        except ImportError:
+            return  # Another LMCache; its connector asks in its own way.
+        group_tokens = get_group_tokens_per_block(config, kv_cache_config)
+        with closing(RequestClientFactory.create(url, context=zmq.Context.instance())) as client:
+            chunk_tokens = require_same_release(client, url, str(known_release.version()))
+            require_whole_blocks(chunk_tokens, group_tokens, url)
+            if not has_mode:
+                continue
+            wanted = options.get(TRANSFER_MODE_KEY, os.environ.get(TRANSFER_MODE_VARIABLE))
+            wanted = str(wanted or "auto").strip().lower()
+            if mode := choose_transfer_mode(client, url, wanted):
+                options[TRANSFER_MODE_KEY] = mode

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attached_report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.retention.stats import METRICS, Counts, LossCause, Metric, describe, merge
+from vllm_ascend_kvext.retention.stats import METRICS, describe
+from vllm_ascend_kvext.upstream_state import ReportsState
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import (
@@ -18,57 +19,21 @@ if TYPE_CHECKING:
     )
     from vllm.v1.metrics.stats import SchedulerStats
 
-_PREFIX = "vllm:kvext_"
-_PROMETHEUS = "_kvext_retention_metrics"
-_UNLOGGED = "_kvext_retention_unlogged"
-
-
-class RetentionMetrics:
-    """The Prometheus metrics of retention, for all engines that one stat logger serves.
-
-    They are built from the classes of that logger, which may be Ray's, have its labels, and go
-    when it unregisters its own, by their prefix.
-    """
-
-    def __init__(self, stat_logger: PrometheusStatLogger) -> None:
-        self._stat_logger = stat_logger
-        self._by_engine: dict[int, dict[str, Callable[[int], None]]] = {
-            engine_index: {} for engine_index in stat_logger.per_engine_labelvalues
-        }
-        for metric in METRICS:
-            self._add(metric)
-
-    def observe(self, report: Mapping[str, int], engine_index: int) -> None:
-        """Add one engine's report."""
-        updates = self._by_engine[engine_index]
-        for key, value in report.items():
-            # A key of another release, in an engine on another machine, is not for us.
-            if key in updates:
-                updates[key](value)
-
-    def _add(self, metric: Metric) -> None:
-        named: dict[str, Any] = {
-            "name": _PREFIX + metric.name,
-            "documentation": metric.documentation,
-            "labelnames": ["model_name", "engine", *(["cause"] if metric.has_causes else [])],
-        }
-        if metric.is_gauge:
-            parent = self._stat_logger._gauge_cls(**named, multiprocess_mode="mostrecent")
-        else:
-            parent = self._stat_logger._counter_cls(**named)
-        for engine_index, labels in self._stat_logger.per_engine_labelvalues.items():
-            for cause in LossCause if metric.has_causes else (None,):
-                child = parent.labels(*labels, *([cause.value] if cause else []))
-                update = child.set if metric.is_gauge else child.inc
-                self._by_engine[engine_index][metric.key(cause)] = update
-
 
 def register_metrics(
     wrapped: Callable[..., None], stat_logger: PrometheusStatLogger, *args: Any, **kwargs: Any
 ) -> None:
-    """Register after upstream's constructor, which unregisters what an earlier one left."""
+    """Register after upstream's constructor, which unregisters what an earlier one left.
+
+    The metrics go when the logger unregisters its own, by their prefix.
+    """
     wrapped(*args, **kwargs)
-    setattr(stat_logger, _PROMETHEUS, RetentionMetrics(stat_logger))
+    ReportsState.of(stat_logger).observe = METRICS.register(
+        stat_logger._counter_cls,
+        stat_logger._gauge_cls,
+        ["model_name", "engine"],
+        stat_logger.per_engine_labelvalues,
+    )
 
 
 def record_metrics(
@@ -82,9 +47,9 @@ def record_metrics(
     """Add a report to the metrics."""
     wrapped(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
     report = attached_report(scheduler_stats)
-    metrics: RetentionMetrics | None = getattr(stat_logger, _PROMETHEUS, None)
-    if report and metrics is not None:
-        metrics.observe(report, engine_idx)
+    observe = ReportsState.of(stat_logger).observe
+    if report and observe is not None:
+        observe(report, engine_idx)
 
 
 def note_for_log(
@@ -98,8 +63,7 @@ def note_for_log(
     wrapped(scheduler_stats, *args, **kwargs)
     report = attached_report(scheduler_stats)
     if report:
-        unlogged: Counts = vars(stat_logger).setdefault(_UNLOGGED, {})
-        merge(unlogged, report)
+        METRICS.merge(ReportsState.of(stat_logger).counts, report)
 
 
 def log_retention(
@@ -109,7 +73,9 @@ def log_retention(
     from vllm.v1.metrics.loggers import logger
 
     wrapped(*args, **kwargs)
-    line = describe(vars(stat_logger).pop(_UNLOGGED, {}))
+    unlogged = ReportsState.of(stat_logger).counts
+    line = describe(unlogged)
+    unlogged.clear()
     if line:
         logger.info("%s%s", stat_logger.log_prefix, line)
 
@@ -129,7 +95,6 @@ def mark_recorded(
 
 
 _MODULE = "vllm.v1.metrics.loggers"
-_VLLM = ("==0.23.0.*",)
 
 
 def _for_stat_logger(
@@ -141,7 +106,6 @@ def _for_stat_logger(
         target=f"{_MODULE}:{function}",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=wrapper,
         why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
         "before the Prometheus one, which then unregisters whatever is named vllm.",
@@ -170,7 +134,6 @@ PATCHES = (
         target=f"{_MODULE}:StatLoggerManager.record",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=mark_recorded,
         why="What KVX-167 carries over has to be counted once.",
         retire_when="KVX-167 is gone",

@@ -2,7 +2,7 @@
 """``vllm/v1/engine/output_processor.py``: no report of retention is lost on the way to the loggers.
 
 ``LLMEngine.step`` leaves out the statistics of steps without output, such as all chunks of a prompt
-but its last, in which most of retention happens. Here all statistics pass by.
+but its last. Here all statistics pass by.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.retention.stats import Counts, merge
+from vllm_ascend_kvext.retention.stats import METRICS
+from vllm_ascend_kvext.upstream_state import ReportsState
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.stats import SchedulerStats
-
-_UNRECORDED = "_kvext_retention_unrecorded"
 
 
 def carry_over(
@@ -33,10 +32,10 @@ def carry_over(
     wrapped(scheduler_stats)
     if scheduler_stats is None:
         return
-    unrecorded: Counts = vars(processor).setdefault(_UNRECORDED, {})
+    unrecorded = ReportsState.of(processor).counts
     report = attached_report(scheduler_stats)
     if report:
-        merge(unrecorded, report)
+        METRICS.merge(unrecorded, report)
     if unrecorded:
         attach_report(scheduler_stats, unrecorded)
 
@@ -47,7 +46,6 @@ PATCHES = (
         target="vllm.v1.engine.output_processor:OutputProcessor.update_scheduler_stats",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=carry_over,
         why="LLM records no statistics of a step without output: what a long prompt's chunks "
         "count is lost.",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING
 
+from vllm_ascend_kvext.counted import Report
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.retention.stats import Counts
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _REPORT = "kvext_retention"
 
 
-def attach_report(stats: SchedulerStats, report: Counts) -> None:
+def attach_report(stats: SchedulerStats, report: Report) -> None:
     setattr(stats, _REPORT, report)
 
 
-def attached_report(stats: SchedulerStats | None) -> Counts | None:
+def attached_report(stats: SchedulerStats | None) -> Report | None:
     return getattr(stats, _REPORT, None)
 
 
@@ -56,7 +56,6 @@ PATCHES = (
         target="vllm.v1.metrics.stats:SchedulerStats.__dataclass_fields__",
         kind=Kind.HOOK,
         feature="retention",
-        vllm=("==0.23.0.*",),
         install=add_field,
         why="What the engine core counts reaches the process that serves /metrics in fields of "
         "SchedulerStats only, and none of them is open to plugins.",

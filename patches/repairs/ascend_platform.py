@@ -2,8 +2,7 @@
 """``vllm_ascend/platform.py``: models with attention and states may recompute failed loads.
 
 vLLM-Ascend refuses the policy because vLLM cannot carry it out for several KV cache groups. With
-``repairs/scheduler.py`` it can, for every connector that reports failed loads. To one that reports
-none the policy makes no difference.
+``repairs/scheduler.py`` it can.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ PATCHES = (
         target="vllm_ascend.platform:NPUPlatform._validate_kv_load_failure_policy",
         kind=Kind.REPLACE,
         feature="failed-loads",
-        vllm=("==0.23.0.*",),
         wrapper=allow_recompute,
         why="vLLM-Ascend refuses `kv_load_failure_policy=recompute` for models with attention and "
         "states, because vLLM cannot recompute there. With this repair it can.",

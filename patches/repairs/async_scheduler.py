@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/async_scheduler.py``: windows wait for drafts.
 
-An asynchronous scheduler plans a step before it knows how many draft tokens of the previous one
-were accepted, and counts them as computed. If they are rejected, the request still needs what the
-window holds before them.
-
-Only a scheduler that has drafts in flight is changed, on its own coordinator: a function that every
-scheduler calls in every step of every request would cost all of them.
+An asynchronous scheduler counts the drafts of a step in flight as computed. If they are rejected,
+the request still needs what the window holds before them. Only a scheduler that has drafts and
+windows is changed, on its own coordinator: others pay nothing in their steps.
 """
 
 from __future__ import annotations
@@ -53,9 +50,7 @@ def wait_for_drafts(
 ) -> None:
     """Free what has left the windows, should all drafts in flight be rejected.
 
-    Args:
-        wrapped: Frees what has left them, should all be accepted.
-        requests: Those that the scheduler knows, by id.
+    ``wrapped`` frees what has left them, should all be accepted.
     """
     request = requests.get(request_id)
     num_drafts = 0
@@ -102,7 +97,6 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="drafts-in-flight",
-        vllm=("==0.23.0.*",),
         wrapper=have_windows_wait,
         undo=_replaced.take_back,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "

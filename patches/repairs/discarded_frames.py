@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/core/sched/scheduler.py``: a reset drops what is in flight, and nothing else.
 
-A reset of the prefix cache can preempt the requests that run. What steps in flight return for them
-then is stale. Upstream counts placeholders, and drops one frame for each: the tokens that one step
-returns for one request. A frame with drafts has several placeholders, so that frames of after the
-reset are dropped, too. And what is rejected in a stale frame is subtracted from what the request
-has computed since.
-
-Here the steps in flight are remembered, and a reset takes down which requests are stale in each.
-Their frames are emptied before upstream sees them. A scheduler that processes outputs in a method
-of its own is left as it is.
+A reset of the prefix cache can preempt requests that run. Upstream then drops one *frame* (the
+tokens that one step returns for one request) per placeholder in flight; a frame with drafts has
+several, so that frames of after the reset are dropped, too, and what is rejected in a stale frame
+is subtracted from what the request has computed since. Here a reset takes down which requests are
+stale in which step, and their frames are emptied before upstream sees them.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.upstream_state import SchedulerState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,16 +25,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
 
-_STEPS = "_kvext_steps_in_flight"
-
 
 @dataclass(slots=True)
 class _Step:
-    """A step that is planned, and whose output has not been processed.
+    """A planned step whose output has not been processed.
 
-    Attributes:
-        output: What was planned.
-        stale: Requests that it computes and that a reset has preempted since.
+    ``stale`` are the requests that it computes and that a reset has preempted since.
     """
 
     output: SchedulerOutput
@@ -142,20 +135,18 @@ def note_what_is_stale(
 
 
 def _steps_of(scheduler: Scheduler) -> StepsInFlight | None:
-    try:
-        steps: StepsInFlight | None = getattr(scheduler, _STEPS)
-    except AttributeError:
+    state = SchedulerState.of(scheduler)
+    if not state.has_looked_at_outputs:
         from vllm.v1.core.sched.scheduler import Scheduler as Upstreams
 
         processes = inspect.getattr_static(type(scheduler), "update_from_output")
         is_upstreams = processes is inspect.getattr_static(Upstreams, "update_from_output")
-        steps = StepsInFlight() if is_upstreams else None
-        setattr(scheduler, _STEPS, steps)
-    return steps
+        state.steps_in_flight = StepsInFlight() if is_upstreams else None
+        state.has_looked_at_outputs = True
+    return state.steps_in_flight
 
 
 _FEATURE = "discarded-frames"
-_VLLM = ("==0.23.0.*",)
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
@@ -173,7 +164,6 @@ PATCHES = (
         target=f"{_SCHEDULER}._update_after_schedule",
         kind=Kind.WRAP,
         feature=_FEATURE,
-        vllm=_VLLM,
         wrapper=remember_step,
         why=_WHY,
         retire_when=_RETIRE_WHEN,
@@ -185,7 +175,6 @@ PATCHES = (
         target=f"{_SCHEDULER}.update_from_output",
         kind=Kind.WRAP,
         feature=_FEATURE,
-        vllm=_VLLM,
         wrapper=leave_out_stale_frames,
         why=_WHY,
         retire_when=_RETIRE_WHEN,
@@ -197,7 +186,6 @@ PATCHES = (
         target=f"{_SCHEDULER}.reset_prefix_cache",
         kind=Kind.WRAP,
         feature=_FEATURE,
-        vllm=_VLLM,
         wrapper=note_what_is_stale,
         why=_WHY,
         retire_when=_RETIRE_WHEN,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm/v1/core/kv_cache_coordinator.py``: no block is given away that is still needed.
-
-What one group hits, no other group is given while a request is admitted.
-"""
+"""``vllm/v1/core/kv_cache_coordinator.py``: what one group hits, no other group is given."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
         kind=Kind.WRAP,
         feature="two-phase-allocation",
-        vllm=("==0.23.0.*",),
         wrapper=hold_hits_while_allocating,
         why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
         "connector loads: a block that a later group hits can be given to an earlier one, and "

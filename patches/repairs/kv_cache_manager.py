@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
-
-_FULL_GROUPS = "_kvext_full_groups"
 
 
 def trim_full_groups(
@@ -34,17 +33,16 @@ def trim_full_groups(
 
 def _full_groups(coordinator: KVCacheCoordinator) -> tuple[tuple[int, int], ...]:
     """Group id and tokens per block of each full-attention group; they never change."""
-    groups: tuple[tuple[int, int], ...] | None = getattr(coordinator, _FULL_GROUPS, None)
-    if groups is None:
+    state = CoordinatorState.of(coordinator)
+    if state.full_groups is None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        groups = tuple(
+        state.full_groups = tuple(
             (manager.kv_cache_group_id, tokens_per_block(coordinator, manager))
             for manager in coordinator.single_type_managers
             if isinstance(manager.kv_cache_spec, FullAttentionSpec)
         )
-        setattr(coordinator, _FULL_GROUPS, groups)
-    return groups
+    return state.full_groups
 
 
 def uncache_what_was_not_computed(
@@ -73,7 +71,6 @@ def uncache_what_was_not_computed(
     wrapped(request)
 
 
-_VLLM = ("==0.23.0.*",)
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 _ASCEND_COORDINATOR = (
@@ -86,7 +83,6 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         kind=Kind.WRAP,
         feature="trim-full-groups",
-        vllm=_VLLM,
         wrapper=trim_full_groups,
         why="Upstream trims the first full-attention group to the hit; the others hand out cached "
         "blocks past it, which the request then writes into.",
@@ -104,7 +100,6 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         kind=Kind.WRAP,
         feature="preempted-in-step",
-        vllm=_VLLM,
         wrapper=uncache_what_was_not_computed,
         why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
         "(by priority) in the same step leaves blocks that can be hit and were never computed.",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/worker/mamba_utils.py``: addresses of states are not overwritten before they are read.
 
-With prefix caching, a state moves to another block where a request begins one. Addresses are
-written into pinned buffers, which are uploaded without waiting. vLLM uploads before it records the
-event that the next step waits for; vLLM-Ascend uploads after it
-(``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``). So the next step may write into
-buffers that are still to be read, and other states are copied.
+A state moves to another block where a request begins one. Addresses are written into pinned
+buffers, which are uploaded without waiting. vLLM uploads before it records the event that the next
+step waits for, vLLM-Ascend after it (``vllm_ascend/worker/model_runner_v1.py``, ``execute_model``):
+the next step may write first. Only workers import the module, which takes half a second: it is
+wrapped then.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PATCHES = (
         target="vllm.v1.worker.mamba_utils:do_mamba_copy_block",
         kind=Kind.WRAP,
         feature="state-copies",
-        vllm=("==0.23.0.*",),
         wrapper=leave_buffers_to_the_upload,
         why="vLLM-Ascend uploads the addresses of states behind the event that the next step waits "
         "for. That step may overwrite them first: states of other blocks are copied.",
         retire_when="vLLM-Ascend uploads before `synchronize_input_prep` ends",
         ascend=("vllm_ascend.patch.worker.patch_mamba_utils:preprocess_mamba",),
+        when_imported=True,
     ),
 )

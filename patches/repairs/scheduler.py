@@ -2,21 +2,16 @@
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
 A KV connector names the blocks that it failed to load. Upstream looks them up in the one block
-table of each request, and fails where a request has several; where the one is that of a sliding
-window, it has the request go on from a token whose window is gone. Here such a request is
-preempted: what it has loaded and computed since it was admitted leaves the prefix cache, its
-outputs on their way are dropped, and when it is admitted again the connector's hits are not used.
-The same goes for requests that have hit any of it.
+table of each request, and fails where a request has several. Here the requests that have read them
+are preempted: what they have loaded and computed since leaves the prefix cache, their outputs on
+their way are dropped, and when they are admitted again the connector's hits are not used, unless it
+has the attribute ``forgets_failed_loads``: it never offers again what could not be loaded.
+
+A worker may name requests instead of blocks: those in the attribute ``failed_recving`` of the
+``KVConnectorWorkerMetadata`` that it sends. They are reported as received nevertheless.
 
 Only a scheduler that has a connector, and a model that is not all full attention in one group, is
-changed, in its own methods and those of its connector. All others run upstream's.
-
-A worker may name requests instead of blocks: if the ``KVConnectorWorkerMetadata`` that it sends
-has an attribute ``failed_recving``, a set of request ids, their loads have failed. Everything else
-is as with blocks: a request that loads between steps is reported as received nevertheless.
-
-A connector may say, by an attribute ``forgets_failed_loads``, that it never offers again what could
-not be loaded. Then its hits are used when the request is admitted again.
+changed.
 """
 
 from __future__ import annotations
@@ -33,7 +28,8 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_o
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
-from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, Reach, reach_of
+from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
+from vllm_ascend_kvext.upstream_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -52,9 +48,6 @@ FAILED_RECVING = "failed_recving"
 FORGETS_FAILED_LOADS = "forgets_failed_loads"
 """Attribute of a connector: whether it never offers again what could not be loaded."""
 
-_HIT_TOKENS = "_kvext_hit_tokens"
-_LOAD_FAILED = "_kvext_load_failed"
-
 
 def recover_from_failed_loads(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
@@ -72,10 +65,9 @@ def is_recovering(scheduler: Scheduler) -> bool:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that is planned, and whose output has not been processed.
+    """A planned step whose output has not been processed.
 
     Attributes:
-        output: What was planned.
         hit_tokens: For each request that it admits, the tokens of its prefix-cache hit.
         stale: Requests that it computes and that have been preempted for a failed load since.
     """
@@ -88,12 +80,7 @@ class _Step:
 class LoadRecovery:
     """Recovers one scheduler from failed loads.
 
-    Args:
-        scheduler: Gets methods of this object in place of some of its own, and so does its
-            connector.
-
-    Attributes:
-        scheduler: As given.
+    The scheduler, and its connector, get methods of this object in place of some of their own.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -132,7 +119,7 @@ class LoadRecovery:
             scheduler._pause_state = pause_state
         admitted = [new.req_id for new in output.scheduled_new_reqs]
         admitted += output.scheduled_cached_reqs.resumed_req_ids
-        hit_tokens = {id: _hit_tokens(scheduler.requests[id]) for id in admitted}
+        hit_tokens = {id: RequestState.of(scheduler.requests[id]).hit_tokens for id in admitted}
         self._steps.append(_Step(output, hit_tokens))
         return output
 
@@ -158,9 +145,10 @@ class LoadRecovery:
 
         It is asked in any case: connectors forget there what they knew of an earlier admission.
         """
-        setattr(request, _HIT_TOKENS, num_computed_tokens)
+        state = RequestState.of(request)
+        state.hit_tokens = num_computed_tokens
         num_external_tokens, is_async = wrapped(request, num_computed_tokens)
-        may_fail_again = getattr(request, _LOAD_FAILED, False) and not self._forgets_failed_loads
+        may_fail_again = state.has_failed_load and not self._forgets_failed_loads
         if num_external_tokens and may_fail_again:
             return 0, False
         return num_external_tokens, is_async
@@ -209,18 +197,18 @@ class LoadRecovery:
         failed = {id for id in invalid_block_ids if 0 <= id < num_blocks} - {self._null_id}
         if not failed and not self._failed_request_ids:
             return set(self._steps[0].stale if self._steps else ())
-        reach = reach_of(failed, self._holders(), self._failed_request_ids)
-        self._evict(reach.block_ids)
+        request_ids, block_ids = reach_of(failed, self._holders(), self._failed_request_ids)
+        self._evict(block_ids)
         requests = [
             request
-            for request in map(scheduler.requests.get, reach.request_ids)
+            for request in map(scheduler.requests.get, request_ids)
             if request is not None and _can_start_again(request)
         ]
         if requests:
             self._log(requests, failed)
         for request in requests:
             # What is freed below may be kept for others up to here.
-            request.num_computed_tokens = self._valid_tokens(request, reach)
+            request.num_computed_tokens = self._valid_tokens(request, block_ids)
         if scheduler.recompute_kv_load_failures:
             self._start_again(requests)
         stale = self._steps[0].stale if self._steps else set()
@@ -249,7 +237,7 @@ class LoadRecovery:
             scheduler._preempt_request(request, timestamp)
             self._preempted_ids.add(request.request_id)
         for request in requests:
-            setattr(request, _LOAD_FAILED, True)
+            RequestState.of(request).has_failed_load = True
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 # Its blocks are being written to. Upstream frees them once it is received.
                 scheduler.failed_recving_kv_req_ids.add(request.request_id)
@@ -262,7 +250,7 @@ class LoadRecovery:
         """Who holds which blocks, or has held them since the oldest step in flight was planned."""
         for request_id in self._ids_of_holders():
             request = self.scheduler.requests.get(request_id)
-            hit_tokens = _hit_tokens(request) if request is not None else 0
+            hit_tokens = RequestState.of(request).hit_tokens if request is not None else 0
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
         since_planned: dict[str, Holder] = {}
         for step in self._steps:
@@ -304,16 +292,16 @@ class LoadRecovery:
             own.update(table[num_hit:])
         return Holder(request_id, hit - {self._null_id}, own - {self._null_id})
 
-    def _valid_tokens(self, request: Request, reach: Reach) -> int:
-        """So many tokens of a request lie before the first block that was reached."""
-        valid_tokens = _hit_tokens(request)
+    def _valid_tokens(self, request: Request, spoiled_ids: set[int]) -> int:
+        """So many tokens of a request lie before its first block that was spoiled."""
+        valid_tokens = RequestState.of(request).hit_tokens
         for manager, table in zip(
             self._coordinator.single_type_managers,
             self._block_tables(request.request_id),
             strict=True,
         ):
             for index, block_id in enumerate(table):
-                if block_id in reach.block_ids:
+                if block_id in spoiled_ids:
                     first_token = index * tokens_per_block(self._coordinator, manager)
                     valid_tokens = min(valid_tokens, first_token)
                     break
@@ -354,11 +342,6 @@ def _failed_request_ids(connector_output: Any) -> frozenset[str]:
     return frozenset().union(*(getattr(part, FAILED_RECVING, None) or () for part in parts))
 
 
-def _hit_tokens(request: Request) -> int:
-    """Tokens that it found in the prefix cache when it was admitted last."""
-    return getattr(request, _HIT_TOKENS, 0)
-
-
 def _can_start_again(request: Request) -> bool:
     from vllm.v1.request import RequestStatus
 
@@ -387,7 +370,6 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="failed-loads",
-        vllm=("==0.23.0.*",),
         wrapper=recover_from_failed_loads,
         undo=_replaced.take_back,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "

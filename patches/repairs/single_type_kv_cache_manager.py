@@ -47,7 +47,6 @@ PATCHES = (
         "SlidingWindowManager.find_longest_cache_hit",
         kind=Kind.WRAP,
         feature="context-parallel-windows",
-        vllm=("==0.23.0.*",),
         wrapper=miss_under_context_parallelism,
         why="With decode or prefill context parallelism, which vLLM-Ascend serves for "
         "sliding-window groups too, the first lookup ends the engine with an assertion.",

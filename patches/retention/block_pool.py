@@ -6,68 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_keys import cached_block
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
-    RequestUpTo,
-    cache_run,
-    split_by_use,
-)
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo, cache_run
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
+from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
-    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_ascend_kvext._native import RetainedCache
-    from vllm_ascend_kvext.retention.protocols import ManagedGroup
-
-RETAINING = "_kvext_retaining"
-"""Attribute set on the block pool of a coordinator whose blocks are retained sparsely."""
-
-_BOOKS = "_kvext_retention_books"
-
-
-def is_retaining(block_pool: BlockPool) -> bool:
-    return getattr(block_pool, RETAINING, False)
+    from vllm_ascend_kvext.retention.managed import ManagedGroup
 
 
 class RetainedPool:
     """A block pool as `vllm_ascend_kvext.retention` sees it."""
 
     def __init__(self, block_pool: BlockPool) -> None:
-        self._block_pool = block_pool
-
-    @property
-    def blocks(self) -> list[KVCacheBlock]:
-        return self._block_pool.blocks
-
-    @property
-    def free_queue(self) -> FreeKVCacheBlockQueue:
-        return self._block_pool.free_block_queue
-
-    @property
-    def key_table(self) -> BlockHashToBlockMap:
-        return self._block_pool.cached_block_hash_to_block
-
-    @property
-    def hash_block_tokens(self) -> int:
-        return self._block_pool.hash_block_size
-
-    @property
-    def has_events(self) -> bool:
-        return self._block_pool.enable_kv_cache_events
-
-    def evict_by(self, books: RetainedCache) -> None:
-        """Let the checkpoints decide what is reallocated next."""
-        setattr(self._block_pool, _BOOKS, books)
+        self.block_pool = block_pool
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
         group_id = group.manager.kv_cache_group_id
-        if self._block_pool.enable_kv_cache_events:
-            self._block_pool.cache_full_blocks(
+        if self.block_pool.enable_kv_cache_events:
+            self.block_pool.cache_full_blocks(
                 request=request,
                 blocks=blocks,
                 num_cached_blocks=run.start,
@@ -78,7 +40,7 @@ class RetainedPool:
         else:
             # Without events the wrappers of cache_full_blocks have nothing to do but this.
             hashes = request.block_hashes
-            cache_run(self._block_pool, hashes, blocks, run, group.block_tokens, group_id)
+            cache_run(self.block_pool, hashes, blocks, run, group.block_tokens, group_id)
         # Mamba: a state must not be hit in the step that computes it.
         new_this_step = getattr(group.manager, "cached_blocks_this_step", None)
         if new_this_step is not None:
@@ -86,31 +48,13 @@ class RetainedPool:
                 block._block_hash for block in blocks[run.start : run.stop] if not block.is_null
             )
 
-    def find(self, request: Request, group: ManagedGroup, block_index: int) -> KVCacheBlock | None:
-        return cached_block(
-            self._block_pool,
-            request.block_hashes,
-            group.manager.kv_cache_group_id,
-            group.block_tokens,
-            block_index,
-        )
-
-    def refresh(self, block: KVCacheBlock) -> None:
-        if block.ref_cnt == 0:
-            self._block_pool.free_block_queue.remove(block)
-            self._block_pool.free_block_queue.append(block)
-
     def discard(self, blocks: list[KVCacheBlock]) -> None:
-        self._block_pool.evict_blocks({block.block_id for block in blocks})
+        self.block_pool.evict_blocks({block.block_id for block in blocks})
         free = [block for block in blocks if block.ref_cnt == 0]
-        _move_to_front(self._block_pool, free)
-        books = _books_of(self._block_pool)
-        if books is not None:
-            books.note_uncached(free)
-
-
-def _books_of(block_pool: BlockPool) -> RetainedCache | None:
-    return getattr(block_pool, _BOOKS, None)
+        _move_to_front(self.block_pool, free)
+        retained = PoolState.of(self.block_pool).retained
+        if retained is not None:
+            retained.note_uncached(free)
 
 
 def _move_to_front(block_pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
@@ -132,7 +76,7 @@ def cache_runs(
     block_mask: list[bool] | None = None,
 ) -> None:
     """Call upstream once per run of blocks, so that each event describes the blocks it names."""
-    if not is_retaining(block_pool):
+    if PoolState.of(block_pool).retained is None:
         return wrapped(
             request,
             blocks,
@@ -165,25 +109,18 @@ def free_useless_blocks_first(
     prepend: bool = False,
 ) -> None:
     """Free cached blocks to the back of the queue, all others to its front."""
-    if not is_retaining(block_pool):
+    retained = PoolState.of(block_pool).retained
+    if retained is None:
         return wrapped(ordered_blocks, prepend)
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    books = _books_of(block_pool)
-    num_surplus = 0
-    if books is not None:
-        useless, cached, num_surplus = books.split_freed(blocks)
-    else:
-        cached, useless = split_by_use(blocks)
-        useless = [block for block in useless if not block.is_null]
+    useless, cached, num_surplus = retained.split_freed(blocks)
     if cached:
         wrapped(cached)
-    if books is not None and num_surplus:
-        books.note_surplus(cached, num_surplus)
-    if not useless:
-        return
-    wrapped(useless, prepend=True)
-    if books is not None:
-        books.note_uncached(useless)
+    if num_surplus:
+        retained.note_surplus(cached, num_surplus)
+    if useless:
+        wrapped(useless, prepend=True)
+        retained.note_uncached(useless)
 
 
 def make_room_first(
@@ -192,22 +129,20 @@ def make_room_first(
     num_blocks: int,
 ) -> list[KVCacheBlock]:
     """Have the least useful checkpoints give way to what is allocated."""
-    books = _books_of(block_pool)
-    if books is not None:
-        books.make_room(num_blocks)
+    retained = PoolState.of(block_pool).retained
+    if retained is not None:
+        retained.make_room(num_blocks)
     return wrapped(num_blocks)
 
 
 def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> bool:
     """With the cache, forget its checkpoints."""
     is_reset = wrapped()
-    books = _books_of(block_pool)
-    if is_reset and books is not None:
-        books.clear()
+    retained = PoolState.of(block_pool).retained
+    if is_reset and retained is not None:
+        retained.clear()
     return is_reset
 
-
-_VLLM = ("==0.23.0.*",)
 
 PATCHES = (
     Patch(
@@ -215,7 +150,6 @@ PATCHES = (
         target="vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=cache_runs,
         why="Upstream emits one BlockStored event for a range with holes: its token ids then "
         "cover blocks that its hashes leave out (vLLM issue 44451).",
@@ -226,7 +160,6 @@ PATCHES = (
         target="vllm.v1.core.block_pool:BlockPool.free_blocks",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=free_useless_blocks_first,
         why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
         "push those out.",
@@ -248,7 +181,6 @@ PATCHES = (
         target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=make_room_first,
         why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
         "goes before the full-attention blocks that it unlocks, which nothing can hit then.",
@@ -260,7 +192,6 @@ PATCHES = (
         target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=_VLLM,
         wrapper=forget_checkpoints,
         why="What is known of the checkpoints goes with the cache.",
         retire_when="KVX-103 is",

@@ -10,15 +10,9 @@ from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.settings import RETENTION_INTERVAL_VARIABLE, parse_retention_interval
 
 
-def _interval() -> int | str | None:
+def _interval() -> int | None:
     text = parse_retention_interval(os.environ)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        # Refused when the block manager is built, where the nearest valid values are known.
-        return text
+    return None if text is None else int(text)
 
 
 def register_interval() -> Callable[[], None]:
@@ -40,10 +34,8 @@ PATCHES = (
         target="vllm.envs:environment_variables",
         kind=Kind.HOOK,
         feature="retention",
-        vllm=("==0.23.0.*",),
         install=register_interval,
-        why="Upstream fails on a value that is no integer before the hit unit, and so the remedy, "
-        "is known.",
+        why="Upstream fails on a blank value, which is an unset one here.",
         retire_when="the variable is gone upstream (vLLM >= 0.32 has a config field)",
     ),
 )

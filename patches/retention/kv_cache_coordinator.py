@@ -11,34 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
-from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import set_caching_rule
-from vllm_ascend_kvext.patches.retention.block_pool import RETAINING, RetainedPool
+from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
-    cache_unit_tokens,
     hit_unit_tokens,
     is_ascend,
     lookup_groups,
     tokens_per_block,
 )
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
-from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
-from vllm_ascend_kvext.retention.interval_retention import IntervalRetention
-from vllm_ascend_kvext.retention.policy import RetentionPolicy, parse_interval
-from vllm_ascend_kvext.retention.protocols import ManagedGroup, Retention
+from vllm_ascend_kvext.retention.managed import ManagedGroup
+from vllm_ascend_kvext.retention.policy import RetentionPolicy, check_interval
+from vllm_ascend_kvext.upstream_state import CoordinatorState, PoolState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-_RETENTION = "_kvext_retention"
-_DENSE_MANAGERS = "_kvext_dense_managers"
 
-
-def retention_of(coordinator: KVCacheCoordinator) -> Retention | None:
-    return getattr(coordinator, _RETENTION, None)
+def retention_of(coordinator: KVCacheCoordinator) -> CheckpointRetention | None:
+    return CoordinatorState.of(coordinator).retention
 
 
 def interval_tokens_of(coordinator: KVCacheCoordinator) -> int:
@@ -48,12 +43,12 @@ def interval_tokens_of(coordinator: KVCacheCoordinator) -> int:
 
 
 def retain(
-    coordinator: KVCacheCoordinator, interval: str | None, is_adaptive: bool = False
+    coordinator: KVCacheCoordinator, interval_tokens: int, is_adaptive: bool = False
 ) -> None:
-    """Start keeping tails only.
+    """Start keeping checkpoints.
 
     Args:
-        interval: The text of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; None where it is unset.
+        interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 where it is unset.
         is_adaptive: Whether requests decide what is kept besides.
 
     Raises:
@@ -62,27 +57,23 @@ def retain(
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.ascend_kvext.retention")
-    groups = (
-        [
-            (_group_geometry(coordinator, group), group.group_ids)
-            for group in lookup_groups(coordinator)
-        ]
-        if coordinator.enable_caching
-        else []
-    )
+    described = lookup_groups(coordinator) if coordinator.enable_caching else ()
+    groups = [(_group_geometry(coordinator, group), group.group_ids) for group in described]
+    kinds = {geometry.kind for geometry, _ in groups}
     unit_tokens = hit_unit_tokens(coordinator) if groups else 1
-    is_sparse = any(geometry.is_sparse for geometry, _ in groups)
-    interval_tokens = parse_interval(interval or "0", unit_tokens, check_unit=is_sparse)
-    if not is_sparse:
+    nothing_to_do = ""
+    if not coordinator.enable_caching:
+        nothing_to_do = "prefix caching is off"
+    elif kinds.isdisjoint({GroupKind.WINDOW, GroupKind.STATE}):
+        nothing_to_do = "this model has neither sliding-window nor state groups"
+    elif not kinds <= {GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE}:
+        nothing_to_do = "this model has chunked-local or cross attention besides"
+    if nothing_to_do:
         coordinator.retention_interval = None
-        logger.info(
-            "Prefix-cache retention has nothing to do: %s.",
-            "this model has neither sliding-window nor state groups"
-            if coordinator.enable_caching
-            else "prefix caching is off",
-        )
+        logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
         return
 
+    check_interval(interval_tokens, unit_tokens)
     managed: dict[GroupKind, list[ManagedGroup]] = {kind: [] for kind in GroupKind}
     for index, (group, group_ids) in enumerate(groups):
         for group_id in group_ids:
@@ -90,30 +81,19 @@ def retain(
             managed[group.kind].append(
                 ManagedGroup(manager, index, group.block_tokens, _is_upstreams(manager))
             )
-    geometry = HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens)
-    left_to_upstream = (*managed[GroupKind.CHUNKED], *managed[GroupKind.OTHER])
-    if is_adaptive and left_to_upstream:
-        logger.warning(
-            "Prefix-cache retention is not adaptive: this model has chunked-local attention, whose "
-            "blocks belong to no checkpoint. The retention interval decides."
-        )
-        is_adaptive = False
-    sparse_groups = (*managed[GroupKind.WINDOW], *managed[GroupKind.STATE])
-    full_groups = tuple(managed[GroupKind.FULL])
-    pool = RetainedPool(coordinator.block_pool)
-    policy = RetentionPolicy(geometry, interval_tokens, is_adaptive)
-    skips_by_tokens = not (is_ascend(coordinator) or managed[GroupKind.STATE])
-    retention: Retention
-    if is_adaptive:
-        retention = AdaptiveRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-        pool.evict_by(retention.books)
-    else:
-        retention = IntervalRetention(policy, sparse_groups, full_groups, pool, skips_by_tokens)
-    setattr(coordinator, _RETENTION, retention)
-    set_caching_rule(coordinator, retention)
-    dense = tuple(group.manager for group in left_to_upstream)
-    setattr(coordinator, _DENSE_MANAGERS, dense)
-    setattr(coordinator.block_pool, RETAINING, True)
+    policy = RetentionPolicy(
+        HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens),
+        interval_tokens,
+        is_adaptive,
+    )
+    retention = CheckpointRetention(
+        policy,
+        sparse_groups=(*managed[GroupKind.WINDOW], *managed[GroupKind.STATE]),
+        full_groups=tuple(managed[GroupKind.FULL]),
+        pool=RetainedPool(coordinator.block_pool),
+    )
+    PoolState.of(coordinator.block_pool).retained = retention.cache_state
+    CoordinatorState.of(coordinator).retention = retention
     logger.info(
         "Prefix-cache retention: %s in %d sliding-window and %d state group(s); hits land on "
         "multiples of %d tokens.",
@@ -137,7 +117,7 @@ def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
     geometry = hit_geometry(coordinator)
     init_logger("vllm.ascend_kvext.retention").info(
         "Prefix-cache hits on the device: prompts of %d tokens or more, in multiples of %d.",
-        geometry.least_prompt_tokens,
+        geometry.min_prompt_tokens,
         geometry.unit_tokens,
     )
 
@@ -163,7 +143,7 @@ def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> Grou
         kind=kind,
         block_tokens=tokens_per_block(coordinator, group.manager),
         window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
-        looks_ahead=group.looks_ahead,
+        use_eagle=group.use_eagle,
         margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
         num_groups=len(group.group_ids),
     )
@@ -181,29 +161,12 @@ def cache_tails(
     request: Request,
     num_computed_tokens: int,
 ) -> None:
-    """Let retention cache full-attention, window and state groups, upstream the others."""
+    """Let retention cache all groups."""
     retention = retention_of(coordinator)
     if retention is None:
         wrapped(request, num_computed_tokens)
-        return
-    retention.cache(request, num_computed_tokens)
-    for manager in getattr(coordinator, _DENSE_MANAGERS):
-        manager.cache_blocks(
-            request, _densely_cached_tokens(coordinator, manager, num_computed_tokens)
-        )
-
-
-def _densely_cached_tokens(
-    coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager, num_tokens: int
-) -> int:
-    """What upstream would cache of a group that retention leaves alone (chunked-local)."""
-    unit_tokens = cache_unit_tokens(coordinator)
-    if unit_tokens is None:
-        return num_tokens
-    aligned = num_tokens // unit_tokens * unit_tokens
-    if aligned and manager.use_eagle:
-        return min(num_tokens, aligned + manager.block_size)
-    return aligned
+    else:
+        retention.cache(request, num_computed_tokens)
 
 
 def move_windows_on(
@@ -218,11 +181,8 @@ def move_windows_on(
         wrapped(request_id, total_computed_tokens)
         return
     computed_tokens = retention.before_skip(request_id, total_computed_tokens)
-    if computed_tokens is not None:
-        for group in retention.sparse_groups:
-            group.manager.remove_skipped_blocks(request_id, computed_tokens)
-    for manager in getattr(coordinator, _DENSE_MANAGERS):
-        manager.remove_skipped_blocks(request_id, total_computed_tokens)
+    for group in retention.sparse_groups:
+        group.manager.remove_skipped_blocks(request_id, computed_tokens)
 
 
 def accept_any_interval(
@@ -231,7 +191,6 @@ def accept_any_interval(
     """`retain` validates, against the unit of the lookup."""
 
 
-_VLLM = ("==0.23.0.*",)
 _MODULE = "vllm.v1.core.kv_cache_coordinator"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _ASCEND_COORDINATOR = (
@@ -249,7 +208,6 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=_VLLM,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -278,7 +236,6 @@ PATCHES = (
         target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -288,7 +245,6 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=_VLLM,
         wrapper=move_windows_on,
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
         "window. And windows move past draft tokens in flight, which may be rejected (vLLM "
@@ -307,7 +263,6 @@ PATCHES = (
         target=f"{_MODULE}:_validate_prefix_cache_retention_interval",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=accept_any_interval,
         why="Upstream refuses to start a model without a sliding window when the variable is set, "
         "and on Ascend validates against a number that is not the unit of its hits.",

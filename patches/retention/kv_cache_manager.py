@@ -24,7 +24,7 @@ def start_retaining(
     interval = parse_retention_interval(os.environ)
     is_adaptive = parse_retention(os.environ) is Retention.ADAPTIVE
     if interval is not None or is_adaptive:
-        retain(manager.coordinator, interval, is_adaptive)
+        retain(manager.coordinator, int(interval or 0), is_adaptive)
 
 
 def release_request(
@@ -43,7 +43,6 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=start_retaining,
         why="The unit at which the prefix cache can hit is known once the coordinator exists; "
         "upstream validates the interval against another number on Ascend.",
@@ -54,7 +53,6 @@ PATCHES = (
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=release_request,
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
         "decoding, or extended by a next turn, resumes far behind what it computed.",

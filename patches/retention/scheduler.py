@@ -27,7 +27,7 @@ def report_retention(
     if stats is not None:
         retention = retention_of(scheduler.kv_cache_manager.coordinator)
         report = None if retention is None else retention.stats.take()
-        if report is not None:
+        if report:
             attach_report(stats, report)
     return stats
 
@@ -62,7 +62,6 @@ PATCHES = (
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=report_retention,
         why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
         "missed.",
@@ -73,7 +72,6 @@ PATCHES = (
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
         kind=Kind.WRAP,
         feature="retention",
-        vllm=("==0.23.0.*",),
         wrapper=end_step_at_checkpoint,
         why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
         "boundary that requests share has none.",

@@ -7,7 +7,9 @@ are three layers each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import ascend_geometry
 import torch
@@ -26,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import RowAddressing
-from vllm_ascend_kvext.layout.worker_config import WorkerConfig
 
 A5_BLOCK_SIZES = BlockSizes(128, 128, 8, 16, (16896, 81920))
 """``--block-size 128`` on A5 (``get_dsv4_block_sizes``)."""
@@ -58,7 +59,7 @@ def deepseek_v4(
     )
 
 
-def deepseek_v4_on_a5(num_blocks: int = 24) -> LayoutFixture:
+def deepseek_v4_on_a5(num_blocks: int = 88) -> LayoutFixture:
     """Six layers; the indexer registers a third view, over keys and scales."""
     specs: dict[str, KVCacheSpec] = {}
     sizes = A5_BLOCK_SIZES
@@ -158,7 +159,7 @@ def _three_layers(
     reaches: dict[str, Reach],
     **runner: bool,
 ) -> LayoutFixture:
-    config, scheduler_config = plan(specs, 128, 12)
+    config, scheduler_config = plan(specs, 128, 80)
     caches = kv_caches(config, attention_backend(backend), has_connector=True, **runner)
     tensors = paged_tensors(config, caches, {"": [(0, 1)] * views_per_layer}, reaches)
     return LayoutFixture(config, scheduler_config, caches, tensors, RowAddressing.TOKENS)
@@ -184,7 +185,7 @@ def tiled_latent_and_rope() -> LayoutFixture:
     return replace(
         by_row,
         tensors=tuple(replace(paged, token_axis=None, reach=page) for paged in by_row.tensors),
-        worker=WorkerConfig(all_pages_are_nz=True),
+        nz_layers=frozenset(by_row.kv_caches),
     )
 
 
@@ -222,3 +223,13 @@ def keys_and_values() -> LayoutFixture:
 
 _INT8_CACHES = {"c8_k_cache_dtype": torch.int8, "c8_k_scale_cache_dtype": torch.float16}
 """What the defaults are where the device is not A5: they ask for the device."""
+
+FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
+    "DeepSeek-V4": partial(deepseek_v4, 32, 88),
+    "DeepSeek-V4, no connector": partial(deepseek_v4, 32, 88, has_connector=False),
+    "latent and rope": latent_and_rope,
+    "latent and rope in tiles": tiled_latent_and_rope,
+    "sparse C8": sparse_c8,
+    "keys and values": keys_and_values,
+    "DeepSeek-V4 on A5": deepseek_v4_on_a5,
+}

@@ -13,16 +13,15 @@ import ast
 import importlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
@@ -49,28 +48,6 @@ _HELPERS = (
 """Functions of ``vllm_ascend.utils`` that they call."""
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
-
-
-@dataclass(frozen=True)
-class _VllmConfig:
-    kv_transfer_config: object | None
-
-
-@dataclass(frozen=True)
-class _TextConfig:
-    index_head_dim: int = INDEX_DIM
-
-
-@dataclass(frozen=True)
-class _ModelConfig:
-    hf_text_config: _TextConfig = field(default_factory=_TextConfig)
-
-
-@dataclass(frozen=True)
-class _AttentionGroup:
-    backend: type
-    layer_names: list[str]
-    kv_cache_spec: KVCacheSpec
 
 
 def attention_backend(module: str) -> type:
@@ -121,8 +98,8 @@ def kv_caches(
     class Runner(made):
         device = "cpu"
         runner_only_attn_layers = frozenset()
-        vllm_config = _VllmConfig(object() if has_connector else None)
-        model_config = _ModelConfig()
+        vllm_config = SimpleNamespace(kv_transfer_config=object() if has_connector else None)
+        model_config = SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=INDEX_DIM))
         attn_backend = backend
         use_compress = is_compressed
         use_sparse = is_sparse
@@ -135,9 +112,13 @@ def kv_caches(
                 return LATENT_DIM, ROPE_DIM
             return spec.head_size, spec.head_size
 
-        def _kv_cache_spec_attn_group_iterator(self) -> Iterator[_AttentionGroup]:
+        def _kv_cache_spec_attn_group_iterator(self) -> Iterator[SimpleNamespace]:
             for group in config.kv_cache_groups:
-                yield _AttentionGroup(backend, group.layer_names, group.kv_cache_spec)
+                yield SimpleNamespace(
+                    backend=backend,
+                    layer_names=group.layer_names,
+                    kv_cache_spec=group.kv_cache_spec,
+                )
 
     runner = Runner()
     return runner._reshape_kv_cache_tensors(config, runner._allocate_kv_cache_tensors(config))

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from vllm_ascend_kvext.compat import check_support, detect
+from vllm_ascend_kvext.compat import detect, why_unsupported
 
 SOURCES_VARIABLE = "KVEXT_ASCEND_SOURCES"
 STUB = Path(__file__).parent / "stub"
@@ -47,9 +47,9 @@ def activate(folder: Path) -> None:
     """
     # Last, so that a real torch_npu wins over the stub.
     sys.path += [str(folder), str(STUB)]
-    support = check_support(detect(os.environ))
-    if not support.ok:
-        raise ValueError(f"{SOURCES_VARIABLE}={folder}: {support.reason}")
+    reason = why_unsupported(detect(os.environ))
+    if reason:
+        raise ValueError(f"{SOURCES_VARIABLE}={folder}: {reason}")
     importlib.import_module("vllm_ascend")._ensure_global_patch()
     register_specs()
 

@@ -1,96 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of the real vllm-ascend: read as its own code lays them out, moved byte by byte."""
+"""The layouts of the real vllm-ascend, read as its own code lays them out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip(
-    "vllm_ascend",
-    reason="needs KVEXT_ASCEND_SOURCES and a pytest process that runs tests/ascend alone",
-)
-
 import ascend_layouts
+import pytest
 import vllm_ascend
-from ascend_layouts import deepseek_v4
-from support.layout.round_trip import Mover, movers, round_trip
-from support.layout.truth import LayoutFixture
-from support.transfer.ascend_backends import simulated_backends
+from ascend_layouts import FIXTURES, deepseek_v4
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.layout.model import KVLayout
-from vllm_ascend_kvext.layout.rows import TokenRange
-
-FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
-    "DeepSeek-V4": deepseek_v4,
-    "DeepSeek-V4, no connector": partial(deepseek_v4, has_connector=False),
-    "DeepSeek-V4, small blocks": partial(deepseek_v4, 32, 80),
-    "latent and rope": ascend_layouts.latent_and_rope,
-    "latent and rope in tiles": ascend_layouts.tiled_latent_and_rope,
-    "sparse C8": ascend_layouts.sparse_c8,
-    "keys and values": ascend_layouts.keys_and_values,
-    "DeepSeek-V4 on A5": ascend_layouts.deepseek_v4_on_a5,
-}
-
-RANGES = {
-    "a chunk": TokenRange(0, 1024),
-    "a chunk that no page begins with": TokenRange(3072, 4096),
-    "cut pages": TokenRange(515, 1101),
-}
-
-
-@pytest.fixture(scope="module")
-def ascend_movers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mover]]:
-    """On a simulated device, which is slow."""
-    with simulated_backends(tmp_path_factory.mktemp("shim")) as backends:
-        yield {name: move for name, move in movers(backends).items() if name.startswith("ascend")}
-
-
-@pytest.mark.parametrize("tokens", RANGES)
-@pytest.mark.parametrize("name", FIXTURES)
-def test_round_trip(name: str, tokens: str) -> None:
-    assert round_trip(FIXTURES[name], RANGES[tokens], movers({}), seed=len(name))
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_round_trip_with_the_backends_of_ascend(name: str, ascend_movers: dict[str, Mover]) -> None:
-    assert round_trip(FIXTURES[name], RANGES["cut pages"], ascend_movers, seed=1)
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_scheduler_and_worker_read_the_same_groups(name: str) -> None:
-    fixture = FIXTURES[name]()
-    groups = read_cache_groups(fixture.config, 1)
-    assert groups == read_cache_groups(fixture.scheduler_config, 1)
-    for index, group in enumerate(groups):
-        reaches = fixture.reaches(index)
-        assert {reach.kind for reach in reaches} == {group.kind}
-        assert {reach.tokens_per_page for reach in reaches} == {group.tokens_per_page}
-        assert {reach.holds_states for reach in reaches} == {group.holds_states}
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_groups_are_those_of_the_fixture(name: str) -> None:
-    fixture = FIXTURES[name]()
-    found = {
-        (g.scheduler_group, g.kind, g.tokens_per_page, g.tokens_per_row, g.restart_tokens)
-        for g in fixture.layout().groups
-    }
-    assert found == {
-        (
-            paged.group,
-            paged.reach.kind,
-            paged.reach.tokens_per_page,
-            paged.reach.tokens_per_row,
-            paged.reach.restart_tokens,
-        )
-        for paged in fixture.tensors
-    }
+    FIXTURES[name]().check_groups()
 
 
 def geometry(layout: KVLayout) -> set[tuple[object, ...]]:
@@ -128,7 +54,6 @@ def test_deepseek_v4_byte_for_byte() -> None:
     }
     assert layout.num_scheduler_groups == 6
     assert layout.num_planes == 21 * 3 + 20 + 43 + 21 * 2 + 20
-    assert layout.unit_tokens == 128
 
 
 def test_pages_in_tiles_are_one_row() -> None:
@@ -177,7 +102,7 @@ def test_blobs_are_shared_by_layers_of_different_groups() -> None:
     groups_of_pool: dict[int, set[int]] = {}
     for group in layout.groups:
         for plane in group.planes:
-            groups_of_pool.setdefault(plane.storage, set()).add(group.scheduler_group)
+            groups_of_pool.setdefault(plane.storage, set()).add(group.kv_cache_group_id)
     assert max(len(groups) for groups in groups_of_pool.values()) == 6
 
 

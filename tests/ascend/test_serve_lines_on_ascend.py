@@ -6,12 +6,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-pytest.importorskip(
-    "vllm_ascend",
-    reason="set KVEXT_ASCEND_SOURCES, and run these tests in a pytest process of their own",
-)
-
 from npu_platform import Start
 from support.serve_lines import ServeLine, serve_lines
 

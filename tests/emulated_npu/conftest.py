@@ -1,75 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what was served as tables at the end, and writes them to ``out/``."""
+"""Models, which are written once; how far answers were from their references is printed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import draft_models
 import pytest
+import random_models
 
-Report = Callable[[str, float, float, dict[str, int]], None]
-Cell = Callable[[str, str, float, float], None]
-ROWS = pytest.StashKey[list[tuple[str, float, float, dict[str, int]]]]()
-CELLS = pytest.StashKey[list[tuple[str, str, float, float]]]()
+LINES = pytest.StashKey[list[str]]()
+ReportCell = Callable[..., None]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS] = []
-    config.stash[CELLS] = []
+    config.stash[LINES] = []
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a model of `random_models`, or one with drafts, lies."""
+
+    @cache
+    def folder_of(model: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        if model in draft_models.WRITERS:
+            draft_models.WRITERS[model](folder)
+        else:
+            random_models.write(folder, random_models.MODELS[model]())
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture
-def report_model(request: pytest.FixtureRequest) -> Report:
-    rows = request.config.stash[ROWS]
-    return lambda *row: rows.append(row)
+def report_cell(request: pytest.FixtureRequest) -> ReportCell:
+    """Feature, model, the largest difference, that of the control, and what else there is to say.
 
+    Differences are of log-probabilities.
+    """
+    lines = request.config.stash[LINES]
 
-@pytest.fixture
-def report_cell(request: pytest.FixtureRequest) -> Cell:
-    """Feature, model, the largest difference, and that of the control."""
-    cells = request.config.stash[CELLS]
-    return lambda *cell: cells.append(cell)
+    def report(
+        feature: str, model: str, largest: float, control: float, remark: object = ""
+    ) -> None:
+        lines.append(f"{feature:26} {model:36} {largest:8.1e} {control:8.2g} {remark}")
+
+    return report
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    rows, cells = config.stash[ROWS], config.stash[CELLS]
-    if rows:
-        write(terminalreporter, "served", model_lines(rows), "emulated_models.txt")
-    if cells:
-        write(terminalreporter, "features", feature_lines(cells), "emulated_features.txt")
-
-
-def feature_lines(cells: list[tuple[str, str, float, float]]) -> list[str]:
-    """A row per feature; in a cell the largest difference and, behind a slash, the control's."""
-    models = list(dict.fromkeys(model for _, model, *_ in cells))
-    found = {(feature, model): f"{one:.1e} / {other:.2g}" for feature, model, one, other in cells}
-    lines = [f"{'feature':24}" + "".join(f" {model:>26}" for model in models)]
-    for feature in dict.fromkeys(feature for feature, *_ in cells):
-        of_models = (found.get((feature, model), "") for model in models)
-        lines.append(f"{feature:24}" + "".join(f" {cell:>26}" for cell in of_models))
-    return lines
-
-
-def model_lines(rows: list[tuple[str, float, float, dict[str, int]]]) -> list[str]:
-    lines = [f"{'model':36} {'largest':>9} {'control':>9} operators (calls)"]
-    for name, largest, control, operators in rows:
-        counted = ", ".join(f"{key} {operators[key]}" for key in sorted(operators))
-        lines.append(f"{name:36} {largest:9.1e} {control:9.1e} {len(operators)}: {counted}")
-    names = {name for *_, operators in rows for name in operators}
-    lines.append(f"{len(names)} operators in all")
-    return lines
-
-
-def write(
-    terminalreporter: pytest.TerminalReporter, title: str, lines: list[str], file: str
-) -> None:
-    terminalreporter.section(
-        f"{title} on the emulated NPU: largest difference of a log-probability"
-    )
-    terminalreporter.write_line("\n".join(lines))
-    folder = Path("out")
-    folder.mkdir(exist_ok=True)
-    (folder / file).write_text("\n".join(lines) + "\n")
+    if config.stash[LINES]:
+        terminalreporter.section("largest difference of a log-probability, and the control's")
+        terminalreporter.write_line("\n".join(config.stash[LINES]))

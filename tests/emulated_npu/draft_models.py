@@ -22,8 +22,8 @@ NUM_DRAFT_TOKENS = 2
 """Per step: the second is the first one's, so the draft layer reads what it has written."""
 
 
-def write_with_mtp(folder: Path) -> dict[str, object]:
-    """DeepSeek-V3 with its own layer for the token after the next; returns what asks for it."""
+def write_with_mtp(folder: Path) -> None:
+    """DeepSeek-V3 with its own layer for the token after the next."""
     config = random_models.latent_and_groups()
     # transformers knows no draft layer: its weights follow, in a file of their own.
     config.num_nextn_predict_layers = 1
@@ -43,12 +43,11 @@ def write_with_mtp(folder: Path) -> dict[str, object]:
     draft[layer + "shared_head.head.weight"] = weights["lm_head.weight"]
     draft[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
     _save(draft, folder / "model-draft.safetensors")
-    return {"method": "mtp"}
 
 
-def write_with_eagle(folder: Path, make: Callable[[], PreTrainedConfig]) -> dict[str, object]:
-    """A model, and in ``folder / "draft"`` a head of EAGLE; returns what asks for it."""
-    config = make()
+def write_with_eagle(folder: Path) -> None:
+    """A model with full attention, and in ``folder / "draft"`` a head of EAGLE."""
+    config = random_models.full_attention()
     weights = _write_with_large_embeddings(folder, config)
     head = LlamaConfig(
         **random_models.COMMON,
@@ -75,7 +74,19 @@ def write_with_eagle(folder: Path, make: Callable[[], PreTrainedConfig]) -> dict
     folder = folder / "draft"
     head.save_pretrained(folder)
     _save(draft, folder / "model.safetensors")
-    return {"method": "eagle", "model": str(folder)}
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "full attention, EAGLE": write_with_eagle,
+    "latent attention, MTP": write_with_mtp,
+}
+
+
+def drafts(folder: Path) -> dict[str, object]:
+    """Arguments of an engine that asks the draft layer of a model."""
+    draft = folder / "draft"
+    method = {"method": "eagle", "model": str(draft)} if draft.exists() else {"method": "mtp"}
+    return {"speculative_config": method | {"num_speculative_tokens": NUM_DRAFT_TOKENS}}
 
 
 def _write_with_large_embeddings(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
@@ -89,8 +100,7 @@ def _write_with_large_embeddings(folder: Path, config: PreTrainedConfig) -> dict
 def _mostly_embedding(hidden_size: int) -> torch.Tensor:
     """Of an embedding and a hidden state side by side the first, and a little of the other.
 
-    Returns:
-        shape: [hidden_size, 2 * hidden_size].
+    Its shape is [hidden_size, 2 * hidden_size].
     """
     return torch.cat([torch.eye(hidden_size), torch.eye(hidden_size) * 0.05], 1)
 

@@ -100,7 +100,6 @@ class DeviceMemory : public kvext_shim::GlobalMemory {
 struct Launch {
   uint32_t num_cores;
   uint8_t* table;
-  bool is_last_core_first;
   std::string violation;
 };
 
@@ -115,8 +114,7 @@ const char* Run(void* argument) {
     if (is_skipping_loads && direction != kvext::kPagesToHost) {
       return nullptr;
     }
-    kvext_shim::RunCores(memory, launch.num_cores, launch.is_last_core_first,
-                         [&launch] { kvext_page_transfer(launch.table); });
+    kvext_shim::RunCores(memory, launch.num_cores, [&launch] { kvext_page_transfer(launch.table); });
   } catch (const kvext_shim::Violation& error) {
     launch.violation = error.what();
     return launch.violation.c_str();
@@ -149,9 +147,8 @@ aclError aclrtHostUnregister(void* host) {
 }
 
 uint32_t aclrtlaunch_kvext_page_transfer(uint32_t cores, aclrtStream stream, void* table) {
-  // Results must not depend on which core is first.
-  const bool is_last_core_first = num_launches++ % 2 == 1;
-  auto* const launch = new Launch{cores, static_cast<uint8_t*>(table), is_last_core_first, {}};
+  ++num_launches;
+  auto* const launch = new Launch{cores, static_cast<uint8_t*>(table), {}};
   const auto drop = [](void* argument) { delete static_cast<Launch*>(argument); };
   return emulated_npu_enqueue(stream, "kvext_page_transfer", Run, drop, launch) ? kInternalError : 0;
 }

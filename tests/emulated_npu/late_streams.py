@@ -8,14 +8,13 @@ that is never late.
 
 A seed decides all of it: what is asked and when, which batched copies fail, in which order the
 streams of the device run, and how far the transfer thread gets while the model's thread goes on.
-So a seed that fails can be replayed alone. ``--without`` takes protections of the connector away,
-one at a time (`late_protections.PROTECTIONS`), and says which seed is the first to show it.
+So a seed that fails can be replayed alone. ``--without`` then takes protections of the connector
+away, one at a time (`late_protections.PROTECTIONS`), and says which seed is the first to show it.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import hashlib
 import json
@@ -31,13 +30,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-import connector_workload
 import late_protections
 import transfer_gate
-from connector_workload import Tokens, random_tokens
-from emulated_run import SLEEPING
+from emulated_plans import SLEEPING, connector
+from support.scenarios import connector as scenarios
+from support.scenarios.answers import Answer, logprob_error
+from support.scenarios.engine import STORED, Prompt, Tokens, answer_of, random_tokens, sampling_of
 
 BLOCK_TOKENS = 128
 STAGED_TOKENS = (16, 64, 1024)
@@ -53,29 +53,16 @@ NUM_CONVERSATIONS = 5
 DOCUMENTS_TOKENS = (150, 190, 230)
 ORDERS = ((0, 1), (1, 0), (2, 0))
 WAVES = 2
-MOST_STEPS = 3000
+MAX_STEPS = 3000
 HANGS_S = 120
 """A seed that takes so long."""
-MOST_WITHOUT_S = 600
+MAX_WITHOUT_S = 600
 
 ENGINE = {
     "block_size": BLOCK_TOKENS,
     "max_model_len": 1024,
     "max_num_seqs": 5,
     "max_num_batched_tokens": 256,
-    "disable_hybrid_kv_cache_manager": False,
-    "kv_transfer_config": {
-        "kv_connector": "KvextConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "host_memory_gib": HOST_MEMORY_GIB,
-            "chunk_tokens": BLOCK_TOKENS,
-            "load_if_slower": True,
-            "store_policy": "all",
-            "swap_on_preemption": True,
-        },
-    },
 }
 
 
@@ -103,13 +90,10 @@ KINDS = {
 
 
 class Asked(NamedTuple):
-    """A request.
+    """A request, the documents in it, and the step of the wave before which it is sent.
 
     Attributes:
-        prompt: Its tokens.
-        segments: First and end token of documents in it.
         is_document: Whether it is to be stored as a segment, and answers nothing.
-        step: Of the wave, before which it is sent.
         abort_step: When it is aborted; 0 if it is not.
         ends_early: Whether it ends with a token, which nobody knows while its next step is
             enqueued.
@@ -123,37 +107,26 @@ class Asked(NamedTuple):
     ends_early: bool = False
 
 
-class Answer(NamedTuple):
-    reply: list[int]
-    logprobs: list[dict[int, float]]
-    reused_tokens: int
-    hit_tokens: int
-
-
 class DifferenceError(AssertionError):
     """An answer is not that of a device that is never late."""
 
 
-class LateEngine(connector_workload.Engine):
+class LateEngine(scenarios.Engine):
     """An engine that is asked in waves."""
 
     def __init__(self, model: str, kind: Kind) -> None:
-        connector_workload.BLOCK_TOKENS = BLOCK_TOKENS
-        engine = copy.deepcopy(ENGINE) | {"num_gpu_blocks_override": kind.pool_blocks}
-        extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
-        extra["blending"] = kind.has_segments
+        engine = ENGINE | connector(host_memory_gib=HOST_MEMORY_GIB, blending=kind.has_segments)
+        engine |= {"num_gpu_blocks_override": kind.pool_blocks, **kind.engine}
         self.kind = kind
-        super().__init__(model, engine | kind.engine)
-        self.engine = self._llm.llm_engine
-        self.counted = self._counted
+        super().__init__({"model": model, "engine": engine})
+        self.engine = self.llm.llm_engine
         self._num_asked = 0
         rng = random.Random("prompts")
         shared = random_tokens(rng, 200)
         longest = TURNS_TOKENS[-1]
         if self.kind.has_segments:
-            blending = self.scheduler_side._parts.blending
-            blending.why_no_reuse = ""  # So few blocks have no room for the questions of the check.
-            blending.accept()
+            # Documents are too short for the check of their keys.
+            self.side.segments.keys_are_checked = True
         self.conversations = [
             (shared if number < 2 else []) + random_tokens(rng, longest)
             for number in range(NUM_CONVERSATIONS)
@@ -195,20 +168,18 @@ class LateEngine(connector_workload.Engine):
         self.reset(is_host_too=True)
 
     def finish(self) -> None:
-        """Nothing is under way behind this."""
+        """Step until nothing is under way."""
         steps = 0
-        while self.scheduler_side.has_transfers or self.scheduler.has_requests():
+        while self.side.has_transfers or self.scheduler.has_requests():
             self.engine.step()
             steps += 1
-            if steps > MOST_STEPS:
+            if steps > MAX_STEPS:
                 raise RuntimeError("transfers do not end")
 
     def wave(self, wave: Sequence[Asked], sleep_step: int = 0) -> list[tuple[Asked, Answer]]:
         """Send requests, each at its step; the answers of those that were not aborted.
 
-        Args:
-            wave: The requests.
-            sleep_step: From which on the engine sleeps and wakes up once; 0 if it does not.
+        From ``sleep_step`` on, unless it is 0, the engine sleeps and wakes up once.
         """
         waiting = sorted(wave, key=lambda asked: asked.step)
         sent: dict[str, Asked] = {}
@@ -235,56 +206,43 @@ class LateEngine(connector_workload.Engine):
             if due:
                 self.counted["aborts"] += len(due)
                 self.engine.abort_request(due)
-            if step > MOST_STEPS:
+            if step > MAX_STEPS:
                 raise RuntimeError("requests do not end")
         return [
-            (asked, _answer(outputs[number]))
+            (asked, Answer(**answer_of(Prompt(asked.prompt), outputs[number])))
             for number, asked in sent.items()
             if number in outputs and outputs[number].finished and not asked.is_document
         ]
 
     def _may_sleep(self) -> bool:
         """Upstream raises while a request loads."""
-        return not self.scheduler_side._parts.loads.num_under_way
+        return not self.side._loads.num_under_way
 
     def sleep_and_wake_up(self) -> None:
-        """Take the memory of weights and pages away, and bring it back. Requests stay.
-
-        Raises:
-            DifferenceError: A copy would have met unmapped memory.
-        """
+        """Take the memory of weights and pages away, and bring it back. Requests stay."""
         import torch
 
         self.counted["sleeps"] += 1
-        self.counted["sleeps with copies"] += self.scheduler_side.has_transfers
+        self.counted["sleeps with copies"] += self.side.has_transfers
         torch.npu.current_stream().synchronize()  # Upstream waits for no kernel.
-        self._core.sleep(level=1, mode="keep")
+        self.core.sleep(level=1, mode="keep")
         thread = self.worker_side._thread
-        if thread._running or thread._loads or thread._stores:
+        if thread._num_running or thread._loads or thread._stores:
             raise DifferenceError(
                 "a transfer is under way while the memory of its pages is unmapped"
             )
-        self._core.wake_up()
+        self.core.wake_up()
 
     def _send(self, number: str, asked: Asked) -> None:
-        from vllm import SamplingParams
-
-        extra: dict[str, Any] = {}
+        arguments, stop = None, None
         if asked.is_document:
-            extra = {"kvext_store_segment": True}
+            arguments = STORED
         elif asked.segments:
-            extra = {"kvext_segments": [list(segment) for segment in asked.segments]}
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=1 if asked.is_document else REPLY_TOKENS,
-            ignore_eos=True,
-            stop_token_ids=[self.references[tuple(asked.prompt)].reply[1]]
-            if asked.ends_early
-            else None,
-            logprobs=5,
-            detokenize=False,
-            extra_args=extra or None,
-        )
+            arguments = {"kvext_segments": [list(segment) for segment in asked.segments]}
+        if asked.ends_early:
+            stop = [self.references[tuple(asked.prompt)].reply[1]]
+        reply_tokens = 1 if asked.is_document else REPLY_TOKENS
+        sampling = sampling_of(reply_tokens, arguments, stop_token_ids=stop)
         self.engine.add_request(number, {"prompt_token_ids": asked.prompt}, sampling)
 
     def check(self, asked: Asked, answer: Answer) -> float:
@@ -294,13 +252,7 @@ class LateEngine(connector_workload.Engine):
             DifferenceError: It is no rounding.
         """
         expected = self.references[tuple(asked.prompt)]
-        largest = max(
-            abs(value - of_step.get(token, min(of_step.values())))
-            for step, of_step in zip(
-                answer.logprobs, expected.logprobs, strict=not asked.ends_early
-            )
-            for token, value in step.items()
-        )
+        largest = logprob_error(answer, expected)
         num_tokens = len(answer.reply) if asked.ends_early else REPLY_TOKENS
         if not largest <= TOLERANCE or answer.reply != expected.reply[:num_tokens]:
             raise DifferenceError(
@@ -310,11 +262,7 @@ class LateEngine(connector_workload.Engine):
         return largest
 
     def run_seed(self, seed: int) -> dict[str, Any]:
-        """Serve some waves as a seed has it.
-
-        Raises:
-            DifferenceError: An answer is wrong, or something is left.
-        """
+        """Serve some waves as a seed has it."""
         from torch_npu import emulation
 
         rng = random.Random(seed)
@@ -349,13 +297,9 @@ class LateEngine(connector_workload.Engine):
             self.counted.update(gate.counted)
             gate.open()
             emulation.set_seed(None)
-        self.counted["swapped requests"] += self.scheduler_side.counters.swapped_requests
+        self.counted["swapped requests"] += self.side.counters.swapped_requests
         self.reset()
-        left = {
-            "blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks),
-            "references": self.scheduler_side.num_references,
-            "pins": self.scheduler_side.num_pinned,
-        }
+        left = self.left()
         if any(left.values()):
             raise DifferenceError(f"left when all is done: {left}")
         return {
@@ -370,10 +314,10 @@ class LateEngine(connector_workload.Engine):
 
         staged_tokens = rng.choice(STAGED_TOKENS)
         if self.kind.has_segments:
-            self.worker_side._runner.segments._most_tokens = staged_tokens
+            self.worker_side._runner.segments._max_tokens = staged_tokens
         # With the second, preempted requests have something left to store.
         policy = rng.choice((StorePolicy.ALL, StorePolicy.SECOND_TOUCH))
-        self.scheduler_side._parts.stores._chooser.policy = policy
+        self.side._stores.chooser.policy = policy
 
     def _random_wave(self, rng: random.Random, number: int) -> list[Asked]:
         wave = []
@@ -399,36 +343,25 @@ class LateEngine(connector_workload.Engine):
             return
         if rng.random() < 0.6:
             self.finish()
-        self._llm.reset_prefix_cache()
-        if self.scheduler_side.has_transfers or rng.random() < 0.3:
+        self.llm.reset_prefix_cache()
+        if self.side.has_transfers or rng.random() < 0.3:
             return
         for conversation in self.conversations:
             prompt = conversation[: TURNS_TOKENS[-1]]
-            if tuple(prompt) in self._prefixes:
+            if tuple(prompt) in self.prefixes:
                 first = rng.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS))
                 self.lose_rows([(first, first + BLOCK_TOKENS)], prompt)
 
 
 def forget_measurements() -> None:
     """How fast copies and steps were would decide what is loaded."""
-    from vllm_ascend_kvext.connector.load_cost import LoadCost
+    from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 
     for name in ("note_copies", "note_load", "note_step"):
-        setattr(LoadCost, name, lambda self, *_: None)
+        setattr(TransferCost, name, lambda self, *_: None)
 
 
-def _answer(output: Any) -> Answer:
-    (reply,) = output.outputs
-    params = output.kv_transfer_params or {}
-    return Answer(
-        list(reply.token_ids),
-        [{token: entry.logprob for token, entry in step.items()} for step in reply.logprobs],
-        params.get("kvext_reused_tokens", 0),
-        output.num_cached_tokens or 0,
-    )
-
-
-def run_seeds(engine: LateEngine, seeds: Iterable[int], most_s: float) -> dict[str, Any]:
+def run_seeds(engine: LateEngine, seeds: Iterable[int], max_s: float) -> dict[str, Any]:
     """The report of some seeds, up to the first that fails."""
     report: dict[str, Any] = {"seeds": {}, "failed": {}}
     counted: Counter[str] = Counter()
@@ -443,13 +376,13 @@ def run_seeds(engine: LateEngine, seeds: Iterable[int], most_s: float) -> dict[s
         passed_s = time.monotonic() - begun_s
         if seed % 20 == 0 or report["failed"]:
             print(f"seed {seed}, {passed_s:.0f} s, {dict(counted)}", flush=True)
-        if report["failed"] or passed_s > most_s:
+        if report["failed"] or passed_s > max_s:
             break
     report["counted"] = dict(counted)
     return report
 
 
-def run_alone(run: Callable[[], dict[str, Any]], most_s: int = HANGS_S) -> dict[str, Any]:
+def run_alone(run: Callable[[], dict[str, Any]], max_s: int = HANGS_S) -> dict[str, Any]:
     """What a function returns in a copy of this process; under ``failed`` why it did not.
 
     Nothing that it does outlives it: what the engine has learned is the same for each seed.
@@ -457,7 +390,7 @@ def run_alone(run: Callable[[], dict[str, Any]], most_s: int = HANGS_S) -> dict[
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(most_s)
+        signal.alarm(max_s)
         try:
             found = run()
         except DifferenceError as error:
@@ -477,17 +410,14 @@ def run_alone(run: Callable[[], dict[str, Any]], most_s: int = HANGS_S) -> dict[
     return {"failed": f"the process ended, or hung: status {status}"}
 
 
-def run_without(engine: LateEngine, name: str, seeds: Iterable[int]) -> dict[str, Any]:
-    """The same without one protection."""
+def run_without(engine: LateEngine, name: str, seeds: Iterable[int]) -> Any:
+    """The seed that fails without a protection, and why; empty if none does."""
 
     def run() -> dict[str, Any]:
         late_protections.take_away(name)
-        return run_seeds(engine, seeds, MOST_WITHOUT_S)
+        return run_seeds(engine, seeds, MAX_WITHOUT_S)
 
-    found = run_alone(run, 2 * MOST_WITHOUT_S)
-    if "seeds" in found:
-        return found
-    return {"seeds": {}, "failed": {"?": found["failed"]}, "counted": {}}
+    return run_alone(run, 2 * MAX_WITHOUT_S)["failed"]
 
 
 def main() -> None:
@@ -498,23 +428,21 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--without", nargs="*", default=(), metavar="NAME", help="or: all")
+    parser.add_argument("--without", nargs="*", default=(), metavar="NAME")
+    parser.add_argument("--without-seeds", type=int, default=20)
     options = parser.parse_args()
-    names = list(late_protections.PROTECTIONS) if "all" in options.without else options.without
     engine = LateEngine(options.model, KINDS[options.kind])
     engine.make_references()
     gc.collect()
     gc.freeze()  # Copies of this process share what is here.
     seeds = range(options.first, options.first + options.seeds)
-    report: dict[str, Any] = {}
-    for name in names:
-        found = run_without(engine, name, seeds)
-        report[name] = found
-        failed = [f"red at {seed}: {text[-300:]}" for seed, text in found["failed"].items()]
-        print(f"without {name!r}: {''.join(failed) or 'never red'}", flush=True)
-    if not names:
-        report = run_seeds(engine, seeds, options.seconds)
-        print(f"{len(report['seeds'])} seeds equal; failed: {report['failed']}", flush=True)
+    report = run_seeds(engine, seeds, options.seconds)
+    print(f"{len(report['seeds'])} seeds equal; failed: {report['failed']}", flush=True)
+    report["without"] = {}
+    for name in options.without:
+        failed = run_without(engine, name, range(options.without_seeds))
+        report["without"][name] = failed
+        print(f"without {name!r}: {failed or 'never red'}", flush=True)
     options.report.write_text(json.dumps(report))
     os._exit(0)  # What failed may have left what a shutdown waits for.
 

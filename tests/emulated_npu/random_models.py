@@ -32,6 +32,7 @@ COMMON = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
+HEADS = COMMON | {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256}
 LATENT = COMMON | {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
@@ -51,26 +52,15 @@ LATENT = COMMON | {
 
 def full_attention() -> PreTrainedConfig:
     """Every layer sees all tokens; queries and keys are normed; two heads share a key."""
-    return Qwen3Config(
-        **COMMON,
-        architectures=["Qwen3ForCausalLM"],
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=256,
-    )
+    return Qwen3Config(**HEADS, num_hidden_layers=4)
 
 
 def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
     """Five layers with a window, one without; Gemma's norms."""
     return Gemma3TextConfig(
-        **COMMON,
-        architectures=["Gemma3ForCausalLM"],
+        **HEADS,
         num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=64,
         query_pre_attn_scalar=64,
-        intermediate_size=256,
         sliding_window=window_tokens,
     )
 
@@ -78,12 +68,8 @@ def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
 def sinks_and_experts() -> PreTrainedConfig:
     """Sinks in all layers, a window in every other; experts with biases; YaRN."""
     return GptOssConfig(
-        **COMMON,
-        architectures=["GptOssForCausalLM"],
+        **HEADS | {"intermediate_size": 128},
         num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=128,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=128,
@@ -101,20 +87,13 @@ def sinks_and_experts() -> PreTrainedConfig:
 
 def latent() -> PreTrainedConfig:
     """Latent attention, experts chosen by softmax from all."""
-    return DeepseekV2Config(
-        **LATENT,
-        architectures=["DeepseekV2ForCausalLM"],
-        topk_method="greedy",
-        n_group=1,
-        topk_group=1,
-    )
+    return DeepseekV2Config(**LATENT, topk_method="greedy", n_group=1, topk_group=1)
 
 
 def latent_and_best_groups() -> PreTrainedConfig:
     """Latent attention, experts chosen by softmax, out of the groups with the best experts."""
     return DeepseekV2Config(
         **LATENT,
-        architectures=["DeepseekV2ForCausalLM"],
         topk_method="group_limited_greedy",
         n_group=4,
         topk_group=2,
@@ -126,7 +105,6 @@ def latent_and_groups() -> PreTrainedConfig:
     """Latent attention, experts chosen by sigmoid and a bias, out of the best groups of experts."""
     return DeepseekV3Config(
         **LATENT,
-        architectures=["DeepseekV3ForCausalLM"],
         n_group=4,
         topk_group=2,
         norm_topk_prob=True,
@@ -140,13 +118,9 @@ def latent_and_groups() -> PreTrainedConfig:
 def one_window_and_one_full() -> PreTrainedConfig:
     """The smallest of two KV cache groups; pages leave its window soon."""
     return Gemma3TextConfig(
-        **COMMON,
-        architectures=["Gemma3ForCausalLM"],
+        **HEADS | {"num_key_value_heads": 1, "intermediate_size": 128},
         num_hidden_layers=2,
-        num_key_value_heads=1,
-        head_dim=64,
         query_pre_attn_scalar=64,
-        intermediate_size=128,
         sliding_window=64,
         layer_types=["sliding_attention", "full_attention"],
     )
@@ -159,12 +133,8 @@ def states() -> PreTrainedConfig:
     of 128 tokens: here of one.
     """
     return Qwen3NextConfig(
-        **COMMON,
-        architectures=["Qwen3NextForCausalLM"],
+        **HEADS,
         num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=256,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
@@ -198,7 +168,6 @@ def write(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
                 tensor.add_(torch.randn_like(tensor) * 0.05)
             elif tensor.is_floating_point():
                 tensor.normal_(std=1.0 if name.endswith("sinks") else 0.2)
-    config.save_pretrained(folder)
     # The form of a checkpoint: transformers can hold weights in another one in memory.
     model.save_pretrained(folder)
     return model

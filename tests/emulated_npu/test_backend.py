@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "two devices",
     ),
     "kernel": (
-        lambda: kernel("npu_x", lambda a, b: None, lambda *_: [])(on_npu(2), torch.ones(2)),
+        lambda: kernel("npu_x", lambda a, b: None)(on_npu(2), torch.ones(2)),
         "npu_x: expected tensors on npu",
     ),
     "no such device": (lambda: torch.empty(2, device="npu:7"), "invalid device"),

@@ -6,30 +6,24 @@ Keys are turned by the angles of vLLM-Ascend's own rotary classes.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import random_models
+from emulated_plans import TOLERANCE, WRONG
 from support.blending.oracle import Oracle
-from support.blending.reused import Reused
+from support.blending.served import MAX_TOKENS, expected_reuse, num_tokens, oracle_error
 from support.sample import IS_SAMPLE
+from support.scenarios import processes
+from support.scenarios.answers import Served
+from support.scenarios.documents import SEPARATOR
+from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan, Reports
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from blended_prompts import SEPARATOR, STORED_LENGTHS
-from emulated_run import run_plans
-from served import PLUGIN_OFF
-
-WORKLOAD = "blended_workload.py"
-TOLERANCE = 1e-3
-WRONG = 0.1
-MIN_TOKENS = 32
-MOST_TOKENS = 1200
 HEAD_TOKENS = 16
+POOL = {"num_gpu_blocks_override": 200}
 MODELS_AND_WINDOWS: dict[str, tuple[Callable[[], Any], int]] = {
     "full attention": (random_models.MODELS["full attention"], 0),
     "windows": (partial(random_models.windows, 120), 120),
@@ -40,103 +34,86 @@ MODELS = tuple(MODELS_AND_WINDOWS)[:1] if IS_SAMPLE else tuple(MODELS_AND_WINDOW
 EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
 
-Blended = Callable[[str], tuple[dict[str, Any], dict[str, Any], Path]]
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {model: tmp_path_factory.mktemp("model") for model in MODELS}
+    for model, folder in folders.items():
+        random_models.write(folder, MODELS_AND_WINDOWS[model][0]())
+    return folders
 
 
 @pytest.fixture(scope="module")
-def blended(tmp_path_factory: pytest.TempPathFactory) -> Blended:
-    """The report of an engine that blends, answers without the package, and the model."""
-
-    @cache
-    def serve(model: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
-        folder = tmp_path_factory.mktemp("model")
-        random_models.write(folder, MODELS_AND_WINDOWS[model][0]())
-        engine = {"num_gpu_blocks_override": 200}
-        plan = {
-            "model": str(folder),
-            "scenarios": ["orders", "exact", "controls"],
-            "heads": [HEAD_TOKENS],
-            "blending": {"segment_separator": SEPARATOR},
-            "engine": engine,
-        }
-        found = run_plans(WORKLOAD, {model: plan}, tmp_path_factory.mktemp("blended"), {})[model]
-        prompts = {
-            label: ([answer["prompt"] for answer in found["asked"][label]], 8) for label in EXACT
-        }
-        plain = {
-            "model": str(folder),
-            "scenarios": ["plain"],
-            "prompts": prompts,
-            "engine": engine | {"enable_prefix_caching": False},
-        }
-        plains = run_plans(WORKLOAD, {model: plain}, tmp_path_factory.mktemp("plain"), PLUGIN_OFF)
-        return found, plains[model], folder
-
-    return serve
+def blended(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
+    scenarios, options = ("orders", "exact", "controls"), {"heads": [HEAD_TOKENS]}
+    plans = {
+        model: Plan(folder, scenarios, "blending", engine, options)
+        for model, folder in folders.items()
+    }
+    return processes.serve(tmp_path_factory, plans, {}, NPU)
 
 
-def reused_of(answer: Mapping[str, Any], window_tokens: int) -> list[Reused]:
-    """What is to be reused; the missing document has a length of its own."""
-    found = []
-    for first, end in answer["segments"]:
-        begin = max(
-            first + max(HEAD_TOKENS, window_tokens - 1), answer["params"]["kvext_exact_tokens"]
+@pytest.fixture(scope="module")
+def plain(
+    folders: dict[str, Path], blended: Reports, tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
+    """What is answered without the package."""
+    plans = {
+        model: Plan(
+            folders[model],
+            ["plain"],
+            "blending",
+            POOL | NO_PREFIX_CACHING,
+            {
+                "prompts": {
+                    label: ([answer.prompt for answer in blended[model].answers(label)], 8)
+                    for label in EXACT
+                }
+            },
         )
-        if end - first in STORED_LENGTHS and end - begin >= MIN_TOKENS:
-            found.append(Reused(begin, end, (first, end)))
-    return found
-
-
-def oracle_error(oracle: Oracle, answer: Mapping[str, Any], reused: list[Reused]) -> float:
-    expected = oracle.log_probabilities(answer["prompt"], answer["reply"], reused)
-    return max(
-        abs(float(of_token[int(token)]) - logprob)
-        for of_token, step in zip(expected, answer["logprobs"], strict=True)
-        for token, logprob in step.items()
-    )
+        for model in MODELS
+    }
+    return processes.serve(tmp_path_factory, plans, PLUGIN_OFF, NPU)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_blended_answers_are_those_of_the_oracle(
-    blended: Blended, report_cell: Any, model: str
+    blended: Reports, folders: dict[str, Path], report_cell: Any, model: str
 ) -> None:
-    report, _, folder = blended(model)
-    oracle = Oracle(folder, report["facts"]["sink"], MOST_TOKENS)
+    served = blended[model]
+    oracle = Oracle(folders[model], served.report["facts"]["sink"], MAX_TOKENS)
     _, window_tokens = MODELS_AND_WINDOWS[model]
     errors, untouched = [], []
-    for answer in report["asked"][f"heads {HEAD_TOKENS}"]:
-        if answer["params"] is None:  # No segment is longer than the window.
+    for answer in served.answers(f"heads {HEAD_TOKENS}"):
+        if answer.params is None:  # No segment is longer than the window.
             continue
-        reused = reused_of(answer, window_tokens)
-        num_tokens = sum(each.end_tokens - each.first_tokens for each in reused)
-        assert answer["params"]["kvext_reused_tokens"] == num_tokens > 0
+        reused = expected_reuse(answer, HEAD_TOKENS, window_tokens)
+        assert answer.reused_tokens == num_tokens(reused) > 0
         errors.append(oracle_error(oracle, answer, reused))
         untouched.append(oracle_error(oracle, answer, []))
-    wrong = []
-    for label in CONTROLS:
-        (answer,) = report["asked"][label]
-        wrong.append(oracle_error(oracle, answer, reused_of(answer, window_tokens)))
+    wrong = wrong_errors(oracle, served, window_tokens)
     report_cell("blending", model, max(errors), min(wrong))
     assert max(errors) <= TOLERANCE
     assert min(untouched) > WRONG, "it could be told from full recompute"
     assert min(wrong) > WRONG
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_what_is_in_place_is_exact(blended: Blended, model: str) -> None:
-    report, plain, _ = blended(model)
-    largest = 0.0
-    for label in EXACT:
-        for one, other in zip(report["asked"][label], plain["asked"][label], strict=True):
-            assert one["reply"] == other["reply"]
-            for step, expected in zip(one["logprobs"], other["logprobs"], strict=True):
-                for token, value in step.items():
-                    difference = abs(value - expected.get(token, min(expected.values())))
-                    largest = max(largest, difference)
-    assert largest <= TOLERANCE
+def wrong_errors(oracle: Oracle, served: Served, window_tokens: int = 0) -> list[float]:
+    """Of what was loaded wrong on purpose."""
+    answers = [answer for label in CONTROLS for answer in served.answers(label)]
+    assert len(answers) == len(CONTROLS)
+    return [
+        oracle_error(oracle, answer, expected_reuse(answer, HEAD_TOKENS, window_tokens))
+        for answer in answers
+    ]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left(blended: Blended, model: str) -> None:
-    left = blended(model)[0]["left"]
-    assert set(left.values()) == {0}, left
+def test_what_is_in_place_is_exact(blended: Reports, plain: Reports, model: str) -> None:
+    blended[model].check_equal(plain[model], EXACT, TOLERANCE)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_left(blended: Reports, model: str) -> None:
+    blended[model].check_nothing_is_left()

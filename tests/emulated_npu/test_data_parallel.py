@@ -9,22 +9,23 @@ without this package and without prefix caching.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-import random_models
-from emulated_run import run_plans
-from test_features import NO_PREFIX_CACHING, TOLERANCE, WRONG, connector
+from emulated_plans import TOLERANCE, WRONG, connector
+from support.scenarios.answers import Served
+from support.scenarios.connector import HOLES_TOKENS
+from support.scenarios.processes import (
+    ADAPTIVE,
+    NO_PREFIX_CACHING,
+    NPU,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+)
 
-# isort: split
-# `test_features` has put their folder on the path.
-from connector_workload import HOLES_TOKENS
-from served import PLUGIN_OFF, Served, logprob_error
-
-WORKLOAD = "data_parallel_workload.py"
-ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 POOL = {"num_gpu_blocks_override": 240}
 BALANCED = {
     "data_parallel_size": 2,
@@ -36,15 +37,8 @@ ASYNCHRONOUS = BALANCED | {"async_scheduling": True, "distributed_executor_backe
 SCENARIOS = ("turns", "holes", "crowd", "failures", "skipped")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is served on two ranks.
-
-    Attributes:
-        model: Of ``random_models``.
-        engine: Arguments of both engines.
-        scenarios: Of the workload.
-    """
+class Case(NamedTuple):
+    """What is served on two ranks: a model of `random_models`, engines, and what they are asked."""
 
     model: str
     engine: Mapping[str, Any]
@@ -61,42 +55,31 @@ LOADED = ("warm", "second turn", "crowd again")
 """What has to be in host memory of both ranks, and nowhere else."""
 SKIPPED = "skipped loads"
 
-Reports = Callable[[str], Mapping[str, Served]]
-
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    def run(
-        folder: str, engine: Mapping[str, Any], scenarios: tuple[str, ...], **environ: str
-    ) -> Served:
-        plan = {"model": folder, "engine": POOL | dict(engine), "scenarios": scenarios}
-        report = run_plans(WORKLOAD, {"": plan}, tmp_path_factory.mktemp("report"), environ)
-        return Served(report[""], "")
+def served(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> LazyReports:
+    """By case, and by ``reference, MODEL``."""
+    served = []
+    for name, case in CASES.items():
+        folder = partial(folder_of, case.model)
+        engine = POOL | connector() | dict(case.engine)
+        plan = Plan(folder, case.scenarios, "data_parallel", engine)
+        alone = Plan(folder, SCENARIOS, "data_parallel", POOL | NO_PREFIX_CACHING)
+        served += [(ADAPTIVE, {name: plan}), (PLUGIN_OFF, {f"reference, {case.model}": alone})]
+    return LazyReports(tmp_path_factory, served, NPU)
 
-    @cache
-    def reference(model: str) -> tuple[str, Served]:
-        folder = tmp_path_factory.mktemp("model")
-        random_models.write(folder, random_models.MODELS[model]())
-        return str(folder), run(str(folder), NO_PREFIX_CACHING, SCENARIOS, **PLUGIN_OFF)
 
-    @cache
-    def serve(name: str) -> Mapping[str, Served]:
-        case = CASES[name]
-        folder, alone = reference(case.model)
-        engine = connector() | dict(case.engine)
-        return {"reference": alone, "kvext": run(folder, engine, case.scenarios, **ADAPTIVE)}
-
-    return serve
+def with_reference(served: LazyReports, name: str) -> tuple[Served, Served]:
+    return served[name], served[f"reference, {CASES[name].model}"]
 
 
 def errors(found: Served, reference: Served, label: str) -> dict[int, float]:
     """By rank, the largest difference of a log-probability from the reference's."""
-    largest: dict[int, float] = {}
     ranks = found.report["asked"][label]["ranks"]
-    answers, expected = found.answers(label), reference.answers(label)
-    for rank, mine, theirs in zip(ranks, answers, expected, strict=True):
-        largest[rank] = max(largest.get(rank, 0), logprob_error(mine, theirs))
-    return largest
+    of_answers = list(zip(ranks, found.logprob_errors(label, reference), strict=True))
+    return {rank: max(error for each, error in of_answers if each == rank) for rank in set(ranks)}
 
 
 def counted(found: Served, label: str, name: str) -> list[int]:
@@ -110,83 +93,57 @@ def is_wrong_on_purpose(label: str) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_of_both_ranks_are_those_without_the_package(
-    served: Reports, report_cell: Any, name: str
+    served: LazyReports, report_cell: Any, name: str
 ) -> None:
-    reports = served(name)
-    found, reference = reports["kvext"], reports["reference"]
+    found, reference = with_reference(served, name)
     labels = [label for label in found.labels if not is_wrong_on_purpose(label)]
-    largest = {label: max(errors(found, reference, label).values()) for label in labels}
-    control = min(errors(found, reference, SKIPPED).values())
-    report_cell(f"data parallel 2: {name}", CASES[name].model, max(largest.values()), control)
-    assert max(largest.values()) <= TOLERANCE, largest
-    for label in labels:
-        replies = [answer.reply for answer in found.answers(label)]
-        assert replies == [answer.reply for answer in reference.answers(label)], label
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_not_loaded_is_seen_on_both_ranks(served: Reports, name: str) -> None:
-    found, reference = served(name)["kvext"], served(name)["reference"]
+    largest = found.check_equal(reference, labels, TOLERANCE)
     wrong = errors(found, reference, SKIPPED)
-    assert min(wrong.values()) > WRONG and len(wrong) == 2
+    report_cell(f"data parallel 2: {name}", CASES[name].model, largest, min(wrong.values()))
+    assert min(wrong.values()) > WRONG and len(wrong) == 2, "what is not loaded is seen on both"
     assert min(counted(found, SKIPPED, "connector")) > 0
+    for rank in found.report["ranks"]:
+        assert set(rank["left"].values()) == {0}, rank["left"]
 
 
 @pytest.mark.parametrize("name", WITH_HOLES)
-def test_a_hole_that_is_left_out_is_seen_on_both_ranks(served: Reports, name: str) -> None:
-    found, reference = served(name)["kvext"], served(name)["reference"]
+def test_both_ranks_compute_holes_and_one_that_is_left_out_is_seen(
+    served: LazyReports, name: str
+) -> None:
+    found, reference = with_reference(served, name)
     for hole in HOLES_TOKENS:
         wrong = errors(found, reference, f"hole left out: {hole}")
         assert min(wrong.values()) > WRONG and len(wrong) == 2, hole
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_both_ranks_have_hits_in_their_own_host_memory(served: Reports, name: str) -> None:
-    found = served(name)["kvext"]
-    for label in LOADED:
-        hits = counted(found, label, "connector")
-        print(f"{name}, {label}: {hits} tokens from host memory")
-        assert min(hits) > 0
-        assert counted(found, label, "prefix_cache_stats") == [0, 0]
-    assert counted(found, "crowd elsewhere", "connector") == [0, 0]
-    for rank in found.report["ranks"]:
-        own = rank["own"]
-        print(f"{name}: {own['host_hit_tokens']} tokens in all, {own['transfers.load']} loads")
-        assert own["host_hit_tokens"] > 0 and own["transfers.load"] > 0
-
-
-@pytest.mark.parametrize("name", WITH_HOLES)
-def test_both_ranks_compute_holes(served: Reports, name: str) -> None:
-    found = served(name)["kvext"]
-    for hole in HOLES_TOKENS:
         for what in ("hole tokens", "tokens behind holes"):
             assert min(counted(found, f"hole: {hole}", what)) > 0, (hole, what)
 
 
 @pytest.mark.parametrize("name", WITH_HOLES)
-def test_loads_fail_on_one_rank_only(served: Reports, name: str) -> None:
-    failed = [
-        rank["own"]["transfer_failures.load"] for rank in served(name)["kvext"].report["ranks"]
-    ]
+def test_loads_fail_on_one_rank_only(served: LazyReports, name: str) -> None:
+    failed = [rank["own"]["transfer_failures.load"] for rank in served[name].report["ranks"]]
     assert failed[0] == 0 and failed[1] > 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_scheduler_is_balanced_and_a_full_rank_holds_the_other_back(
-    served: Reports, name: str
-) -> None:
-    ranks = served(name)["kvext"].report["ranks"]
-    assert len(ranks) == 2
-    for rank in ranks:
-        schedulers = rank["schedulers"]
-        asynchronous = ["AsyncScheduler"] if name == "asynchronous" else []
-        assert schedulers[: len(asynchronous) + 1] == [*asynchronous, "BalanceScheduler"]
-        assert rank["engine"] == "BalanceDPEngineCoreProc"
-        print(f"{name}: {rank['balanced']}")
-        assert rank["balanced"]["steps that held requests back"] > 0
+def test_both_ranks_have_hits_in_their_own_host_memory(served: LazyReports, name: str) -> None:
+    found = served[name]
+    for label in LOADED:
+        assert min(counted(found, label, "connector")) > 0, label
+        assert counted(found, label, "prefix_cache_stats") == [0, 0], label
+    assert counted(found, "crowd elsewhere", "connector") == [0, 0]
+    for rank in found.report["ranks"]:
+        assert rank["own"]["host_hit_tokens"] > 0 and rank["own"]["transfers.load"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_left_when_all_is_done(served: Reports, name: str) -> None:
-    for rank in served(name)["kvext"].report["ranks"]:
-        assert set(rank["left"].values()) == {0}, rank["left"]
+def test_the_scheduler_is_balanced_and_a_full_rank_holds_the_other_back(
+    served: LazyReports, name: str
+) -> None:
+    ranks = served[name].report["ranks"]
+    assert len(ranks) == 2
+    asynchronous = ["AsyncScheduler"] if name == "asynchronous" else []
+    for rank in ranks:
+        schedulers = rank["schedulers"][: len(asynchronous) + 1]
+        assert schedulers == [*asynchronous, "BalanceScheduler"]
+        assert rank["engine"] == "BalanceDPEngineCoreProc"
+        assert rank["balanced"]["steps that held requests back"] > 0

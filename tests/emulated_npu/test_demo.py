@@ -10,7 +10,7 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ascend_emulated.py"
 NOTICE = "The NPU is emulated on this CPU. No hardware was used, and times would mean nothing."
-MOST_LINES = 40
+MAX_LINES = 40
 
 
 def test_the_demo_shows_each_source_of_tokens_and_says_that_it_is_emulated(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_the_demo_shows_each_source_of_tokens_and_says_that_it_is_emulated(tmp_p
     )
     assert ended.returncode == 0, ended.stdout
     lines = ended.stdout.splitlines()
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_LINES
     assert (lines[0], lines[-1]) == (NOTICE, NOTICE)
     assert "All outputs are identical to those without this package" in lines[-2]
     of_models = {}

@@ -1,194 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes back from host memory on the emulated NPU is what is computed without the package.
 
-Each model is served by vLLM-Ascend twice: without package and prefix caching, and with adaptive
-retention and KvextConnector. Beside what must be equal stand controls: what must differ.
+Each model is served by vLLM-Ascend without package, prefix caching and drafts, and with adaptive
+retention and KvextConnector; with draft tokens its own proposer and rejection sampler run. Beside
+what must be equal stand controls: what must differ. Sleep with requests and transfers under way is
+among the late streams: see ``late_streams.py``.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import draft_models
 import pytest
-import random_models
+from emulated_plans import (
+    CROWDED_BLOCKS,
+    GROUPS,
+    SLEEPING,
+    TOLERANCE,
+    WRONG,
+    connector,
+    pool_of,
+    small_connector,
+)
 from support.sample import IS_SAMPLE
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "engine"))
-
-from connector_workload import HOLES_TOKENS  # noqa: E402 (the path is set above)
-from emulated_run import run_plans  # noqa: E402
-from served import INTERVAL, PLUGIN_OFF, Served  # noqa: E402
-
-TOLERANCE = 1e-3
-"""Of a log-probability; float32 differs by less than a tenth of it."""
-WRONG = 0.1
+from support.scenarios.answers import Served
+from support.scenarios.connector import HOLES_TOKENS
+from support.scenarios.processes import (
+    ADAPTIVE,
+    INTERVAL,
+    NO_PREFIX_CACHING,
+    NPU,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+)
 
 SCENARIOS = ("turns", "document", "salts", "damage", "failures", "holes", "lone_holes")
 CROWDED = ("storm", "eviction")
-FULL_POOL_BLOCKS = {1: 120, 2: 240, 4: 400, 6: 700}
-CROWDED_BLOCKS = {1: 24, 2: 44, 4: 64, 6: 130}
-"""By the number of KV cache groups: too few for the storm."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "store and load": ("warm", "twice", "second turn"),
     "one document": ("first question", "second question", "four questions"),
+    "holes": tuple(f"hole: {name}" for name in HOLES_TOKENS),
+    "preemption and swap": ("storm", "after the storm"),
     "salts": ("salted", "other salt", "no salt", "same salt"),
     "failed copies": (
         *("failing stores", "after failed stores", "failing loads", "after failed loads"),
         *("after failures", "one part fails"),
     ),
-    "holes": tuple(f"hole: {name}" for name in HOLES_TOKENS),
     "holes, one request": (),
-    "preemption and swap": ("storm", "after the storm"),
     "eviction": (),
 }
 """By name the labels of the workload; without labels, those that begin as `BEGINNINGS` say."""
+FEATURES_WITH_DRAFTS = tuple(FEATURES)[:4]
 BEGINNINGS = {"holes, one request": "lone hole: ", "eviction": "round "}
-CONTROLS = {
-    "store and load": ("zeroed rows", "swapped rows"),
-    "one document": ("zeroed rows", "swapped rows"),
-    "holes": tuple(f"hole left out: {name}" for name in HOLES_TOKENS),
-    "holes, one request": tuple(f"hole left out: {name}" for name in HOLES_TOKENS),
-}
-"""What differs if nothing were right; for the other features, as for the first."""
+LEFT_OUT = tuple(f"hole left out: {name}" for name in HOLES_TOKENS)
+DAMAGED_ROWS, DAMAGED_TAILS = ("zeroed rows", "swapped rows"), ("zeroed tails", "swapped tails")
 
-GROUPS = {
-    "full attention": 1,
-    "windows": 6,
-    "sinks, windows, experts": 2,
-    "latent attention, experts": 1,
-    "states": 4,
-}
-MODELS = tuple(GROUPS)[:2] if IS_SAMPLE else tuple(GROUPS)
+NO_HOLES = {"states", *draft_models.WRITERS}
+"""Models in which no holes are left: where a chunk is missing, all behind it is computed. A state
+needs all tokens before it; for drafts see docs/offload.md."""
 WITH_TAILS = {"windows", "sinks, windows, experts", "states"}
 """Models with groups of which host memory holds what a boundary needs: windows, states."""
-
 ENGINES: dict[str, dict[str, Any]] = {
     # vLLM has no prefix caching here unless it is asked for; and with the workload's 128 tokens a
     # step, prompts would wait for each answer: their parts are whole blocks of 128 tokens.
     "states": {"enable_prefix_caching": True, "max_num_batched_tokens": 512},
 }
 """By model, what its engines need beside what all have."""
-NO_HOLES = "a state needs all tokens before it: where a chunk is missing, all behind is computed"
-LEFT_OUT = {("states", "holes"): NO_HOLES, ("states", "holes, one request"): NO_HOLES}
-"""Model and feature, and why there is no such cell."""
-NO_PREFIX_CACHING = {"enable_prefix_caching": False}
+MODELS = tuple(GROUPS)[:2] if IS_SAMPLE else tuple(GROUPS)
+CELLS = [
+    (model, feature)
+    for model in MODELS
+    for feature in (FEATURES_WITH_DRAFTS if model in draft_models.WRITERS else FEATURES)
+    if not (model in NO_HOLES and "holes" in feature)
+    and not (IS_SAMPLE and feature == "holes, one request")
+]
 
-WORKLOAD = "feature_workload.py"
 
-Reports = Callable[[str], Mapping[str, Served]]
+def has_hits(found: Served) -> bool:
+    return sum(found.hit_tokens("twice")) > 0
 
 
-def connector(**extra: Any) -> dict[str, Any]:
-    return {
-        "disable_hybrid_kv_cache_manager": False,
-        "kv_transfer_config": {
-            "kv_connector": "KvextConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "host_memory_gib": 0.25,
-                "chunk_tokens": 128,
-                "load_if_slower": True,
-                "store_policy": "all",
-                **extra,
-            },
-        },
-    }
+def has_holes(found: Served) -> bool:
+    return (
+        has_hits(found)
+        and sum(found.hit_tokens("warm")) > 0
+        and found.counted_in_all("hole tokens", labels_of(found, "holes")) > 0
+    )
+
+
+def has_slept(found: Served) -> bool:
+    """Memory and weights went away; host memory was emptied, and is used again."""
+    facts, events = found.report["facts"], ("a sleep", "new weights")
+    return (
+        facts["asleep bytes"] < facts["awake bytes"] / 2
+        and facts["has no weights"]
+        and all(sum(found.hit_tokens(f"after {event}")) == 0 for event in events)
+        and all(found.counted(f"loaded after {event}", "connector") > 0 for event in events)
+    )
+
+
+def drafts_are_accepted(found: Served) -> bool:
+    drafted = found.counted_in_all("draft tokens")
+    return 0.02 * drafted < found.counted_in_all("accepted draft tokens") < drafted
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A feature with an engine of its own.
+
+    Attributes:
+        is_met: Whether the engine did what the feature says.
+        controls: Labels of what is wrong on purpose.
+    """
+
+    models: Sequence[str]
+    scenarios: Sequence[str]
+    environ: Mapping[str, str]
+    is_met: Callable[[Served], bool]
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    controls: Sequence[str] = ()
+
+
+DENSE = ("full attention", "windows", "latent attention, experts")
+TWO_DEVICES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+ALONE = {
+    # States on two devices are left out: their cell would ask for holes.
+    "tensor parallel 2": Alone(
+        *(DENSE, ("turns", "document", "holes"), ADAPTIVE, has_holes),
+        engine=connector() | TWO_DEVICES,
+        controls=LEFT_OUT,
+    ),
+    "retention by interval": Alone(
+        (*DENSE, "states"), ("turns", "document"), {INTERVAL: "256"}, has_hits
+    ),
+    "vLLM's prefix caching": Alone(("states",), ("turns", "document"), PLUGIN_OFF, has_hits),
+    # None with experts: vLLM-Ascend 0.23.0 wakes up with their weights transposed, for a trainer
+    # that loads others.
+    "sleep and wake": Alone(
+        *(("full attention", "windows"), ("sleeps",), ADAPTIVE, has_slept),
+        engine=SLEEPING | connector(),
+        controls=("zeroed host memory",),
+    ),
+    "drafts": Alone(
+        tuple(draft_models.WRITERS),
+        ("turns", "document", "damage", "holes", "storm"),
+        PLUGIN_OFF,
+        drafts_are_accepted,
+        NO_PREFIX_CACHING,
+    ),
+}
+ALONE_CELLS = [
+    (model, feature)
+    for feature, alone in ALONE.items()
+    for model in alone.models
+    if not IS_SAMPLE or (model, feature) == ("full attention", "sleep and wake")
+]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    @cache
-    def serve(model: str) -> Mapping[str, Served]:
-        folder = tmp_path_factory.mktemp("model")
-        random_models.write(folder, random_models.MODELS[model]())
-        scenarios = SCENARIOS[:-1] if IS_SAMPLE else SCENARIOS
-        num_groups = GROUPS[model]
-        needed = ENGINES.get(model, {})
-        pool = needed | {"num_gpu_blocks_override": FULL_POOL_BLOCKS[num_groups]}
-        few = needed | {"num_gpu_blocks_override": CROWDED_BLOCKS[num_groups]}
-        small = connector(host_memory_gib=1 / 256, swap_on_preemption=True)
-
-        def plan(engine: dict[str, Any], *names: str) -> dict[str, Any]:
-            return {"model": str(folder), "engine": engine, "scenarios": names}
-
-        if (model, "holes, one request") in LEFT_OUT:
-            scenarios = tuple(name for name in scenarios if name != "lone_holes")
-        reference = plan(pool | NO_PREFIX_CACHING, *scenarios, *CROWDED)
-        found = run_plans(
-            WORKLOAD, {"reference": reference}, tmp_path_factory.mktemp("reference"), PLUGIN_OFF
-        ) | run_plans(
-            WORKLOAD,
-            {
-                "kvext": plan(connector() | pool, *scenarios),
-                "crowded": plan(small | few, *CROWDED),
-            },
-            tmp_path_factory.mktemp("kvext"),
-            {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"},
-        )
-        return {name: Served(report, "") for name, report in found.items()}
-
-    return serve
-
-
-TWO_DEVICES = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-ALONE: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, str]]] = {
-    "tensor parallel 2": (
-        ("turns", "document", "holes"),
-        connector() | TWO_DEVICES,
-        {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"},
-    ),
-    "retention by interval": (("turns", "document"), {}, {INTERVAL: "256"}),
-    "vLLM's prefix caching": (("turns", "document"), {}, PLUGIN_OFF),
-}
-"""Features with an engine of their own: scenarios, engine, environment."""
-ALONE_CELLS = [
-    (model, feature)
-    for feature in tuple(ALONE)[:2]
-    for model in ("full attention", "windows", "latent attention, experts")
-] + [("states", feature) for feature in tuple(ALONE)[1:]]
-"""Left out: states on two devices, whose cell would ask for holes."""
+def served(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> LazyReports:
+    """By name and model: ``reference``, ``kvext``, ``crowded``, and those of `ALONE`."""
+    without: dict[str, Plan] = {}
+    with_package: dict[str, Plan] = {}
+    processes: list[tuple[Mapping[str, str], dict[str, Plan]]] = []
+    for model in MODELS:
+        folder, of_model = folder_of(model), ENGINES.get(model, {})
+        scenarios, crowded = SCENARIOS, CROWDED
+        pool, few = (of_model | pool_of(model, *blocks) for blocks in ((), (CROWDED_BLOCKS,)))
+        reference = pool | NO_PREFIX_CACHING
+        if model in draft_models.WRITERS:
+            scenarios, crowded = ("turns", "document", "damage", "holes"), ("storm",)
+            pool, few = (engine | draft_models.drafts(folder) for engine in (pool, few))
+        elif IS_SAMPLE or model in NO_HOLES:
+            scenarios = SCENARIOS[:-1]
+        asleep = ("sleeps",) if (model, "sleep and wake") in ALONE_CELLS else ()
+        asked = (*scenarios, *crowded, *asleep)
+        without[f"reference, {model}"] = Plan(folder, asked, engine=reference)
+        with_package |= {
+            f"kvext, {model}": Plan(folder, scenarios, engine=connector() | pool),
+            f"crowded, {model}": Plan(folder, crowded, engine=small_connector() | few),
+        }
+        for feature in (feature for other, feature in ALONE_CELLS if other == model):
+            alone = ALONE[feature]
+            plan = Plan(folder, alone.scenarios, engine=pool | alone.engine)
+            processes.append((alone.environ, {f"{feature}, {model}": plan}))
+        if not IS_SAMPLE or model == MODELS[-1]:  # Few models share a process.
+            processes += [(PLUGIN_OFF, without), (ADAPTIVE, with_package)]
+            without, with_package = {}, {}
+    return LazyReports(tmp_path_factory, processes, NPU)
 
 
-@pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 @pytest.mark.parametrize(("model", "feature"), ALONE_CELLS)
 def test_answers_of_other_engines_are_those_without_the_package(
-    tmp_path_factory: pytest.TempPathFactory, report_cell: Any, model: str, feature: str
+    served: LazyReports, report_cell: Any, model: str, feature: str
 ) -> None:
-    scenarios, engine, environ = ALONE[feature]
-    folder = tmp_path_factory.mktemp("model")
-    random_models.write(folder, random_models.MODELS[model]())
-    pool = {"num_gpu_blocks_override": FULL_POOL_BLOCKS[GROUPS[model]]}
-    pool |= ENGINES.get(model, {})
-
-    def serve(engine: dict[str, Any], environ: Mapping[str, str]) -> Served:
-        plan = {"model": str(folder), "engine": pool | engine, "scenarios": scenarios}
-        reports = run_plans(WORKLOAD, {"": plan}, tmp_path_factory.mktemp("report"), environ)
-        return Served(reports[""], "")
-
-    reference, found = serve(NO_PREFIX_CACHING, PLUGIN_OFF), serve(engine, environ)
-    errors = {label: found.logprob_error(label, reference) for label in found.labels}
-    wrong = [errors.pop(label) for label in [*errors] if label.startswith("hole left out")]
-    report_cell(feature, model, max(errors.values()), max(wrong, default=math.nan))
-    assert max(errors.values()) <= TOLERANCE
-    assert sum(found.hit_tokens("twice")) > 0
-    assert set(found.report["left"].values()) == {0}
-    if wrong:
-        assert max(wrong) > WRONG
-        assert sum(found.hit_tokens("warm")) > 0
-        assert counted(found, labels_of(found, "holes"), "hole tokens") > 0
+    found, reference = served[f"{feature}, {model}"], served[f"reference, {model}"]
+    controls = ALONE[feature].controls
+    right = [label for label in found.labels if label not in controls]
+    wrong = [found.logprob_error(label, reference) for label in controls]
+    largest = found.check_equal(reference, right, TOLERANCE)
+    report_cell(feature, model, largest, max(wrong, default=math.nan))
+    assert ALONE[feature].is_met(found), found.report
+    assert not wrong or max(wrong) > WRONG
+    found.check_nothing_is_left()
 
 
 def labels_of(served: Served, feature: str) -> list[str]:
-    beginning = BEGINNINGS.get(feature)
-    labels = FEATURES[feature]
+    beginning, labels = BEGINNINGS.get(feature), FEATURES[feature]
     return [
         label
         for label in served.labels
@@ -196,93 +223,61 @@ def labels_of(served: Served, feature: str) -> list[str]:
     ]
 
 
-def asked(reports: Mapping[str, Served], feature: str) -> Served:
-    return reports["crowded" if feature in ("preemption and swap", "eviction") else "kvext"]
-
-
-def counted(served: Served, labels: list[str], name: str) -> int:
-    return sum(served.report["asked"][label]["counted"].get(name, 0) for label in labels)
-
-
-def skip_if_left_out(model: str, feature: str) -> None:
-    if (model, feature) in LEFT_OUT:
-        pytest.skip(LEFT_OUT[model, feature])
-    if IS_SAMPLE and feature == "holes, one request":
-        pytest.skip("not in the sample")
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "feature"), CELLS)
 def test_answers_are_those_without_the_package(
-    served: Reports, report_cell: Any, model: str, feature: str
+    served: LazyReports, report_cell: Any, model: str, feature: str
 ) -> None:
-    skip_if_left_out(model, feature)
-    reports = served(model)
-    found, reference = asked(reports, feature), reports["reference"]
-    labels = labels_of(found, feature)
-    assert labels
-    controls = CONTROLS.get(feature, CONTROLS["store and load"])
-    if model == "states" and "zeroed rows" in controls:
-        controls += ("zeroed tails", "swapped tails")  # Most of its layers have no rows.
-    largest = max(found.logprob_error(label, reference) for label in labels)
-    wrong = max(reports["kvext"].logprob_error(label, reference) for label in controls)
+    kvext, reference = served[f"kvext, {model}"], served[f"reference, {model}"]
+    is_crowded = feature in ("preemption and swap", "eviction")
+    found = served[f"crowded, {model}"] if is_crowded else kvext
+    controls = LEFT_OUT if "holes" in feature else DAMAGED_ROWS
+    if model == "states":
+        controls += DAMAGED_TAILS  # Most of its layers have no rows.
+    largest = found.check_equal(reference, labels_of(found, feature), TOLERANCE)
+    wrong = max(kvext.logprob_error(label, reference) for label in controls)
     report_cell(feature, model, largest, wrong)
-    assert largest <= TOLERANCE
-    for label in labels:
-        replies = [answer.reply for answer in found.answers(label)]
-        assert replies == [answer.reply for answer in reference.answers(label)], label
     assert wrong > WRONG
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_wrong_in_host_memory_is_seen(served: Reports, model: str) -> None:
-    reports = served(model)
-    found, reference = reports["kvext"], reports["reference"]
-    damaged = ["zeroed rows", "swapped rows"]
-    if model in WITH_TAILS:
-        damaged += ["zeroed tails", "swapped tails"]
-    for label in damaged:
+def test_what_is_wrong_in_host_memory_is_seen(served: LazyReports, model: str) -> None:
+    found, reference = served[f"kvext, {model}"], served[f"reference, {model}"]
+    for label in DAMAGED_ROWS + (DAMAGED_TAILS if model in WITH_TAILS else ()):
         assert found.logprob_error(label, reference) > WRONG, label
     assert found.logprob_error("intact", reference) <= TOLERANCE
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_each_feature_was_met(served: Reports, model: str) -> None:
+def test_each_feature_was_met(served: LazyReports, model: str) -> None:
     """Counts of what the names of the features say."""
-    reports = served(model)
-    found, crowded = reports["kvext"], reports["crowded"]
-    own = found.report["own"]
+    found, crowded = served[f"kvext, {model}"], served[f"crowded, {model}"]
+    assert found.report["num_groups"] == GROUPS[model]
     assert sum(found.hit_tokens("warm")) > 0 and sum(found.hit_tokens("second turn")) > 0
-    assert found.hit_tokens("no salt") == [0] and found.hit_tokens("same salt") == [128]
     for name in ("hole tokens", "tokens behind holes"):
-        has_holes = counted(found, labels_of(found, "holes"), name) > 0
-        assert has_holes is ((model, "holes") not in LEFT_OUT)
+        is_met = found.counted_in_all(name, labels_of(found, "holes")) > 0
+        assert is_met is (model not in NO_HOLES)
+    assert crowded.counted("storm", "preemptions") > 0
+    assert found.report["batched copies"]["calls"] > 0
+    for each in (found, crowded):
+        each.check_nothing_is_left()
+    if model in draft_models.WRITERS:
+        assert served[f"reference, {model}"].counted_in_all("draft tokens") == 0
+        assert drafts_are_accepted(found) and drafts_are_accepted(crowded)
+        return
+    own = found.report["own"]
+    assert found.hit_tokens("no salt") == [0] and found.hit_tokens("same salt") == [128]
     assert own["transfer_failures.load"] > 0 and own["transfer_failures.store"] > 0
-    assert counted(crowded, ["storm"], "preemptions") > 0
     assert crowded.report["own"]["host_swapped_requests"] > 0
     assert crowded.report["own"]["host_removed_entries.evicted"] > 0
-    assert found.report["batched copies"]["calls"] > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left_when_all_is_done(served: Reports, model: str) -> None:
-    for name in ("kvext", "crowded"):
-        left = served(model)[name].report["left"]
-        assert set(left.values()) == {0}, left
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_models_have_the_groups_that_they_are_tested_for(served: Reports, model: str) -> None:
-    assert served(model)["kvext"].report["num_groups"] == GROUPS[model]
-
-
-@pytest.mark.parametrize("model", [model for model, feature in LEFT_OUT if feature == "holes"])
-def test_where_a_chunk_is_missing_all_behind_it_is_computed(served: Reports, model: str) -> None:
-    if model not in MODELS:
-        pytest.skip("not in the sample")
-    reports = served(model)
-    found, reference = reports["kvext"], reports["reference"]
-    for label in labels_of(found, "holes"):
-        assert found.logprob_error(label, reference) <= TOLERANCE, label
-    # The first prompt of the round meets its own chunks only, and misses the third.
-    assert found.hit_tokens("hole: in the middle")[0] == 256
+@pytest.mark.parametrize("model", [model for model in MODELS if model in NO_HOLES])
+def test_where_a_chunk_is_missing_all_behind_it_is_computed(
+    served: LazyReports, model: str
+) -> None:
+    found, reference = served[f"kvext, {model}"], served[f"reference, {model}"]
+    of_holes = [label for label in found.labels if label.startswith("hole")]
+    found.check_equal(reference, of_holes, TOLERANCE)
+    # The first prompt of the round meets its own chunks only. States are at few boundaries.
+    for name in ["in the middle"] if model == "states" else HOLES_TOKENS:
+        assert found.hit_tokens(f"hole: {name}")[0] == HOLES_TOKENS[name][0][0]

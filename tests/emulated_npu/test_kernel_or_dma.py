@@ -3,8 +3,8 @@
 
 The choice between both, the launcher and the kernel's source are the real ones, on streams that are
 on time and late. A block of 128 tokens is a run, so that all runs of these models are larger than
-`choice.LEAST_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go by
-turns. What one way has stored the other one loads.
+`page_transfer.MIN_MEAN_RUN_BYTES_FOR_DMA`: the workload lowers and raises it, so that transfers go
+by turns. What one way has stored the other one loads.
 
 Tokens of segments lie anywhere in their pages: there the real size decides.
 """
@@ -12,8 +12,7 @@ Tokens of segments lie anywhere in their pages: there the real size decides.
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,25 @@ from typing import Any
 import kernel_launcher
 import pytest
 import random_models
+from emulated_plans import TOLERANCE, WRONG, connector, pool_of
 from support.blending.oracle import Oracle
+from support.blending.served import MAX_TOKENS, expected_reuse, oracle_error
 from support.sample import IS_SAMPLE
+from support.scenarios import processes
+from support.scenarios.answers import Served
+from support.scenarios.documents import SEPARATOR
+from support.scenarios.kernel_or_dma import SEEDS
+from support.scenarios.processes import ADAPTIVE, NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan
+from test_blending import HEAD_TOKENS, POOL, wrong_errors
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from blended_prompts import SEPARATOR
-from emulated_run import run_plans
-from kernel_workload import SEEDS
-from served import PLUGIN_OFF, Served
-from test_blending import CONTROLS, HEAD_TOKENS, MOST_TOKENS, oracle_error, reused_of
-from test_features import FULL_POOL_BLOCKS, NO_PREFIX_CACHING, TOLERANCE, WRONG, connector
-
-from vllm_ascend_kvext.transfer.choice import LEAST_MEAN_RUN_BYTES_FOR_DMA
+from vllm_ascend_kvext.transfer.page_transfer import MIN_MEAN_RUN_BYTES_FOR_DMA
 
 pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 
-WORKLOAD = "kernel_workload.py"
-KERNEL = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive", "VLLM_ASCEND_KVEXT_ASCEND_KERNEL": "1"}
+KERNEL = {"VLLM_ASCEND_KVEXT_ASCEND_KERNEL": "1"}
 IN_TURNS = {"store": ["kernel", "dma"], "load": ["kernel", "kernel", "dma"]}
 WAYS = tuple(f"{way} {name}" for way in ("kernel", "dma") for name in ("store", "load"))
-GROUPS = {"full attention": 1, "windows": 6}
-MODELS = tuple(GROUPS)[:1] if IS_SAMPLE else tuple(GROUPS)
+MODELS = ("full attention", "windows")[: 1 if IS_SAMPLE else None]
 SCENARIOS = ("skipped", "turns", "late")
 SKIPPED = "kernels copy nothing"
 """The label of the control."""
@@ -57,33 +53,31 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    @cache
-    def folder_of(model: str) -> Path:
-        folder = tmp_path_factory.mktemp("model")
-        random_models.write(folder, random_models.MODELS[model]())
-        return folder
+def serve(
+    libraries: Path, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Serve:
+    """An engine with the kernel; the other arguments are options of its plan."""
 
-    def serve(
-        model: str, engine: Mapping[str, Any], environ: Mapping[str, str], **more: Any
-    ) -> Served:
-        pool = {"num_gpu_blocks_override": FULL_POOL_BLOCKS[GROUPS[model]]}
-        plan = {"model": str(folder_of(model)), "engine": pool | dict(engine), **more}
-        report = run_plans(WORKLOAD, {"": plan}, tmp_path_factory.mktemp("report"), environ)[""]
-        return Served(report, "")
+    def serve(model: str, scenarios: tuple[str, ...], **options: Any) -> Served:
+        engine, options = connector() | pool_of(model), {"libraries": str(libraries), **options}
+        plan = Plan(folder_of(model), scenarios, "kernel_or_dma", engine, options)
+        return processes.serve(tmp_path_factory, {"": plan}, KERNEL | ADAPTIVE, NPU)[""]
 
     return serve
 
 
 @pytest.fixture(scope="module")
-def reports(serve: Serve, libraries: Path) -> Reports:
+def reports(
+    serve: Serve, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
     """Of an engine with kernel and DMA, and of one without the package."""
 
     @cache
     def reports(model: str) -> tuple[Served, Served]:
-        reference = serve(model, NO_PREFIX_CACHING, PLUGIN_OFF, scenarios=SCENARIOS)
-        more = {"libraries": str(libraries), "turns_of": IN_TURNS, "scenarios": SCENARIOS}
-        return serve(model, connector(), KERNEL, **more), reference
+        engine = pool_of(model) | NO_PREFIX_CACHING
+        plans = {"": Plan(folder_of(model), SCENARIOS, "kernel_or_dma", engine)}
+        reference = processes.serve(tmp_path_factory, plans, PLUGIN_OFF, NPU)[""]
+        return serve(model, SCENARIOS, turns_of=IN_TURNS), reference
 
     return reports
 
@@ -93,13 +87,9 @@ def test_answers_are_those_without_the_package(
     reports: Reports, report_cell: Any, model: str
 ) -> None:
     found, reference = reports(model)
-    errors = {label: found.logprob_error(label, reference) for label in found.labels}
-    wrong = errors.pop(SKIPPED)
-    report_cell("kernel or DMA", model, max(errors.values()), wrong)
-    assert max(errors.values()) <= TOLERANCE, errors
-    for label in errors:
-        replies = [answer.reply for answer in found.answers(label)]
-        assert replies == [answer.reply for answer in reference.answers(label)], label
+    right = [label for label in found.labels if label != SKIPPED]
+    wrong = found.logprob_error(SKIPPED, reference)
+    report_cell("kernel or DMA", model, found.check_equal(reference, right, TOLERANCE), wrong)
     assert wrong > WRONG
 
 
@@ -129,19 +119,16 @@ def test_kernels_are_late_as_the_seeds_say(reports: Reports, model: str) -> None
 def test_nothing_is_left_when_all_is_done(reports: Reports, model: str) -> None:
     """The host buffer is not mapped any more, either."""
     found, _ = reports(model)
-    assert set(found.report["left"].values()) == {0}
+    found.check_nothing_is_left()
     assert found.report["kernels"]["mappings"] == 0
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
-def test_kernels_that_do_not_wait_for_the_model_are_seen(
-    serve: Serve, reports: Reports, libraries: Path
-) -> None:
+def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: Reports) -> None:
     """Stores alone: what they read has not been written yet."""
     model = "full attention"
-    more = {"libraries": str(libraries), "scenarios": ["late"], "without": "stores wait"}
-    kernels = {"turns_of": {"store": ["kernel"], "load": ["kernel"]}}
-    found = serve(model, connector(), KERNEL, **more, **kernels)
+    turns_of = {"store": ["kernel"], "load": ["kernel"]}
+    found = serve(model, ("late",), turns_of=turns_of, without="stores wait")
     _, reference = reports(model)
     assert found.report["batched copies"] == {}
     for seed in SEEDS:
@@ -160,48 +147,40 @@ def segments_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def serve_segments(
     segments_model: Path, libraries: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any]]:
-    def serve(**more: Any) -> dict[str, Any]:
-        plan = {
-            "model": str(segments_model),
-            "scenarios": ["orders", "controls"],
-            "heads": [HEAD_TOKENS],
-            "blending": {"segment_separator": SEPARATOR},
-            "engine": {"num_gpu_blocks_override": 200},
-            "libraries": str(libraries),
-            **more,
-        }
-        environ = {"VLLM_ASCEND_KVEXT_ASCEND_KERNEL": "1"}
-        return run_plans(WORKLOAD, {"": plan}, tmp_path_factory.mktemp("report"), environ)[""]
+) -> Serve:
+    def serve(scenarios: tuple[str, ...], **options: Any) -> Served:
+        engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
+        options = {"heads": [HEAD_TOKENS], "libraries": str(libraries), **options}
+        plan = Plan(segments_model, scenarios, "kernel_segments", engine, options)
+        return processes.serve(tmp_path_factory, {"": plan}, KERNEL, NPU)[""]
 
     return serve
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_small_runs_of_segments_go_by_the_kernel(
-    serve_segments: Callable[..., dict[str, Any]], segments_model: Path, report_cell: Any
+    serve_segments: Serve, segments_model: Path, report_cell: Any
 ) -> None:
     """From and to the pages: the memory in which keys are rotated is mapped as well."""
-    report = serve_segments()
-    skipping = serve_segments(skips_loads=True, scenarios=["orders"])
-    oracle = Oracle(segments_model, report["facts"]["sink"], MOST_TOKENS)
-    orders = f"heads {HEAD_TOKENS}"
+    served = serve_segments(("orders", "controls"))
+    skipping = serve_segments(("orders",), skips_loads=True)
+    oracle = Oracle(segments_model, served.report["facts"]["sink"], MAX_TOKENS)
 
-    def errors_of(report: dict[str, Any], label: str) -> list[float]:
+    def errors_of(served: Served) -> list[float]:
+        answers = served.answers(f"heads {HEAD_TOKENS}")
         return [
-            oracle_error(oracle, answer, reused_of(answer, 0)) for answer in report["asked"][label]
+            oracle_error(oracle, answer, expected_reuse(answer, HEAD_TOKENS)) for answer in answers
         ]
 
-    errors = errors_of(report, orders)
-    wrong = max(errors_of(skipping, orders))
+    errors, wrong = errors_of(served), max(errors_of(skipping))
     report_cell("kernel or DMA, segments", "full attention", max(errors), wrong)
     assert max(errors) <= TOLERANCE
     assert wrong > WRONG
-    assert all(error > WRONG for label in CONTROLS for error in errors_of(report, label))
-    ways = report["ways"]
+    assert min(wrong_errors(oracle, served)) > WRONG
+    ways = served.report["ways"]
     assert all(ways["counted"][way] > 0 for way in WAYS), ways
     for way, sizes in ways["mean run bytes"].items():
-        are_small = [size < LEAST_MEAN_RUN_BYTES_FOR_DMA for size in sizes]
+        are_small = [size < MIN_MEAN_RUN_BYTES_FOR_DMA for size in sizes]
         assert are_small == ["kernel" in way] * len(sizes), ways
-    assert set(report["left"].values()) == {0}
-    assert report["kernels"]["mappings"] == 0
+    served.check_nothing_is_left()
+    assert served.report["kernels"]["mappings"] == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import random_models
-from emulated_run import ENVIRON
+from support.scenarios.processes import NPU
 from support.serve_lines import ServeLine, serve_lines, start
 
 LINES = [line for line in serve_lines() if line.connector != "LMCacheMPConnector"]
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.place)
 def test_a_printed_line_starts(line: ServeLine, model: Path) -> None:
-    started = start(line, model, "engine", ENVIRON, model)
+    started = start(line, model, "engine", dict(NPU.environ), model)
     assert started.report, started.log[-4000:]
     assert started.report["platform"] == "NPUPlatform"
     assert started.report["connector"] == (line.connector or "NoneType")

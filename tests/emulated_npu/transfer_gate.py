@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from vllm_ascend_kvext.connector.transfer_thread import TransferThread
+from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 
 PACES = ((0, 0, 1, 2, 6), (0, 0, 0, 1), (0,) * 11 + (1,))
 """How many steps the thread makes between two calls: one of the numbers of a seed's pace. With the
@@ -58,14 +58,10 @@ class _GatedCondition(threading.Condition):
 
 
 class TransferGate:
-    """The gate of one worker.
+    """The gate of one worker, whose side of the connector gets another thread.
 
-    Args:
-        worker_side: Of the connector. It gets another thread.
-
-    Attributes:
-        is_closed: Otherwise threads run as they are.
-        counted: Steps, copies and failures since it was closed.
+    While it is not closed, threads run as they are. Steps, copies and failures are counted from
+    then on.
     """
 
     def __init__(self, worker_side: Any) -> None:
@@ -123,11 +119,7 @@ class TransferGate:
         self._num_copies, self._failing = 0, numbers
 
     def enqueue(self, enqueue: Callable[[], None]) -> None:
-        """Have the device make batched copies, or refuse them.
-
-        Raises:
-            RuntimeError: They are refused.
-        """
+        """Have the device make batched copies, or refuse them."""
         self._num_copies += 1
         self.counted["batched copies"] += 1
         is_refused = self._num_copies in self._failing

@@ -11,50 +11,48 @@ from typing import Any
 import connector_models
 import lmcache_runs
 import pytest
-import served
-from served import Serve
+from support.scenarios import processes
+from support.scenarios.answers import Served
+from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Serve
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 with random weights: five sliding-window groups and one full group."""
     folder = tmp_path_factory.mktemp("model")
-    served.example().write_model(folder, window_tokens=served.WINDOW_TOKENS)
+    connector_models.write_one_window(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Serve scenarios in a process with the given variables; equal calls share one process."""
-    done: dict[str, served.Served] = {}
+    """Serve scenarios of `retention` with the given variables; equal calls share one process."""
+    done: dict[str, Served] = {}
 
     def serve(
         environ: Mapping[str, str],
         scenarios: Sequence[str] = ("chat", "storm", "corruption", "branches"),
         **engine: Any,
-    ) -> served.Served:
+    ) -> Served:
         key = json.dumps([environ, scenarios, engine], sort_keys=True)
         if key not in done:
-            report = tmp_path_factory.mktemp("report") / "report.json"
-            ended = served.start(tiny_model, report, environ, engine, scenarios)
-            if ended.exit_code:
-                pytest.fail(f"exit code {ended.exit_code} with {key}:\n{ended.log[-6000:]}")
-            done[key] = served.Served(json.loads(report.read_text()), ended.log)
+            plan = Plan(tiny_model, scenarios, "retention", engine)
+            done[key] = processes.serve(tmp_path_factory, {key: plan}, environ)[key]
         return done[key]
 
     return serve
 
 
 @pytest.fixture(scope="session")
-def uncached(serve: Serve) -> served.Served:
+def uncached(serve: Serve) -> Served:
     """What is right: no plugin, no prefix caching."""
-    return serve(served.PLUGIN_OFF, enable_prefix_caching=False)
+    return serve(PLUGIN_OFF, **NO_PREFIX_CACHING)
 
 
 @pytest.fixture(scope="session")
-def dense(serve: Serve) -> served.Served:
+def dense(serve: Serve) -> Served:
     """Stock prefix caching: the plugin is off, no interval is set."""
-    return serve(served.PLUGIN_OFF)
+    return serve(PLUGIN_OFF)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +71,7 @@ def run_lmcache(
 ) -> lmcache_runs.Run:
     """Serve plans with LMCacheMPConnector; see ``lmcache_runs.serve``."""
 
-    def run(plans: lmcache_runs.Plans, **more: Any) -> dict[str, served.Served]:
+    def run(plans: lmcache_runs.Plans, **more: Any) -> dict[str, Served]:
         return lmcache_runs.serve(lmcache_models, tmp_path_factory.mktemp("served"), plans, **more)
 
     return run

@@ -3,21 +3,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
-import served
-
+EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCABULARY_TOKENS = 512
 WINDOW_TOKENS = 64
 WINDOWS_TOKENS = (32, 64, 160)
 
 
+def example() -> ModuleType:
+    """`examples/retention.py`, whose model the tests serve."""
+    spec = importlib.util.spec_from_file_location("example_retention", EXAMPLES / "retention.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        spec.loader.exec_module(module)
+    return module
+
+
 def write_one_window(folder: Path) -> None:
     """A Gemma 3: five sliding-window layers and one full layer, in six KV cache groups."""
-    served.example().write_model(folder, window_tokens=WINDOW_TOKENS)
+    example().write_model(folder, window_tokens=WINDOW_TOKENS)
 
 
 def write_alternating(folder: Path) -> None:

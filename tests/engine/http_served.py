@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_workload import REPLY_TOKENS, Tokens
-from served import ENGINE_ENVIRON, Served
+from support.scenarios.answers import Served
+from support.scenarios.engine import REPLY_TOKENS, Tokens
+from support.scenarios.processes import ENGINE_ENVIRON
 
 MODEL_NAME = "tiny"
-_MOST_START_S = 600.0
+_MAX_START_S = 600.0
 _VLLM_COMMAND = """
 from importlib import metadata
 version = metadata.version
@@ -59,7 +60,7 @@ def serving(
         )
     try:
         client = Client(f"http://127.0.0.1:{port}")
-        deadline_s = time.monotonic() + _MOST_START_S
+        deadline_s = time.monotonic() + _MAX_START_S
         while not client.is_ready():
             if server.poll() is not None or time.monotonic() > deadline_s:
                 pytest.fail(f"no server: exit code {server.poll()}\n{log_path.read_text()[-8000:]}")

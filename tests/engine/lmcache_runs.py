@@ -7,18 +7,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
-import served
 from lmcache_workload import PROMPT_TOKENS
-from served import Served
+from support.scenarios import processes
+from support.scenarios.answers import Served
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -53,17 +51,15 @@ def serve(
         name: {"prompts": [1, 2], "engine": {}, **plan, "model": str(models[plan["model"]])}
         for name, plan in plans.items()
     }
-    with Conductor(folder, actions or {}) as conductor:
-        ended = served.run(
-            "lmcache_workload.py",
+    with conducted(folder, actions or {}) as errors:
+        ended = processes.run(
+            Path(__file__).with_name("lmcache_workload.py"),
             [str(folder / "report.json"), json.dumps(full)],
             {**_ENVIRON, **(environ or {})},
-            folder=folder,
+            working_folder=folder,
         )
-    if ended.exit_code or conductor.errors:
-        pytest.fail(
-            f"exit code {ended.exit_code}, {conductor.errors} with {plans}:\n{ended.log[-6000:]}"
-        )
+    if ended.exit_code or errors:
+        pytest.fail(f"exit code {ended.exit_code}, {errors} with {plans}:\n{ended.log[-6000:]}")
     reports = json.loads((folder / "report.json").read_text())
     return {name: Served(report, ended.log) for name, report in reports.items()}
 
@@ -80,39 +76,28 @@ def connected(port: int, **options: Any) -> dict[str, Any]:
     }
 
 
-@dataclass
-class Conductor:
-    """Does what is to be done in the pauses of an engine, while the engine runs elsewhere."""
+@contextmanager
+def conducted(folder: Path, actions: Actions) -> Iterator[list[str]]:
+    """Do what is to be done in the pauses of an engine elsewhere; what went wrong is listed."""
+    errors: list[str] = []
 
-    folder: Path
-    actions: Actions
-    errors: list[str] = field(default_factory=list)
-
-    def __enter__(self) -> Conductor:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._thread.join(0.0 if kind else 5.0)
-
-    def _run(self) -> None:
-        for name, action in self.actions.items():
+    def conduct() -> None:
+        for name, action in actions.items():
             limit_s = time.monotonic() + _REACHED_LIMIT_S
-            while not (self.folder / f"{name}.reached").exists():
+            while not (folder / f"{name}.reached").exists():
                 if time.monotonic() > limit_s:
                     return  # The engine has ended; its process says why.
                 time.sleep(0.05)
             try:
                 action()
             except (Exception, SystemExit) as error:
-                self.errors.append(f"{name}: {error}")
-            (self.folder / f"{name}.passed").touch()
+                errors.append(f"{name}: {error}")
+            (folder / f"{name}.passed").touch()
+
+    thread = threading.Thread(target=conduct, daemon=True)
+    thread.start()
+    yield errors
+    thread.join(5.0)
 
 
 class Restarted:

@@ -23,8 +23,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-VOCABULARY_TOKENS = 512
-BLOCK_TOKENS = 16
 PROMPT_TOKENS = 700
 REPLY_TOKENS = 8
 _TRANSFERS_LIMIT_S = 30
@@ -33,21 +31,16 @@ _PAUSE_LIMIT_S = 150
 
 def serve(plan: dict[str, Any]) -> dict[str, Any]:
     """Start one engine, ask it, and end it."""
+    from support.scenarios.engine import COMMON
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     started_s = time.monotonic()
-    common = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "max_model_len": 2048,
+    common = COMMON | {
+        "block_size": 16,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 256,
-        "num_gpu_blocks_override": 700,
         "enable_prefix_caching": False,
-        "disable_hybrid_kv_cache_manager": False,
         "distributed_executor_backend": UniProcExecutor,
     }
     llm = None
@@ -56,8 +49,7 @@ def serve(plan: dict[str, Any]) -> dict[str, Any]:
         core = llm.llm_engine.engine_core.engine_core
         if "kills" in plan:
             _kill_at_the_first_load(plan["kills"])
-        answers = []
-        seconds = []
+        answers, seconds = [], []
         for seed in plan["prompts"]:
             if isinstance(seed, str):
                 _pause(Path(seed))
@@ -108,29 +100,13 @@ def _kill_at_the_first_load(process_id: int) -> None:
     adapter.submit_retrieve_request = kill_and_load
 
 
-def prompt_of(seed: int) -> list[int]:
-    """The same tokens in every process."""
-    rng = random.Random(seed)
-    return [rng.randrange(VOCABULARY_TOKENS) for _ in range(PROMPT_TOKENS)]
-
-
 def _ask(llm: Any, seed: int) -> dict[str, Any]:
-    from vllm import SamplingParams
+    """The prompt of a seed has the same tokens in every process."""
+    from support.scenarios.engine import Prompt, answer_of, random_tokens, sampling_of
 
-    prompt = prompt_of(seed)
-    sampling = SamplingParams(
-        temperature=0, max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=5, detokenize=False
-    )
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    return {
-        "prompt_tokens": len(prompt),
-        "hit_tokens": output.num_cached_tokens or 0,
-        "reply": list(output.outputs[0].token_ids),
-        "logprobs": [
-            {token: entry.logprob for token, entry in step.items()}
-            for step in output.outputs[0].logprobs
-        ],
-    }
+    prompt = Prompt(random_tokens(random.Random(seed), PROMPT_TOKENS))
+    (output,) = llm.generate([prompt.inputs], sampling_of(REPLY_TOKENS), use_tqdm=False)
+    return answer_of(prompt, output)
 
 
 def main() -> None:
@@ -140,4 +116,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     main()

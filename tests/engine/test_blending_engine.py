@@ -6,17 +6,28 @@ Nothing of them is seen by others: see the tests of leaks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import blending_models
 import pytest
-import served
-from blended_prompts import SEPARATOR, STORED_LENGTHS
-from blending_workload import (
+from connector_models import WINDOW_TOKENS
+from support.blending.oracle import Oracle
+from support.blending.served import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    expected_reuse,
+    num_tokens,
+    oracle_error,
+)
+from support.sample import IS_SAMPLE
+from support.scenarios import processes
+from support.scenarios.answers import LOGPROB_TOLERANCE as SAME_TOLERANCE
+from support.scenarios.answers import Answer, errors
+from support.scenarios.blending import (
     CROWD,
     CROWD_REPLY_TOKENS,
     HEADS_TOKENS,
@@ -24,67 +35,48 @@ from blending_workload import (
     ORDERS,
     REPLY_TOKENS,
 )
-from connector_models import WINDOW_TOKENS
-from served import PLUGIN_OFF
-from support.blending.oracle import Oracle
-from support.blending.reused import Reused
-from support.sample import IS_SAMPLE
+from support.scenarios.documents import SEPARATOR, STORED_LENGTHS
+from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Reports
 
 ORACLE_TOLERANCE = 1e-3
 """Log-probabilities, fp32; 3e-4 has been seen."""
-SAME_TOLERANCE = 1e-4
-"""Between engines."""
-MIN_TOKENS = 32
-MOST_TOKENS = 1200
 SINK_IDS = (7, 8, 9)
 LONG_SINK_IDS = tuple(range(100, 175))
 """Four blocks and some tokens, more than a window."""
 WRONG = 0.1
 """Log-probabilities: what is wrong differs by more."""
-MOST_ORACLE_ANSWERS = 30
+MAX_ORACLE_ANSWERS = 30
 """Of a setting whose requests are mixed: the oracle is slow."""
 PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine that blends.
+    """An engine that blends, with ``blending`` options of the connector and ``engine`` of ``LLM``.
 
-    Attributes:
-        model: See ``blending_models.WRITERS``.
-        scenarios: Names of functions of the workload.
-        heads: Tokens.
-        blending: Options of the connector.
-        engine: Arguments of ``LLM``.
-        environ: Of its process.
-        window_tokens: Where tokens are computed because a window reaches across.
-        is_main_only: Whether it says nothing about other versions of vLLM.
-        requests: How many are mixed.
-        without: What does not protect the prefix cache.
+    ``window_tokens`` are computed at the beginning of a segment. One that ``is_main_only`` says
+    nothing about other versions of vLLM. See `support.scenarios.blending` for the others.
     """
 
     model: str
     scenarios: Sequence[str] = ("orders",)
     heads: Sequence[int] = (16,)
-    blending: Mapping[str, Any] | None = None
-    engine: Mapping[str, Any] | None = None
-    environ: Mapping[str, str] | None = None
+    blending: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
     window_tokens: int = 0
     is_main_only: bool = False
     requests: int = 0
     without: Sequence[str] = ()
 
-    def plan(self, models: Mapping[str, Path]) -> dict[str, Any]:
-        blending = {"segment_separator": SEPARATOR, **(self.blending or {})}
-        return {
-            "model": str(models[self.model]),
-            "scenarios": self.scenarios,
-            "heads": self.heads,
-            "blending": blending,
-            "engine": dict(self.engine or {}),
-            "requests": self.requests,
-            "without": self.without,
-        }
+    def plan(self, model: Path) -> Plan:
+        given = {"learn_segments": False, **self.blending}
+        connector = processes.blending(segment_separator=SEPARATOR, **given)
+        options = {"heads": self.heads, "requests": self.requests, "without": self.without}
+        return Plan(model, self.scenarios, "blending", connector | dict(self.engine), options)
+
+    def expected_reuse(self, answer: Answer, head_tokens: int = 16) -> list[Any]:
+        return expected_reuse(answer, head_tokens, self.window_tokens)
 
 
 MIXED_REQUESTS = 500
@@ -95,12 +87,10 @@ SMALL_POOL = {
     "max_model_len": 1280,
     "num_gpu_blocks_override": 100,
 }
-ACROSS = {"blend_across_windows": True}
 ALL_SETTINGS = {
     "llama": Setting("llama", ("orders", "exact", "controls"), HEADS_TOKENS),
     "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
     "gemma3": Setting("gemma3", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
-    "gemma3, across windows": Setting("gemma3", blending=ACROSS),
     "gemma3, long sink": Setting(
         "gemma3",
         ("orders", "exact"),
@@ -109,7 +99,9 @@ ALL_SETTINGS = {
         is_main_only=True,
     ),
     "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
-    "gpt-oss, across windows": Setting("gpt-oss", blending=ACROSS, is_main_only=True),
+    "learned": Setting(
+        "llama", ("learned", "asleep"), blending={"learn_segments": True}, is_main_only=True
+    ),
     "crowd": Setting("llama", ("crowd",), engine=CROWD),
     "crowd, two workers": Setting(
         "llama",
@@ -152,85 +144,42 @@ REPLIES = {"crowd": CROWD_REPLY_TOKENS, "plain": MIXED_REPLY_TOKENS}
 """By label, where they are not of the usual length."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A request, and what it brought back; see the workload."""
-
-    prompt: list[int]
-    segments: list[list[int]]
-    reply: list[int]
-    logprobs: list[dict[str, float]]
-    params: dict[str, int] | None
-    hit_tokens: int
-    is_preempted: bool = False
-
-    @property
-    def exact_tokens(self) -> int:
-        return self.params["kvext_exact_tokens"] if self.params else len(self.prompt)
-
-    @property
-    def reused_tokens(self) -> int:
-        return self.params["kvext_reused_tokens"] if self.params else 0
-
-
-Reports = Mapping[str, dict[str, Any]]
 Oracles = Callable[[str], Oracle]
+Models = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name in {setting.model for setting in SETTINGS.values()}:
-        folders[name] = tmp_path_factory.mktemp("model")
-        blending_models.WRITERS[name](folders[name])
-    return folders
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @cache
+    def folder_of(model: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        blending_models.WRITERS[model](folder)
+        return folder
 
-
-Run = Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def run(plans: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("plans")
-        plans_path, report_path = folder / "plans.json", folder / "report.json"
-        plans_path.write_text(json.dumps(plans))
-        ended = served.run(
-            "blending_workload.py", [str(report_path), str(plans_path)], environ, most_s=500
-        )
-        if ended.exit_code:
-            pytest.fail(f"exit code {ended.exit_code} with {environ}:\n{ended.log[-6000:]}")
-        reports: dict[str, dict[str, Any]] = json.loads(report_path.read_text())
-        for name, report in reports.items():
-            if "error" in report:
-                pytest.fail(f"{name}: {report['error']}\n{ended.log[-3000:]}")
-        return reports
-
-    return run
+    return folder_of
 
 
 @pytest.fixture(scope="module")
-def reports(models: Mapping[str, Path], run: Run) -> Reports:
+def reports(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Of all engines that blend, and of those that compute anew what their caches held."""
-    plans: dict[str, Any] = {}
-    found: dict[str, dict[str, Any]] = {}
+    by_environ: dict[tuple[tuple[str, str], ...], dict[str, Plan]] = {}
     for name, setting in (SETTINGS | UNPROTECTED).items():
-        if setting.environ is not None:
-            found |= run({name: setting.plan(models)}, setting.environ)
-            continue
-        plans[name] = setting.plan(models)
+        model = models(setting.model)
+        plans = by_environ.setdefault(tuple(setting.environ.items()), {})
+        plans[name] = setting.plan(model)
         if setting.requests:
-            plans[f"{name}, recomputed"] = {
-                "model": str(models[setting.model]),
-                "scenarios": ["recomputed"],
-                "of": name,
-                "engine": {},
-            }
-    return found | run(plans, {})
+            again = Plan(model, ["recomputed"], "blending", options={"of": name})
+            plans[f"{name}, recomputed"] = again
+    found = Reports()
+    for environ, plans in by_environ.items():
+        found.update(processes.serve(tmp_path_factory, plans, dict(environ)))
+    return found
 
 
 @pytest.fixture(scope="module")
-def references(reports: Reports, models: Mapping[str, Path], run: Run) -> Reports:
+def references(
+    reports: Reports, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
     """Prompts of which nothing may be approximate, without plugin, connector and prefix caching."""
     plans = {}
     for name, setting in SETTINGS.items():
@@ -239,88 +188,43 @@ def references(reports: Reports, models: Mapping[str, Path], run: Run) -> Report
                 [answer.prompt for answer in unblended(reports, name, label)],
                 REPLIES.get(label, REPLY_TOKENS),
             )
-            for label in reports[name]["asked"]
+            for label in reports[name].labels
             if label.startswith("exact") or label in ("crowd", "plain")
         }
         if prompts:
-            plans[name] = {
-                "model": str(models[setting.model]),
-                "scenarios": ["plain"],
-                "prompts": prompts,
-                "engine": {"enable_prefix_caching": False},
-            }
-    return run(plans, PLUGIN_OFF)
+            model, options = models(setting.model), {"prompts": prompts}
+            plans[name] = Plan(model, ["plain"], "blending", NO_PREFIX_CACHING, options)
+    return processes.serve(tmp_path_factory, plans, PLUGIN_OFF)
 
 
 @pytest.fixture(scope="module")
-def oracles(models: Mapping[str, Path], reports: Reports) -> Oracles:
-    made: dict[str, Oracle] = {}
-
+def oracles(models: Models, reports: Reports) -> Oracles:
+    @cache
     def oracle(name: str) -> Oracle:
-        if name not in made:
-            sink_ids = reports[name]["facts"]["sink"]
-            made[name] = Oracle(models[SETTINGS[name].model], sink_ids, MOST_TOKENS)
-        return made[name]
+        sink_ids = reports[name].report["facts"]["sink"]
+        return Oracle(models(SETTINGS[name].model), sink_ids, MAX_TOKENS)
 
     return oracle
 
 
-def answers(reports: Reports, name: str, label: str) -> list[Answer]:
-    return [Answer(**answer) for answer in reports[name]["asked"][label]]
-
-
 def unblended(reports: Reports, name: str, label: str) -> list[Answer]:
     """Answers that are to be those of an engine without a connector."""
-    found = answers(reports, name, label)
+    found = reports[name].answers(label)
     return [each for each in found if not each.segments or label.startswith("exact")]
 
 
-def expected_reuse(answer: Answer, setting: Setting, head_tokens: int) -> list[Reused]:
-    """What is to be reused behind the exact beginning; the missing document has its own length."""
-    found = []
-    for first, end in answer.segments:
-        if end - first not in STORED_LENGTHS or end - first < 2 * head_tokens:
-            continue
-        head_end = first + max(head_tokens, setting.window_tokens - 1, 0)
-        begin = max(head_end, answer.exact_tokens)
-        if end - begin >= MIN_TOKENS:
-            found.append(Reused(begin, end, (first, end)))
-    return found
-
-
-def num_tokens(reused: Sequence[Reused]) -> int:
-    return sum(each.end_tokens - each.first_tokens for each in reused)
-
-
-def oracle_error(oracle: Oracle, answer: Answer, reused: Sequence[Reused]) -> float:
-    """The largest difference of a top-5 log-probability from the oracle's."""
-    expected = oracle.log_probabilities(answer.prompt, answer.reply, reused)
-    return max(
-        abs(float(of_token[int(token)]) - logprob)
-        for of_token, step in zip(expected, answer.logprobs, strict=True)
-        for token, logprob in step.items()
-    )
-
-
-def difference(one: Answer, other: Answer) -> float:
-    """The largest difference of a top-5 log-probability. The first reply may be a shorter one."""
-    assert one.prompt == other.prompt
-    assert one.reply == other.reply[: len(one.reply)]
-    return max(
-        abs(logprob - theirs.get(token, min(theirs.values())))
-        for step, theirs in zip(one.logprobs, other.logprobs, strict=False)
-        for token, logprob in step.items()
-    )
-
-
-def differences(some: Sequence[Answer], others: Sequence[Answer]) -> list[float]:
-    return [difference(one, other) for one, other in zip(some, others, strict=True)]
+def difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
+    """The largest difference of a top-5 log-probability. The first replies may be shorter ones."""
+    for one, other in zip(some, others, strict=True):
+        assert one.prompt == other.prompt
+        assert one.reply == other.reply[: len(one.reply)]
+    return max(errors(some, others))
 
 
 OF_HEADS = [
     (name, f"heads {head_tokens}", head_tokens)
     for name, setting in SETTINGS.items()
-    if "orders" in setting.scenarios
+    if setting.scenarios[0] in ("orders", "learned")
     for head_tokens in setting.heads
 ]
 EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenarios]
@@ -333,10 +237,10 @@ EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenar
 def test_blended_answers_are_those_of_the_oracle(
     reports: Reports, oracles: Oracles, name: str, label: str, head_tokens: int
 ) -> None:
-    found = answers(reports, name, label)
+    found = reports[name].answers(label)
     assert len(found) == len(ORDERS) + 1
     for answer in found:
-        reused = expected_reuse(answer, SETTINGS[name], head_tokens)
+        reused = SETTINGS[name].expected_reuse(answer, head_tokens)
         assert answer.reused_tokens == num_tokens(reused) > 0
         assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
         # It could be told from full recompute.
@@ -346,85 +250,71 @@ def test_blended_answers_are_those_of_the_oracle(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_of_a_response_add_up(reports: Reports, name: str) -> None:
     found = [
-        answer
-        for label in reports[name]["asked"]
-        for answer in answers(reports, name, label)
+        (label, answer)
+        for label in reports[name].labels
+        for answer in reports[name].answers(label)
         if answer.params is not None
     ]
     assert found
-    for answer in found:
+    for label, answer in found:
         assert set(answer.params or ()) == PARAMS
         assert sum((answer.params or {}).values()) == len(answer.prompt)
         assert answer.reused_tokens >= MIN_TOKENS
+        if label != "crowd" and not answer.is_preempted:  # A preempted request may find more.
+            assert answer.hit_tokens == answer.exact_tokens + answer.reused_tokens
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_exact_and_what_is_reused_counts_as_cached(reports: Reports, name: str) -> None:
-    for label in reports[name]["asked"]:
-        if label == "crowd":  # A request that was preempted may find more.
-            continue
-        for answer in answers(reports, name, label):
-            if answer.params is not None and not answer.is_preempted:
-                assert answer.hit_tokens == answer.exact_tokens + answer.reused_tokens
-
-
-@pytest.mark.parametrize("label", ["not rotated", "swapped", "zeroed keys"])
+@pytest.mark.parametrize(
+    "label", ["wrong: not rotated", "wrong: swapped", "wrong: zeroed keys", "right after wrong"]
+)
 def test_what_is_loaded_wrong_shows(reports: Reports, oracles: Oracles, label: str) -> None:
-    (answer,) = answers(reports, "llama", f"wrong: {label}")
-    reused = expected_reuse(answer, SETTINGS["llama"], 16)
+    (answer,) = reports["llama"].answers(label)
+    reused = SETTINGS["llama"].expected_reuse(answer)
     assert answer.reused_tokens == num_tokens(reused) > 0
-    assert oracle_error(oracles("llama"), answer, reused) > WRONG
+    error = oracle_error(oracles("llama"), answer, reused)
+    assert error > WRONG if label.startswith("wrong") else error <= ORACLE_TOLERANCE
 
 
-def test_what_is_loaded_right_does_not_show(reports: Reports, oracles: Oracles) -> None:
-    (answer,) = answers(reports, "llama", "right after wrong")
-    reused = expected_reuse(answer, SETTINGS["llama"], 16)
-    assert oracle_error(oracles("llama"), answer, reused) <= ORACLE_TOLERANCE
+@pytest.mark.skipif(IS_SAMPLE, reason="on the main version only")
+def test_segments_are_learned_without_answers_and_sleep_ends_it(reports: Reports) -> None:
+    facts = reports["learned"].report["facts"]
+    assert (facts["learned"], facts["answers to nobody"]) == (len(STORED_LENGTHS), 0)
+    assert facts["before sleep"] == [1, True]
+    assert facts["asleep"] == [0, False, {"cancelled": 2}]
+    assert facts["learned after sleep"] == 2
 
 
 # Exact where it must be.
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_with_heads_as_long_as_segments_nothing_is_approximate(
-    reports: Reports, references: Reports, name: str
+@pytest.mark.parametrize("label", ["exact: long heads", "exact: in place"])
+def test_with_heads_as_long_as_segments_and_in_place_nothing_is_approximate(
+    reports: Reports, references: Reports, name: str, label: str
 ) -> None:
-    label = "exact: long heads"
-    found = answers(reports, name, label)
-    assert all(answer.segments and answer.params is None for answer in found)
-    assert max(differences(found, answers(references, name, label))) <= SAME_TOLERANCE
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_segment_where_it_was_computed_is_exact(
-    reports: Reports, references: Reports, name: str
-) -> None:
-    label = "exact: in place"
-    found = answers(reports, name, label)
-    assert all(answer.reused_tokens > 0 for answer in found)
-    assert max(differences(found, answers(references, name, label))) <= SAME_TOLERANCE
+    found = reports[name].answers(label)
+    if label == "exact: in place":
+        assert all(answer.reused_tokens > 0 for answer in found)
+    else:
+        assert all(answer.segments and answer.params is None for answer in found)
+    assert difference(found, references[name].answers(label)) <= SAME_TOLERANCE
 
 
 # Beside others.
 
 
 @pytest.mark.parametrize("name", CROWDS)
-def test_requests_of_the_crowd_were_preempted(reports: Reports, name: str) -> None:
-    # Which of them depends on when loads end.
-    preemptions = reports[name]["facts"]["preemptions"]
-    assert preemptions["blended"] + preemptions["plain"] > 0
-
-
-@pytest.mark.parametrize("name", CROWDS)
 def test_blended_requests_of_a_crowd_answer_as_alone(
     reports: Reports, oracles: Oracles, name: str
 ) -> None:
-    alone = answers(reports, name, "alone")
-    crowd = [answer for answer in answers(reports, name, "crowd") if answer.segments]
+    # Which of them are preempted depends on when loads end.
+    assert reports[name].report["facts"]["preemptions"] > 0
+    alone = reports[name].answers("alone")
+    crowd = [answer for answer in reports[name].answers("crowd") if answer.segments]
     assert len(crowd) == len(alone) == 8
-    assert max(differences(alone, crowd)) <= SAME_TOLERANCE
+    assert difference(alone, crowd) <= SAME_TOLERANCE
     for answer in crowd:
-        reused = expected_reuse(answer, SETTINGS[name], 16)
+        reused = SETTINGS[name].expected_reuse(answer)
         assert answer.reused_tokens == num_tokens(reused) > 0
         assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
 
@@ -436,19 +326,10 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
     crowd = unblended(reports, name, "crowd")
     assert len(crowd) == 8
     assert all(answer.params is None for answer in crowd)
-    assert max(differences(crowd, answers(references, name, "crowd"))) <= SAME_TOLERANCE
+    assert difference(crowd, references[name].answers("crowd")) <= SAME_TOLERANCE
 
 
 # Leaks.
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_requests_of_all_kinds_were_mixed(reports: Reports, name: str) -> None:
-    counted = reports[name]["facts"]["counted"]
-    assert counted["requests"] == SETTINGS[name].requests
-    kinds = "blended", "plain", "stored", "salted", "aborted"
-    assert all(counted[kind] >= 20 for kind in kinds), counted
-    assert counted["preempted"] > 0  # Who, depends on when loads end.
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -457,16 +338,16 @@ def test_blended_requests_begin_with_what_plain_ones_have_computed(
 ) -> None:
     found = [
         answer
-        for answer in answers(reports, name, "blended")
+        for answer in reports[name].answers("blended")
         # One that was preempted may have answered by two plans.
         if answer.params is not None and not answer.is_preempted
     ]
     assert len(found) > SETTINGS[name].requests / 5
     assert sum(answer.exact_tokens > 0 for answer in found) > len(found) / 10
     for number, answer in enumerate(found):
-        reused = expected_reuse(answer, SETTINGS[name], 16)
+        reused = SETTINGS[name].expected_reuse(answer)
         assert answer.reused_tokens == num_tokens(reused)
-        if number < MOST_ORACLE_ANSWERS:
+        if number < MAX_ORACLE_ANSWERS:
             assert oracle_error(oracles(name), answer, reused) <= ORACLE_TOLERANCE
 
 
@@ -475,16 +356,21 @@ def test_plain_requests_see_nothing_of_blended_ones(
     reports: Reports, references: Reports, name: str
 ) -> None:
     """They begin like blended ones, or go on where these have ended."""
-    found = answers(reports, name, "plain")
-    assert len(found) == reports[name]["facts"]["counted"]["plain"] > SETTINGS[name].requests / 3
+    found = reports[name].answers("plain")
+    counted = reports[name].report["facts"]["counted"]
+    assert counted["requests"] == SETTINGS[name].requests
+    kinds = "blended", "plain", "stored", "salted", "aborted"
+    assert all(counted[kind] >= 20 for kind in kinds), counted
+    assert counted["preempted"] > 0  # Who, depends on when loads end.
+    assert len(found) == counted["plain"] > SETTINGS[name].requests / 3
     assert sum(answer.hit_tokens > 0 for answer in found) > len(found) / 3
-    assert max(differences(found, answers(references, name, "plain"))) <= SAME_TOLERANCE
+    assert difference(found, references[name].answers("plain")) <= SAME_TOLERANCE
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_cached_blocks_hold_what_their_hashes_say(reports: Reports, name: str) -> None:
-    facts = reports[name]["facts"]
-    again = reports[f"{name}, recomputed"]["facts"]
+    facts = reports[name].report["facts"]
+    again = reports[f"{name}, recomputed"].report["facts"]
     assert facts["blocks of no tokens"] == 0
     assert again["compared"] == facts["blocks"] > 2 * SETTINGS[name].requests
     assert again["largest difference"] <= SAME_TOLERANCE
@@ -492,16 +378,16 @@ def test_cached_blocks_hold_what_their_hashes_say(reports: Reports, name: str) -
 
 def test_approximate_blocks_would_have_private_hashes(reports: Reports) -> None:
     """Each of two protections is enough; this is what the first one prevents."""
-    facts = reports["mixed, no clamp"]["facts"]
-    again = reports["mixed, no clamp, recomputed"]["facts"]
+    facts = reports["mixed, no clamp"].report["facts"]
+    again = reports["mixed, no clamp, recomputed"].report["facts"]
     assert facts["blocks of no tokens"] > 20
     assert again["largest difference"] <= SAME_TOLERANCE
 
 
 def test_approximate_blocks_would_show(reports: Reports) -> None:
-    assert reports["mixed, no protection, recomputed"]["facts"]["largest difference"] > WRONG
+    assert reports["mixed, no protection, recomputed"].report["facts"]["largest difference"] > WRONG
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_left_when_all_is_done(reports: Reports, name: str) -> None:
-    assert set(reports[name]["left"].values()) == {0}, reports[name]["left"]
+    reports[name].check_nothing_is_left()

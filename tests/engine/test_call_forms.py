@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import vllm
@@ -11,6 +12,7 @@ import vllm
 from vllm_ascend_kvext.compat import version_in
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.patching.target import resolve, wrapper_chain
 
 WRAPPING = [
@@ -48,3 +50,16 @@ def test_takes_upstreams_arguments(patch: Patch) -> None:
     assert not rest or inspect.Parameter.VAR_KEYWORD in kinds
     if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in rest):
         assert inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def test_whatever_replaces_methods_of_objects_is_undone_with_its_patch() -> None:
+    undone = {id(getattr(patch.undo, "__self__", None)) for patch in PATCHES}
+    replacing = {
+        name: value
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm_ascend_kvext.patches.")
+        for value in vars(module).values()
+        if isinstance(value, InstanceMethods)
+    }
+    assert len(replacing) >= 3
+    assert all(id(value) in undone for value in replacing.values())

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import connector_models
 import pytest
-import served
-from connector_workload import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
+from support.sample import IS_SAMPLE
+from support.scenarios import processes
+from support.scenarios.answers import LOGPROB_TOLERANCE, Served
+from support.scenarios.connector import (
     DAMAGED_BOUNDARIES_TOKENS,
     DOCUMENT_TOKENS,
     HOLES_TOKENS,
@@ -23,15 +23,20 @@ from connector_workload import (
     LONE_TURNS_TOKENS,
     ORDERS,
     PROMPT_LENGTHS,
-    REPLY_TOKENS,
     SMALL_POOL_BLOCKS,
     TOGETHER_POOL_BLOCKS,
 )
-from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
-from support.sample import IS_SAMPLE
+from support.scenarios.engine import CHUNK_TOKENS, REPLY_TOKENS
+from support.scenarios.processes import (
+    ADAPTIVE,
+    CPU,
+    NO_PREFIX_CACHING,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+)
 
-GIB = 1 << 30
-ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
+BLOCK_TOKENS = CPU.block_tokens
 
 
 @dataclass(frozen=True)
@@ -54,30 +59,15 @@ class Setting:
     engine: dict[str, Any] = field(default_factory=dict)
     is_main_only: bool = False
 
-    def plan(self, folder: Path) -> dict[str, Any]:
-        extra_config = {
-            "host_memory_gib": 0.125,
-            "chunk_tokens": CHUNK_TOKENS,
-            "load_if_slower": True,
-            **self.extra_config,
-        }
-        transfer_config = {
-            "kv_connector": "KvextConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra_config,
-            **self.transfer_config,
-        }
-        engine = {
-            "kv_transfer_config": transfer_config,
-            "disable_hybrid_kv_cache_manager": False,
-            **self.engine,
-        }
-        return {"model": str(folder), "engine": engine, "scenarios": self.scenarios}
+    def plan(self, folder: Path) -> Plan:
+        engine = processes.connector(**self.extra_config)
+        engine["kv_transfer_config"] |= self.transfer_config
+        return Plan(folder, self.scenarios, engine=engine | self.engine)
 
 
 EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
+STORE_ALL = {"store_policy": "all"}
 
 
 def crowded(model: str) -> dict[str, int]:
@@ -93,64 +83,38 @@ SETTINGS = {
     "default": Setting(
         ("turns", "document", "salts", "damage", "failures", "events"), engine=EVENTS
     ),
-    "no prefix caching": Setting(("turns", "document"), engine={"enable_prefix_caching": False}),
-    "storm, no prefix caching": Setting(
-        ("storm",), engine={"enable_prefix_caching": False, **SMALL_POOL}
-    ),
-    "alternating": Setting(("turns", "damage"), model="alternating"),
-    "three windows": Setting(("turns", "damage"), model="three windows"),
-    "full": Setting(("turns", "damage"), model="full"),
-    "holes": Setting(
-        ("turns", "holes"),
-        model="full",
-        extra_config={"store_policy": "all"},
-    ),
-    "holes, one window": Setting(("holes",), extra_config={"store_policy": "all"}),
-    "holes, three windows": Setting(
-        ("holes",),
-        model="three windows",
-        extra_config={"store_policy": "all"},
-        is_main_only=True,
-    ),
+    "no prefix caching": Setting(("turns", "document"), engine=NO_PREFIX_CACHING),
+    "storm, no prefix caching": Setting(("storm",), engine=NO_PREFIX_CACHING | SMALL_POOL),
+    "alternating": Setting(("turns", "damage"), "alternating"),
+    "three windows": Setting(("turns", "damage"), "three windows"),
+    "full": Setting(("turns", "damage"), "full"),
+    "holes": Setting(("turns", "holes"), "full", STORE_ALL),
+    "holes, one window": Setting(("holes",), extra_config=STORE_ALL),
+    "holes, three windows": Setting(("holes",), "three windows", STORE_ALL, is_main_only=True),
     "holes, small pool": Setting(
-        ("holes",), extra_config={"store_policy": "all"}, engine=SMALL_POOL, is_main_only=True
+        ("holes",), extra_config=STORE_ALL, engine=SMALL_POOL, is_main_only=True
     ),
     "without holes": Setting(
         ("turns", "document"), extra_config={"hole_reuse": False}, is_main_only=True
     ),
     "holes together": Setting(
-        ("lone_holes", "holes_together"),
-        model="full",
-        extra_config={"store_policy": "all"},
-        engine=crowded("full"),
+        ("lone_holes", "holes_together"), "full", STORE_ALL, engine=crowded("full")
     ),
     "holes together, one window": Setting(
-        ("lone_holes", "holes_together"),
-        extra_config={"store_policy": "all"},
+        *(("lone_holes", "holes_together"), "one window", STORE_ALL),
         engine=crowded("one window"),
         is_main_only=True,
     ),
-    "holes, no prefix caching": Setting(
-        ("holes",),
-        model="full",
-        extra_config={"store_policy": "all"},
-        engine={"enable_prefix_caching": False},
-    ),
+    "holes, no prefix caching": Setting(("holes",), "full", STORE_ALL, engine=NO_PREFIX_CACHING),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
-    "store all": Setting(
-        ("turns", "document"), extra_config={"store_policy": "all"}, is_main_only=True
-    ),
+    "store all": Setting(("turns", "document"), extra_config=STORE_ALL, is_main_only=True),
     "store never": Setting(("turns",), extra_config={"store_policy": "never"}, is_main_only=True),
     "small host memory": Setting(
         ("eviction", "storm"),
         extra_config={"host_memory_gib": 1 / 1024, "load_if_slower": False},
         engine=SMALL_POOL,
     ),
-    "swap": Setting(
-        ("storm",),
-        extra_config={"swap_on_preemption": True},
-        engine=SMALL_POOL,
-    ),
+    "swap": Setting(("storm",), engine=SMALL_POOL),
     "module path": Setting(
         ("turns",), transfer_config={"kv_connector_module_path": "vllm_ascend_kvext.connector"}
     ),
@@ -195,85 +159,54 @@ def with_scenario(scenario: str) -> list[Any]:
     return named(*(name for name, each in ALL_SETTINGS.items() if scenario in each.scenarios))
 
 
-Reports = Callable[[str], dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name, write in connector_models.WRITERS.items():
-        folders[name] = tmp_path_factory.mktemp("model")
-        write(folders[name])
-    return folders
+def reports(tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
+    """By setting, and by model what answers without plugin, connector and prefix caching."""
 
+    @cache
+    def folder_of(model: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        connector_models.WRITERS[model](folder)
+        return folder
 
-@pytest.fixture(scope="module")
-def report_of(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """The report of a setting, or of a model's ``reference``. A process serves many of them."""
     chosen = {
         name: setting
         for name, setting in ALL_SETTINGS.items()
         if not (IS_SAMPLE and setting.is_main_only)
     }
-    references: dict[str, Any] = {}
+    scenarios: dict[str, dict[str, None]] = {}
     for setting in chosen.values():
-        plan = references.setdefault(
-            f"reference, {setting.model}",
-            {
-                "model": str(models[setting.model]),
-                "engine": {"enable_prefix_caching": False},
-                "scenarios": [],
-            },
-        )
-        plan["scenarios"] += [each for each in setting.scenarios if each not in plan["scenarios"]]
-    plans = {name: setting.plan(models[setting.model]) for name, setting in chosen.items()}
+        scenarios.setdefault(setting.model, {}).update(dict.fromkeys(setting.scenarios))
+    references = {
+        f"reference, {model}": Plan(folder_of(model), tuple(names), engine=NO_PREFIX_CACHING)
+        for model, names in scenarios.items()
+    }
+    plans = {name: setting.plan(folder_of(setting.model)) for name, setting in chosen.items()}
     processes = [
         (PLUGIN_OFF, references),
         ({}, {name: plans[name] for name in plans if name in SETTINGS}),
         (ADAPTIVE, {name: plans[name] for name in plans if name in ADAPTIVE_SETTINGS}),
     ]
-    reports: dict[str, Any] = {}
-
-    def report_of(name: str) -> dict[str, Any]:
-        for environ, planned in processes:
-            if name in planned and name not in reports:
-                path = tmp_path_factory.mktemp("report") / "report.json"
-                ended = served.run(
-                    "connector_workload.py", [str(path), json.dumps(planned)], environ, most_s=900
-                )
-                if ended.exit_code:
-                    error = f"exit code {ended.exit_code} with {environ}:\n{ended.log[-6000:]}"
-                    reports.update({each: {"error": error} for each in planned})
-                else:
-                    reports.update(json.loads(path.read_text()))
-        if "error" in reports[name]:
-            pytest.fail(f"{name}: {reports[name]['error']}")
-        return reports[name]
-
-    return report_of
+    return LazyReports(tmp_path_factory, processes)
 
 
 @pytest.fixture
-def setting(request: pytest.FixtureRequest, report_of: Reports) -> Served:
-    return Served(report_of(request.param), "")
+def setting(request: pytest.FixtureRequest, reports: LazyReports) -> Served:
+    return reports[request.param]
 
 
 @pytest.fixture
-def reference(request: pytest.FixtureRequest, report_of: Reports) -> Served:
+def reference(request: pytest.FixtureRequest, reports: LazyReports) -> Served:
     """The same model without plugin, connector and prefix caching."""
     name = request.node.callspec.params["setting"]
-    return Served(report_of(f"reference, {ALL_SETTINGS[name].model}"), "")
-
-
-def counted(served: Served, label: str, name: str) -> int:
-    return int(served.report["asked"][label]["counted"].get(name, 0))
+    return reports[f"reference, {ALL_SETTINGS[name].model}"]
 
 
 def floor(num_tokens: int) -> int:
     return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-LEAST_RUN_TOKENS = 64
+MIN_RUN_TOKENS = 64
 """Behind a hole; what is shorter is computed."""
 OF_FULL_ATTENTION_TOKENS = {
     "intact": (0, 2),
@@ -294,6 +227,7 @@ OF_FULL_ATTENTION_TOKENS = {
 }
 """Computed in holes, and at the end of the prompt."""
 DAMAGED = ("zeroed rows", "swapped rows", "zeroed tails", "swapped tails")
+GROUPS = {"default": 6, "alternating": 2, "three windows": 6, "full": 1, "no hybrid manager": 1}
 OF_PROMPTS = [floor(length - 1) for length in PROMPT_LENGTHS]
 # The last token of an answer is not computed.
 OF_TURNS = [floor(length + REPLY_TOKENS - 1) for length in PROMPT_LENGTHS]
@@ -307,33 +241,21 @@ def test_outputs_are_those_without_a_connector(setting: Served, reference: Serve
         if label not in DAMAGED and not label.startswith("hole left out")
     ]
     assert len(labels) > 1
-    for label in labels:
-        replies = [answer.reply for answer in setting.answers(label)]
-        assert replies == [answer.reply for answer in reference.answers(label)], label
-        # The first requests of an engine are computed in the reference's chunks.
-        tolerance = 0 if label == "cold" else LOGPROB_TOLERANCE
-        assert setting.logprob_error(label, reference) <= tolerance, label
+    # The first requests of an engine are computed in the reference's chunks.
+    setting.check_equal(reference, labels, lambda label: LOGPROB_TOLERANCE * (label != "cold"))
 
 
 @pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
 def test_nothing_is_left_when_all_is_done(setting: Served) -> None:
-    assert set(setting.report["left"].values()) == {0}, setting.report["left"]
+    setting.check_nothing_is_left()
     assert setting.report["own"]["host_capacity_bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("setting", "num_groups"),
-    [
-        ("default", 6),
-        ("alternating", 2),
-        ("three windows", 6),
-        ("full", 1),
-        ("no hybrid manager", 1),
-    ],
-    indirect=["setting"],
-)
-def test_models_have_the_groups_that_they_are_tested_for(setting: Served, num_groups: int) -> None:
-    assert setting.report["num_groups"] == num_groups
+@pytest.mark.parametrize("setting", [*GROUPS], indirect=True)
+def test_models_have_the_groups_that_they_are_tested_for(
+    setting: Served, request: pytest.FixtureRequest
+) -> None:
+    assert setting.report["num_groups"] == GROUPS[request.node.callspec.params["setting"]]
 
 
 # Hits.
@@ -357,12 +279,12 @@ def test_hits_end_at_the_last_row_unit(setting: Served) -> None:
 )
 def test_the_scheduler_counts_hits_as_external(setting: Served) -> None:
     for label, expected in (("cold", 0), ("warm", sum(OF_PROMPTS)), ("second turn", sum(OF_TURNS))):
-        assert counted(setting, label, "connector") == expected, label
+        assert setting.counted(label, "connector") == expected, label
 
 
 @pytest.mark.parametrize("setting", named("default"), indirect=True)
 def test_what_is_on_the_device_is_not_loaded(setting: Served) -> None:
-    assert counted(setting, "twice", "connector") == 0
+    assert setting.counted("twice", "connector") == 0
 
 
 @pytest.mark.parametrize("setting", named("store never"), indirect=True)
@@ -383,8 +305,8 @@ def test_questions_at_once_resume_where_the_document_ends(setting: Served) -> No
 
 @pytest.mark.parametrize("setting", named("default"), indirect=True)
 def test_what_several_need_is_loaded_once(setting: Served) -> None:
-    assert counted(setting, "four questions", "connector") == floor(DOCUMENT_TOKENS)
-    assert counted(setting, "four questions", "prefix_cache_stats") == 3 * floor(DOCUMENT_TOKENS)
+    assert setting.counted("four questions", "connector") == floor(DOCUMENT_TOKENS)
+    assert setting.counted("four questions", "prefix_cache_stats") == 3 * floor(DOCUMENT_TOKENS)
     assert setting.report["own"]["host_joined_loads"] == 3
 
 
@@ -419,7 +341,7 @@ def test_one_request_computes_its_holes_and_its_end_only(setting: Served, name: 
     label = f"lone hole: {name}"
     hole_tokens = setting.report["facts"][label]
     (answer,) = setting.answers(label)
-    end_tokens = counted(setting, label, "computed tokens") - hole_tokens - LONE_REPLY_TOKENS + 1
+    end_tokens = setting.counted(label, "computed tokens") - hole_tokens - LONE_REPLY_TOKENS + 1
     assert (hole_tokens, end_tokens) == expected_tokens(setting, name)
     assert answer.hit_tokens == answer.prompt_tokens - hole_tokens - end_tokens
     if setting.report["num_groups"] == 1:
@@ -439,7 +361,7 @@ def expected_tokens(setting: Served, name: str) -> tuple[int, int]:
         if setting.report["num_groups"] > 1:
             tails = [tokens for tokens in facts[f"tails, {name}"] if tokens <= first]
             first = max([device_tokens, *tails])
-        if spans and first - spans[-1][1] < LEAST_RUN_TOKENS:
+        if spans and first - spans[-1][1] < MIN_RUN_TOKENS:
             first, _ = spans.pop()
         spans.append((first, end))
     *holes, (first, end) = spans
@@ -458,7 +380,7 @@ def test_requests_with_holes_are_preempted_and_go_on(setting: Served) -> None:
     if setting.report["num_groups"] == 1:  # With windows, few of those that have holes are.
         names.append("preemptions with holes")
     for name in names:
-        assert counted(setting, label, name) > 0, name
+        assert setting.counted(label, name) > 0, name
 
 
 # Controls: the tests above can fail.
@@ -469,7 +391,7 @@ def test_holes_of_many_that_are_not_computed_show_in_the_outputs(
     setting: Served, reference: Served
 ) -> None:
     label = "hole left out together"
-    assert counted(setting, label, "requests with tokens behind holes") > 0
+    assert setting.counted(label, "requests with tokens behind holes") > 0
     assert setting.logprob_error(label, reference) > 100 * LOGPROB_TOLERANCE
 
 
@@ -497,12 +419,6 @@ def test_wrong_host_bytes_show_in_the_outputs(
     assert setting.logprob_error(damage, reference) > 100 * LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("setting", with_scenario("damage"), indirect=True)
-def test_intact_host_bytes_do_not_show(setting: Served, reference: Served) -> None:
-    assert setting.hit_tokens("intact") == [DAMAGED_BOUNDARIES_TOKENS["tails"]]
-    assert setting.logprob_error("intact", reference) <= LOGPROB_TOLERANCE
-
-
 # Too little memory, and failures.
 
 
@@ -516,7 +432,7 @@ def test_a_small_host_memory_evicts(setting: Served) -> None:
 
 @pytest.mark.parametrize("setting", with_scenario("storm"), indirect=True)
 def test_requests_were_preempted(setting: Served) -> None:
-    assert counted(setting, "storm", "preemptions") > 0
+    assert setting.counted("storm", "preemptions") > 0
 
 
 @pytest.mark.parametrize("setting", named("swap"), indirect=True)
@@ -540,7 +456,7 @@ def test_failed_stores_lose_the_store(setting: Served) -> None:
 @pytest.mark.parametrize("setting", named("default"), indirect=True)
 def test_failed_loads_are_computed(setting: Served) -> None:
     assert setting.report["own"]["transfer_failures.load"] > 0
-    assert counted(setting, "failing loads", "connector") > 0
+    assert setting.counted("failing loads", "connector") > 0
     complete = [floor(answer.prompt_tokens - 1) for answer in setting.answers("failing loads")]
     assert setting.hit_tokens("after failures") == complete
 
@@ -550,7 +466,7 @@ def test_one_part_that_cannot_be_read_costs_its_own_tokens(setting: Served) -> N
     """The request is looked up again: this model has windows."""
     (answer,) = setting.answers("one part fails")
     (hit_tokens,) = setting.hit_tokens("one part fails")
-    lost_tokens = counted(setting, "one part fails", "hole tokens")
+    lost_tokens = setting.counted("one part fails", "hole tokens")
     assert 0 < lost_tokens <= CHUNK_TOKENS
     assert hit_tokens == floor(answer.prompt_tokens - 1) - lost_tokens
 
@@ -577,18 +493,10 @@ def test_events_tell_what_host_memory_holds(setting: Served) -> None:
 @pytest.mark.parametrize("setting", named("default"), indirect=True)
 def test_events_tell_what_is_forgotten(setting: Served) -> None:
     facts = setting.report["facts"]
-    told = {
-        each
-        for event in facts["stored events"]
-        if "token_ids" in event
-        for each in event["block_hashes"]
-    }
-    told -= {
-        each
-        for event in facts["stored events"]
-        if "token_ids" not in event
-        for each in event["block_hashes"]
-    }
+    told: set[Any] = set()
+    for event in facts["stored events"]:
+        change = told.update if "token_ids" in event else told.difference_update
+        change(event["block_hashes"])
     removed = {each for event in facts["removed events"] for each in event["block_hashes"]}
     assert told
     assert told <= removed

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from support.scheduler.block_manager import BlockManager, Layout, full
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from vllm_ascend_kvext.connector.events import TierEvents
+from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
@@ -82,25 +81,11 @@ def test_an_entry_of_rows_is_one_block(
     tier.store(request_, Piece.rows(0, 16))
     tier.store(request_, Piece.rows(16, 24))
     first, second = tier.events.take()
-    assert first == BlockStored(
-        block_hashes=[hash_at(request_, 16)],
-        parent_block_hash=None,
-        token_ids=list(range(16)),
-        block_size=16,
-        lora_id=None,
-        medium="CPU",
-        lora_name=None,
-        extra_keys=[None],
-    )
+    hashes = [hash_at(request_, 16)], [hash_at(request_, 24)]
+    same = {"lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": [None]}
+    assert first == BlockStored(hashes[0], None, token_ids=list(range(16)), block_size=16, **same)
     assert second == BlockStored(
-        block_hashes=[hash_at(request_, 24)],
-        parent_block_hash=hash_at(request_, 16),
-        token_ids=list(range(16, 24)),
-        block_size=8,
-        lora_id=None,
-        medium="CPU",
-        lora_name=None,
-        extra_keys=[None],
+        hashes[1], hashes[0][0], token_ids=list(range(16, 24)), block_size=8, **same
     )
     assert isinstance(first.block_hashes[0], int if are_integers else bytes)
 
@@ -136,19 +121,6 @@ def test_a_piece_of_one_block_is_told_as_the_local_cache_tells_it(
         assert (ours.medium, theirs.medium) == ("CPU", "GPU")
 
 
-def test_what_was_appended_later_is_in_the_tokens(world: BlockManager) -> None:
-    request = world.request(range(CHUNK_TOKENS))
-    for token_id in range(100, 100 + UNIT_TOKENS):
-        request.append_output_token_ids(token_id)
-    tier = Tier()
-    tier.store(request, Piece.rows(12, 16))
-    tier.store(request, Piece.rows(16, 20))
-    assert [event.token_ids for event in tier.events.take()] == [
-        [12, 13, 14, 15],
-        [100, 101, 102, 103],
-    ]
-
-
 def test_a_store_that_has_not_ended_or_has_failed_is_not_told(request_: Request) -> None:
     tier = Tier()
     entry = tier.begin(request_, Piece.rows(0, 16))
@@ -169,23 +141,16 @@ def test_what_is_evicted_is_told(world: BlockManager) -> None:
     assert stored.block_hashes == [hash_at(new, 16)]
 
 
-def test_what_is_cleared_is_told_once(request_: Request) -> None:
-    tier = Tier()
-    tier.store(request_, Piece.rows(0, 16))
-    tier.store(request_, Piece.rows(16, 32))
-    tier.events.take()
-    tier.tier.clear()
-    assert tier.events.take() == [removal_at(request_, 16), removal_at(request_, 32)]
-    tier.tier.clear()
-    assert tier.events.take() == []
-
-
-def test_what_is_cleared_can_be_told_again(request_: Request) -> None:
+def test_what_is_cleared_is_told_once_and_can_be_told_again(request_: Request) -> None:
     tier = Tier()
     for _ in range(2):
-        tier.store(request_, Piece.rows(0, 16))
+        for first_tokens in (0, 16):
+            tier.store(request_, Piece.rows(first_tokens, first_tokens + 16))
+        assert [type(event) for event in tier.events.take()] == [BlockStored] * 2
         tier.tier.clear()
-        assert [type(event) for event in tier.events.take()] == [BlockStored, BlockRemoved]
+        assert tier.events.take() == [removal_at(request_, 16), removal_at(request_, 32)]
+        tier.tier.clear()
+        assert tier.events.take() == []
 
 
 def test_tails_are_not_told(request_: Request) -> None:
@@ -211,14 +176,9 @@ def test_a_longer_piece_takes_over(request_: Request) -> None:
 
 
 def test_what_another_entry_still_ends_at_is_not_removed(request_: Request) -> None:
-    events = TierEvents(True)
-    tier = HostTier(100 * PLACE_BYTES, TierGeometry(CHUNK_TOKENS, UNIT_TOKENS))
-    prefix = prefix_of(request_)
-    short, long = (
-        tier.begin_store(prefix, Piece.rows(first, 16), PLACE_BYTES, 1) for first in (8, 0)
-    )
-    assert isinstance(short, Entry)
-    assert isinstance(long, Entry)
+    made, prefix = Tier(), prefix_of(request_)
+    events = made.events
+    short, long = (made.begin(request_, Piece.rows(first, 16)) for first in (8, 0))
     for entry in (short, long):
         events.stored(entry, prefix, request_)
     assert [event.block_size for event in events.take()] == [8, 16]
@@ -229,26 +189,3 @@ def test_what_another_entry_still_ends_at_is_not_removed(request_: Request) -> N
     for _ in range(2):
         events.removed(long, Removal.EVICTED)
     assert events.take() == [removal_at(request_, 16)]
-
-
-def test_events_are_taken_once(request_: Request) -> None:
-    tier = Tier()
-    tier.store(request_, Piece.rows(0, 16))
-    assert len(tier.events.take()) == 1
-    assert tier.events.take() == []
-
-
-def test_nobody_listens(request_: Request) -> None:
-    tier = Tier(is_enabled=False)
-    tier.store(request_, Piece.rows(0, 16))
-    tier.tier.clear()
-    assert tier.events.take() == []
-
-
-def test_events_are_what_the_publisher_sends(request_: Request) -> None:
-    tier = Tier()
-    tier.store(request_, Piece.rows(0, 16))
-    tier.tier.clear()
-    batch = KVEventBatch(ts=0.0, events=tier.events.take())
-    sent = msgspec.msgpack.encode(batch)
-    assert msgspec.msgpack.decode(sent, type=KVEventBatch) == batch

@@ -12,33 +12,20 @@ from operator import sub
 from pathlib import Path
 
 import connector_models
-import connector_workload
 import pytest
-import served
-from connector_workload import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    POOL_BLOCKS,
-    PROMPT_LENGTHS,
-    REPLY_TOKENS,
-)
+from connector_models import WINDOW_TOKENS
 from http_served import Client, serving
-from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
+from support.scenarios import connector, processes, scenario_of
+from support.scenarios.answers import LOGPROB_TOLERANCE, Served
+from support.scenarios.connector import PROMPT_LENGTHS
+from support.scenarios.engine import POOL_BLOCKS, REPLY_TOKENS
+from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
 
 SCENARIOS = ("turns", "large_storm")
-CONNECTOR = {
-    "kv_connector": "KvextConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {
-        "host_memory_gib": 0.25,
-        "chunk_tokens": CHUNK_TOKENS,
-        "load_if_slower": True,
-        "swap_on_preemption": True,
-        "blending": True,
-        "segment_sink": [2],
-    },
-}
+BLOCK_TOKENS = CPU.block_tokens
+CONNECTOR = processes.connector(host_memory_gib=0.25, blending=True, segment_sink=[2])[
+    "kv_transfer_config"
+]
 """With blending: nothing changes for requests that name no segments."""
 COMMON_ARGUMENTS = (
     *("--skip-tokenizer-init", "--enforce-eager"),
@@ -78,14 +65,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """An engine without plugin, connector and prefix caching."""
-    path = tmp_path_factory.mktemp("report") / "report.json"
-    engine = {"enable_prefix_caching": False}
-    plans = {"reference": {"model": str(model), "engine": engine, "scenarios": SCENARIOS}}
-    ended = served.run(
-        "connector_workload.py", [str(path), json.dumps(plans)], PLUGIN_OFF, most_s=900
-    )
-    assert ended.exit_code == 0, ended.log[-6000:]
-    return Served(json.loads(path.read_text())["reference"], ended.log)
+    plans = {"reference": Plan(model, SCENARIOS, engine=NO_PREFIX_CACHING)}
+    return processes.serve(tmp_path_factory, plans, PLUGIN_OFF)["reference"]
 
 
 @pytest.fixture(
@@ -100,7 +81,7 @@ def client(
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, [*COMMON_ARGUMENTS, *arguments], environ, log) as client:
         for scenario in SCENARIOS:
-            connector_workload.SCENARIOS[scenario](client)
+            scenario_of(connector, scenario)(client)
         yield client
 
 
@@ -113,10 +94,7 @@ def test_every_response_is_that_of_an_engine_without_a_connector(
 ) -> None:
     report = client.report()
     assert len(report.labels) == 7
-    for label in report.labels:
-        replies = [answer.reply for answer in report.answers(label)]
-        assert replies == [answer.reply for answer in reference.answers(label)], label
-        assert report.logprob_error(label, reference) <= LOGPROB_TOLERANCE, label
+    report.check_equal(reference, report.labels)
 
 
 def test_hits_end_at_the_last_row_unit(client: Client) -> None:
@@ -155,8 +133,7 @@ def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
     """In its old place a segment is exact; elsewhere it is not, and the response says so."""
     rng = random.Random("segments")
     question = [rng.randrange(100, 400) for _ in range(21)]
-    # No two tokens are equal: without the check of the model, their keys could not be compared.
-    document = rng.sample(range(100, 400), 203)
+    document = [rng.randrange(100, 400) for _ in range(203)]  # Some are equal: keys are compared.
     stored = client.complete(document, 1, kvext_store_segment=True)
     assert stored["kv_transfer_params"] == {"kvext_stored_tokens": len(document)}
     deadline_s = time.monotonic() + 60
@@ -175,7 +152,7 @@ def test_segments_are_stored_and_reused_by_name(client: Client) -> None:
         said = blended["kv_transfer_params"]
         assert said is not None, name
         assert sum(said.values()) == len(prompt), (name, said)
-        assert said["kvext_reused_tokens"] == len(document) - (served.WINDOW_TOKENS - 1)
+        assert said["kvext_reused_tokens"] == len(document) - (WINDOW_TOKENS - 1)
         answers[name] = [
             each["choices"][0]["logprobs"]["token_logprobs"] for each in (blended, plain)
         ]

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import EXAMPLES
+from connector_models import EXAMPLES
 
-MOST_LINES = 12
+MAX_LINES = 12
 """Of the example below, progress included."""
 
 LOUD = """
@@ -45,7 +45,7 @@ def test_an_example_prints_no_line_of_vllm(tmp_path: Path) -> None:
     ended = run(tmp_path, str(EXAMPLES / "offload_hybrid.py"))
     assert ended.returncode == 0, ended.stdout
     assert "WARNING" not in ended.stdout and "Loading safetensors" not in ended.stdout
-    assert len(ended.stdout.splitlines()) <= MOST_LINES
+    assert len(ended.stdout.splitlines()) <= MAX_LINES
     assert ended.stdout.endswith("All outputs are identical to those without a connector.\n")
     assert "WARNING" in (tmp_path / "out" / "offload_hybrid.log").read_text()
 

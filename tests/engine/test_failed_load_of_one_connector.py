@@ -29,20 +29,6 @@ def patches_installed() -> Iterator[None]:
         yield
 
 
-def one_of_several(layout: Any, options: EngineOptions) -> KVTransferConfig:
-    own = {
-        "kv_connector": "KvextConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(options.offloading or {}),
-    }
-    return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [own]},
-    )
-
-
 class MultiEngine(SimulatedEngine):
     """As `SimulatedEngine`, behind a MultiConnector."""
 
@@ -80,40 +66,39 @@ class MultiEngine(SimulatedEngine):
         return runner
 
 
-@pytest.mark.parametrize("engine_type", (SimulatedEngine, MultiEngine))
-def test_one_of_several_connectors_loads_what_can_be_read(
-    engine_type: type[SimulatedEngine],
-) -> None:
+def one_of_several(layout: Any, options: EngineOptions) -> KVTransferConfig:
+    own = {"kv_connector": "KvextConnector", "kv_role": "kv_both"}
+    own["kv_connector_extra_config"] = dict(options.offloading or {})
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [own]},
+    )
+
+
+def test_one_of_several_connectors_loads_what_can_be_read() -> None:
+    """Alone it does: see ``test_loads_that_fail_in_part``."""
     prompt = tokens(random.Random(4), 400)
-    values = offloading(GEMMA, hole_reuse=False, chunk_tokens=16)
     options = EngineOptions(
         num_blocks=1200,
         max_num_batched_tokens=256,
         caching=False,
         events=False,
-        offloading=values,
+        offloading=offloading(GEMMA, hole_reuse=False, chunk_tokens=16),
     )
-    transfer_config = engine_options._kv_transfer_config
-    if engine_type is MultiEngine:
-        transfer_config = one_of_several
-    with mock.patch.object(engine_options, "_kv_transfer_config", transfer_config):
-        engine = engine_type(GEMMA, options, TransferScript())
+    with mock.patch.object(engine_options, "_kv_transfer_config", one_of_several):
+        engine = MultiEngine(GEMMA, options, TransferScript())
     try:
         serve(engine, plan_of("other", prompt[:133], max_tokens=1))
         serve(engine, plan_of("first", prompt, max_tokens=1))
         fail_next(engine, 1, 20)
         before_tokens = engine.side.counters.hit_tokens
-        begun: list[Any] = []
         begin_load = engine.tier.begin_load
-
-        def watch(hit: Any, use: int) -> Any:
-            begun.append(hit.num_tokens)
-            return begin_load(hit, use)
-
-        engine.tier.begin_load = watch  # type: ignore[method-assign]
-        serve(engine, plan_of("second", prompt))
+        with mock.patch.object(engine.tier, "begin_load", side_effect=begin_load) as begun:
+            serve(engine, plan_of("second", prompt))
         check_nothing_is_left(engine)
-        loaded_tokens = engine.side.counters.hit_tokens - before_tokens
-        assert loaded_tokens == begun[1], f"found {begun}, loaded {loaded_tokens}"
+        _, again = (call.args[0].num_tokens for call in begun.call_args_list)
+        assert engine.side.counters.hit_tokens - before_tokens == again
     finally:
         engine.shutdown()

@@ -9,13 +9,14 @@ case after the other, spelled out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import family
 from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.sample import sampled
@@ -24,6 +25,7 @@ from support.scheduler.connector import ScriptedConnector
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import CacheContents, blocks_are_conserved
 from support.scheduler.layouts import (
+    COMPRESSED,
     DEEPSEEK_V4,
     FULL,
     FULL_WINDOW,
@@ -60,12 +62,13 @@ LAYOUTS = [
     MAMBA,
     MAMBA_WINDOW,
 ]
+if family.IS_ASCEND:
+    LAYOUTS = [COMPRESSED, COMPRESSED.with_eagle(3), FULL_WINDOW]
 REPAIRED = frozenset(repair.name for repair in REPAIRS)
 
 every_load = pytest.mark.parametrize(
     "load", [ExternalLoad.IN_STEP, ExternalLoad.BETWEEN_STEPS], ids=lambda load: load.value
 )
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 every_scheduler = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 
@@ -146,19 +149,40 @@ def test_stock_ends(load: ExternalLoad) -> None:
         run(failing(FULL_WINDOW, 0, load, is_async=False))
 
 
-@pytest.mark.usefixtures("repaired")
+HYBRIDS = (GEMMA, DEEPSEEK_V4)
+RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
+    "repaired": (LAYOUTS, repairs_installed, {}),
+    "named": ((DEEPSEEK_V4,), repairs_installed, {"names_requests": True}),
+    "all": ((FULL_WINDOW,), repairs_installed, {"share": 1}),
+    "retention": (HYBRIDS, retention_installed, {}),
+    "adaptive": (HYBRIDS, adaptive_retention, {}),
+}
+"""Layouts, what is in effect, and how loads fail. Workers may name requests in place of blocks."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name, (layouts, _, _) in RUNS.items() for layout in layouts],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
 @every_scheduler
 @every_load
-@every_layout
 def test_outputs_are_those_of_a_run_without_failures(
-    layout: Layout, load: ExternalLoad, is_async: bool
+    name: str, layout: Layout, load: ExternalLoad, is_async: bool
 ) -> None:
+    """Retention keeps nothing of a failed load, and a request loads no more once one has failed."""
+    _, in_effect, how = RUNS[name]
+    interval = nullcontext() if in_effect is repairs_installed else retention_interval(0)
     counts: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        workload = failing(layout, seed, load, is_async)
-        result, _ = run_checked(workload, preemptions_are_reported_once)
-        assert not result.wrong_outputs(workload), workload.name
-        counts.update(result.transcript.counts)
+    with in_effect(), interval:
+        for seed in range(NUM_SEEDS):
+            workload = failing(layout, seed, load, is_async, **how)
+            checks = [preemptions_are_reported_once] if name == "repaired" else []
+            result, engine = run_checked(workload, *checks)
+            assert not result.wrong_outputs(workload), workload.name
+            counts.update(result.transcript.counts)
+            if name == "all":
+                assert set(engine.runner._num_loads.values()) == {1}
     assert counts["failed loads"] >= NUM_SEEDS
 
 
@@ -171,33 +195,7 @@ def preemptions_are_reported_once(engine: SchedulerEngine, step: Step) -> None:
 @pytest.mark.usefixtures("repaired")
 @every_scheduler
 @every_load
-def test_a_worker_may_name_requests(load: ExternalLoad, is_async: bool) -> None:
-    num_failed = 0
-    for seed in range(NUM_SEEDS):
-        workload = failing(DEEPSEEK_V4, seed, load, is_async, names_requests=True)
-        result, _ = run_checked(workload)
-        assert not result.wrong_outputs(workload), workload.name
-        num_failed += result.transcript.counts["failed loads"]
-    assert num_failed >= NUM_SEEDS
-
-
-@pytest.mark.usefixtures("repaired")
-@every_scheduler
-@every_load
-def test_a_request_loads_no_more_once_a_load_of_it_has_failed(
-    load: ExternalLoad, is_async: bool
-) -> None:
-    for seed in range(NUM_SEEDS):
-        workload = failing(FULL_WINDOW, seed, load, is_async, share=1)
-        result, engine = run_checked(workload)
-        assert not result.wrong_outputs(workload), workload.name
-        assert set(engine.runner._num_loads.values()) == {1}
-
-
-@pytest.mark.usefixtures("repaired")
-@every_scheduler
-@every_load
-@pytest.mark.parametrize("layout", [GEMMA, DEEPSEEK_V4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", HYBRIDS, ids=lambda layout: layout.name)
 def test_with_the_policy_fail_requests_fail(
     layout: Layout, load: ExternalLoad, is_async: bool
 ) -> None:
@@ -214,31 +212,13 @@ def test_with_the_policy_fail_requests_fail(
     assert reasons["length"] >= NUM_SEEDS
 
 
-@every_scheduler
 @every_load
-@pytest.mark.parametrize("layout", [GEMMA, DEEPSEEK_V4], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("retention", [retention_installed, adaptive_retention])
-def test_retention_keeps_nothing_of_a_failed_load(
-    retention: Callable[[], AbstractContextManager[None]],
-    layout: Layout,
-    load: ExternalLoad,
-    is_async: bool,
-) -> None:
-    with retention(), retention_interval(0):
-        for seed in range(NUM_SEEDS):
-            workload = failing(layout, seed, load, is_async)
-            result, _ = run_checked(workload)
-            assert not result.wrong_outputs(workload), workload.name
-
-
-@every_load
-@pytest.mark.parametrize("layout", [FULL], ids=lambda layout: layout.name)
-def test_one_group_is_left_to_upstream(layout: Layout, load: ExternalLoad) -> None:
+def test_one_group_is_left_to_upstream(load: ExternalLoad) -> None:
     def decided() -> list[object]:
         steps = []
         for seed in range(NUM_SEEDS):
             try:
-                result = run(failing(layout, seed, load, is_async=False))
+                result = run(failing(FULL, seed, load, is_async=False))
             except (AssertionError, IndexError) as error:
                 steps.append(repr(error))  # what upstream makes of it
             else:
@@ -251,7 +231,7 @@ def test_one_group_is_left_to_upstream(layout: Layout, load: ExternalLoad) -> No
     stock = decided()
     with installed(FEATURE):
         assert decided() == stock
-        engine = SchedulerEngine(layout, failing(layout, 0, load, is_async=False).options)
+        engine = SchedulerEngine(FULL, failing(FULL, 0, load, is_async=False).options)
         assert not replaced_in(engine)
 
 

@@ -9,15 +9,14 @@ outputs.
 
 from __future__ import annotations
 
-import functools
 import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+from support import family
 from support.installed import installed
 from support.sample import sampled
 from support.scheduler.block_manager import (
@@ -33,12 +32,8 @@ from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
 
-from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
-from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_manager import steps_of
-from vllm_ascend_kvext.patching.install import BOOK
-from vllm_ascend_kvext.patching.plan import FeaturePlan
-from vllm_ascend_kvext.settings import Mode, Settings
+from vllm_ascend_kvext.upstream_state import BlockManagerState
 
 NUM_SEEDS = sampled(5)
 
@@ -47,11 +42,8 @@ NUM_SEEDS = sampled(5)
 class Setting:
     """What both runs of a workload have in common.
 
-    Attributes:
-        name: Id of the test.
-        events: Whether KV cache events are on.
-        units: The retention interval in units of the layout's hits; None for none.
-        retains: Whether retention is this package's, not upstream's.
+    ``units`` is the retention interval in units of the layout's hits; ``retains`` says whether
+    retention is this package's, not upstream's.
     """
 
     name: str
@@ -65,8 +57,6 @@ SETTINGS = [
     Setting("dense-events", events=True),
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
-    Setting("upstream-0", events=False, units=0),
-    Setting("upstream-0-events", events=True, units=0),
     Setting("upstream-2", events=False, units=2),
 ]
 
@@ -77,38 +67,16 @@ def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@functools.cache
-def plans() -> dict[str, FeaturePlan]:
-    """Made once: checking all fingerprints takes longer than a workload."""
-    return {plan.feature: plan for plan in survey(Settings(mode=Mode.STRICT)).plans}
-
-
-@contextmanager
-def in_effect(setting: Setting, is_fast: bool) -> Iterator[None]:
-    """The features that a setting wants, in the order of their installation."""
-    names = [
-        feature.name
-        for feature in FEATURES
-        if (is_fast if feature is FAST_PREFIX_CACHE else setting.retains)
-        and plans()[feature.name].fits
-    ]
-    assert is_fast == (FAST_PREFIX_CACHE.name in names)
-    for name in names:
-        BOOK.apply(plans()[name])
-    try:
-        yield
-    finally:
-        for name in reversed(names):
-            BOOK.revert(name)
-
-
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
     interval = None if setting.units is None else setting.units * workload.layout.unit_tokens
     if not (setting.retains or workload.layout.has_window):
         interval = None  # upstream refuses it
-    with ExitStack() as stack:
-        stack.enter_context(in_effect(setting, is_fast))
-        stack.enter_context(retention_interval(interval))
+    features = [
+        feature.name
+        for feature in FEATURES
+        if (is_fast if feature is FAST_PREFIX_CACHE else setting.retains)
+    ]
+    with installed(*features), retention_interval(interval):
         return run(workload).transcript
 
 
@@ -128,8 +96,10 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
         try:
             stock = transcript_of(workload, setting, is_fast=False)
         except AssertionError:
-            # Upstream's interval gives a block of the second full-attention group out twice.
-            assert setting.units is not None and not setting.retains, workload.name
+            # Upstream's interval gives a block of the second full-attention group out twice. On
+            # vLLM-Ascend, groups that look ahead do that without it.
+            is_known = setting.units is not None and not setting.retains
+            assert is_known or (family.IS_ASCEND and not setting.retains), workload.name
             num_failed += 1
             continue
         difference = first_difference(stock, transcript_of(workload, setting, is_fast=True))
@@ -139,7 +109,7 @@ def test_decides_what_upstream_decides(setting: Setting) -> None:
     assert not differences, f"{len(differences)} workloads differ:\n" + "\n".join(differences[:3])
     assert num_failed < NUM_SEEDS
     for what in ("preemptions", "hits", "accepted drafts", "rejected drafts", "external loads"):
-        assert counts[what] >= 10, f"{what}: {counts[what]}"
+        assert counts[what] >= (3 if family.IS_ASCEND else 10), f"{what}: {counts[what]}"
 
 
 MAX_MODEL_TOKENS = 64
@@ -249,6 +219,7 @@ def blocks_left(world: BlockManager) -> list[object]:
     ]
 
 
+@pytest.mark.own_managers
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("has_window", [False, True], ids=["state", "state-and-window"])
@@ -287,7 +258,7 @@ def test_steps_of_states_leave_the_blocks_that_upstream_leaves(
                 world.finish(request)
             left.append(blocks_left(world))
             if features:
-                counts = steps_of(world.manager).counts
+                counts = BlockManagerState.of(world.manager).steps.counts
                 assert counts.quiet >= 30
                 assert not counts.partial
         return left

@@ -9,24 +9,24 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector import engines
-from support.connector.engines import make_holes, plan_of
+from support.connector.engines import engine_of, make_holes, plan_of
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import Drafter
+from support.scheduler.workload import RequestPlan
 from vllm.v1.core.sched.interface import PauseState
 
-from vllm_ascend_kvext.patches.connector import hole_rows, scheduler
-from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.patches.connector import scheduler
+from vllm_ascend_kvext.upstream_state import RequestState
 
 PROMPT_TOKENS = 400
-OFFLOADING = offloading(FULL, hole_reuse=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,8 +35,20 @@ def patches_installed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def engine_with_holes(
+    *holes: tuple[int, int], **options: Any
+) -> Iterator[tuple[SimulatedEngine, RequestPlan]]:
+    """A prompt is stored but for some tokens; with the request that asks for it again."""
+    prompt = tokens(random.Random(1), PROMPT_TOKENS)
+    with engine_of(FULL, **options) as engine:
+        serve(engine, plan_of("first", prompt))
+        make_holes(engine, *holes)
+        yield engine, plan_of("second", prompt)
+
+
 def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
-    while not engine.side.has_holes or engine.parts.loads.num_under_way:
+    while not engine.side.holes or engine.held.loading_ids:
         engine.step()
 
 
@@ -44,17 +56,15 @@ def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it(
     """The entry of another prompt has a row of this one too, but the run of it is too short."""
     rng = random.Random(7)
     prompt, other = tokens(rng, PROMPT_TOKENS), tokens(rng, PROMPT_TOKENS)
-    chunk = offloading(FULL, hole_reuse=True, chunk_tokens=128)
-    with engines.engine_of(FULL, offloading=chunk) as engine:
+    chunk = offloading(FULL, chunk_tokens=128)
+    with engine_of(FULL, offloading=chunk) as engine:
         for number, stored in enumerate(
             (prompt[:65], prompt[:80] + other[80:129], prompt[:113], prompt)
         ):
             serve(engine, plan_of(f"first-{number}", stored, max_tokens=1))
-        pieces = sorted(entry.piece[1:] for entry in engine.tier._entries.values())
+        pieces = sorted(entry.piece[1:] for entry in engine.entries)
         assert pieces[:4] == [(0, 64), (64, 128), (80, 112), (112, 128)]
-        for entry in list(engine.tier._entries.values()):
-            if entry.piece[1:] in [(0, 64), (80, 112)]:
-                engine.tier._remove(entry, Removal.EVICTED)
+        engine.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
         engine.add_request(plan_of("second", prompt))
         (worker,) = engine.workers
         with mock.patch.object(worker.transfers, "end_some"):
@@ -69,7 +79,7 @@ def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) ->
     """A reset takes its blocks before it runs: then it finds its own load to be expected."""
     prompt = tokens(random.Random(8), PROMPT_TOKENS)
     options = offloading(FULL, hole_reuse=hole_reuse)
-    with engines.engine_of(FULL, offloading=options, caching=True) as engine:
+    with engine_of(FULL, offloading=options, caching=True) as engine:
         serve(engine, plan_of("first", prompt))
         assert engine.reset()
         engine.add_request(plan_of("second", prompt, max_tokens=20))
@@ -85,11 +95,7 @@ def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) ->
 @pytest.mark.parametrize("is_paused", [False, True], ids=["unpaused", "paused"])
 def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: bool) -> None:
     """Its load has ended: nobody but a step of the scheduler writes to its blocks."""
-    prompt = tokens(random.Random(1), PROMPT_TOKENS)
-    with engines.engine_of(FULL, offloading=OFFLOADING, max_num_batched_tokens=16) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 192))
-        second = plan_of("second", prompt)
+    with engine_with_holes((64, 192), max_num_batched_tokens=16) as (engine, second):
         engine.add_request(second)
         step_until_only_a_hole_is_missing(engine)
         if is_paused:
@@ -105,55 +111,40 @@ def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: b
 
 
 def test_the_prefix_cache_can_be_reset_after_an_abort_of_a_request_with_holes() -> None:
-    prompt = tokens(random.Random(2), PROMPT_TOKENS)
-    with engines.engine_of(FULL, offloading=OFFLOADING, max_num_batched_tokens=16) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 192))
-        engine.add_request(plan_of("second", prompt))
+    with engine_with_holes((64, 192), max_num_batched_tokens=16) as (engine, second):
+        engine.add_request(second)
         step_until_only_a_hole_is_missing(engine)
         engine.abort("second")
         assert engine.reset()
+        check_nothing_is_left(engine)
 
 
 def test_no_request_has_the_id_of_a_row() -> None:
-    rng = random.Random(3)
-    prompt = tokens(rng, PROMPT_TOKENS)
-    with engines.engine_of(FULL, offloading=OFFLOADING) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 192))
-        serve(
-            engine,
-            plan_of("second-hole-1", tokens(rng, 20), max_tokens=40),
-            plan_of("second", prompt),
-        )
+    with engine_with_holes((64, 192)) as (engine, second):
+        other = plan_of("second-hole-1", tokens(random.Random(3), 20), max_tokens=40)
+        serve(engine, other, second)
 
 
 def test_requests_decode_beside_holes_and_the_prompt_of_another() -> None:
     rng = random.Random(4)
-    prompt = tokens(rng, PROMPT_TOKENS)
     small = {"max_num_batched_tokens": 64, "long_prefill_tokens": 24}
-    with engines.engine_of(FULL, offloading=OFFLOADING, **small) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 320))
+    with engine_with_holes((64, 320), **small) as (engine, second):
         engine.add_request(plan_of("long", tokens(rng, 800)))
         engine.add_request(plan_of("decoding", tokens(rng, 10), max_tokens=30))
         engine.step()
-        engine.add_request(plan_of("second", prompt))
+        engine.add_request(second)
         steps = list(scheduled_until_end_of(engine, "decoding"))
         assert all("decoding" in step for step in steps), steps
 
 
 def test_requests_with_drafts_decode_beside_holes() -> None:
     rng = random.Random(5)
-    prompt = tokens(rng, PROMPT_TOKENS)
     drafting = {"drafter": Drafter.NGRAM, "num_draft_tokens": 3, "max_num_batched_tokens": 64}
-    with engines.engine_of(FULL, offloading=OFFLOADING, **drafting) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 320))
+    with engine_with_holes((64, 320), **drafting) as (engine, second):
         for number in range(4):
             engine.add_request(plan_of(f"decoding-{number}", tokens(rng, 10), max_tokens=40))
         engine.step()
-        engine.add_request(plan_of("second", prompt))
+        engine.add_request(second)
         steps = list(scheduled_until_end_of(engine, "second"))
         left_out = [
             step
@@ -168,7 +159,7 @@ def test_requests_with_drafts_decode_beside_holes() -> None:
 def test_the_first_request_answers_before_the_holes_of_all_are_computed() -> None:
     rng = random.Random(6)
     prompts = [tokens(rng, PROMPT_TOKENS) for _ in range(8)]
-    with engines.engine_of(FULL, offloading=OFFLOADING, max_num_batched_tokens=128) as engine:
+    with engine_of(FULL, max_num_batched_tokens=128) as engine:
         serve(engine, *(plan_of(f"first-{n}", prompt) for n, prompt in enumerate(prompts)))
         make_holes(engine, (64, 192))
         for number, prompt in enumerate(prompts):
@@ -196,7 +187,7 @@ def outputs_of(engine: SimulatedEngine) -> Iterator[Any]:
 def test_steps_without_holes_do_not_count_what_is_running() -> None:
     """That takes time in proportion to the requests."""
     prompt = tokens(random.Random(9), PROMPT_TOKENS)
-    with engines.engine_of(FULL, offloading=OFFLOADING) as engine:
+    with engine_of(FULL) as engine:
         with mock.patch.object(scheduler, "budget_of_holes", side_effect=AssertionError):
             serve(engine, plan_of("first", prompt))
             serve(engine, plan_of("second", prompt))
@@ -208,35 +199,33 @@ def test_steps_without_holes_do_not_count_what_is_running() -> None:
 @pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
 def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
     """Of many steps; the tokens themselves are compared by the model runner of the harness."""
-    prompt = tokens(random.Random(9), PROMPT_TOKENS)
     found: list[Any] = []
     read: list[Any] = []
-    with engines.engine_of(FULL, offloading=OFFLOADING, max_num_batched_tokens=48) as engine:
-        serve(engine, plan_of("first", prompt))
-        make_holes(engine, (64, 192), (256, 320))
+    holes = (64, 192), (256, 320)
+    with engine_with_holes(*holes, max_num_batched_tokens=48) as (engine, second):
         schedule = engine.scheduler.schedule
 
         def watch() -> Any:
             output = schedule()
             new = output.scheduled_new_reqs
             found.extend(each.prompt_token_ids for each in new if "-hole-" in each.req_id)
-            second = engine.scheduler.requests.get("second")
-            read.extend(each for owner, each in hole_rows._arrays.items() if owner is second)
+            if request := engine.scheduler.requests.get("second"):
+                read.append(RequestState.of(request).token_ids)
             return output
 
         engine.scheduler.schedule = watch  # type: ignore[method-assign]
         of_model = type(engine.scheduler.vllm_config.model_config)
         with mock.patch.object(of_model, "uses_mrope", looks_at_prompts):
-            serve(engine, plan_of("second", prompt))
+            serve(engine, second)
         assert len(found) > 3
         assert {type(each) for each in found} == {list if looks_at_prompts else array}
-        assert len({id(each) for each in read}) == (not looks_at_prompts)
+        assert len({id(each) for each in read if each is not None}) == (not looks_at_prompts)
 
 
 def test_references_of_the_connector_are_no_common_prefix() -> None:
     """Cascade attention would read the blocks of one request for all of them."""
     rng = random.Random(10)
-    with engines.engine_of(FULL, offloading=OFFLOADING, caching=True) as engine:
+    with engine_of(FULL, caching=True) as engine:
         for name in ("first", "second"):
             engine.add_request(plan_of(name, tokens(rng, PROMPT_TOKENS), max_tokens=30))
         (worker,) = engine.workers

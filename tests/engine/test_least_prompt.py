@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import pytest
+from pytest_mock import MockerFixture
+from support import family
 from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
-from support.scheduler.least_prompt import hit_tokens_of_second, printed_tokens
+
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import log_least_prompt
 
 LAYOUTS = {
     "full": (Layout((full(16),)), 17),
@@ -16,16 +19,32 @@ LAYOUTS = {
     "EAGLE in the window": (Layout((full(16), window(16, 64)), frozenset({1})), 33),
     "states": (Layout((full(16), mamba(16))), 17),
 }
+if family.IS_ASCEND:
+    from ascend_geometry import HIT_UNIT_TOKENS, planned_layout, small_layout
+
+    LAYOUTS = {
+        **{f"{size}": (planned_layout(size), unit + 1) for size, unit in HIT_UNIT_TOKENS.items()},
+        "small": (small_layout(), 33),
+        "small, EAGLE": (small_layout(frozenset({0})), 49),
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_printed_length_hits_and_one_token_less_does_not(name: str) -> None:
-    layout, least_tokens = LAYOUTS[name]
-    block_manager = BlockManager(layout)
-    printed, unit_tokens = printed_tokens(block_manager)
-    hits = [
-        hit_tokens_of_second(block_manager, num_tokens, unit_tokens)
-        for num_tokens in (printed - 1, printed)
-    ]
-    assert (hits[0], hits[1] > 0, printed) == (0, True, least_tokens)
+def test_the_printed_length_hits_and_one_token_less_does_not(
+    name: str, mocker: MockerFixture
+) -> None:
+    layout, min_tokens = LAYOUTS[name]
+    world = BlockManager(layout, num_blocks=16384)
+    info = mocker.patch("vllm.logger.init_logger").return_value.info
+    log_least_prompt(world.manager.coordinator)
+    _, printed_tokens, unit_tokens = info.call_args.args
+    hits = []
+    for num_tokens in (printed_tokens - 1, printed_tokens):
+        world.reset()
+        first = world.request(range(num_tokens))
+        world.prefill(first, unit_tokens)
+        world.decode(first, (1, 2))
+        world.finish(first)
+        hits.append(world.hit_tokens(world.request(range(num_tokens))))
+    assert (hits[0], hits[1] > 0, printed_tokens) == (0, True, min_tokens)
     assert hits[1] % unit_tokens == 0

@@ -18,7 +18,8 @@ from lmcache_runs import (
     needs_lmcache,
 )
 from offload.server import free_ports
-from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served
+from support.scenarios.answers import LOGPROB_TOLERANCE, Served
+from support.scenarios.processes import PLUGIN_OFF
 
 pytestmark = needs_lmcache
 

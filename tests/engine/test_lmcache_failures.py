@@ -6,29 +6,24 @@ On the real engine with real servers, where LMCache is installed: `make test-lmc
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from http_served import serving
+import zmq
 from lmcache_runs import HIT_TOKENS, Restarted, Run, connected, needs_lmcache
-from lmcache_workload import REPLY_TOKENS, prompt_of
 from offload.server import CHUNK_TOKENS, free_ports
-from served import LOGPROB_TOLERANCE, PLUGIN_OFF, Served, logprob_error
-from support import old_lmcache_server
+from support.scenarios.answers import LOGPROB_TOLERANCE, Served, logprob_error
+from support.scenarios.processes import PLUGIN_OFF
 
 pytestmark = needs_lmcache
 
 HEARTBEAT_S = 1.0
-SIZE_FOR_ONE_PROMPT_GB = "0.0013"
-"""The two chunks that it stores take 56 % of it."""
-
 START_LIMIT_S = 120.0
 """For a start that fails, imports and the load of the model included, on a busy machine; LMCache
 alone waits for 300 s."""
@@ -36,8 +31,8 @@ alone waits for 300 s."""
 
 @pytest.fixture(scope="module")
 def expected(run_lmcache: Run) -> Served:
-    """Without a connector and without this package: the prompts 1 to 4 of the hybrid model."""
-    plan = {"model": "alternating", "prompts": [1, 2, 3, 4]}
+    """Without a connector and without this package: the first prompt of the hybrid model."""
+    plan = {"model": "alternating", "prompts": [1]}
     return run_lmcache({"plain": plan}, environ=PLUGIN_OFF)["plain"]
 
 
@@ -59,56 +54,62 @@ def require_right(found: Served, seeds: Sequence[int], expected: Served) -> None
 
 
 @contextmanager
-def old_server(release: str, folder: Path) -> Iterator[int]:
-    """The port of a process that speaks as an older release does."""
-    (port,) = free_ports(1)
-    log = folder / f"{release}.txt"
-    script = old_lmcache_server.__file__
-    process = subprocess.Popen([sys.executable, script, str(port), release, str(log)])
+def silent(answers: dict[int, object]) -> Iterator[int]:
+    """The port of a server that answers some requests, by their numbers, and others never."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    has_ended = threading.Event()
+
+    def answer() -> None:
+        while not has_ended.is_set():
+            if not socket.poll(100):
+                continue
+            client, uid, kind, *_ = socket.recv_multipart()
+            number = msgspec.msgpack.decode(kind)
+            if number in answers:
+                values = [msgspec.msgpack.encode(answers[number])] * (answers[number] is not None)
+                socket.send_multipart([client, uid, kind, *values])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
     try:
-        limit_s = time.monotonic() + START_LIMIT_S
-        while not log.exists() and time.monotonic() < limit_s:
-            time.sleep(0.05)
         yield port
     finally:
-        process.kill()
-        process.wait()
+        has_ended.set()
+        thread.join()
+        socket.close(linger=0)
 
 
 def test_failures_at_the_start_are_clear_within_seconds(run_lmcache: Run, tmp_path: Path) -> None:
-    """Nobody at the address, a server that cuts blocks, another mode, and older releases."""
+    """Nobody at the address, a server that cuts blocks, another mode, and other releases."""
     port, closed_port = free_ports(2)
-    full = {"model": "full"}
     engine_driven = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
+    chunk_size, capabilities, end_of_registration = {21: CHUNK_TOKENS}, {32: []}, {2: None}
     with (
         Restarted(port, tmp_path, "--l1-size-gb", "0.1"),
-        old_server("0.4.5", tmp_path) as flat_port,
-        old_server("0.5.0", tmp_path) as renumbered_port,
-        old_server("0.5.4", tmp_path) as mute_port,
-        old_server("0.5.5", tmp_path) as unreading_port,
+        silent({21: "OK"}) as renumbered,
+        silent(chunk_size) as mute,
+        silent(chunk_size | capabilities | end_of_registration) as unreading,
     ):
+        engines = {
+            "nobody": connected(closed_port),
+            "cut blocks": connected(port) | {"block_size": 96},
+            "mode": connected(port, **engine_driven),
+            "other numbers": connected(renumbered),
+            "mute": connected(mute),
+            "unreading": connected(unreading),
+        }
         found = run_lmcache(
-            {
-                "nobody": {**full, "engine": connected(closed_port)},
-                "cut blocks": {**full, "engine": connected(port) | {"block_size": 96}},
-                "mode": {**full, "engine": connected(port, **engine_driven)},
-                "flat, one group": {**full, "engine": connected(flat_port)},
-                "flat": {"model": "alternating", "engine": connected(flat_port)},
-                "other numbers": {**full, "engine": connected(renumbered_port)},
-                "mute": {**full, "engine": connected(mute_port)},
-                "unreading": {**full, "engine": connected(unreading_port)},
-            }
+            {name: {"model": "full", "engine": engine} for name, engine in engines.items()}
         )
-    old = ("here LMCache 0.5.6 is installed", "nstall the same release on both sides")
+    other = ("LMCache 0.5.6, the release that is installed here", "the same release of LMCache")
     texts = {
         "nobody": (f"127.0.0.1:{closed_port}", "lmcache server", "lmcache.mp.port"),
         "cut blocks": ("chunks of 256 tokens", "96", "--chunk-size 288"),
-        "mode": ("engine_driven", "does not serve", "--supported-transfer-mode"),
-        "flat, one group": (f"127.0.0.1:{flat_port} is LMCache 0.4.5,", *old),
-        "flat": (f"127.0.0.1:{flat_port} is LMCache 0.4.5,", *old),
-        "other numbers": (f"127.0.0.1:{renumbered_port} is LMCache 0.5.0 to 0.5.2,", *old),
-        "mute": (f"127.0.0.1:{mute_port}", "0.5.3 and 0.5.4", *old),
-        "unreading": (f"127.0.0.1:{unreading_port} is LMCache 0.5.5,", *old),
+        "mode": ("engine_driven", "does not", "--supported-transfer-mode"),
+        "other numbers": (f"127.0.0.1:{renumbered}", "chunk size", *other),
+        "mute": (f"127.0.0.1:{mute}", "capabilities", *other),
+        "unreading": (f"127.0.0.1:{unreading}", "KV caches of this worker", *other),
     }
     for name, parts in texts.items():
         text = found[name].report["error"].splitlines()[-1]
@@ -188,47 +189,3 @@ def test_a_server_that_is_back_is_used_again_if_it_has_the_same_chunks(
     refusal = "is back with chunks of 512 tokens, and this engine started with 256"
     assert found.log.count(refusal) == 2  # Once of each side.
     assert max(found.report["seconds"]) < 10
-
-
-def test_stores_that_find_no_room_are_counted_and_logged_once(
-    expected: Served, lmcache_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Behind `vllm serve`. What one prompt stores fits; that is below the watermark, and nothing
-    makes room for more."""
-    (port,) = free_ports(1)
-    log = tmp_path / "vllm.log"
-    arguments = [
-        *("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
-        *("--dtype", "float32", "--block-size", "16", "--max-model-len", "2048"),
-        *("--max-num-batched-tokens", "1024", "--num-gpu-blocks-override", "700"),
-        *("--no-disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching"),
-        *("--kv-transfer-config", json.dumps(recomputing(port)["kv_transfer_config"])),
-    ]
-    seeds = [1, 2, 3, 4, 1]
-    with (
-        Restarted(port, tmp_path, "--l1-size-gb", SIZE_FOR_ONE_PROMPT_GB) as server,
-        serving(lmcache_models["alternating"], arguments, {}, log) as client,
-    ):
-        for label, seed in enumerate(seeds):
-            client.ask(str(label), [prompt_of(seed)], REPLY_TOKENS)
-            time.sleep(4)  # What is missing is looked up twice, and goes with a later step.
-        metrics = client.read_metrics()
-        server_log = server.read_log()
-    for label, seed in enumerate(seeds):
-        (answer,) = client.report().answers(str(label))
-        assert answer.reply == expected.answers("prompts")[seed - 1].reply
-        assert logprob_error(answer, expected.answers("prompts")[seed - 1]) < LOGPROB_TOLERANCE
-    counted = {name: value for name, value in metrics.items() if "stored_tokens_total" in name}
-    warnings = [line for line in log.read_text().splitlines() if "has reported" in line]
-    print(counted, *warnings, sep="\n")
-    assert "Failed to batched allocate" in server_log
-    hits = [client.report().hit_tokens(str(label)) for label in range(len(seeds))]
-    assert hits == [[0], [0], [0], [0], [HIT_TOKENS]]
-    assert counted == {
-        "kvext_lmcache_stored_tokens_total.kept": HIT_TOKENS,
-        "kvext_lmcache_stored_tokens_total.lost": 3 * HIT_TOKENS,
-        "kvext_lmcache_stored_tokens_total.unchecked": 0,
-    }
-    (warning,) = warnings
-    for text in (f"127.0.0.1:{port}", f"{HIT_TOKENS} tokens", "not have 512", "--l1-size-gb"):
-        assert text in warning

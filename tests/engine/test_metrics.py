@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of retention: what it counts is what Prometheus and the log say, and only then.
 
-The engine-level tests run ``report_metrics.py``, in which each number is known.
+The engine-level tests run `support.scenarios.metrics`, in which each number is known.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,19 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from served import ENGINE_ENVIRON, INTERVAL
+from support.installed import apply_feature, revert_feature
+from support.scenarios.processes import INTERVAL, Plan, serve
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import (
     AggregatedLoggingStatLogger,
-    LoggingStatLogger,
     StatLoggerManager,
 )
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_ascend_kvext.activation import apply_feature, revert_feature
 from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
 from vllm_ascend_kvext.retention.stats import METRICS, LossCause, RetentionStats
 
@@ -48,32 +45,25 @@ CASES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What one process of ``report_metrics.py`` has shown."""
+    """What one process has shown; see `support.scenarios.metrics`."""
 
     metrics: str
     totals: dict[str, int] | None
     log: str
 
 
-def run(tmp_path: Path, model: Path, environ: Mapping[str, str]) -> Seen:
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith("VLLM_")
-    } | ENGINE_ENVIRON
-    (tmp_path / "prometheus").mkdir()
-    script = Path(__file__).with_name("report_metrics.py")
-    report = tmp_path / "report.json"
-    ended = subprocess.run(
-        [sys.executable, "-I", script, model, report, "{}"],
-        env={**inherited, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=tmp_path,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    return Seen(**json.loads(report.read_text()), log=ended.stdout)
+Run = Callable[[Mapping[str, str]], Seen]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
+    def run(environ: Mapping[str, str]) -> Seen:
+        (tmp_path / "prometheus").mkdir()
+        plans = {"": Plan(tiny_model, ["chat"], "metrics")}
+        served = serve(tmp_path_factory, plans, environ, working_folder=tmp_path)[""]
+        return Seen(**served.report, log=served.log)
+
+    return run
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
@@ -101,8 +91,8 @@ def samples(text: str) -> dict[str, dict[str, float]]:
         for case, environ in CASES.items()
     ],
 )
-def test_metrics_and_log_say_what_retention_has_counted(case, tiny_model, tmp_path):
-    seen = run(tmp_path, tiny_model, {INTERVAL: "0", **CASES[case]})
+def test_metrics_and_log_say_what_retention_has_counted(case: str, run: Run) -> None:
+    seen = run({INTERVAL: "0", **CASES[case]})
     assert seen.totals is not None and len(set(seen.totals.values())) > 1
     assert all(seen.totals.values())
     assert samples(seen.metrics) == {"0": seen.totals}
@@ -110,8 +100,8 @@ def test_metrics_and_log_say_what_retention_has_counted(case, tiny_model, tmp_pa
     assert sum(map(int, lines)) == seen.totals["checkpoints_kept"]
 
 
-def test_without_retention_there_is_nothing_of_it(tiny_model, tmp_path):
-    seen = run(tmp_path, tiny_model, {})
+def test_without_retention_there_is_nothing_of_it(run: Run) -> None:
+    seen = run({})
     assert "vllm:prefix_cache_queries_total" in seen.metrics
     assert "kvext" not in seen.metrics
     assert seen.totals is None
@@ -191,14 +181,6 @@ def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_confi
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_second_manager_starts_over_as_upstream_does(vllm_config):
-    for _ in range(2):
-        manager = StatLoggerManager(vllm_config)
-        manager.record(sent(counted(1)), None)
-    assert samples(generate_latest(REGISTRY).decode()) == {"0": counted(1)}
-
-
-@pytest.mark.usefixtures("installed")
 def test_unknown_numbers_are_left_alone(vllm_config):
     manager = StatLoggerManager(vllm_config)
     manager.record(sent({"of_another_release": 3, "junctions_hit": 1}), None)
@@ -220,16 +202,6 @@ def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, vl
     assert not [text for text in vllm_log.messages if "KV retention" in text]
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_logger_for_one_engine_names_it(vllm_config, vllm_log):
-    stat_logger = LoggingStatLogger(vllm_config, 3)
-    stat_logger.record(sent({"lost_tokens.evicted": 4096}), None)
-    stat_logger.log()
-    (line,) = [text for text in vllm_log.messages if "KV retention" in text]
-    assert line.startswith("Engine 003: KV retention: ")
-    assert "lost tokens: never kept 0, evicted 4096, granularity 0, look ahead 0" in line
-
-
 def test_metric_names_are_the_documented_ones():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for metric in METRICS:
@@ -240,13 +212,15 @@ def test_metric_names_are_the_documented_ones():
 
 
 SEND = """
+import os
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackEncoder
-from vllm_ascend_kvext.activation import apply_feature
+import vllm_ascend_kvext
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
 
-apply_feature("retention")
+os.environ["VLLM_ASCEND_KVEXT_RETENTION"] = "adaptive"
+vllm_ascend_kvext.register()
 stats = SchedulerStats(num_running_reqs=3)
 attach_report(stats, {"checkpoints_kept": 4})
 (message,) = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 from support.installed import installed
 from support.sample import sampled
-from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.defects import observed_defects
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import CacheContents, blocks_are_conserved
-from support.scheduler.layouts import FULL_WINDOW, LAYOUTS
+from support.scheduler.layouts import EAGLE_LAYOUTS, FULL_WINDOW, LAYOUTS
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
-from support.scheduler.random_workloads import EAGLE_LAYOUTS, random_workload
+from support.scheduler.random_workloads import random_workload
 from support.scheduler.run import Check, run
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.upstream_state import SchedulerState
 
 FRAMES, IN_STEP = "discarded-frames", "preempted-in-step"
 NUM_RUNS = sampled(200)
@@ -168,32 +168,11 @@ class TestDiscardedFrames:
             tokens += [t for _, new, _ in engine.step().outputs for t in new]
         raise AssertionError("it does not end")
 
-    def answer(self, resets_at: Iterable[int]) -> list[int]:
-        engine = self.engine()
-        engine.add_request(self.PLAN)
-        tokens: list[int] = []
-        for step in range(max(resets_at) + 1):
-            tokens += [t for _, new, _ in engine.step().outputs for t in new]
-            if step in resets_at:
-                assert engine.reset_prefix_cache(reset_running_requests=True)
-        return tokens + self.decode(engine)
-
-    @pytest.mark.parametrize("resets_at", [[0], [1], [2], [3], [3, 4], [3, 3, 5, 6, 7]], ids=str)
-    def test_no_token_is_lost(self, repaired: None, resets_at: list[int]) -> None:
-        assert self.answer(resets_at) == self.PLAN.expected_output()
-
-    def test_a_reset_that_preempts_nothing_drops_nothing(self, repaired: None) -> None:
-        engine = self.engine()
-        engine.add_request(self.PLAN)
-        tokens = [t for _ in range(4) for _, new, _ in engine.step().outputs for t in new]
-        assert not engine.reset_prefix_cache(reset_running_requests=False)
-        assert tokens + self.decode(engine) == self.PLAN.expected_output()
-
     def test_no_step_is_remembered_for_longer_than_it_is_in_flight(self, repaired: None) -> None:
         engine = self.engine()
         engine.add_request(self.PLAN)
         self.decode(engine)
-        assert not engine.scheduler._kvext_steps_in_flight._steps
+        assert not SchedulerState.of(engine.scheduler).steps_in_flight._steps
 
     def test_every_step_in_flight_is_dropped(self, repaired: None) -> None:
         """Pipeline parallelism has several."""
@@ -244,24 +223,6 @@ class TestDiscardedFrames:
 
 class TestPreemptedInStep:
     """A request is preempted, by priority, in the step that has scheduled it."""
-
-    LAYOUT = Layout((full(4), window(4, 12)))
-    PROMPT = range(41)
-
-    def hit_tokens(self) -> int:
-        """Of a prompt of which 16 tokens were computed, and 16 more scheduled."""
-        world = BlockManager(self.LAYOUT)
-        request = world.request(self.PROMPT)
-        world.admit(request, 16)
-        assert world.manager.allocate_slots(request, 16)
-        world.preempt(request)
-        return world.hit_tokens(world.request(self.PROMPT))
-
-    def test_stock_hits_what_nobody_computed(self) -> None:
-        assert self.hit_tokens() == 32
-
-    def test_what_was_computed_is_hit(self, repaired: None) -> None:
-        assert self.hit_tokens() == 16
 
     def workloads(self) -> Iterator[Workload]:
         for layout in LAYOUTS:

@@ -1,61 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interval 0 hits exactly what dense caching hits, for every length and choice of EAGLE groups.
+"""What can be hit where retention decides what stays, against dense caching without evictions.
 
-On vLLM's real block manager. The same cases on vllm-ascend's are in tests/ascend.
+On vLLM's real block managers and on vLLM-Ascend's. At interval 0 a request that comes back, goes on
+or resumes hits what dense caching hits, for every length and choice of EAGLE groups, although
+others have taken all that is surplus. Adaptively, so does the third request that shares a prefix;
+with a hint, already the second.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
 import pytest
 from support.installed import retention_installed
+from support.retention.checkpoints import adaptive_retention, cache_state_of
 from support.retention.reachability import (
     Difference,
-    Price,
-    eagle_sets,
+    UnderPressure,
     serve_conversation,
     serve_prompt_only,
 )
+from support.retention.small_layouts import (
+    LAYOUTS,
+    LIVES_OF,
+    PREEMPT_EVERY,
+    eagle_sets,
+    longest_window,
+    some_eagle_sets,
+    unit_of,
+)
 from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, window
+from support.scheduler.engine import SchedulerEngine
+from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
+from support.scheduler.layouts import Layout as EngineLayout
+from support.scheduler.model_runner import ReadCheck
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+
+from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800
-
-LAYOUTS = {
-    "one full, one window": (full(4), window(4, 9)),
-    "one full, two windows": (full(4), window(4, 13), window(4, 13, head_size=2)),
-    "window of half a unit": (full(8), window(4, 5), window(2, 5)),
-    "three block sizes": (full(8), window(4, 7), window(2, 5)),
-    "window wider than the unit": (full(8), window(2, 23)),
-    "two wide windows": (full(8), window(2, 19), window(4, 30)),
-    "window only": (window(4, 11),),
-    "compressor states": (full(16), window(4, 8), window(2, 4), window(4, 16)),
-}
+NUM_ADAPTIVE_BLOCKS = 4000
+SMALL_POOL_BLOCKS = 400
+ADAPTIVE_LAYOUTS = sorted(LAYOUTS.keys() - {"window of half a unit", "two wide windows"})
 
 
-def unit_of(specs: tuple[object, ...]) -> int:
-    return max(spec.block_size for spec in specs)  # each divides the largest
-
-
-def longest_window(specs: tuple[object, ...]) -> int:
-    return max(getattr(spec, "sliding_window", None) or 0 for spec in specs)
-
-
+@pytest.mark.parametrize("policy", ["interval 0", "adaptive"])
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_hits_what_dense_caching_hits(layout_name: str) -> None:
+def test_a_request_hits_what_dense_caching_hits(layout_name: str, policy: str) -> None:
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
+    is_adaptive = policy == "adaptive"
+    stride = unit_tokens // 2 + 1 if is_adaptive else LENGTH_STRIDE
     difference = Difference()
-    with retention_installed():
-        for eagle_group_ids in eagle_sets(len(specs)):
-            layout = Layout(specs, eagle_group_ids)
-            dense = BlockManager(layout, None, NUM_BLOCKS)
-            sparse = BlockManager(layout, 0, NUM_BLOCKS)
-            for length in range(1, 3 * unit_tokens + longest_window(specs) + 2, LENGTH_STRIDE):
+    for number, eagle_group_ids in enumerate(eagle_sets(specs)):
+        layout = Layout(specs, eagle_group_ids)
+        dense = BlockManager(layout, None, NUM_BLOCKS)
+        with adaptive_retention() if is_adaptive else retention_installed():
+            sparse = UnderPressure(layout, None if is_adaptive else 0, NUM_BLOCKS)
+            for length in range(1, 3 * unit_tokens + longest_window(specs) + 2, stride):
                 case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
-                for serve in (
-                    lambda world, n=length: serve_conversation(world, n, unit_tokens, 5),
-                    lambda world, n=length: serve_prompt_only(world, n),
-                ):
+                lives = [lambda world, n=length: serve_prompt_only(world, n)]
+                if length % LIVES_OF == number % LIVES_OF:
+                    lives.append(
+                        lambda world, n=length: serve_conversation(
+                            world, n, unit_tokens, PREEMPT_EVERY
+                        )
+                    )
+                for serve in lives:
                     dense.reset()
                     sparse.reset()
                     difference.compare(case, serve(dense), serve(sparse))
@@ -68,24 +85,18 @@ def test_stock_loses_hits() -> None:
     difference = Difference()
     for specs in LAYOUTS.values():
         unit_tokens = unit_of(specs)
-        for eagle_group_ids in eagle_sets(len(specs)):
+        for eagle_group_ids in some_eagle_sets(specs):
             layout = Layout(specs, eagle_group_ids)
-            dense = BlockManager(layout, None, NUM_BLOCKS)
-            sparse = BlockManager(layout, 0, NUM_BLOCKS)
-            for length in range(1, 5 * unit_tokens + 2, 3):
-                dense.reset()
-                sparse.reset()
+            worlds = [BlockManager(layout, interval, NUM_BLOCKS) for interval in (None, 0)]
+            for length in range(1, 5 * unit_tokens + 2, 3 * LIVES_OF):
                 case = f"EAGLE {sorted(eagle_group_ids)}, {length} tokens"
-                difference.compare(
-                    case, serve_prompt_only(dense, length), serve_prompt_only(sparse, length)
-                )
-                dense.reset()
-                sparse.reset()
-                difference.compare(
-                    case,
-                    serve_conversation(dense, length, unit_tokens, unit_tokens),
-                    serve_conversation(sparse, length, unit_tokens, unit_tokens),
-                )
+                for serve, arguments in (
+                    (serve_prompt_only, (length,)),
+                    (serve_conversation, (length, unit_tokens, unit_tokens)),
+                ):
+                    for world in worlds:
+                        world.reset()
+                    difference.compare(case, *(serve(world, *arguments) for world in worlds))
     print(f"stock differs in {difference.num_different} of {difference.num_cases} cases")
     assert {"resend", "prompt extended", "next turn", "resume"} <= set(difference.examples)
 
@@ -98,10 +109,10 @@ def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None
     num_tokens = longest_window(specs) + 4 * interval_tokens + 1
     prompt = list(range(num_tokens))
     with retention_installed():
-        for eagle_group_ids in eagle_sets(len(specs)):
+        for eagle_group_ids in eagle_sets(specs):
             layout = Layout(specs, eagle_group_ids)
             dense = BlockManager(layout, None, NUM_BLOCKS)
-            sparse = BlockManager(layout, interval_tokens, NUM_BLOCKS)
+            sparse = UnderPressure(layout, interval_tokens, NUM_BLOCKS)
             for world in (dense, sparse):
                 request = world.request(prompt)
                 world.prefill(request, 2 * interval_tokens + 3)
@@ -117,25 +128,219 @@ def test_interval_leaves_a_checkpoint_at_each_multiple(layout_name: str) -> None
                 assert expected <= found <= dense_tokens, sorted(eagle_group_ids)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_costs_two_tails(layout_name: str) -> None:
-    """At most two tails per group and request; while it runs, one more in the making.
+def test_stock_keeps_blocks_that_no_lookup_needs() -> None:
+    for specs in LAYOUTS.values():
+        world = BlockManager(Layout(specs), None, NUM_BLOCKS)
+        num_tokens = 3 * unit_of(specs) + 2 * longest_window(specs)
+        assert unneeded_blocks(world, num_tokens, 0)
 
-    A tail is in the making from the moment its blocks begin to leave the window until every group
-    that looks ahead has its block past the boundary. Below one window's length the tails of
-    different groups are entangled, and no more than that window is kept.
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_no_block_is_kept_in_vain(layout_name: str) -> None:
+    """Every block that is not surplus serves the same prompt or the next turn."""
+    specs = LAYOUTS[layout_name]
+    unit_tokens = unit_of(specs)
+    with retention_installed():
+        for groups in ((), (len(specs) - 1,), range(len(specs))):
+            eagle_group_ids = frozenset(groups)
+            world = UnderPressure(Layout(specs, eagle_group_ids), 0, NUM_BLOCKS)
+            for num_prompt_tokens in range(1, 4 * unit_tokens, 5):
+                for num_output_tokens in (0, unit_tokens + 3):
+                    world.reset()
+                    found = unneeded_blocks(world, num_prompt_tokens, num_output_tokens)
+                    assert not found, (eagle_group_ids, num_prompt_tokens, num_output_tokens)
+
+
+def unneeded_blocks(
+    world: BlockManager, num_prompt_tokens: int, num_output_tokens: int
+) -> list[bytes]:
+    """Keys in the cache of one request without which its prompt and the next turn hit as much."""
+    request = world.request(range(num_prompt_tokens))
+    world.prefill(request, 20)
+    world.decode(request, range(1000, 1000 + num_output_tokens))
+    world.finish(request)
+    resend = world.request(request.prompt_token_ids)
+    next_turn = world.request([*request.all_token_ids, *range(5000, 5100)])
+
+    def hits() -> tuple[int, int]:
+        return world.hit_tokens(resend), world.hit_tokens(next_turn)
+
+    with_all = hits()
+    blocks_of_key = defaultdict(list)
+    for block in world.pool.blocks:
+        if block.block_hash is not None:
+            blocks_of_key[block.block_hash].append(block)
+    unneeded = []
+    index = world.pool.cached_block_hash_to_block
+    for key, blocks in blocks_of_key.items():
+        for block in blocks:
+            assert index.pop(key, block.block_id) is block
+        if hits() == with_all:
+            unneeded.append(key)
+        for block in blocks:
+            index.insert(key, block)
+    return unneeded
+
+
+def serve_in_chunks(
+    world: BlockManager, token_ids: Sequence[int], hints: Sequence[int] = ()
+) -> int:
+    """Run a request to its end; returns the tokens hit."""
+    request = world.request(token_ids)
+    if hints:
+        request.sampling_params.extra_args = {HINT_ARGUMENT: list(hints)}
+    hit_tokens = world.prefill(request, 11)
+    world.decode(request, [1, 2, 3])
+    world.finish(request)
+    return hit_tokens
+
+
+def branches(num_shared_tokens: int, num_own_tokens: int) -> Iterator[list[int]]:
+    """Prompts that begin with the same tokens, and then part ways."""
+    for number in itertools.count(1):
+        own = range(number * 10_000, number * 10_000 + num_own_tokens)
+        yield [*range(num_shared_tokens), *own]
+
+
+@pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
+def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
+    """While there is room, from the second request on, as in dense caching.
+
+    Where others have taken all that is surplus: by the third, after two have shared the prefix, or
+    by the second, where the first has named it.
     """
     specs = LAYOUTS[layout_name]
     unit_tokens = unit_of(specs)
-    window_tokens = longest_window(specs)
-    with retention_installed():
-        for eagle_group_ids in eagle_sets(len(specs)):
-            sparse = BlockManager(Layout(specs, eagle_group_ids), 0, NUM_BLOCKS)
-            price = Price(sparse)
-            first = window_tokens + 3 * unit_tokens
-            for length in range(first, first + 2 * unit_tokens + 2, 3 * LENGTH_STRIDE):
-                sparse.reset()
-                serve_conversation(sparse, length, unit_tokens, 7, price.observe)
-            in_the_making = 1 if eagle_group_ids else 0
-            assert price.excess_tails["running"] <= in_the_making, sorted(eagle_group_ids)
-            assert price.excess_tails["released"] <= 0, sorted(eagle_group_ids)
+    num_hits = num_missed = 0
+    for eagle_group_ids in some_eagle_sets(specs):
+        layout = Layout(specs, eagle_group_ids)
+        dense_manager = BlockManager(layout, None, NUM_ADAPTIVE_BLOCKS)
+        with adaptive_retention():
+            roomy_manager = BlockManager(layout, None, NUM_ADAPTIVE_BLOCKS)
+            longest = 2 * longest_window(specs) + 5 * unit_tokens
+            for num_shared_tokens in range(1, longest, unit_tokens // 2 + 1):
+
+                def hits(world: BlockManager, hints: Sequence[int] = ()) -> list[int]:
+                    prompts = branches(num_shared_tokens, 5 * unit_tokens + 3)  # noqa: B023
+                    return [
+                        serve_in_chunks(world, next(prompts), () if number else hints)
+                        for number in range(3)
+                    ]
+
+                dense_manager.reset()
+                roomy_manager.reset()
+                dense = hits(dense_manager)
+                assert hits(roomy_manager) == dense
+                pressed = hits(UnderPressure(layout, None, SMALL_POOL_BLOCKS))
+                small = UnderPressure(layout, None, SMALL_POOL_BLOCKS)
+                hinted = hits(small, [num_shared_tokens])
+                case = f"EAGLE {sorted(eagle_group_ids)}, {num_shared_tokens} shared"
+                assert hinted[1] >= dense[1], case
+                # Without full attention, nothing tells where requests part.
+                assert pressed[2] >= dense[2] or layout_name == "window only", case
+                num_hits += dense[1] > 0
+                num_missed += pressed[1] < dense[1]
+    assert num_hits > 10
+    assert num_missed > 0, "the second hits as well: nothing is shown"
+
+
+UNIT_TOKENS = MAMBA.unit_tokens
+OPTIONS = EngineOptions(
+    num_blocks=NUM_ADAPTIVE_BLOCKS, max_num_batched_tokens=256, max_model_len=512
+)
+
+
+class Steps:
+    """Serves one request after the other on the real scheduler, whose steps end where they like."""
+
+    def __init__(self, layout: EngineLayout) -> None:
+        self._engine = SchedulerEngine(layout, OPTIONS, ReadCheck.ALL)
+        self._numbers = itertools.count()
+
+    def serve(self, prompt: Sequence[int], hints: Sequence[int] = ()) -> list[int]:
+        """The lengths at which the steps of the prompt begin and end; the first is the hit."""
+        plan = RequestPlan(
+            request_id=f"request-{next(self._numbers)}",
+            arrival_step=0,
+            prompt=tuple(prompt),
+            max_tokens=3,
+            checkpoint_tokens=tuple(hints),
+        )
+        self._engine.add_request(plan)
+        lengths: list[int] = []
+        while self._engine.has_work():
+            for scheduled in self._engine.step().scheduled:
+                if not lengths:
+                    lengths.append(scheduled.num_computed_tokens)
+                if lengths[-1] < len(prompt):
+                    lengths.append(scheduled.num_computed_tokens + scheduled.num_tokens)
+        return lengths
+
+
+def shared_prefixes(layout: EngineLayout) -> Iterator[tuple[Steps, int, Iterator[list[int]]]]:
+    """With a new engine each: so many tokens that prompts share, and the prompts."""
+    with adaptive_retention():
+        for num_shared_tokens in range(2 * UNIT_TOKENS, 9 * UNIT_TOKENS, 5):
+            prompts = branches(num_shared_tokens, 7 * UNIT_TOKENS + 3)
+            yield Steps(layout), num_shared_tokens, prompts
+
+
+@pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
+def test_a_step_ends_where_states_are_shared(layout: EngineLayout) -> None:
+    """A state exists only where a step ends: the second request makes one at the junction."""
+    for steps, num_shared_tokens, prompts in shared_prefixes(layout):
+        junction = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
+        first, second, third = (steps.serve(next(prompts)) for _ in range(3))
+        assert first[0] == second[0] == 0
+        assert junction not in first, "a step ends there anyway: nothing is shown"
+        assert junction in second
+        assert third[0] == junction
+
+
+@pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
+def test_a_step_ends_where_a_hint_says(layout: EngineLayout) -> None:
+    for steps, num_shared_tokens, prompts in shared_prefixes(layout):
+        boundary = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
+        first = steps.serve(next(prompts), [num_shared_tokens])
+        second = steps.serve(next(prompts))
+        assert boundary in first
+        assert second[0] == boundary
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_prefix_recovers_from_blocks_that_a_connector_uncached(is_running: bool) -> None:
+    """Once it is computed again, checkpoints keep the blocks that it has now."""
+    layout = Layout((full(4), window(4, 9)))
+    with adaptive_retention():
+        world = BlockManager(layout, None, SMALL_POOL_BLOCKS)
+        cache_state = cache_state_of(world.manager)
+        prompt = [*range(200)]
+        serve_in_chunks(world, prompt)
+        reader = world.request(prompt)
+        if is_running:
+            assert world.prefill(reader, 64) > 0
+        first = min(cache_state.describe(), key=lambda node: node["boundary_tokens"])
+        world.pool.evict_blocks({first["runs"][0][0]})
+        if is_running:
+            world.finish(reader)
+        assert serve_in_chunks(world, prompt) == 0
+        for _ in range(3):
+            world.pool.evict_blocks(set(cache_state.surplus()))
+            assert serve_in_chunks(world, prompt) == 196
+        uncached = [block for block in world.pool.blocks[1:] if block.block_hash is None]
+        assert not any(cache_state.num_needs(block.block_id) for block in uncached)
+
+
+def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
+    """As long as a million tokens in small blocks make it; its end does not end the process."""
+    num_tokens = 1_000_000
+    with adaptive_retention():
+        world = BlockManager(Layout((window(4, 11),)), 4, num_tokens // 4 + 4000)
+        request = world.request(range(num_tokens))
+        world.prefill(request, 8192)
+        world.finish(request)
+        assert cache_state_of(world.manager).counts()[0] > 100_000
+        pool = weakref.ref(world.pool)
+        del world, request
+        gc.collect()
+    assert pool() is None

@@ -8,22 +8,23 @@ then the repair can go.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 
 import pytest
+from pytest_mock import MockerFixture
+from support import family
 from support.installed import installed
+from support.retention.small_layouts import tokens_per_block, unit_of
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.invariants import blocks_are_conserved
-from support.scheduler.layouts import LAYOUTS, Attention, Group
+from support.scheduler.layouts import EAGLE_LAYOUTS, LAYOUTS, Attention, Group
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck, WrongKVError
 from support.scheduler.options import Drafter, ExternalLoad
 from support.scheduler.random_workloads import (
-    EAGLE_LAYOUTS,
     random_workload,
     without_upstream_defects,
 )
@@ -32,9 +33,11 @@ from support.scheduler.workload import Workload
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.request import Request
 
 from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
+
+if family.IS_ASCEND:
+    import ascend_geometry
 
 NUM_SEEDS = 8
 FULL_ONLY = EngineLayout("full-only", (Group(Attention.FULL, 16),))
@@ -57,8 +60,12 @@ class TestTrimFullGroups:
     """A drafter's window that looks ahead shortens the hit after the full groups were looked up."""
 
     FEATURE = "trim-full-groups"
-    LAYOUT = Layout((full(4), full(16), window(8, 12)), eagle_group_ids=frozenset({2}))
-    UNIT_TOKENS = 16
+    LAYOUT = (
+        ascend_geometry.small_layout(frozenset({3}))
+        if family.IS_ASCEND
+        else Layout((full(4), full(16), window(8, 12)), eagle_group_ids=frozenset({2}))
+    )
+    UNIT_TOKENS = unit_of(LAYOUT.specs)
     PROMPT = range(2 * UNIT_TOKENS + 4)
 
     def handed_out(self) -> tuple[int, list[int]]:
@@ -66,7 +73,7 @@ class TestTrimFullGroups:
         world = BlockManager(self.LAYOUT)
         world.prefill(world.request(self.PROMPT), 100)
         blocks, hit_tokens = world.manager.get_computed_blocks(world.request(self.PROMPT))
-        sizes = [spec.block_size for spec in self.LAYOUT.specs[:2]]
+        sizes = map(tokens_per_block, self.LAYOUT.specs[:2])
         return hit_tokens, [
             len(group) * size for group, size in zip(blocks.blocks, sizes, strict=False)
         ]
@@ -80,8 +87,10 @@ class TestTrimFullGroups:
         managers = world.manager.coordinator.single_type_managers
         return sum(
             block.ref_cnt > 1
-            for manager in managers
-            for block in manager.req_to_blocks[again.request_id][hit_tokens // manager.block_size :]
+            for spec, manager in zip(self.LAYOUT.specs, managers, strict=True)
+            for block in manager.req_to_blocks[again.request_id][
+                hit_tokens // tokens_per_block(spec) :
+            ]
             if not block.is_null
         )
 
@@ -94,71 +103,16 @@ class TestTrimFullGroups:
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, self.UNIT_TOKENS])
         assert self.written_and_shared() == 0
 
-    @pytest.mark.usefixtures("repaired")
-    def test_a_miss_stays_a_miss(self) -> None:
-        world = BlockManager(self.LAYOUT)
-        assert world.prefill(world.request(self.PROMPT), 100) == 0
-
 
 class TestTwoPhaseAllocation:
     """A connector extends a local hit, and the blocks hit are the next to be given away."""
 
     FEATURE = "two-phase-allocation"
-    GEMMA = Layout((full(4), *(window(4, 64, head_size=i + 1) for i in range(5))))
-    NUM_HIT_TOKENS = 40
-    NUM_EXTERNAL_TOKENS = 32
-    NUM_BLOCKS = 1 + 6 * 11 + 6 * 10
-    """The null block, and all that two requests of 41 and 40 tokens hold."""
     WIDE_WINDOWS = EngineLayout(
         "wide-windows",
         (Group(Attention.FULL, 4), *(Group(Attention.WINDOW, 4, 40) for _ in range(3))),
     )
     NUM_SEEDS = 24
-
-    def admitted(self) -> tuple[BlockManager, Request]:
-        """A request that has hit 40 tokens and is to load 32 more."""
-        world = BlockManager(self.GEMMA, num_blocks=self.NUM_BLOCKS)
-        first = world.request(range(self.NUM_HIT_TOKENS + 1))
-        other = world.request(range(1000, 1040))
-        for filling in (first, other):
-            world.prefill(filling, 100)
-        for filling in (first, other):
-            world.finish(filling)
-        request = world.request(range(self.NUM_HIT_TOKENS + self.NUM_EXTERNAL_TOKENS + 2))
-        blocks, hit_tokens = world.manager.get_computed_blocks(request)
-        assert hit_tokens == self.NUM_HIT_TOKENS
-        assert world.manager.allocate_slots(
-            request, 2, hit_tokens, blocks, num_external_computed_tokens=self.NUM_EXTERNAL_TOKENS
-        )
-        return world, request
-
-    def owned_twice(self) -> list[int]:
-        world, request = self.admitted()
-        groups = world.manager.coordinator.get_blocks(request.request_id)
-        owners = Counter(block.block_id for group in groups for block in group if not block.is_null)
-        return [block_id for block_id, count in owners.items() if count > 1]
-
-    def test_stock_gives_one_block_to_two_groups(self) -> None:
-        assert self.owned_twice()
-
-    @pytest.mark.usefixtures("repaired")
-    def test_no_block_belongs_to_two_groups(self) -> None:
-        assert not self.owned_twice()
-
-    @pytest.mark.usefixtures("repaired")
-    def test_every_block_is_held_once_or_free(self) -> None:
-        world, request = self.admitted()
-        held = {
-            block.block_id
-            for group in world.manager.coordinator.get_blocks(request.request_id)
-            for block in group
-        }
-        free = [block.block_id for block in world.pool.free_block_queue.get_all_free_blocks()]
-        assert len(free) == len(set(free)) == world.pool.get_num_free_blocks()
-        for block in world.pool.blocks[1:]:
-            assert (block.ref_cnt, block.block_id in free) == (
-                (1, False) if block.block_id in held else (0, True)
-            )
 
     def violations(self) -> list[str]:
         """Random workloads, with a connector that extends local hits, in which one reads amiss."""
@@ -203,23 +157,22 @@ def tight_workload(layout: EngineLayout, seed: int) -> Workload:
 class TestContextParallelWindows:
     """Two ranks share the tokens of each block; upstream cannot look windows up then.
 
-    The hybrid coordinator of vLLM refuses to be built: it is a model with sliding windows only that
-    comes as far as the first lookup.
+    The hybrid coordinator of vLLM refuses to be built: on it, only a model with nothing but sliding
+    windows comes as far as the first lookup.
     """
 
     FEATURE = "context-parallel-windows"
-    WINDOWS_ONLY = Layout((window(4, 13),))
-    NUM_TOKENS = 40
+    LAYOUT = ascend_geometry.small_layout() if family.IS_ASCEND else Layout((window(4, 13),))
+    UNIT_TOKENS = unit_of(LAYOUT.specs)
+    NUM_TOKENS = 10 * UNIT_TOKENS
 
     def hit_tokens(self, **ranks: int) -> int:
         """What a prompt that is sent again hits."""
         (num_ranks,) = ranks.values()
-        world = BlockManager(
-            self.WINDOWS_ONLY,
-            scheduler_block_size=4 * num_ranks,
-            hash_block_size=4 * num_ranks,
-            manager_arguments=ranks,
-        )
+        sizes = {"scheduler_block_size": num_ranks * self.UNIT_TOKENS}
+        if not family.IS_ASCEND:
+            sizes["hash_block_size"] = num_ranks * self.UNIT_TOKENS
+        world = BlockManager(self.LAYOUT, **sizes, manager_arguments=ranks)
         first = world.request(range(self.NUM_TOKENS))
         assert world.prefill(first, 16) == 0
         world.finish(first)
@@ -237,23 +190,19 @@ class TestContextParallelWindows:
 
     @pytest.mark.usefixtures("repaired")
     def test_without_parallelism_hits_are_what_they_were(self) -> None:
-        world = BlockManager(self.WINDOWS_ONLY)
+        world = BlockManager(self.LAYOUT)
         world.prefill(world.request(range(self.NUM_TOKENS)), 16)
-        assert world.hit_tokens(world.request(range(self.NUM_TOKENS))) == self.NUM_TOKENS - 4
+        assert world.hit_tokens(world.request(range(self.NUM_TOKENS))) == (
+            self.NUM_TOKENS - self.UNIT_TOKENS
+        )
 
     @pytest.mark.usefixtures("repaired")
-    def test_one_warning(self) -> None:
-        messages: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("vllm.ascend_kvext.repairs")
-        logger.addHandler(handler)
-        try:
-            for _ in range(2):
-                self.hit_tokens(dcp_world_size=3)
-        finally:
-            logger.removeHandler(handler)
-        (message,) = messages
+    def test_one_warning(self, mocker: MockerFixture) -> None:
+        warning = mocker.patch.object(logging.getLogger("vllm.ascend_kvext.repairs"), "warning")
+        for _ in range(2):
+            self.hit_tokens(dcp_world_size=3)
+        (call,) = warning.call_args_list
+        message = call.args[0] % call.args[1:]
         assert "3 ranks" in message
 
 
@@ -278,6 +227,7 @@ class TestDraftsInFlight:
                         assert not result.wrong_outputs(workload), workload.name
         return num_workloads, num_wrong
 
+    @pytest.mark.own_managers
     def test_stock_reads_what_others_have_written(self) -> None:
         num_workloads, num_wrong = self.wrong_reads()
         assert num_workloads > 20

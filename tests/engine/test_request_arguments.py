@@ -13,8 +13,8 @@ from typing import Any
 
 import connector_models
 import pytest
+from connector_models import WINDOW_TOKENS
 from http_served import Client, serving
-from served import WINDOW_TOKENS
 
 BLOCK_TOKENS = 16
 DOCUMENT_TOKENS = 333

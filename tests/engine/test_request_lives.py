@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.installed import retention_installed
+from support.retention.checkpoints import adaptive_retention
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from vllm.v1.request import Request
 
@@ -31,7 +32,7 @@ class Lives(RuleBasedStateMachine):
     """One block manager; subclasses choose layout and interval."""
 
     layout: Layout
-    interval: int
+    interval: int | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,10 +84,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        self.running.remove(request)
-        self.world.preempt(request)
-        self.waiting.insert(0, request)
+        self.preempt_what_was_just_scheduled(data, 0)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), scheduled_tokens=st.integers(1, 20))
@@ -155,12 +153,12 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def nothing_is_remembered_of_requests_that_are_gone(self) -> None:
         alive = {request.request_id for request in self.waiting + self.running}
-        assert set(self.retention._progress) <= alive
+        assert set(self.retention._request_states) <= alive
 
 
-@pytest.mark.parametrize("interval_units", [0, 2])
+@pytest.mark.parametrize("interval_units", [None, 0, 2], ids=["adaptive", "0", "2 units"])
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_lives(layout_name: str, interval_units: int) -> None:
+def test_lives(layout_name: str, interval_units: int | None) -> None:
     layout = LAYOUTS[layout_name]
     unit_tokens = max(spec.block_size for spec in layout.specs)
 
@@ -168,13 +166,13 @@ def test_lives(layout_name: str, interval_units: int) -> None:
         pass
 
     LivesOfLayout.layout = layout
-    LivesOfLayout.interval = interval_units * unit_tokens
+    is_adaptive = interval_units is None
+    LivesOfLayout.interval = None if is_adaptive else interval_units * unit_tokens
     machine = LivesOfLayout.TestCase
     machine.settings = settings(
-        max_examples=60,
+        max_examples=40,
         stateful_step_count=60,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    with retention_installed():
+    with adaptive_retention() if is_adaptive else retention_installed():
         machine().runTest()

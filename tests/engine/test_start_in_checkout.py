@@ -6,35 +6,26 @@ It inspects the model in a process that imports the package from the working dir
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-import served
+from support.checkout import WITHOUT_EDITABLE_INSTALL, copy_checkout
+from support.scenarios import processes
 
 pytestmark = pytest.mark.main_version
 
-CHECKOUT = Path(__file__).parents[2]
 
-# An editable install would answer the import before the working directory is looked at.
-WITHOUT_EDITABLE_INSTALL = """
-import sys
-sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
-"""
-
-
-def test_starts_in_a_checkout(tiny_model: Path, tmp_path: Path) -> None:
-    checkout, site, report = (tmp_path / name for name in ("checkout", "site", "report.json"))
-    for folder in ("vllm_ascend_kvext", "patches"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / folder, checkout / folder, ignore=ignored)
+def test_starts_in_a_checkout(
+    tiny_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkout, site = copy_checkout(tmp_path / "checkout"), tmp_path / "site"
     imported = checkout / "imported"
     with (checkout / "patches" / "__init__.py").open("a") as source:
         source.write(f"\nopen({str(imported)!r}, 'w').close()\n")
     site.mkdir()
     (site / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALL)
     environ = {"PYTHONPATH": str(site), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    ended = served.start(tiny_model, report, environ, {}, ["chat"], folder=checkout)
-    assert ended.exit_code == 0, ended.log[-6000:]
-    assert report.is_file()
+    plans = {"": processes.Plan(tiny_model, ["chat"], "retention")}
+    served = processes.serve(tmp_path_factory, plans, environ, working_folder=checkout)[""]
+    assert served.labels
     assert imported.is_file(), "no process has imported the package from the checkout"

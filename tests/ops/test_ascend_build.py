@@ -75,23 +75,21 @@ def test_builds_installs_and_loads(tmp_path: Path, cann: Path, generator: str) -
     launcher.launch(SimpleNamespace(data_ptr=lambda: 13), 7, 11)
 
 
-def test_without_cann_the_error_says_what_to_source(tmp_path: Path) -> None:
-    configured = configure(tmp_path, "-DSOC_VERSION=ascend910b1")
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("CANN", "set_env.sh"), ("toolchain", "CANN toolkit"), ("chip", "SOC_VERSION")],
+)
+def test_the_error_says_what_is_missing(
+    tmp_path: Path, cann: Path, missing: str, message: str
+) -> None:
+    if missing == "toolchain":
+        shutil.rmtree(cann / "tools")
+    options = {"CANN": f"-DASCEND_HOME_PATH={cann}", "chip": "-DSOC_VERSION=ascend910b1"}
+    configured = configure(
+        tmp_path, *(option for name, option in options.items() if name != missing)
+    )
     assert configured.returncode != 0
-    assert "set_env.sh" in configured.stderr
-
-
-def test_without_its_toolchain_the_error_says_what_to_install(tmp_path: Path, cann: Path) -> None:
-    shutil.rmtree(cann / "tools")
-    configured = configure(tmp_path, f"-DASCEND_HOME_PATH={cann}", "-DSOC_VERSION=ascend910b1")
-    assert configured.returncode != 0
-    assert "CANN toolkit" in configured.stderr
-
-
-def test_without_a_chip_the_error_says_which_option(tmp_path: Path, cann: Path) -> None:
-    configured = configure(tmp_path, f"-DASCEND_HOME_PATH={cann}")
-    assert configured.returncode != 0
-    assert "SOC_VERSION" in configured.stderr
+    assert message in configured.stderr
 
 
 def test_a_cann_without_device_info_is_refused(tmp_path: Path, cann: Path) -> None:

@@ -1,167 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ascend DMA backend, on a fake of vLLM-Ascend's batched copy."""
+"""The Ascend DMA backend: what it hands to vLLM-Ascend's batched copy. The NPU is a mock."""
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from pytest_mock import MockerFixture
 from support.transfer.cases import (
     HOST_TO_PAGES,
-    PAGES_TO_HOST,
     TransferCase,
     TransferMemory,
     assert_same,
     cases,
     uniform_case,
 )
-from support.transfer.fake_npu import (
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    FakeNpu,
-    Stream,
-    device_tensor,
-    host_tensor,
-    installed_npu,
-)
 
 from vllm_ascend_kvext.transfer.ascend.dma import IN_FLIGHT, AscendDmaBackend
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError
-from vllm_ascend_kvext.transfer.explode import explode
 
 CASE = uniform_case(row_bytes=512, rows_per_page=4, pages=(3, 1, 2), num_planes=2)
+NPU, OTHER_NPU = (SimpleNamespace(device=SimpleNamespace(type="npu", index=i)) for i in (0, 1))
+
+
+def host(*, is_pinned: bool = True) -> SimpleNamespace:
+    device = SimpleNamespace(type="cpu", index=None)
+    return SimpleNamespace(device=device, is_pinned=lambda: is_pinned)
+
+
+class Copies:
+    """What the operator was asked for: ends of the arrays' lives, and direction, of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[list[weakref.ref[torch.Tensor]], int]] = []
+
+    def swap_blocks_batch(self, *arrays_and_direction: object) -> None:
+        *arrays, direction = arrays_and_direction
+        self.batches.append((list(map(weakref.ref, arrays)), direction))
+
+    def run(self) -> None:
+        """As the device, some time later."""
+        for found, _ in self.batches:
+            arrays = [array() for array in found]
+            assert None not in arrays, "an array was freed before the device had read it"
+            for array in arrays:
+                assert array.dtype == torch.int64 and array.dim() == 1 and array.is_contiguous()
+            for source, destination, size in zip(*(a.tolist() for a in arrays), strict=True):
+                assert size > 0
+                ctypes.memmove(destination, source, size)
 
 
 @pytest.fixture
-def npu() -> Iterator[FakeNpu]:
-    with installed_npu() as fake:
-        yield fake
-        for index in (0, 1):
-            fake.stream_of(index).synchronize()
-        IN_FLIGHT.release_finished()
-        assert len(IN_FLIGHT) == 0
-
-
-def transfer_of(case: TransferCase, memory: TransferMemory, npu: FakeNpu) -> Transfer:
-    npu.host = (memory.host.address, case.host_bytes)
-    pools = [device_tensor() for _ in case.pool_bytes]
-    return memory.transfer(case, pools, host_tensor())
-
-
-@given(case=cases())
-@settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_every_byte_arrives_and_no_other_changes(npu: FakeNpu, case: TransferCase) -> None:
-    memory = TransferMemory.random(case)
-    before, expected = memory.snapshot(), memory.after(case)
-    AscendDmaBackend().run(transfer_of(case, memory, npu))
-    assert_same(memory.snapshot(), before)
-    npu.current_stream().synchronize()
-    assert_same(memory.snapshot(), expected)
-
-
-@given(case=cases())
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_one_call_per_plane_does_the_same(npu: FakeNpu, case: TransferCase) -> None:
-    memory = TransferMemory.random(case)
-    expected = memory.after(case)
-    for part in explode(transfer_of(case, memory, npu)):
-        AscendDmaBackend().run(part)
-    npu.current_stream().synchronize()
-    assert_same(memory.snapshot(), expected)
-
-
-@pytest.mark.parametrize(
-    ("direction", "code"), [(PAGES_TO_HOST, DEVICE_TO_HOST), (HOST_TO_PAGES, HOST_TO_DEVICE)]
-)
-def test_direction_is_upstreams_code(npu: FakeNpu, direction: int, code: int) -> None:
-    case = replace(CASE, direction=direction)
-    AscendDmaBackend().run(transfer_of(case, TransferMemory.random(case), npu))
-    assert npu.directions == [code]
-
-
-def test_goes_to_the_current_stream_of_the_pools_device(npu: FakeNpu) -> None:
-    transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
-    on_other_device = transfer._replace(pool_tensors=(device_tensor(1), device_tensor(1)))
-    stream = Stream()
-    with npu.device(device_tensor(1).device), npu.stream(stream):
-        with npu.device(device_tensor(0).device):
-            AscendDmaBackend().run(on_other_device)
-        assert stream.pending and not npu.stream_of(0).pending
-    stream.synchronize()
-
-
-def test_pointer_arrays_live_until_the_stream_has_passed(npu: FakeNpu) -> None:
-    memory = TransferMemory.random(CASE)
-    backend = AscendDmaBackend()
-    backend.run(transfer_of(CASE, memory, npu))
-    del backend
-    AscendDmaBackend().run(transfer_of(CASE, memory, npu))
-    assert len(IN_FLIGHT) == 2
-    npu.current_stream().synchronize()  # the fake looks whether its arrays are still there
+def npu(mocker: MockerFixture) -> Iterator[mock.MagicMock]:
+    """`torch.npu`, all of whose events are one."""
+    npu = mocker.patch.object(torch, "npu", create=True)
+    npu.Event.return_value.query.return_value = False
+    yield npu
+    npu.Event.return_value.query.return_value = True
     IN_FLIGHT.release_finished()
     assert len(IN_FLIGHT) == 0
 
 
-def test_nothing_to_move_enqueues_nothing(npu: FakeNpu) -> None:
-    transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
+@pytest.fixture
+def copies(npu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch) -> Copies:
+    copies = Copies()
+    monkeypatch.setattr(torch.ops, "_C_ascend", copies)
+    return copies
+
+
+def transfer_of(case: TransferCase, memory: TransferMemory) -> Transfer:
+    return memory.transfer(case, [NPU for _ in case.pool_bytes], host())
+
+
+@given(case=cases())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_byte_arrives_and_no_other_changes(copies: Copies, case: TransferCase) -> None:
+    copies.batches.clear()
+    memory = TransferMemory.random(case)
+    expected = memory.after(case)
+    AscendDmaBackend().run(transfer_of(case, memory))
+    copies.run()
+    assert_same(memory.snapshot(), expected)
+    assert [direction for _, direction in copies.batches] == [int(case.direction != HOST_TO_PAGES)]
+
+
+def test_goes_to_the_current_stream_of_the_pools_device(
+    npu: mock.MagicMock, copies: Copies
+) -> None:
+    transfer = transfer_of(CASE, TransferMemory.random(CASE))
+    AscendDmaBackend().run(transfer._replace(pool_tensors=(OTHER_NPU, OTHER_NPU)))
+    npu.device.assert_called_once_with(OTHER_NPU.device)
+    npu.Event.return_value.record.assert_called_once_with(npu.current_stream())
+    # Pointer arrays live until that stream has passed.
+    assert len(copies.batches) == len(IN_FLIGHT) == 1
+    npu.Event.return_value.query.return_value = True
+    IN_FLIGHT.release_finished()
+    assert len(IN_FLIGHT) == 0
+
+
+def test_what_is_wrong_or_nothing_is_not_enqueued(copies: Copies) -> None:
+    transfer = transfer_of(CASE, TransferMemory.random(CASE))
     AscendDmaBackend().run(transfer._replace(runs=transfer.runs[:0]))
-    assert npu.directions == [] and len(IN_FLIGHT) == 0
-
-
-def test_bad_descriptor_enqueues_nothing(npu: FakeNpu) -> None:
-    transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
     runs = transfer.runs.copy()
     runs[1, 1] = 4
     with pytest.raises(DescriptorError, match=r"runs\[1\]"):
         AscendDmaBackend().run(transfer._replace(runs=runs))
-    assert npu.directions == [] and len(IN_FLIGHT) == 0
-
-
-def test_refuses_host_memory_that_is_not_pinned(npu: FakeNpu) -> None:
-    transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
-    with pytest.raises(BackendError, match="pin_memory=True"):
-        AscendDmaBackend().run(transfer._replace(host_tensor=host_tensor(is_pinned=False)))
+    assert copies.batches == [] and len(IN_FLIGHT) == 0
 
 
 @pytest.mark.parametrize(
-    ("pools", "found"),
+    ("changes", "message"),
     [
-        ((device_tensor(0), device_tensor(1)), "npu:0, npu:1"),
-        ((device_tensor(0), host_tensor()), "cpu:None, npu:0"),
-        ((), "none"),
+        ({"host_tensor": host(is_pinned=False)}, "pin_memory=True"),
+        ({"host_tensor": NPU}, "found one on npu"),
+        ({"pool_tensors": (NPU, OTHER_NPU)}, "npu:0, npu:1"),
+        ({"pool_tensors": (NPU, host())}, "cpu:None, npu:0"),
+        ({"pool_tensors": ()}, "none"),
     ],
 )
-def test_refuses_pools_that_are_not_on_one_npu(
-    npu: FakeNpu, pools: tuple[torch.Tensor, ...], found: str
+def test_tensors_that_the_engines_cannot_reach_are_refused(
+    copies: Copies, changes: dict[str, object], message: str
 ) -> None:
-    transfer = transfer_of(CASE, TransferMemory.random(CASE), npu)
-    with pytest.raises(BackendError, match=found):
-        AscendDmaBackend().run(transfer._replace(pool_tensors=pools))
+    with pytest.raises(BackendError, match=message):
+        AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE))._replace(**changes))
+    assert not copies.batches
 
 
 def test_failure_of_the_operator_names_it_and_keeps_the_arrays(
-    npu: FakeNpu, monkeypatch: pytest.MonkeyPatch
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("aclrtMemcpyBatchAsync failed at index 7 with error code 507899")
-
-    monkeypatch.setattr(torch.ops._C_ascend, "swap_blocks_batch", fail)
+    fail = mock.Mock(side_effect=RuntimeError("aclrtMemcpyBatchAsync failed at index 7"))
+    monkeypatch.setattr(copies, "swap_blocks_batch", fail)
     with pytest.raises(BackendError, match=r"swap_blocks_batch failed.*index 7"):
-        AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE), npu))
+        AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE)))
     assert len(IN_FLIGHT) == 1
 
 
 def test_missing_operator_says_what_to_import(
-    npu: FakeNpu, monkeypatch: pytest.MonkeyPatch
+    npu: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops, "_C_ascend", object())
     with pytest.raises(BackendError, match="vllm_ascend_C"):
-        AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE), npu))
+        AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE)))

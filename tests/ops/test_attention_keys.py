@@ -21,8 +21,8 @@ from support.connector.row_pages import (  # noqa: E402
 
 from vllm_ascend_kvext.blending import attention_keys  # noqa: E402
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys, read_layer_keys  # noqa: E402
-from vllm_ascend_kvext.blending.errors import RotationError  # noqa: E402
-from vllm_ascend_kvext.connector import loaded_models  # noqa: E402
+from vllm_ascend_kvext.blending.errors import BlendingError  # noqa: E402
+from vllm_ascend_kvext.connector.worker import loaded_models  # noqa: E402
 
 
 def read(model: Any, modules: dict[str, Any] | None = None) -> dict[str, LayerKeys]:
@@ -58,13 +58,8 @@ def test_a_module_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_module_that_does_otherwise_is_refused() -> None:
     module = RotaryEmbedding()
     module.cos_sin_cache[1:] = module.cos_sin_cache[:-1].clone()
-    with pytest.raises(RotationError, match="expected the module's own within"):
+    with pytest.raises(BlendingError, match="expected the module's own within"):
         read(small_model(module))
-
-
-def test_windows_are_told() -> None:
-    found = read(small_model(RotaryEmbedding(), sliding_window=48))
-    assert [keys.window_tokens for keys in found.values()] == [48]
 
 
 def test_a_layer_without_pages_of_its_own_is_left_out() -> None:
@@ -83,19 +78,55 @@ def test_of_a_latent_the_part_behind_it_turns() -> None:
     assert signature.rotary_elements == HEAD
 
 
-def test_a_layer_without_rotation_is_refused() -> None:
-    with pytest.raises(
-        RotationError, match=r"layers.1.self_attn.attn: expected one rotary module beside the .*"
-        "found none: keys of this layer are not rotated, or elsewhere. Serve this model without",
-    ):  # fmt: skip
-        read(small_model(RotaryEmbedding(), None))
+_VLLM = "vllm.model_executor"
 
 
-def test_two_rotations_are_refused() -> None:
+def named(module: str, name: str, *bases: type) -> type:
+    """A class of vLLM, as far as its name goes."""
+    return type(name, bases or (torch.nn.Module,), {"__module__": module})
+
+
+def model_with_two_rotations() -> Any:
     model = small_model(RotaryEmbedding())
     model.layers[0].self_attn.other = RotaryEmbedding()
-    with pytest.raises(RotationError, match=r"found RotaryEmbedding, RotaryEmbedding\. Serve"):
-        read(model)
+    return model
+
+
+def model_that_rotates_some_layers() -> Any:
+    model = small_model(RotaryEmbedding())
+    inner = model.layers[0].self_attn
+    outer = named(f"{_VLLM}.models.exaone4", "Exaone4Attention")()
+    outer.attn, outer.rotary_emb = inner.attn, inner.rotary_emb
+    model.layers[0].self_attn = outer
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (
+            lambda: small_model(RotaryEmbedding(), None),
+            r"layers.1.self_attn.attn: expected one rotary module beside the .*found none: keys of "
+            "this layer are not rotated, or elsewhere. Serve this model without",
+        ),
+        (model_with_two_rotations, r"found RotaryEmbedding, RotaryEmbedding\. Serve"),
+        (
+            lambda: small_model(named("some.model", "Mine", RotaryEmbedding)()),
+            r"Mine: expected one of .*, found a class whose",
+        ),
+        (
+            lambda: small_model(
+                named(f"{_VLLM}.layers.rotary_embedding.mrope", "MRotaryEmbedding")()
+            ),
+            "found that a token has several positions",
+        ),
+        (model_that_rotates_some_layers, "Exaone4Attention, which does not in some of them"),
+    ],
+    ids=["none", "two", "subclass", "does not turn", "some layers"],
+)
+def test_what_cannot_be_moved_is_refused_with_the_reason(make_model, message: str) -> None:
+    with pytest.raises(BlendingError, match=message):
+        read(make_model())
 
 
 def test_one_module_under_two_names_is_one() -> None:
@@ -104,51 +135,10 @@ def test_one_module_under_two_names_is_one() -> None:
     assert len(read(model)) == 1
 
 
-def test_a_subclass_is_found_and_refused() -> None:
-    class Mine(RotaryEmbedding):
-        pass
-
-    with pytest.raises(RotationError, match=r"Mine: expected one of .*, found a class whose"):
-        read(small_model(Mine()))
-
-
-def test_a_class_that_does_not_turn_is_refused_with_the_reason() -> None:
-    class Several(torch.nn.Module):
-        pass
-
-    Several.__module__ = "vllm.model_executor.layers.rotary_embedding.mrope"
-    Several.__qualname__ = "MRotaryEmbedding"
-    with pytest.raises(RotationError, match="found that a token has several positions"):
-        read(small_model(Several()))
-
-
-def test_a_model_that_leaves_some_layers_unrotated_is_refused() -> None:
-    class Exaone4Attention(torch.nn.Module):
-        pass
-
-    Exaone4Attention.__module__ = "vllm.model_executor.models.exaone4"
-    Exaone4Attention.__qualname__ = "Exaone4Attention"
-    model = small_model(RotaryEmbedding())
-    inner = model.layers[0].self_attn
-    model.layers[0].self_attn = Exaone4Attention()
-    model.layers[0].self_attn.attn, model.layers[0].self_attn.rotary_emb = (
-        inner.attn,
-        inner.rotary_emb,
-    )
-    with pytest.raises(RotationError, match="Exaone4Attention, which does not in some of them"):
-        read(model)
-
-
 def test_a_layer_of_another_model_is_refused() -> None:
     model = small_model(RotaryEmbedding())
-    with pytest.raises(RotationError, match=r"draft\.attn: expected a part of Module, found"):
+    with pytest.raises(BlendingError, match=r"draft\.attn: expected a part of Module, found"):
         read(model, attention_of(model) | {"draft.attn": attention()})
-
-
-def test_quantised_keys_are_refused() -> None:
-    model = small_model(RotaryEmbedding())
-    with pytest.raises(RotationError, match="found uint8: quantised keys"):
-        read_layer_keys(model, attention_of(model), dict.fromkeys(attention_of(model), torch.uint8))
 
 
 def test_the_model_of_a_layer_is_known_as_long_as_it_lives() -> None:

@@ -13,8 +13,8 @@ from vllm_ascend_kvext.blending.device_token_pages import (  # noqa: E402
     PlacedPlane,
     runs_of,
 )
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature  # noqa: E402
-from vllm_ascend_kvext.blending.token_pages import HostRows, TokenPlane  # noqa: E402
+from vllm_ascend_kvext.blending.rotary import RotarySignature  # noqa: E402
+from vllm_ascend_kvext.blending.token_rows import HostRows, TokenPlane  # noqa: E402
 from vllm_ascend_kvext.transfer.errors import DescriptorError  # noqa: E402
 from vllm_ascend_kvext.transfer.pools import Pools  # noqa: E402
 from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype  # noqa: E402
@@ -49,31 +49,18 @@ class Worker:
             for number in (0, 1)
         ]
         bytes_of = [tensor.view(torch.uint8).reshape(-1) for tensor in self.tensors]
-        self.pools = Pools.of(bytes_of)
+        self.pools = Pools(bytes_of)
         self.waits = 0
-        self.pages = DeviceTokenPages(
-            [
-                PlacedPlane(
-                    TokenPlane(
-                        f"layers.{number // 2}",
-                        number // 2,
-                        HEADS,
-                        HEAD,
-                        RowDtype.FLOAT32,
-                        None if number % 2 else SIGNATURE,
-                    ),
-                    number,
-                    0,
-                    tensor[0].numel() * 4,
-                    0,
-                )
-                for number, tensor in enumerate(self.tensors)
-            ],
-            BLOCKS,
-            NUM_PAGES,
-            self.pools,
-            wait=self.wait,
-        )
+        planes = [
+            PlacedPlane(
+                TokenPlane(f"layers.{group}", group, HEADS, HEAD, RowDtype.FLOAT32, keys),
+                2 * group + number,
+                *(0, self.tensors[2 * group][0].numel() * 4, 0),
+            )
+            for group in BLOCKS
+            for number, keys in enumerate((SIGNATURE, None))
+        ]
+        self.pages = DeviceTokenPages(planes, BLOCKS, NUM_PAGES, self.pools, wait=self.wait)
 
     def wait(self) -> None:
         self.waits += 1
@@ -119,7 +106,7 @@ def test_rows_are_those_of_the_tensors_and_come_back_elsewhere() -> None:
 
 def test_pages_that_are_gone_are_refused() -> None:
     worker = Worker()
-    worker.pools.retire()
+    worker.pools.tensors[0].untyped_storage().resize_(0)
     host = HostRows(torch.zeros(1 << 16, dtype=torch.uint8), [0, 1 << 12, 1 << 13, 3 << 12])
-    with pytest.raises(DescriptorError, match="expected registered storages, found retired ones"):
+    with pytest.raises(DescriptorError, match="found some elsewhere"):
         worker.pages.read(slots_of(0, 4), host)

@@ -12,16 +12,15 @@ import torch
 
 from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.layer_search import (
-    LEAST_SHARE,
     MARGIN_TOKENS,
+    MIN_SHARE,
     CopyPrompt,
+    LayerSearchWorker,
     best_layer,
     copy_prompt,
     found_share,
     mean_shares,
 )
-from vllm_ascend_kvext.commands.check_layer import search
-from vllm_ascend_kvext.commands.layer_search_worker import LayerSearchWorker
 
 VOCABULARY_TOKENS = 300
 NUM_TOKENS = 120
@@ -121,8 +120,8 @@ def test_what_goes_to_the_first_tokens_is_not_counted() -> None:
 
 def test_the_best_layer_has_to_be_good() -> None:
     assert best_layer({}) is None
-    assert best_layer({0: 0.5 * LEAST_SHARE, 3: 0.9 * LEAST_SHARE}) is None
-    assert best_layer({0: 0.5 * LEAST_SHARE, 3: 3 * LEAST_SHARE, 5: 2 * LEAST_SHARE}) == 3
+    assert best_layer({0: 0.5 * MIN_SHARE, 3: 0.9 * MIN_SHARE}) is None
+    assert best_layer({0: 0.5 * MIN_SHARE, 3: 3 * MIN_SHARE, 5: 2 * MIN_SHARE}) == 3
 
 
 def test_layers_are_named_in_the_order_of_the_model() -> None:
@@ -135,11 +134,6 @@ def test_layers_are_named_in_the_order_of_the_model() -> None:
 def test_what_was_not_looked_at_says_nothing_of_a_layer(steps_tokens: tuple[int, ...]) -> None:
     with pytest.raises(BlendingError, match=r"layer layers\.1: expected a step that computes all"):
         Worker().compute(*steps_tokens)
-
-
-def test_without_prompts_no_layer_is_said_to_be_bad() -> None:
-    with pytest.raises(BlendingError, match="--prompts: expected at least 1, found 0"):
-        search("model", 0, NUM_TOKENS, {})
 
 
 def test_layers_are_counted_over_all_stages_of_a_pipeline() -> None:

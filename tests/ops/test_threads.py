@@ -18,7 +18,8 @@ from support.transfer.cases import TransferMemory, assert_same, uniform_case
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import PlacementError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
-from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction
 
 TESTS = Path(__file__).parents[1]
@@ -59,38 +60,6 @@ def test_other_threads_run_meanwhile() -> None:
         sys.setswitchinterval(interval_s)
         ticker.join()
     assert destination.all()
-
-
-IN_A_CHILD = f"""
-import os, sys
-sys.path.insert(0, {str(TESTS)!r})
-from ops.test_threads import LARGE, TransferMemory, assert_same, run
-
-memory = TransferMemory.random(LARGE)
-expected = memory.after(LARGE)
-run(memory, 3)
-assert_same(memory.snapshot(), expected)
-for generation in range(2):  # A child, and a child of that.
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        os._exit(os.waitstatus_to_exitcode(status))
-    assert len(os.listdir("/proc/self/task")) == 1
-    memory.host.region[:] = 0
-    for _ in range(20):
-        run(memory, 3)
-    assert_same(memory.snapshot(), expected)
-    assert len(os.listdir("/proc/self/task")) == 3, "the child has no threads"
-print("copied", flush=True)
-os._exit(0)
-"""
-
-
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", IN_A_CHILD], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (finished.returncode, finished.stdout) == (0, "copied\n"), finished.stderr
 
 
 def test_many_callers_at_once() -> None:
@@ -224,7 +193,7 @@ def pinned() -> Iterator[int]:
 
 
 def run_on(memory: TransferMemory, placement: CopyPlacement) -> None:
-    pools = [torch.from_numpy(pool.region) for pool in memory.pools]
+    pools = Pools([torch.from_numpy(pool.region) for pool in memory.pools])
     host = torch.from_numpy(memory.host.region)
     page_transfer(
         pools, host, LARGE.planes, LARGE.runs, Direction.PAGES_TO_HOST, placement=placement
@@ -258,32 +227,20 @@ def test_a_caller_on_the_named_cpus_copies_too() -> None:
     assert set(copy_threads()) - before == started and len(started) <= 1
 
 
-@needs_two_cpus
-def test_the_default_is_not_what_the_caller_inherits(pinned: int) -> None:
-    default_placement.cache_clear()
-    try:
-        placement = default_placement()
-    finally:
-        default_placement.cache_clear()
-    # The main thread is bound here, and nothing says by whom: that is all there is.
-    assert placement.cpus == (pinned,)
-
-
-def test_no_cpu_is_refused() -> None:
-    with pytest.raises(PlacementError, match="cpus: expected at least one CPU for copies, found n"):
-        CopyPlacement.on([])
-
-
-@pytest.mark.parametrize("num_possible", [0, 1])
-def test_a_cpu_that_the_kernel_does_not_give_is_refused(num_possible: int) -> None:
-    absent = [1021, 1022]
-    with pytest.raises(PlacementError, match="this process, found 1021, 1022, which it does not"):
-        CopyPlacement.on([*CPUS[:num_possible], *absent])
-
-
-@pytest.mark.parametrize("cpus", [[-1], [1024], [10**12], [2**70]])
-def test_a_number_that_no_cpu_has_is_refused(cpus: list[int]) -> None:
-    with pytest.raises(PlacementError):
+@pytest.mark.parametrize(
+    ("cpus", "message"),
+    [
+        ([], "cpus: expected at least one CPU for copies, found none"),
+        ([1021, 1022], "this process, found 1021, 1022, which it does not"),
+        ([*CPUS[:1], 1021], "this process, found 1021, which it does not"),
+        ([-1], "found -1"),
+        ([1024], "found 1024"),
+        ([10**12], "incompatible function arguments"),
+        ([2**70], "incompatible function arguments"),
+    ],
+)
+def test_cpus_that_cannot_be_had_are_refused(cpus: list[int], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         CopyPlacement.on(cpus)
 
 

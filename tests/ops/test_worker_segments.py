@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,24 +26,24 @@ from support.connector.row_pages import (  # noqa: E402
     registered,
     small_model,
 )
-from support.connector.worker_configs import (  # noqa: E402
-    CompilationConfig,
-    ModelConfig,
-    Options,
-    VllmConfig,
-)
+from support.connector.worker_configs import vllm_config, worker_options  # noqa: E402
+from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
-from vllm_ascend_kvext.blending.segment_rows import SegmentRows  # noqa: E402
-from vllm_ascend_kvext.connector import loaded_models, worker_side  # noqa: E402
-from vllm_ascend_kvext.connector.messages import (  # noqa: E402
-    JobResults,
+from vllm_ascend_kvext.blending.errors import SegmentError  # noqa: E402
+from vllm_ascend_kvext.blending.key_check import KeyCheckOutcome  # noqa: E402
+from vllm_ascend_kvext.blending.segment_mover import SegmentMover  # noqa: E402
+from vllm_ascend_kvext.blending.token_rows import SegmentRows  # noqa: E402
+from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
+    ConnectorMetadata,
     LoadJob,
-    StepJobs,
     StoreJob,
     WorkerLayout,
+    WorkerOutput,
 )
-from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide  # noqa: E402
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions  # noqa: E402
+from vllm_ascend_kvext.connector.worker import loaded_models, worker_side  # noqa: E402
+from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide  # noqa: E402
 from vllm_ascend_kvext.layout.build import build_layout  # noqa: E402
 from vllm_ascend_kvext.layout.model import RowAddressing  # noqa: E402
 from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402
@@ -66,11 +67,13 @@ class Worker:
         is_known: bool = True,
         model: Any = None,
         backend: Any = None,
-        options: Options | None = None,
+        options: ConnectorOptions | None = None,
         model_name: str = "some/model",
+        make_caches: Callable[[], Any] = registered,
+        spec: Any = None,
     ) -> None:
-        self.rotary = RotaryEmbedding()
-        self.model = model or small_model(self.rotary, self.rotary)
+        self.rotary, self.other_rotary = RotaryEmbedding(), RotaryEmbedding(500.0)
+        self.model = model or small_model(self.rotary, self.other_rotary)
         modules = attention_of(self.model)
         self.names = list(modules)
         sizes = {
@@ -80,29 +83,38 @@ class Worker:
             "dtype": torch.float32,
         }
         full, window = FullAttentionSpec(**sizes), SlidingWindowSpec(sliding_window=WINDOW, **sizes)
-        groups = [(full, *self.names)]
+        groups = [(spec or full, *self.names)]
         if has_window:
             groups = [(full, self.names[0]), (window, self.names[1])]
         self.group_of_layer = [0, 1 if has_window else 0]
-        self.kv_caches = {name: registered() for name in self.names}
+        self.kv_caches = {name: make_caches() for name in self.names}
         if is_known:
             loaded_models.remember(self.model)
         self.backend = backend or SmallBackend()
+        vllm = vllm_config(modules)
+        vllm.model_config.model = model_name
         self.side = WorkerSide(
-            VllmConfig(
-                compilation_config=CompilationConfig(modules),
-                model_config=ModelConfig(model=model_name),
-            ),
+            vllm,
             config(NUM_PAGES, *groups),
-            options or Options(blending=True),
+            options or worker_options(blending=True),
             cpu_backend=self.backend,
         )
         self.side.register(self.kv_caches)
-        self.results = JobResults()
+        self.results = WorkerOutput()
 
     @property
     def layout(self) -> WorkerLayout:
         return self.side.describe()
+
+    @property
+    def mover(self) -> SegmentMover:
+        mover = self.side._runner.segments
+        assert mover is not None
+        return mover
+
+    def copy_pages(self, other: Worker) -> None:
+        for mine, theirs in zip(self.kv_caches.values(), other.kv_caches.values(), strict=True):
+            mine.copy_(theirs)
 
     def compute(
         self,
@@ -110,21 +122,25 @@ class Worker:
         token_ids: tuple[int, ...],
         tables: tuple[TablePart, ...],
         scale: float = 0,
+        only: slice = slice(None),
     ) -> None:
         """As a forward would, in the first layer; other layers add what stands before.
 
         Args:
             scale: Keys are scaled behind the rotation by one plus this much per element.
+            only: Those of the tokens that are written, the first of them at ``first``.
         """
-        of_token = torch.randn((8, 2, HEADS, HEAD), generator=torch.manual_seed(1))
-        positions = torch.arange(first, first + len(token_ids))
+        of_token = torch.randn((12, 2, HEADS, HEAD), generator=torch.manual_seed(1))
+        positions = torch.arange(first, first + len(token_ids[only]))
         for layer, (name, tensor) in enumerate(self.kv_caches.items()):
             table = tables[self.group_of_layer[layer]]
             ids = torch.tensor(table.ids)[positions // BLOCK - table.first_page]
             keys, values = of_token[list(token_ids)].unbind(1)
             if layer:
                 keys, values = keys.cumsum(0), values.cumsum(0)
-            _, keys = self.rotary(positions, keys, keys.clone())
+            keys, values = keys[only], values[only]
+            rotary = self.other_rotary if layer else self.rotary
+            _, keys = rotary(positions, keys, keys.clone())
             keys = keys * (1 + scale * torch.arange(HEAD))
             slots = ids * BLOCK + positions % BLOCK
             self.backend.write_rows(keys, values, *self.backend.caches_of(name, tensor), slots)
@@ -133,9 +149,9 @@ class Worker:
         """To their end."""
         stores = tuple(job for job in jobs if isinstance(job, StoreJob))
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
-        self.side.begin_step(StepJobs(stores=stores, loads=loads))
+        self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads))
         ended: list[EndedJobs] = []
-        found = JobResults()
+        found = WorkerOutput()
         names: set[str] = set()
         pages: set[int] = set()
 
@@ -167,6 +183,7 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 SOURCE = (TablePart(0, (3, 9, 4, 11, 7)), TablePart(0, (5, 12, 6, 10, 8)))
 TARGET = (TablePart(0, (21, 1, 20, 13, 2)), TablePart(0, (16, 15, 14, 17, 18)))
+MOVED = (TablePart(2, (21, 1, 20, 13, 2)), TablePart(1, (16, 15, 14, 17, 18, 19)))
 STORED = SegmentRows(3, 36, 64, 40, 5, 0, TOKEN_IDS[:33])
 PLACED = STORED._replace(first_tokens=5, end_tokens=38, shift_tokens=2, token_ids=())
 
@@ -179,29 +196,28 @@ def load_of(*segments: SegmentRows, tables: tuple[TablePart, ...] = TARGET) -> L
 # What a worker says
 
 
-def test_a_worker_says_how_tokens_lie(make_worker) -> None:
-    layout = make_worker().layout
-    assert layout.segment_refusal == "" and layout.segments is not None
-    assert layout.segments.row_bytes == (HEADS * HEAD * 4,) * 4
-    assert layout.segments.window_tokens == 0
-    assert (
-        len(layout.segments.fingerprint) == 64 and layout.segments.fingerprint != layout.fingerprint
-    )
-
-
-def test_a_window_is_told(make_worker) -> None:
-    assert make_worker(has_window=True).layout.segments.window_tokens == WINDOW
-
-
-def test_a_window_of_a_group_that_keeps_all_is_told(make_worker) -> None:
+def window_of_kernel() -> dict[str, Any]:
     """vLLM without its hybrid manager: full attention to the scheduler, a window to the kernel."""
     rotary = RotaryEmbedding()
-    layout = make_worker(model=small_model(rotary, rotary, sliding_window=33)).layout
-    assert layout.segments.window_tokens == 33
+    return {"model": small_model(rotary, rotary, sliding_window=33)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "window_tokens"),
+    [(dict, 0), (lambda: {"has_window": True}, WINDOW), (window_of_kernel, 33)],
+    ids=["full", "window", "window of the kernel"],
+)
+def test_a_worker_says_how_tokens_lie(make_worker, arguments, window_tokens: int) -> None:
+    layout = make_worker(**arguments()).layout
+    assert layout.segment_refusal == "" and layout.segments is not None
+    assert layout.segments.row_bytes == (HEADS * HEAD * 4,) * 4
+    assert layout.segments.window_tokens == window_tokens
+    assert len(layout.segments.fingerprint) == 64
+    assert layout.segments.fingerprint != layout.fingerprint
 
 
 def test_nothing_is_made_without_being_asked_for(make_worker) -> None:
-    layout = make_worker(options=Options()).layout
+    layout = make_worker(options=worker_options()).layout
     assert layout.segments is None and layout.segment_refusal == ""
 
 
@@ -229,39 +245,25 @@ class ForgetfulBackend(SmallBackend):
         )
 
 
-def no_rotation() -> Any:
-    return small_model(RotaryEmbedding(), None)
+def model_with(**attributes: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": small_model(RotaryEmbedding(), RotaryEmbedding(), **attributes)}
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "model not known": (lambda: {"is_known": False}, "a model that vLLM's own loader has loaded"),
     "no rotary module": (
-        lambda: {"model": no_rotation()},
+        lambda: {"model": small_model(RotaryEmbedding(), None)},
         "found none: keys of this layer",
     ),
     "op fails": (lambda: {"backend": RaisingBackend()}, "RuntimeError: no such kernel. Serve this"),
-    "op not understood": (
-        lambda: {"backend": ForgetfulBackend()},
-        "to write the 256 elements",
-    ),
+    "op not understood": (lambda: {"backend": ForgetfulBackend()}, "to write the 256 elements"),
     "heads": (
-        lambda: {"model": small_model(RotaryEmbedding(), RotaryEmbedding(), num_kv_heads=4)},
+        model_with(num_kv_heads=4),
         r"expected pages of shape \[pages, heads, tokens, elements\] = \[24, 4, 8, 16\]",
     ),
-    "latents": (
-        lambda: {
-            "model": small_model(
-                RotaryEmbedding(), RotaryEmbedding(), kv_lora_rank=8, qk_rope_head_dim=HEAD
-            )
-        },
-        "and no values. Serve this model without blending",
-    ),
+    "latents": (model_with(kv_lora_rank=8, qk_rope_head_dim=HEAD), "and no values. Serve this"),
     "shared pages": (
-        lambda: {
-            "model": small_model(
-                RotaryEmbedding(), RotaryEmbedding(), kv_sharing_target_layer_name="x"
-            )
-        },
+        model_with(kv_sharing_target_layer_name="x"),
         "found one that shares those of another layer",
     ),
 }
@@ -282,7 +284,7 @@ def test_a_refusal_is_a_text_and_the_worker_serves(name: str, make_worker) -> No
 def test_no_backend_is_refused(make_worker) -> None:
     worker = make_worker()
     side = WorkerSide(
-        worker.side._vllm_config, worker.side._kv_cache_config, Options(blending=True)
+        worker.side._vllm_config, worker.side._kv_cache_config, worker_options(blending=True)
     )
     side.register(worker.kv_caches)
     assert (
@@ -295,7 +297,9 @@ def test_no_backend_is_refused(make_worker) -> None:
 def test_states_are_refused() -> None:
     from support.connector.small_workers import SmallWorker, deepseek_v4_like
 
-    worker = SmallWorker(deepseek_v4_like, Options(blending=True), cpu_backend=SmallBackend())
+    worker = SmallWorker(
+        deepseek_v4_like, worker_options(blending=True), cpu_backend=SmallBackend()
+    )
     refusal = worker.side.describe().segment_refusal
     worker.side.shutdown()
     assert "expected full or sliding-window attention with a row per token" in refusal
@@ -314,8 +318,7 @@ def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> 
     assert (traffic.num_bytes, traffic.transfers) == (33 * TOKEN_BYTES, 1) and traffic.seconds > 0
 
     expected = make_worker(has_window=has_window)
-    for mine, theirs in zip(expected.kv_caches.values(), worker.kv_caches.values(), strict=True):
-        mine.copy_(theirs)
+    expected.copy_pages(worker)
     expected.compute(5, STORED.token_ids, TARGET)
     ended = worker.run(load_of(PLACED))
     assert ended.loads == {"a"} and not ended.results.failed_loads and not ended.results.unreadable
@@ -328,11 +331,11 @@ def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> 
 def test_segments_follow_what_is_exact(make_worker) -> None:
     """A request whose first pages are hit, and which has a segment behind them."""
     worker = make_worker()
-    planner = TransferPlanner(worker.layout.layout, Options().state_policy)
+    planner = TransferPlanner(worker.layout.layout, worker_options().state_policy)
     worker.compute(0, TOKEN_IDS[:40], SOURCE)
     exact = TokenRange(0, 16)
     chunk = PlacedChunk(exact)
-    first_free = planner.chunk_bytes(exact)
+    first_free = chunk_bytes(worker.layout.layout, chunk, worker_options().state_policy)
     offset = first_free + -first_free % 64
     segment = SegmentRows(20, 38, offset, 18, 0, 0, TOKEN_IDS[20:38])
     stored = worker.run(StoreJob(1, (chunk,), SOURCE[:1], (segment,)))
@@ -340,8 +343,7 @@ def test_segments_follow_what_is_exact(make_worker) -> None:
     assert stored.results.traffic["store"].num_bytes == (16 + 18) * TOKEN_BYTES
 
     wanted = make_worker()
-    for mine, theirs in zip(wanted.kv_caches.values(), worker.kv_caches.values(), strict=True):
-        mine.copy_(theirs)
+    wanted.copy_pages(worker)
     for name, tensor in wanted.kv_caches.items():
         for page, other in ((3, 21), (9, 1)):
             tensor[other] = worker.kv_caches[name][page]
@@ -406,84 +408,214 @@ def test_a_second_registration_takes_the_tokens_where_they_are(make_worker) -> N
         assert (tensor[[21, 1, 20, 13, 2]] != -7).any()
 
 
+# Moves
+
+
+@pytest.mark.parametrize("staging_tokens", [1, 5, 7, 1000])
+def test_segments_are_placed_at_other_positions(staging_tokens: int, make_worker) -> None:
+    """Two texts change their order; their first tokens stay out; one is used twice."""
+    worker, wanted = make_worker(has_window=True), make_worker(has_window=True)
+    mover, token_ids = worker.mover, TOKEN_IDS[:33]
+    mover._max_tokens = staging_tokens
+    worker.compute(3, token_ids, SOURCE)
+    one = SegmentRows(3, 16, 64, 20, 2)
+    other = SegmentRows(16, 36, 64 + mover.layout.num_bytes(20), 20, 0)
+    assert mover.store([one, other], SOURCE) == 33 * TOKEN_BYTES
+    wanted.copy_pages(worker)
+    loads = []
+    for segment, first_row, first, tokens in (
+        *((other, 4, 17, slice(17, 33)), (one, 5, 36, slice(3, 13)), (one, 6, 47, slice(4, 6))),
+    ):
+        end = first + tokens.stop - tokens.start
+        loads.append(
+            SegmentRows(first, end, segment.offset_bytes, 20, first_row, first - 3 - tokens.start)
+        )
+        wanted.compute(first, token_ids, MOVED, only=tokens)
+    assert mover.load(loads, MOVED) == 28 * TOKEN_BYTES
+    for found, expected in zip(worker.kv_caches.values(), wanted.kv_caches.values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(found[:, 1], expected[:, 1]), "values are copied bit by bit"
+
+
+def test_staging_is_given_back_when_it_grows_and_at_the_end(make_worker) -> None:
+    worker = make_worker(has_window=True)
+    mover, made = worker.mover, []
+
+    def make(num_bytes: int) -> Any:
+        made.append(mock.Mock(tensor=torch.empty(num_bytes, dtype=torch.uint8)))
+        return made[-1]
+
+    mover._make_staging = make
+    mover.store([SegmentRows(0, 30, 64, 30, 0)], SOURCE)
+    assert not made, "a store needs none"
+    for num_tokens in (3, 2, 20):
+        mover.load([SegmentRows(17, 17 + num_tokens, 64, 30, 0, shift_tokens=5)], MOVED)
+    assert [each.unmap.call_count for each in made] == [1, 0]
+    for _ in range(2):
+        mover.close()
+        assert [each.unmap.call_count for each in made] == [1, 1]
+
+
+def test_a_shift_of_zero_keeps_every_bit_and_only_named_rows_are_written(make_worker) -> None:
+    worker = make_worker(has_window=True)
+    mover, host = worker.mover, worker.mover._host
+    for tensor in worker.kv_caches.values():
+        tensor.view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
+    rows = SegmentRows(3, 36, 128, 40, 5)
+    host.fill_(0xA5)
+    mover.store([rows], SOURCE)
+    is_row = torch.zeros(len(host), dtype=torch.bool)
+    for offset, row_bytes in zip(
+        mover.layout.plane_offsets_bytes(40)[:-1], mover.layout.row_bytes, strict=True
+    ):
+        is_row[128 + offset + 5 * row_bytes : 128 + offset + 38 * row_bytes] = True
+    assert (host[~is_row] == 0xA5).all() and not (host[is_row] == 0xA5).all()
+    stored = host.clone()
+    elsewhere = TablePart(0, (20, 21, 22, 23, 19)), TablePart(0, (13, 14, 15, 16, 17))
+    mover.load([rows], elsewhere)
+    host.fill_(0xA5)
+    mover.store([rows], elsewhere)
+    assert torch.equal(host, stored)
+
+
+MISFITS: dict[str, tuple[dict[str, Any], tuple[TablePart, ...], str]] = {
+    "no token": ({"end_tokens": 3}, SOURCE, "request: expected at least one token, found 3 to 2"),
+    "before the request": ({"first_tokens": -1}, SOURCE, "at least one token, found -1 to 35"),
+    "offset": ({"offset_bytes": 65}, SOURCE, "expected an offset in multiples of 64, found 65"),
+    "offset below 0": ({"offset_bytes": -64}, SOURCE, "multiples of 64, found -64"),
+    "rows behind the section": ({"section_rows": 37}, SOURCE, "the 37 of its section, found 5 to"),
+    "rows before the section": ({"first_row": -1}, SOURCE, "the 40 of its section, found -1"),
+    "end of host memory": ({"offset_bytes": 1 << 40}, SOURCE, "bytes of the host buffer, found "),
+    "no table": ({}, SOURCE[:1], "expected a block table of every KV cache group, found 1 tables"),
+    "a short table": (
+        {"end_tokens": 60, "section_rows": 100},
+        SOURCE,
+        "block ids of KV cache group 0: expected pages 0 to 7, found 0 to 5",
+    ),
+    "a part that begins later": (
+        {},
+        (TablePart(1, (9, 4, 11, 7)), SOURCE[1]),
+        "block ids of KV cache group 0: expected pages 0 to 4, found 1 to 5",
+    ),
+    "a null page": (
+        {},
+        (SOURCE[0], TablePart(0, (5, 12, 0, 10, 8))),
+        "group 1: expected pages 1 to 23, found 0 for page 2 of the request, the null page",
+    ),
+    **{
+        f"page {page}": (
+            {},
+            (TablePart(0, (3, 9, 4, page, 7)), SOURCE[1]),
+            f"group 0: expected pages 1 to 23, found {page} for page 3 of the request.",
+        )
+        for page in (NUM_PAGES, -1)
+    },
+}
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_refused_before_a_byte_moves(
+    name: str, direction: str, make_worker
+) -> None:
+    changes, tables, message = MISFITS[name]
+    worker = make_worker(has_window=True)
+    host = worker.mover._host
+    host.random_(0, 255)
+    before = [each.clone() for each in (host, *worker.kv_caches.values())]
+    # The first of the two would be all right.
+    jobs = [SegmentRows(36, 38, 64, 40, 5), SegmentRows(3, 36, 64, 40, 5)._replace(**changes)]
+    longer = tuple(TablePart(table.first_page, (*table.ids, 22)) for table in tables)
+    with pytest.raises(SegmentError, match=re.escape(message)) as caught:
+        getattr(worker.mover, direction)(jobs, longer)
+    assert re.fullmatch(
+        r"segment with tokens .* of the request.*: expected .*, found .*\. [A-Z].*\.",
+        str(caught.value),
+    )
+    assert all(map(torch.equal, before, (host, *worker.kv_caches.values())))
+
+
 # The check of keys
+
+
+def test_keys_of_small_chunks_are_checked_together(make_worker) -> None:
+    """Each token occurs twice, in two chunks. Sections lie in any order, with a gap before one."""
+    worker, token_ids = make_worker(has_window=True), (*range(12), *range(10))
+    worker.compute(3, token_ids, SOURCE)
+    mover = worker.mover
+    chunks = [
+        SegmentRows(3 + first, 3 + end, offset, end - first, 0, 0, token_ids[first:end])
+        for first, end, offset in ((0, 5, 4096), (5, 10, 64), (12, 22, 8192))
+    ]
+    mover.store(chunks, SOURCE)
+    for chunk in chunks:
+        found = mover.check_keys([chunk])
+        assert found.outcome is KeyCheckOutcome.NOT_CHECKED
+        assert found.message.startswith("expected at least 8 pairs of equal tokens among ")
+    found = mover.check_keys(chunks)
+    assert found.outcome is KeyCheckOutcome.PASSED
+    assert found.message.startswith("10 pairs of equal tokens")
+    swapped = [chunks[0]._replace(offset_bytes=64), chunks[1]._replace(offset_bytes=4096)]
+    assert mover.check_keys([*swapped, chunks[2]]).outcome is KeyCheckOutcome.FAILED
 
 
 def test_keys_are_checked_until_they_have_passed(make_worker) -> None:
     worker = make_worker()
     worker.compute(3, STORED.token_ids, SOURCE)
     few = STORED._replace(end_tokens=6, token_ids=STORED.token_ids[:3])
-    found = [
-        worker.run(StoreJob(number, (), SOURCE, (rows,))).results
-        for number, rows in enumerate((few, STORED, STORED))
-    ]
-    assert [results.key_checks for results in found] == [0, 1, 0]
+    jobs = [StoreJob(number, (), SOURCE, (rows,)) for number, rows in enumerate((few, STORED) * 2)]
+    prompt = StoreJob(9, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1])
+    found = [worker.run(job).results for job in (prompt, *jobs)]
+    assert [results.key_checks for results in found] == [0, 0, 1, 0, 0]
     assert not any(results.key_check_failure for results in found)
 
 
-def test_keys_that_do_not_turn_are_reported(make_worker) -> None:
+def test_keys_that_do_not_turn_are_reported_once(make_worker) -> None:
     worker = make_worker()
     worker.compute(3, STORED.token_ids, SOURCE, scale=0.02)
-    results = worker.run(StoreJob(1, (), SOURCE, (STORED,))).results
-    assert results.key_checks == 0 and not results.failed_stores
+    results, again = (
+        worker.run(StoreJob(number, (), SOURCE, (STORED,))).results for number in (1, 2)
+    )
+    assert not (results.key_checks or again.key_checks or results.failed_stores)
     assert results.key_check_failure.startswith("keys of the first layer, token ")
-    again = worker.run(StoreJob(2, (), SOURCE, (STORED,))).results
-    assert again.key_checks == 0 and not again.key_check_failure
-
-
-def test_loads_and_stores_without_segments_check_nothing(make_worker) -> None:
-    worker = make_worker()
-    results = worker.run(StoreJob(1, (PlacedChunk(TokenRange(0, 32)),), SOURCE[:1])).results
-    assert results.key_checks == 0 and not results.key_check_failure
+    assert not again.key_check_failure
 
 
 # Pages that are addressed by token, as on NPUs; here in host memory.
 
 
-class TokenWorker:
-    """A worker whose layers register keys and values, or latents and what is rotated of them.
+@pytest.fixture
+def make_token_worker(
+    make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Worker]:
+    """Of a model whose layers register two tensors: heads and elements of a head of each."""
 
-    Args:
-        sizes: Heads and elements of a head, of both tensors.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, int], **attributes: Any):
+    def make(*sizes: tuple[int, int], **attributes: Any) -> Any:
+        by_token = partial(build_layout, addressing=RowAddressing.TOKENS)
+        monkeypatch.setattr(worker_side, "build_layout", by_token)
         rotary = RotaryEmbedding()
-        self.model = small_model(rotary, rotary, **attributes)
-        loaded_models.remember(self.model)
-        modules = attention_of(self.model)
-        self.kv_caches = {
-            name: tuple(torch.zeros(NUM_PAGES, BLOCK, *size) for size in sizes) for name in modules
-        }
         spec = FullAttentionSpec(
             block_size=BLOCK,
             num_kv_heads=sizes[0][0],
             head_size=sum(size[1] for size in sizes) // 2,
             dtype=torch.float32,
         )
-        self.rotary = rotary
-        by_token = partial(build_layout, addressing=RowAddressing.TOKENS)
-        monkeypatch.setattr(worker_side, "build_layout", by_token)
-        self.side = WorkerSide(
-            VllmConfig(compilation_config=CompilationConfig(modules)),
-            config(NUM_PAGES, (spec, *modules)),
-            Options(blending=True),
+        return make_worker(
+            model=small_model(rotary, rotary, **attributes),
+            make_caches=lambda: tuple(torch.zeros(NUM_PAGES, BLOCK, *size) for size in sizes),
+            spec=spec,
         )
-        self.side.register(self.kv_caches)
 
-    run = Worker.run
+    return make
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_rows_of_tokens_are_stored_and_placed(
-    is_latent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker) -> None:
     """What is rotated is the first tensor, or of latents the second."""
-    loaded_models.forget_all()
     rank = {"kv_lora_rank": 24, "qk_rope_head_dim": HEAD} if is_latent else {}
     sizes = [(1, 24), (1, HEAD)] if is_latent else [(HEADS, HEAD)] * 2
-    worker = TokenWorker(monkeypatch, *sizes, **rank)
-    assert worker.side.describe().segment_refusal == ""
+    worker = make_token_worker(*sizes, **rank)
+    assert worker.layout.segment_refusal == ""
     of_token = [torch.randn(8, *size) for size in sizes]
     turning = int(is_latent)
 
@@ -493,36 +625,24 @@ def test_rows_of_tokens_are_stored_and_placed(
         rows[turning] = worker.rotary(positions, rows[turning], rows[turning])[1]
         return rows
 
-    def rows_in(table: TablePart, first: int) -> list[list[Any]]:
+    def places(table: TablePart, first: int) -> tuple[Any, Any]:
         positions = torch.arange(first, first + 33)
-        ids = torch.tensor(table.ids)[positions // BLOCK]
-        return [
-            [tensor[ids, positions % BLOCK] for tensor in both]
-            for both in worker.kv_caches.values()
-        ]
+        return torch.tensor(table.ids)[positions // BLOCK], positions % BLOCK
 
-    positions = torch.arange(3, 36)
-    ids = torch.tensor(SOURCE[0].ids)[positions // BLOCK]
     for both in worker.kv_caches.values():
         for tensor, rows in zip(both, rows_at(3), strict=True):
-            tensor[ids, positions % BLOCK] = rows
+            tensor[places(SOURCE[0], 3)] = rows
     results = worker.run(StoreJob(7, (), SOURCE[:1], (STORED,))).results
     assert not results.failed_stores and results.key_checks == 1
     assert not worker.run(load_of(PLACED, tables=TARGET[:1])).results.failed_loads
-    for found in rows_in(TARGET[0], 5):
+    for both in worker.kv_caches.values():
+        found = [tensor[places(TARGET[0], 5)] for tensor in both]
         for got, wanted in zip(found, rows_at(5), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-        copied = found[1 - turning]
-        assert torch.equal(copied, rows_at(5)[1 - turning])
-    worker.side.shutdown()
-    loaded_models.forget_all()
+        assert torch.equal(found[1 - turning], rows_at(5)[1 - turning])
 
 
-def test_rows_that_are_not_keys_and_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded_models.forget_all()
-    worker = TokenWorker(monkeypatch, (HEADS, 2 * HEAD), (HEADS, HEAD))
-    refusal = worker.side.describe().segment_refusal
-    worker.side.shutdown()
-    loaded_models.forget_all()
+def test_rows_that_are_not_keys_and_values_are_refused(make_token_worker) -> None:
+    refusal = make_token_worker((HEADS, 2 * HEAD), (HEADS, HEAD)).layout.segment_refusal
     assert "expected rows of 128 bytes of float32 that are rotated, beside such" in refusal
     assert "found 256 bytes of float32, 128 bytes of float32" in refusal

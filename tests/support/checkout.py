@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
 
 # An editable install answers imports before the path is looked at.
 WITHOUT_EDITABLE_INSTALL = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
 """
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the package's sources, which hold no compiled module; nothing is written here."""
+    for name in ("vllm_ascend_kvext", "patches"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored)
+    return folder
 
 
 def run_in(folder: Path, script: str) -> subprocess.CompletedProcess[str]:

@@ -3,11 +3,36 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_ascend_kvext.activation import apply_feature, revert_feature
-from vllm_ascend_kvext.features import REPAIRS
+from vllm_ascend_kvext.activation import survey
+from vllm_ascend_kvext.features import FEATURES, REPAIRS, with_requirements
+from vllm_ascend_kvext.patching.install import BOOK
+from vllm_ascend_kvext.patching.plan import FeaturePlan
+from vllm_ascend_kvext.settings import Mode, Settings
+
+
+@functools.cache
+def _plans() -> tuple[FeaturePlan, ...]:
+    """Made once: checking all fingerprints takes longer than many a test."""
+    return survey(Settings(mode=Mode.STRICT)).plans
+
+
+def apply_feature(feature: str) -> tuple[str, ...]:
+    """Install a feature and what it requires; return the patches that were not in effect."""
+    needed = with_requirements([feature], FEATURES)
+    plans = [plan for plan in _plans() if plan.feature in needed]
+    assert {plan.feature for plan in plans} == needed, "upstream is not supported"
+    return tuple(id for plan in plans if plan.fits or plan.misfits for id in BOOK.apply(plan))
+
+
+def revert_feature(feature: str) -> None:
+    """Take back a feature and what it requires, last patch first."""
+    needed = with_requirements([feature], FEATURES)
+    for name in reversed([each.name for each in FEATURES if each.name in needed]):
+        BOOK.revert(name)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from small_upstream import AddPackage, declare, record
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext import activation
-from vllm_ascend_kvext.commands import feature_states
+from vllm_ascend_kvext.commands import status
 from vllm_ascend_kvext.patching.declaration import Feature, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.install import PatchBook
@@ -51,7 +51,7 @@ class World:
         monkeypatch.setattr(FingerprintStore, "load", lambda: store)
 
     def features(self, *features: Feature) -> None:
-        for module in (activation, feature_states):
+        for module in (activation, status):
             self.monkeypatch.setattr(module, "FEATURES", features)
 
     def ledger(self, *patches: Patch) -> None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` does for each combination of wishes and upstreams."""
+"""What `register` does for each combination of wishes and upstreams, and what status says of it."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
-import subprocess
 import sys
 import types
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ import pytest
 from small_upstream import declare, record
 from small_vllm import ENGINE, ENVS, OLD_ENVS, TARGET, World
 
-import vllm_ascend_kvext
 from vllm_ascend_kvext import activation, compat
-from vllm_ascend_kvext.errors import PatchError, SettingsError
+from vllm_ascend_kvext.__main__ import main
+from vllm_ascend_kvext.errors import KvextError, PatchError, SettingsError
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
-from vllm_ascend_kvext.patching.plan import State
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
@@ -30,138 +30,213 @@ from vllm_ascend_kvext.settings import (
     RETENTION_VARIABLE,
 )
 
+DRIFTED = ENGINE.replace("self", "self, more=1")
+FROZEN = f"""\
+class Frozen(type):
+    def __setattr__(cls, name, value):
+        raise AttributeError("frozen")
 
-def test_nothing_requested_costs_nothing(world: World) -> None:
-    world.register()
-    assert world.is_untouched
-    assert "vllm" not in sys.modules
-    assert world.records == []
+{ENGINE.replace("Engine:", "Engine(metaclass=Frozen):")}"""
+REPAIR = "two-phase-allocation"
+"""On by default, under the name of a real one: the switch knows no other."""
 
-
-@pytest.mark.parametrize("mode", ["safe", "strict"])
-def test_requested_and_fitting_is_applied_once(world: World, mode: str) -> None:
-    world.set(mode=mode, interval="0")
-    world.register()
-    assert world.is_patched
-    (summary,) = world.logged(logging.INFO)
-    assert f"T-{TARGET}" in summary
-    assert "vLLM 0.23.0" in summary
-    world.register()
-    assert world.is_patched
-    assert len(world.records) == 1, "one line per process"
+INTERVAL = {"interval": "0"}
+NOT_KNOWN = (f"{RETENTION_INTERVAL_VARIABLE}, which this vLLM does not know",)
 
 
-def test_strict_plans_and_installs_nothing_unasked(world: World) -> None:
-    world.set(mode="strict")
-    world.register()
-    assert not world.is_untouched
-    assert not world.is_patched
-    assert world.records == []
+@dataclass(frozen=True)
+class Case:
+    """What is set, what is installed, and what comes of it.
+
+    Attributes:
+        end: Of the engine's function: ``patched``, ``imported`` and not patched, or ``untouched``.
+        says: Parts of the only record of the log, or of the error; nothing is said if empty.
+    """
+
+    end: str
+    variables: dict[str, str] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+    level: int = logging.WARNING
+    error: type[KvextError] | None = None
+    engine: str = ENGINE
+    version: str = "0.23.0"
+    repair: dict[str, Any] | None = None
 
 
-@pytest.mark.parametrize("text", ["", "  "])
-def test_a_blank_interval_is_unset_to_vllm_too(world: World, text: str) -> None:
-    world.set(interval=text)
-    world.register()
-    assert RETENTION_INTERVAL_VARIABLE not in os.environ
-    assert world.is_untouched
+CASES = {
+    "nothing asked for": Case("untouched"),
+    "not to be installed": Case("imported", INTERVAL, ("frozen",), error=PatchError, engine=FROZEN),
+    "unsupported, which judges its own interval": Case(
+        "untouched", {"interval": "abc"}, ("==0.23.0.*",), version="0.24.0"
+    ),
+    "nothing asked for, strict": Case("imported", {"mode": "strict"}),
+    "blank": Case("untouched", {"interval": ""}),
+    "blanks": Case("untouched", {"interval": "  "}),
+    "off": Case("untouched", {"mode": "off", "VLLM_ASCEND_KVEXT_TYPO": "1"} | INTERVAL),
+    "wrong mode": Case("untouched", {"mode": "of"}, ("MODE='of'",), error=SettingsError),
+    "unknown variable": Case(
+        "untouched", {"VLLM_ASCEND_KVEXT_TYPO": "1"}, ("TYPO",), error=SettingsError
+    ),
+    "drift of what nobody asked for": Case("untouched", engine=DRIFTED),
+    "drift, strict": Case(
+        "imported", {"mode": "strict"}, ("DRIFTED",), error=PatchError, engine=DRIFTED
+    ),
+    "repair": Case("patched", says=("applied",), level=logging.INFO, repair={}),
+    "repair, drift": Case("imported", says=("DRIFTED",), engine=DRIFTED, repair={}),
+    "unsupported": Case(
+        "untouched", says=("untouched", "found vLLM 0.32.0", "==0.23.0.*"), version="0.32.0"
+    ),
+    "unsupported, off": Case("untouched", {"mode": "off"}, version="0.32.0"),
+    "unsupported, strict": Case(
+        *("untouched", {"mode": "strict"}, ("found vLLM 0.32.0",)),
+        error=PatchError,
+        version="0.32.0",
+    ),
+    "unsupported, asked for": Case(
+        "untouched", INTERVAL, NOT_KNOWN, error=PatchError, version="0.32.0"
+    ),
+    "unsupported, asked for by a variable of ours": Case(
+        *("untouched", {RETENTION_VARIABLE: "adaptive"}),
+        says=(f"{RETENTION_VARIABLE}, which this vLLM does not know",),
+        error=PatchError,
+        version="0.32.0",
+    ),
+    "unsupported, and vLLM knows the variable": Case(
+        "untouched", INTERVAL, ("whose own implementation obeys it",), version="0.24.0"
+    ),
+}
+for text in ("abc", "1.5", "-1", "1e3"):
+    CASES[f"wrong interval {text}"] = Case(
+        *("imported", {"interval": text}, (f"{RETENTION_INTERVAL_VARIABLE}={text!r}",)),
+        error=SettingsError,
+    )
+for mode in ("safe", "strict"):
+    CASES |= {
+        f"asked for, {mode}": Case(
+            *("patched", INTERVAL | {"mode": mode}, (f"T-{TARGET}", "vLLM 0.23.0")),
+            level=logging.INFO,
+        ),
+        f"repair left out, {mode}": Case(
+            "imported", {"mode": mode, DISABLE_VARIABLE: REPAIR}, repair={}
+        ),
+        f"repair left out, drift, {mode}": Case(
+            "imported", {"mode": mode, DISABLE_VARIABLE: REPAIR}, engine=DRIFTED, repair={}
+        ),
+        f"repair for other releases, {mode}": Case(
+            "imported", {"mode": mode}, repair={"vllm": ("==0.30.0.*",)}
+        ),
+    }
 
 
-def test_in_mode_off_a_blank_interval_is_vllms_to_judge(world: World) -> None:
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def arrange(world: World, case: Case) -> None:
+    if case.repair is not None:
+        world.features(Feature("retention"), Feature(REPAIR, default_on=True))
+        world.ledger(declare(TARGET, feature=REPAIR, wrapper=record(world.calls), **case.repair))
+    envs = OLD_ENVS if case.version == "0.32.0" else ENVS
+    world.upstream(case.version, case.engine, envs)
+    world.set(**case.variables)
+
+
+@every_case
+def test_what_comes_of_wishes_and_upstreams(world: World, case: Case) -> None:
+    arrange(world, case)
+    said = ""
+    for _ in range(2 if case.error is None else 1):  # One line per process.
+        if case.error is None:
+            world.register()
+        else:
+            with pytest.raises(case.error) as raised:
+                world.register()
+            said = str(raised.value)
+        if case.end == "patched":
+            assert world.is_patched
+        elif case.end == "imported":
+            assert not world.is_patched
+        else:
+            assert world.is_untouched
+    if case.error is None and case.says:
+        assert {record.levelno for record in world.records} == {case.level}
+        said = world.records[0].getMessage()
+        assert len(world.records) == 1 + (case.level == logging.WARNING)
+    else:
+        assert world.records == []
+    assert all(part in said for part in case.says) and bool(said) == bool(case.says)
+
+
+@every_case
+def test_status_says_what_register_does(
+    world: World, case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrange(world, case)
+    exit_status = main(["status", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    is_degraded = bool(case.says) and case.level == logging.WARNING
+    is_degraded |= case.engine is DRIFTED and case.repair is None  # It plans everything.
+    assert exit_status == (2 if case.error else is_degraded), report
+    assert report["verdict"] == ("ok", "degraded", "failed")[exit_status]
+    assert bool(report["notes"]) == (exit_status == 1)
+    assert case.error is None or all(part in report["error"] for part in case.says)
+    if case.error is SettingsError and "interval" not in case.variables:
+        return
+    is_supported, is_off = case.version == "0.23.0", case.variables.get("mode") == "off"
+    assert (report["upstream"]["vllm"], report["supported"]) == (case.version, is_supported)
+    is_asked = "interval" in case.variables and not is_off and case.variables["interval"].strip()
+    requested = {RETENTION_INTERVAL_VARIABLE: case.variables["interval"]} if is_asked else {}
+    assert report["requested"] == requested or RETENTION_VARIABLE in report["requested"]
+    if is_off or not is_supported:
+        assert world.is_untouched and not report["patches"]
+        return
+    (patch,) = report["patches"]
+    assert patch["target"] == TARGET and patch["kind"] == "wrap"
+    states = {DRIFTED: "drifted", FROZEN: "failed"}
+    state = "applied" if case.end == "patched" else states.get(case.engine, "inert")
+    is_for_others = (case.repair or {}).get("vllm") is not None
+    assert patch["state"] == state or is_for_others
+    assert state != "drifted" or "expected" in patch["reason"]
+    assert case.engine is not FROZEN or "frozen" in patch["reason"]
+
+
+def test_an_interval_that_is_blank_is_unset_to_vllm_too_but_in_mode_off(world: World) -> None:
     world.set(mode="off", interval=" ")
     world.register()
     assert os.environ[RETENTION_INTERVAL_VARIABLE] == " "
+    world.set(mode="safe")
+    world.register()
+    assert RETENTION_INTERVAL_VARIABLE not in os.environ
 
 
-class TestDrift:
-    @pytest.fixture(autouse=True)
-    def drift(self, world: World) -> None:
-        world.upstream(engine=ENGINE.replace("self", "self, more=1"))
-
-    def test_requested_raises_with_expected_found_and_remedy(self, world: World) -> None:
-        world.set(interval="0")
-        with pytest.raises(PatchError) as raised:
-            world.register()
-        message = str(raised.value)
-        (expected,) = FingerprintStore.load().expected("vllm", "0.23.0", TARGET)
-        for part in (
-            f"T-{TARGET} DRIFTED",
-            f"expected {expected}",
-            "found ",
-            "engine.py:2",
-            "vLLM 0.23.0",
-            RETENTION_INTERVAL_VARIABLE,
-            "python -m vllm_ascend_kvext status",
-            f"{MODE_VARIABLE}=off",
-        ):
-            assert part in message
-        assert not world.is_patched
-
-    def test_every_misfit_is_listed(self, world: World) -> None:
-        gone = declare("vllm.engine:Engine.gone", feature="retention")
-        world.ledger(*activation.PATCHES, gone)
-        world.set(interval="0")
-        with pytest.raises(PatchError, match=r"(?s)DRIFTED.*MISSING_TARGET"):
-            world.register()
-
-    def test_not_requested_is_not_even_looked_at(self, world: World) -> None:
+def test_drift_of_what_was_asked_for_raises_with_expected_found_and_remedy(world: World) -> None:
+    world.upstream(engine=DRIFTED)
+    world.ledger(*activation.PATCHES, declare("vllm.engine:Engine.gone", feature="retention"))
+    world.set(**INTERVAL)
+    with pytest.raises(PatchError) as raised:
         world.register()
-        assert world.is_untouched
-        assert world.records == []
+    (expected,) = FingerprintStore.load().expected("vllm", "0.23.0", TARGET)
+    for part in (
+        f"T-{TARGET} DRIFTED",
+        f"expected {expected}",
+        "found ",
+        "engine.py:2",
+        "MISSING_TARGET",
+        "vLLM 0.23.0",
+        RETENTION_INTERVAL_VARIABLE,
+        "python -m vllm_ascend_kvext status",
+        f"{MODE_VARIABLE}=off",
+    ):
+        assert part in str(raised.value)
+    assert not world.is_patched
 
-    def test_on_by_default_is_left_out_with_one_warning(self, world: World) -> None:
-        world.monkeypatch.setattr(activation, "FEATURES", (Feature("retention", default_on=True),))
-        world.register()
-        (warning,) = world.logged(logging.WARNING)
-        assert "DRIFTED" in warning
-        assert not world.is_patched
 
-    def test_strict_raises_unasked(self, world: World) -> None:
-        world.set(mode="strict")
-        with pytest.raises(PatchError, match="DRIFTED"):
-            world.register()
-        assert not world.is_patched
-
-
-class TestRepairs:
-    """Features that are on by default, under the name of a real one: the switch knows no other."""
-
-    NAME = "two-phase-allocation"
-
+class TestRequirements:
     @pytest.fixture(autouse=True)
     def repair(self, world: World) -> None:
-        world.features(Feature("retention"), Feature(self.NAME, default_on=True))
-        world.ledger(declare(TARGET, feature=self.NAME, wrapper=record(world.calls)))
-
-    def test_on_by_default_is_applied_unasked(self, world: World) -> None:
-        world.register()
-        assert world.is_patched
-        assert len(world.logged(logging.INFO)) == 1
-
-    @pytest.mark.parametrize("mode", ["safe", "strict"])
-    def test_switched_off_is_left_out(self, world: World, mode: str) -> None:
-        world.set(mode=mode, **{DISABLE_VARIABLE: self.NAME})
-        world.register()
-        assert not world.is_patched
-        assert world.records == []
-
-    @pytest.mark.parametrize("mode", ["safe", "strict"])
-    def test_switched_off_may_have_drifted(self, world: World, mode: str) -> None:
-        world.upstream(engine=ENGINE.replace("self", "self, more=1"))
-        world.set(mode=mode, **{DISABLE_VARIABLE: self.NAME})
-        world.register()
-        assert world.records == []
-
-    @pytest.mark.parametrize("mode", ["safe", "strict"])
-    def test_for_other_releases_it_is_not_missed(self, world: World, mode: str) -> None:
-        patch = declare(TARGET, feature=self.NAME, vllm=("==0.30.0.*",))
-        world.ledger(patch)
-        world.set(mode=mode)
-        world.register()
-        assert world.records == []
+        world.features(Feature("retention", requires=(REPAIR,)), Feature(REPAIR))
+        world.ledger(declare(TARGET, feature=REPAIR, wrapper=record(world.calls)))
 
     def test_a_feature_brings_what_it_requires(self, world: World) -> None:
-        world.features(Feature("retention", requires=(self.NAME,)), Feature(self.NAME))
         envs = declare("vllm.engine:Engine.rest", feature="retention")
         world.upstream(engine=f"{ENGINE}    def rest(self):\n        pass\n")
         store = FingerprintStore.load().replacing(
@@ -171,81 +246,15 @@ class TestRepairs:
         )
         world.monkeypatch.setattr(FingerprintStore, "load", lambda: store)
         world.ledger(*activation.PATCHES, envs)
-        applied = activation.apply_feature("retention")
-        assert set(applied) == {f"T-{TARGET}", envs.id}
-        assert world.is_patched
-        assert tuple(activation.revert_feature("retention")) == tuple(reversed(applied))
-        assert not world.is_patched
         world.set(interval="0")
         world.register()
         assert world.is_patched
 
     def test_a_requirement_that_does_not_fit_stops_the_request(self, world: World) -> None:
-        world.features(Feature("retention", requires=(self.NAME,)), Feature(self.NAME))
-        world.upstream(engine=ENGINE.replace("self", "self, more=1"))
+        world.upstream(engine=DRIFTED)
         world.set(interval="0")
-        with pytest.raises(PatchError, match=f"(?s){self.NAME}.*DRIFTED"):
+        with pytest.raises(PatchError, match=f"(?s){REPAIR}.*DRIFTED"):
             world.register()
-        with pytest.raises(PatchError, match=f"(?s){self.NAME}.*DRIFTED"):
-            activation.apply_feature("retention")
-
-
-def test_off_does_nothing_whatever_else_is_set(world: World) -> None:
-    world.set(mode="off", interval="0", VLLM_ASCEND_KVEXT_TYPO="1")
-    world.register()
-    assert world.is_untouched
-    assert world.records == []
-
-
-@pytest.mark.parametrize("variables", [{"mode": "of"}, {"VLLM_ASCEND_KVEXT_TYPO": "1"}])
-def test_wrong_settings_raise(world: World, variables: dict[str, str]) -> None:
-    world.set(**variables)
-    with pytest.raises(SettingsError):
-        world.register()
-    assert world.is_untouched
-
-
-class TestUnsupported:
-    @pytest.fixture(autouse=True)
-    def unsupported(self, world: World) -> None:
-        world.upstream(version="0.32.0", envs=OLD_ENVS)
-
-    def test_leaves_vllm_untouched_with_one_warning(self, world: World) -> None:
-        world.register()
-        (warning,) = world.logged(logging.WARNING)
-        for part in ("untouched", "found vLLM 0.32.0", "==0.23.0.*"):
-            assert part in warning
-        assert world.is_untouched
-
-    def test_strict_raises(self, world: World) -> None:
-        world.set(mode="strict")
-        with pytest.raises(PatchError, match=r"found vLLM 0\.32\.0"):
-            world.register()
-
-    def test_a_request_that_vllm_does_not_know_raises(self, world: World) -> None:
-        world.set(interval="0")
-        with pytest.raises(PatchError, match=rf"{RETENTION_INTERVAL_VARIABLE}.*does not know"):
-            world.register()
-        assert world.is_untouched
-
-    def test_what_only_this_package_knows_is_never_left_to_vllm(self, world: World) -> None:
-        world.set(**{RETENTION_VARIABLE: "adaptive"})
-        with pytest.raises(PatchError, match=rf"{RETENTION_VARIABLE}.*does not know"):
-            world.register()
-        assert world.is_untouched
-
-    def test_a_request_that_vllm_knows_is_left_to_it(self, world: World) -> None:
-        world.upstream(version="0.24.0", envs=ENVS)
-        world.set(interval="0")
-        world.register()
-        (warning,) = world.logged(logging.WARNING)
-        assert "whose own implementation obeys it" in warning
-        assert world.is_untouched
-
-    def test_off_is_silent(self, world: World) -> None:
-        world.set(mode="off")
-        world.register()
-        assert world.records == []
 
 
 class TestOwnVariables:
@@ -355,34 +364,3 @@ def _ensure_global_patch():
         world.register()
         (warning,) = world.logged(logging.WARNING)
         assert "vLLM-Ascend 0.24.0" in warning
-
-
-def test_apply_and_revert_a_feature_by_name(world: World) -> None:
-    patch_id = f"T-{TARGET}"
-    assert activation.apply_feature("retention") == (patch_id,)
-    assert world.is_patched
-    assert activation.apply_feature("retention") == ()
-    assert activation.revert_feature("retention") == {patch_id: State.INERT}
-    assert not world.is_patched
-
-
-def test_apply_refuses_what_it_does_not_know(world: World) -> None:
-    with pytest.raises(PatchError, match="no feature 'holes'; there are: retention"):
-        activation.apply_feature("holes")
-    world.upstream(version="0.32.0")
-    with pytest.raises(PatchError, match="Unsupported upstream"):
-        activation.apply_feature("retention")
-
-
-def test_importing_the_package_is_light() -> None:
-    script = (
-        "import sys, vllm_ascend_kvext\n"
-        "heavy = {'torch', 'vllm', 'wrapt', 'packaging', 'vllm_ascend_kvext.activation'}\n"
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
-    )
-    package_root = Path(vllm_ascend_kvext.__file__).parent.parent
-    subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(package_root)},
-    )

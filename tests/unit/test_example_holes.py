@@ -13,6 +13,8 @@ from unittest import mock
 
 import pytest
 
+from vllm_ascend_kvext.token_range import TokenRange
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -25,48 +27,34 @@ def example() -> Iterator[ModuleType]:
         yield importlib.import_module("holes")
 
 
-def a_step(
-    new: dict[str, tuple[int, int]],
-    going_on: dict[str, tuple[int, int]] | None = None,
-    loads: tuple[Any, ...] = (),
-) -> SimpleNamespace:
-    """A scheduler's output, from the first and end token of each row."""
-    going_on = going_on or {}
-    spans = {**new, **going_on}
+def a_step(row_id: str, first: int, end: int, is_new: bool = True, *loads: Any) -> SimpleNamespace:
+    """A scheduler's output with one row."""
+    row = SimpleNamespace(req_id=row_id, num_computed_tokens=first)
+    cached = SimpleNamespace(
+        req_ids=[row_id] * (not is_new), num_computed_tokens=[first] * (not is_new)
+    )
     return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=row_id, num_computed_tokens=first)
-            for row_id, (first, _) in new.items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(going_on), num_computed_tokens=[first for first, _ in going_on.values()]
-        ),
-        num_scheduled_tokens={row_id: end - first for row_id, (first, end) in spans.items()},
+        scheduled_new_reqs=[row] * is_new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={row_id: end - first},
         kv_connector_metadata=SimpleNamespace(jobs=SimpleNamespace(loads=loads)),
     )
 
 
-def a_range(first: int, end: int) -> SimpleNamespace:
-    return SimpleNamespace(first=first, end=end)
-
-
 def test_picture_is_that_of_the_steps(example: ModuleType) -> None:
     """64 tokens on the device, a hole, a load with another hole in it, and the end."""
-    load = SimpleNamespace(
-        request_id="7", tokens=a_range(64, 320), holes=(a_range(64, 128), a_range(192, 256))
-    )
-    steps = iter(
-        [
-            a_step({"7-hole-1": (64, 128)}, loads=(load,)),
-            a_step({"7-hole-2": (192, 256)}),
-            a_step({"7": (320, 360)}),
-            a_step({}, {"7": (360, 400)}),
-            a_step({}, {"7": (400, 401)}),
-        ]
-    )
-    scheduler = SimpleNamespace(schedule=lambda: next(steps))
+    holes = TokenRange(64, 128), TokenRange(192, 256)
+    load = SimpleNamespace(request_id="7", tokens=TokenRange(64, 320), holes=holes)
+    steps = [
+        a_step("7-hole-1", 64, 128, True, load),
+        a_step("7-hole-2", 192, 256),
+        a_step("7", 320, 360),
+        a_step("7", 360, 400, False),
+        a_step("7", 400, 401, False),
+    ]
+    scheduler = SimpleNamespace(schedule=iter(steps).__next__)
     observer = example.SpanObserver(scheduler)
-    for _ in range(5):
+    for _ in steps:
         scheduler.schedule()
     spans = observer.take()
     assert spans.loaded == [(128, 192), (256, 320)]
@@ -75,15 +63,12 @@ def test_picture_is_that_of_the_steps(example: ModuleType) -> None:
     assert signs == "." * 64 + "#" * 64 + "=" * 64 + "#" * 64 + "=" * 64 + "#" * 80
     assert example.draw(signs) == "..##==##==###"
     assert observer.take() == example.Spans()
-
-
-def test_what_was_loaded_and_then_computed_counts_as_computed(example: ModuleType) -> None:
-    """As after a load that has failed."""
+    # After a load that has failed: what was loaded and then computed counts as computed.
     assert example.Spans(computed=[(32, 64)], loaded=[(0, 64)]).signs(64) == "=" * 32 + "#" * 32
 
 
 def test_questions_are_the_same_every_time_and_fit_the_device(example: ModuleType) -> None:
     questions = example.write_questions()
     assert questions == example.write_questions()
-    most_tokens = max(len(question.prompt) for question in questions)
-    assert most_tokens < (example.DEVICE_BLOCKS - 4) * example.BLOCK_TOKENS
+    max_tokens = max(len(question.prompt) for question in questions)
+    assert max_tokens < (example.DEVICE_BLOCKS - 4) * example.BLOCK_TOKENS

@@ -36,11 +36,19 @@ def files_of(paths: tuple[str, ...]) -> list[Path]:
     return found
 
 
-def test_every_test_file_runs_once_on_the_main_version(run_tests: ModuleType) -> None:
+@pytest.fixture
+def with_ascend(run_tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The sources of vLLM-Ascend are there."""
+    monkeypatch.setattr(run_tests, "ascend_sources", lambda version: {"KVEXT_ASCEND_SOURCES": "x"})
+    return run_tests
+
+
+def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) -> None:
+    run_tests = with_ascend
     runs = Counter(
         file
         for suite in run_tests.suites(UPSTREAMS, pythons=[])
-        if suite.environment == "vllm-2.0"
+        if suite.environment == "vllm-2.0" and not suite.name.startswith("managers, ")
         for file in files_of(suite.paths)
     )
     for suite in run_tests.emulated_npu_suites(UPSTREAMS):
@@ -48,57 +56,39 @@ def test_every_test_file_runs_once_on_the_main_version(run_tests: ModuleType) ->
     assert runs == Counter(TESTS.rglob("test_*.py"))
 
 
-def test_the_levels_that_need_vllm_run_on_every_version(run_tests: ModuleType) -> None:
-    suites = list(run_tests.suites(UPSTREAMS, pythons=["3.12"]))
-    for level in ("contract", "engine", "ascend"):
-        expected = set((TESTS / level).rglob("test_*.py"))
-        for environment in ("vllm-2.0", "vllm-1.0"):
-            own = [suite for suite in suites if suite.environment == environment]
-            assert expected <= {file for suite in own for file in files_of(suite.paths)}
-    assert [suite.paths for suite in suites if suite.environment == "python-3.12"] == [("unit",)]
+def test_what_both_families_of_managers_have_runs_on_each(with_ascend: ModuleType) -> None:
+    files: dict[bool, set[Path]] = {True: set(), False: set()}
+    for suite in with_ascend.suites(UPSTREAMS, pythons=[]):
+        is_ascend = suite.variables.get("KVEXT_MANAGERS") == "ascend"
+        files[is_ascend] |= set(files_of(suite.paths))
+    shared = set().union(*(files_of(paths) for paths in with_ascend.ON_ASCENDS_MANAGERS))
+    assert files[True] & files[False] == shared
+    assert files[True] - shared == set((TESTS / "ascend").rglob("test_*.py"))
 
 
-def test_of_further_releases_of_vllm_ascend_the_sources_are_compared(
-    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_on_every_version_the_levels_that_need_vllm_run_and_on_all_but_one_as_a_sample(
+    with_ascend: ModuleType,
 ) -> None:
-    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-    sources = tmp_path / ".venv" / "vllm-ascend-2.0.post1"
-    (sources / "vllm_ascend").mkdir(parents=True)
-    without, with_it = (list(run_tests.suites(UPSTREAMS, [], more)) for more in ([], ["2.0.post1"]))
-    (suite,) = (suite for suite in with_it if suite not in without)
-    assert suite.environment == "vllm-2.0"
-    assert suite.variables == {"KVEXT_ASCEND_SOURCES": str(sources)}
-    assert {file.parent for file in files_of(suite.paths)} == {TESTS / "contract"}
-
-
-def test_all_but_the_main_version_run_a_sample(run_tests: ModuleType) -> None:
-    for suite in run_tests.suites(UPSTREAMS, pythons=["3.12"]):
+    suites = list(with_ascend.suites(UPSTREAMS, pythons=["3.12"]))
+    needing = {file for level in ("contract", "engine", "ascend") for file in files_of((level,))}
+    for environment in ("vllm-2.0", "vllm-1.0"):
+        own = [suite for suite in suites if suite.environment == environment]
+        assert needing <= {file for suite in own for file in files_of(suite.paths)}
+    assert [suite.paths for suite in suites if suite.environment == "python-3.12"] == [("unit",)]
+    for suite in suites:
         is_sample = suite.variables.get("KVEXT_TESTS") == "sample"
         assert is_sample == (suite.environment != "vllm-2.0"), suite.name
 
 
 def test_the_checks_are_a_part_of_all_tests_on_the_main_version(run_tests: ModuleType) -> None:
+    """No two suites share a report."""
     checks = list(run_tests.checks(UPSTREAMS))
+    suites = [*run_tests.suites(UPSTREAMS, pythons=["3.12"]), *checks]
+    assert len({suite.report for suite in suites}) == len(suites)
     assert {suite.environment for suite in checks} == {"vllm-2.0"}
     files = [file for suite in checks for file in files_of(suite.paths)]
     assert len(files) == len(set(files))
     assert set((TESTS / "unit").rglob("test_*.py")) < set(files)
-
-
-def test_no_two_suites_share_a_report(run_tests: ModuleType) -> None:
-    suites = [*run_tests.suites(UPSTREAMS, pythons=["3.12"]), *run_tests.checks(UPSTREAMS)]
-    assert len({suite.report for suite in suites}) == len(suites)
-
-
-def test_the_suite_that_took_longest_the_last_time_starts_first(
-    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_tests, "REPORTS", tmp_path)
-    short, long, new = (run_tests.Suite(name, "", ()) for name in ("short", "long", "new"))
-    for suite, duration_s in ((short, 1.5), (long, 20)):
-        suite.report.write_text(f'<testsuites><testsuite time="{duration_s}"/></testsuites>')
-    newer = run_tests.Suite("newer", "", ())
-    assert run_tests.longest_first([short, new, long, newer]) == [newer, new, long, short]
 
 
 def test_lmcache_has_suites_where_it_has_an_environment(

@@ -1,197 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What people set in the environment, and what becomes of it."""
+
 from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.settings import (
+    ASCEND_KERNEL_VARIABLE,
     BUNDLE_ALIAS,
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
+    FAST_PREFIX_CACHE_VARIABLE,
+    LMCACHE_KEYS_VARIABLE,
     MODE_VARIABLE,
+    REMOVED,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
-    VARIABLES,
+    VARIABLE_NAMES,
     Mode,
     Retention,
     Settings,
-    own_variables,
+    Switch,
+    describe_variables,
 )
 
+# By variable: field, default as it is shown, texts with what becomes of them, wrong texts.
+TABLE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    MODE_VARIABLE: (
+        "mode",
+        "safe",
+        {"STRICT": Mode.STRICT, " safe ": Mode.SAFE, "": Mode.SAFE},
+        ("strickt", "1"),
+    ),
+    DISABLE_VARIABLE: (
+        "disabled",
+        "unset",
+        {
+            " drafts-in-flight,, two-phase-allocation ,": frozenset(
+                {"drafts-in-flight", "two-phase-allocation"}
+            ),
+            " ": frozenset(),
+        },
+        ("drafts-in-flight,two-phase-alocation", "drafts-in-flight,retention", "all"),
+    ),
+    RETENTION_VARIABLE: (
+        "retention",
+        "interval",
+        {" ADAPTIVE ": Retention.ADAPTIVE, "interval": Retention.INTERVAL, " ": Retention.INTERVAL},
+        ("adaptiv", "intervall", "0", "dense"),
+    ),
+    RETENTION_INTERVAL_VARIABLE: (
+        "retention_interval",
+        "unset",
+        {"0": "0", "4096": "4096", "-5": "-5", "abc": "abc", "": None, "  ": None},
+        (),
+    ),
+    FAST_PREFIX_CACHE_VARIABLE: (
+        "fast_prefix_cache",
+        "auto",
+        {"1": Switch.ON, "0": Switch.OFF, "AUTO": Switch.AUTO},
+        ("2", "on"),
+    ),
+    BUNDLE_VARIABLE: ("is_bundled", "1", {"0": False, "1": True, " ": True}, ("2", "true")),
+    ASCEND_KERNEL_VARIABLE: ("uses_ascend_kernel", "0", {"1": True, "0": False}, ("2", "yes")),
+    LMCACHE_KEYS_VARIABLE: (
+        "lmcache_keys",
+        "auto",
+        {"1": Switch.ON, "0": Switch.OFF, "auto": Switch.AUTO},
+        ("2", "on"),
+    ),
+}
 
-def test_nothing_set_means_safe_and_nothing_requested() -> None:
-    settings = Settings.from_environ({"PATH": "/bin", "VLLM_PLUGINS": "ascend"})
-    assert settings == Settings(Mode.SAFE, None)
-    assert settings.requested_features == frozenset()
+
+def test_every_variable_has_a_text_and_its_default() -> None:
+    described = describe_variables()
+    assert {name: default for name, default, _ in described} == {
+        name: default for name, (_, default, _, _) in TABLE.items()
+    }
+    assert [name for name, _, _ in described] == list(VARIABLE_NAMES)
+    texts = {name: doc for name, _, doc in described}
+    assert all(f"`{repair.name}`" in texts[DISABLE_VARIABLE] for repair in REPAIRS)
 
 
-@pytest.mark.parametrize("text", ["off", "safe", "strict", "STRICT", " safe "])
-def test_mode_is_read(text: str) -> None:
-    assert Settings.from_environ({MODE_VARIABLE: text}).mode is Mode(text.strip().lower())
-
-
-def test_empty_mode_is_the_default() -> None:
-    assert Settings.from_environ({MODE_VARIABLE: ""}).mode is Mode.SAFE
-
-
-def test_wrong_mode_names_the_modes_and_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"'strickt'.*off, safe, strict.*mean strict\?"):
-        Settings.from_environ({MODE_VARIABLE: "strickt"})
-
-
-@pytest.mark.parametrize("text", ["0", "4096", "-5", "abc"])
-def test_interval_is_kept_as_text_and_requests_retention(text: str) -> None:
-    settings = Settings.from_environ({RETENTION_INTERVAL_VARIABLE: text})
-    assert settings.retention_interval == text
-    assert settings.requested_features == {"retention"}
-    assert settings.requests == {"retention": RETENTION_INTERVAL_VARIABLE}
-
-
-@pytest.mark.parametrize("text", ["", "  "])
-def test_empty_interval_requests_nothing(text: str) -> None:
-    settings = Settings.from_environ({RETENTION_INTERVAL_VARIABLE: text})
-    assert not settings.requested_features
+def test_nothing_set_is_the_defaults_and_nothing_requested() -> None:
+    settings = Settings.from_environ({"PATH": "/bin", "VLLM_PLUGINS": "ascend", "VLLM_NO": "1"})
     assert settings == Settings()
-
-
-@pytest.mark.parametrize("text", ["interval", "adaptive", "ADAPTIVE", " adaptive "])
-def test_retention_is_read(text: str) -> None:
-    settings = Settings.from_environ({RETENTION_VARIABLE: text})
-    assert settings.retention is Retention(text.strip().lower())
-
-
-@pytest.mark.parametrize("text", ["", " "])
-def test_empty_retention_is_the_default(text: str) -> None:
-    settings = Settings.from_environ({RETENTION_VARIABLE: text})
-    assert settings.retention is Retention.INTERVAL
     assert not settings.requests
-
-
-def test_interval_retention_without_an_interval_requests_nothing() -> None:
-    settings = Settings.from_environ({RETENTION_VARIABLE: "interval"})
-    assert not settings.requests
-    settings = Settings.from_environ(
-        {RETENTION_VARIABLE: "interval", RETENTION_INTERVAL_VARIABLE: "0"}
-    )
-    assert settings.requests == {"retention": RETENTION_INTERVAL_VARIABLE}
-
-
-@pytest.mark.parametrize("interval", [None, "", "  ", "0", "4096"])
-def test_adaptive_retention_requests_retention_with_or_without_a_grid(interval: str | None) -> None:
-    environ = {RETENTION_VARIABLE: "adaptive"}
-    if interval is not None:
-        environ[RETENTION_INTERVAL_VARIABLE] = interval
-    settings = Settings.from_environ(environ)
-    assert settings.requests == {"retention": RETENTION_VARIABLE}
-    assert settings.requested_features == {"retention"}
-    assert settings.retention_interval == ((interval or "").strip() or None)
 
 
 @pytest.mark.parametrize(
-    ("text", "suggestion"),
-    [("adaptiv", "adaptive"), ("intervall", "interval"), ("0", None), ("dense", None)],
+    ("name", "text", "expected"),
+    [
+        (name, text, made)
+        for name, (_, _, texts, _) in TABLE.items()
+        for text, made in texts.items()
+    ],
 )
-def test_wrong_retention_names_the_values_and_the_nearest(
-    text: str, suggestion: str | None
-) -> None:
-    with pytest.raises(SettingsError, match="expected interval, adaptive") as raised:
-        Settings.from_environ({RETENTION_VARIABLE: text})
-    message = str(raised.value)
-    assert f"{RETENTION_VARIABLE}={text!r}" in message
-    assert ("Did you mean" in message) is (suggestion is not None)
-    assert suggestion is None or f"Did you mean {suggestion}?" in message
+def test_a_variable_changes_its_field_and_no_other(name: str, text: str, expected: Any) -> None:
+    found = asdict(Settings.from_environ({name: text}))
+    assert found == {**asdict(Settings()), TABLE[name][0]: expected}
 
 
-def test_adaptive_retention_keeps_what_it_is_built_on() -> None:
-    environ = {DISABLE_VARIABLE: "trim-full-groups", RETENTION_VARIABLE: "adaptive"}
-    with pytest.raises(SettingsError, match="'retention' is built") as raised:
-        Settings.from_environ(environ)
-    assert f"unset {RETENTION_VARIABLE}" in str(raised.value)
-
-
-def test_disabled_repairs_are_read() -> None:
-    settings = Settings.from_environ(
-        {DISABLE_VARIABLE: " drafts-in-flight,, two-phase-allocation ,"}
-    )
-    assert settings.disabled == {"drafts-in-flight", "two-phase-allocation"}
-    assert not Settings.from_environ({DISABLE_VARIABLE: " "}).disabled
-
-
-@pytest.mark.parametrize("name", ["two-phase-alocation", "retention", "all"])
-def test_only_what_is_on_by_default_can_be_disabled(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"'{name}' is not one of them") as raised:
-        Settings.from_environ({DISABLE_VARIABLE: f"drafts-in-flight,{name}"})
-    message = str(raised.value)
-    assert all(repair.name in message for repair in REPAIRS)
-    assert ("Did you mean two-phase-allocation?" in message) is name.startswith("two")
-
-
-def test_what_was_asked_for_keeps_what_it_is_built_on() -> None:
-    environ = {DISABLE_VARIABLE: "trim-full-groups", RETENTION_INTERVAL_VARIABLE: "0"}
-    with pytest.raises(SettingsError, match=r"trim-full-groups.*'retention' is built") as raised:
-        Settings.from_environ(environ)
-    assert RETENTION_INTERVAL_VARIABLE in str(raised.value)
-    assert Settings.from_environ({DISABLE_VARIABLE: "trim-full-groups"}).disabled
-    environ[DISABLE_VARIABLE] = "two-phase-allocation"
-    assert Settings.from_environ(environ).disabled
-
-
-def test_every_repair_is_in_the_table_of_variables() -> None:
-    (variable,) = [variable for variable in VARIABLES if variable.name == DISABLE_VARIABLE]
-    assert all(f"`{repair.name}`" in variable.doc for repair in REPAIRS)
-
-
-def test_unknown_variable_names_itself_the_known_ones_and_the_nearest() -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, (*_, wrong) in TABLE.items() for text in wrong]
+)
+def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str, text: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        Settings.from_environ({"VLLM_ASCEND_KVEXT_MODUS": "safe"})
-    message = str(raised.value)
-    assert "VLLM_ASCEND_KVEXT_MODUS" in message
-    assert "Did you mean VLLM_ASCEND_KVEXT_MODE?" in message
-    assert all(variable.name in message for variable in VARIABLES)
+        Settings.from_environ({name: text})
+    assert f"{name}={text!r}" in str(raised.value) and "expected " in str(raised.value)
+    assert text != "dense" or "Did you mean" not in str(raised.value), "like nothing"
+    assert isinstance(raised.value, KvextError) and isinstance(raised.value, ValueError)
 
 
-def test_variables_of_others_are_not_ours_to_judge() -> None:
-    Settings.from_environ({"VLLM_ASCEND_ENABLE_NZ": "1", "VLLM_NO_SUCH_THING": "1"})
+@pytest.mark.parametrize(
+    ("environ", "texts"),
+    [
+        ({MODE_VARIABLE: "strickt"}, ("off, safe, strict", "Did you mean strict?")),
+        ({RETENTION_VARIABLE: "adaptiv"}, ("interval, adaptive", "Did you mean adaptive?")),
+        (
+            {DISABLE_VARIABLE: "two-phase-alocation"},
+            ("Did you mean two-phase-allocation?", *(repair.name for repair in REPAIRS)),
+        ),
+        (
+            {"VLLM_ASCEND_KVEXT_MODUS": "safe"},
+            ("_MODUS: expected", "Did you mean VLLM_ASCEND_KVEXT_MODE?", *VARIABLE_NAMES),
+        ),
+        *(({name: "1"}, (f"{name} is gone. {text} Unset it.",)) for name, text in REMOVED.items()),
+        (
+            {DISABLE_VARIABLE: "trim-full-groups", RETENTION_VARIABLE: "adaptive"},
+            ("trim-full-groups", "'retention' is built", f"unset {RETENTION_VARIABLE}"),
+        ),
+        (
+            {DISABLE_VARIABLE: "trim-full-groups", RETENTION_INTERVAL_VARIABLE: "0"},
+            ("trim-full-groups", "'retention' is built", f"unset {RETENTION_INTERVAL_VARIABLE}"),
+        ),
+        ({BUNDLE_ALIAS: "2"}, (f"{BUNDLE_ALIAS}='2' is not one of its values: expected 0, 1",)),
+    ],
+)
+def test_a_refusal_says_what_to_do(environ: dict[str, str], texts: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError) as raised:
+        Settings.from_environ(environ)
+    assert all(text in str(raised.value) for text in texts)
 
 
-def test_off_looks_at_nothing_else() -> None:
-    environ = {
-        MODE_VARIABLE: "off",
-        "VLLM_ASCEND_KVEXT_MODUS": "safe",
-        RETENTION_INTERVAL_VARIABLE: "0",
-    }
-    assert Settings.from_environ(environ) == Settings(Mode.OFF, None)
+def test_a_repair_that_nothing_is_built_on_can_be_left_out() -> None:
+    environ = {RETENTION_INTERVAL_VARIABLE: "0", DISABLE_VARIABLE: "two-phase-allocation"}
+    assert Settings.from_environ(environ).disabled
+    assert Settings.from_environ({DISABLE_VARIABLE: "trim-full-groups"}).disabled
 
 
-def test_own_variables_are_those_that_only_this_package_knows() -> None:
-    environ = {MODE_VARIABLE: "safe", RETENTION_INTERVAL_VARIABLE: "0", "HOME": "/"}
-    assert own_variables(environ) == {MODE_VARIABLE: "safe"}
-    assert own_variables({}) == {}
-
-
-def test_a_settings_error_is_a_value_error_and_one_of_ours() -> None:
-    assert issubclass(SettingsError, ValueError)
-    assert issubclass(SettingsError, KvextError)
+@pytest.mark.parametrize(
+    ("retention", "interval", "requested_by"),
+    [
+        (None, "4096", RETENTION_INTERVAL_VARIABLE),
+        (None, " ", None),
+        ("interval", None, None),
+        ("interval", "0", RETENTION_INTERVAL_VARIABLE),
+        *(("adaptive", each, RETENTION_VARIABLE) for each in (None, "", "  ", "0", "4096")),
+    ],
+)
+def test_an_interval_or_adaptive_retention_requests_retention(
+    retention: str | None, interval: str | None, requested_by: str | None
+) -> None:
+    environ = {RETENTION_VARIABLE: retention, RETENTION_INTERVAL_VARIABLE: interval}
+    settings = Settings.from_environ(
+        {name: text for name, text in environ.items() if text is not None}
+    )
+    assert settings.requests == ({"retention": requested_by} if requested_by else {})
+    assert settings.retention_interval == ((interval or "").strip() or None)
 
 
 @pytest.mark.parametrize(
     ("environ", "is_bundled"),
     [
-        ({}, True),
-        ({BUNDLE_VARIABLE: "0"}, False),
         ({BUNDLE_VARIABLE: "1", BUNDLE_ALIAS: "0"}, True),
         ({BUNDLE_VARIABLE: " ", BUNDLE_ALIAS: "0"}, False),
         ({BUNDLE_ALIAS: "FALSE"}, False),
         ({BUNDLE_ALIAS: "true"}, True),
+        ({BUNDLE_ALIAS: " "}, True),
     ],
 )
 def test_bundling_has_an_alias(environ: dict[str, str], is_bundled: bool) -> None:
-    assert Settings.from_environ(environ).is_bundled is is_bundled
-    assert not Settings.from_environ(environ).requested_features
-
-
-@pytest.mark.parametrize("name", [BUNDLE_VARIABLE, BUNDLE_ALIAS])
-def test_wrong_bundling_names_the_variable_and_the_values(name: str) -> None:
-    with pytest.raises(SettingsError, match=rf"{name}='2' is not one of its values: expected 0, 1"):
-        Settings.from_environ({name: "2"})
+    settings = Settings.from_environ(environ)
+    assert settings.is_bundled is is_bundled
+    assert not settings.requests

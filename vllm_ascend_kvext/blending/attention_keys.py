@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.errors import RotationError
-from vllm_ascend_kvext.blending.rotary import READERS, REFUSED, read_rotary_signature
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.rotary import (
+    READERS,
+    REFUSED,
+    RotarySignature,
+    read_rotary_signature,
+)
 from vllm_ascend_kvext.blending.rotation_check import check_rotation
 
 if TYPE_CHECKING:
@@ -37,13 +41,10 @@ SOMETIMES_ROTATED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LayerKeys:
-    """The keys of one layer.
+    """The keys of one layer, and how they turn with their position.
 
-    Attributes:
-        signature: How they turn.
-        num_heads: Of a row.
-        has_values: Whether values lie beside them; a row of a latent (MLA) is both.
-        window_tokens: Of sliding-window attention, with the token that reads; 0 without.
+    Without values, a row is a latent (MLA) that is both. A sliding window counts the token that
+    reads; it is 0 with full attention.
     """
 
     signature: RotarySignature
@@ -59,16 +60,12 @@ def read_layer_keys(
 ) -> dict[str, LayerKeys]:
     """How the keys of each layer turn, in the order of the model.
 
-    Every rotary module is read, and compared with the transfer op, once for each dtype.
-
-    Args:
-        model: That has the attention modules.
-        attention: By layer name: vLLM's attention modules. One that uses the pages of another
-            layer is left out.
-        dtypes: Of the stored keys, by layer name.
+    Every rotary module is read, and compared with the transfer op, once for each dtype. Layers that
+    use the pages of another one are left out. vLLM's attention modules come by layer name, and so
+    do the types of their stored keys.
 
     Raises:
-        RotationError: The keys of some layer cannot be moved by a rotation; the message says why.
+        BlendingError: The keys of some layer cannot be moved by a rotation; the message says why.
     """
     names = {id(module): name for name, module in model.named_modules()}
     read: dict[object, RotarySignature] = {}
@@ -98,20 +95,16 @@ def read_layer_keys(
 
 
 def layers_in_order(model: torch.nn.Module, attention: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention modules that have pages of their own, in the order of the model.
-
-    Args:
-        model: That has them.
-        attention: By layer name: vLLM's attention modules.
+    """The attention modules that have pages of their own, by name, in the order of the model.
 
     Raises:
-        RotationError: One is part of another model.
+        BlendingError: One is part of another model.
     """
     places = {id(module): place for place, module in enumerate(model.modules())}
     own = {name: module for name, module in attention.items() if not shares_pages(module)}
     for layer_name, module in own.items():
         if id(module) not in places:
-            raise RotationError(
+            raise BlendingError(
                 f"layer {layer_name}: expected a part of {type(model).__qualname__}, found one of "
                 "another model, such as a draft model. Serve without blending, or without it."
             )
@@ -131,21 +124,17 @@ def _stored_head(attention: Any, rank: int | None) -> tuple[int, int]:
 
 
 def _rotary_module_of(parent: Any, layer_name: str) -> Any:
-    """The one rotary module beside an attention module.
-
-    Raises:
-        RotationError: There is none, there are several, or some layers do without.
-    """
+    """The one rotary module beside an attention module; refuses where some layers do without."""
     name = f"{type(parent).__module__}.{type(parent).__qualname__}"
     if name in SOMETIMES_ROTATED:
-        raise RotationError(
+        raise BlendingError(
             f"layer {layer_name}: expected a model whose layers all rotate their keys, found "
             f"{name}, which does not in some of them. Serve this model without blending."
         )
     found = {id(child): child for child in parent.children() if _is_rotary(child)}
     if len(found) != 1:
         described = ", ".join(type(child).__qualname__ for child in found.values())
-        raise RotationError(
+        raise BlendingError(
             f"layer {layer_name}: expected one rotary module beside the attention module of "
             f"{name}, found {described or 'none'}"
             + (": keys of this layer are not rotated, or elsewhere" if not found else "")

@@ -11,17 +11,15 @@ The op is handed in: this module knows no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.errors import BlendingError
-from vllm_ascend_kvext.blending.rotary import row_dtype
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
-from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.blending.rotary import RotarySignature
+from vllm_ascend_kvext.blending.token_rows import HostRows, Slots, TokenPlane
 
 if TYPE_CHECKING:
     import torch
@@ -34,25 +32,22 @@ num_heads, tokens_per_page, head_size] with any strides; ``slots``: int64, shape
 """
 
 Offsets = npt.NDArray[np.int64]
+"""Where the elements of a row lie, from the first one of its page on. shape: [tokens_per_page,
+row_elements]."""
 
 _SCRATCH_PAGES = 5
 _PROBED_PAGE = 2
 _UNTOUCHED = -1.0
 _BASE = 256
-"""Of the digits that are written. bfloat16 has all whole numbers up to it."""
+"""Digits to this base are written: bfloat16 has all whole numbers up to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuLayer:
-    """One layer with pages of its own.
+class CpuLayer(NamedTuple):
+    """One layer with pages of its own, in a KV cache group.
 
-    Attributes:
-        name: Of the layer.
-        group: KV cache group.
-        key_cache: shape: [num_pages, num_heads, tokens_per_page, head_size], as the write op takes
-            it. What the strides promise need not be the order of the bytes.
-        value_cache: The same of the values.
-        signature: How its keys turn.
+    The caches are as the write op takes them, shape [num_pages, num_heads, tokens_per_page,
+    head_size]; what their strides promise need not be the order of the bytes. The signature is how
+    its keys turn.
     """
 
     name: str
@@ -62,26 +57,11 @@ class CpuLayer:
     signature: RotarySignature
 
 
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """Where the elements of a row lie in a page.
-
-    Attributes:
-        offsets: In elements, from the page's first one. shape: [tokens_per_page, row_elements].
-    """
-
-    offsets: Offsets
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Place(NamedTuple):
     """The pages of a plane, cut into parts of adjacent elements that move as one.
 
-    Attributes:
-        parts: Of the storage from page 0 on. shape: [num_parts, part_elements], integers.
-        page_parts: From one page to the next.
-        offsets: Of a row, counted in parts from its page's first one. shape: [tokens_per_page,
-            parts_of_row].
+    ``parts`` is the storage from page 0 on, as integers: shape [num_parts, part_elements].
+    ``offsets`` are those of a row, counted in parts: shape [tokens_per_page, parts_of_row].
     """
 
     parts: npt.NDArray[Any]
@@ -90,47 +70,36 @@ class _Part:
 
 
 class CpuTokenPages:
-    """The pages of a worker on a CPU.
+    """The pages of a worker on a CPU; ``write_rows`` is called with caches of a few pages only.
 
-    Args:
-        layers: In the order of the model.
-        write_rows: The backend's write op; called with caches of a few pages only.
+    ``layers`` are in the order of the model; those of a group have as many tokens per page, all of
+    them as many pages.
 
     Raises:
         BlendingError: The pages are not what the op writes, as far as that is understood.
-        RotationError: Keys of their type cannot be rotated.
     """
 
     def __init__(self, layers: Sequence[CpuLayer], write_rows: WriteRows) -> None:
-        orders: dict[object, tuple[RowOrder, RowOrder]] = {}
+        orders: dict[object, tuple[Offsets, Offsets]] = {}
         planes: list[TokenPlane] = []
-        places: list[_Part] = []
-        self.tokens_per_page: dict[int, int] = {}
-        self.num_pages = _num_pages_of(layers)
+        self._places: list[_Place] = []
+        self.tokens_per_page = {each.group: int(each.key_cache.shape[2]) for each in layers}
+        self.num_pages = len(layers[0].key_cache)
         for layer in layers:
-            _require_layer(layer)
-            kind = tuple(
-                (cache.dtype, tuple(cache.shape[1:]), cache.stride())
-                for cache in (layer.key_cache, layer.value_cache)
-            )
+            caches = layer.key_cache, layer.value_cache
+            kind = tuple((each.dtype, tuple(each.shape[1:]), each.stride()) for each in caches)
             if kind not in orders:
                 orders[kind] = _read_orders(layer, write_rows)
-            self._add_group(layer)
-            caches = zip((layer.key_cache, layer.value_cache), orders[kind], strict=True)
-            for (cache, order), signature in zip(caches, (layer.signature, None), strict=True):
+            for cache, order, keys in zip(
+                caches, orders[kind], (layer.signature, None), strict=True
+            ):
+                _, num_heads, _, head_elements = cache.shape
+                dtype = layer.signature.dtype
                 planes.append(
-                    TokenPlane(
-                        layer.name,
-                        layer.group,
-                        num_heads=cache.shape[1],
-                        head_elements=cache.shape[3],
-                        dtype=layer.signature.dtype,
-                        keys=signature,
-                    )
+                    TokenPlane(layer.name, layer.group, num_heads, head_elements, dtype, keys)
                 )
-                places.append(_part_of(cache, order))
+                self._places.append(_place_of(cache, order))
         self.planes = tuple(planes)
-        self._places = places
 
     def read(self, slots: Slots, rows: HostRows) -> None:
         for place, in_host, index in self._each(slots, rows):
@@ -143,84 +112,31 @@ class CpuTokenPages:
 
     def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         plane, place = self.planes[index], self._places[index]
-        parts = place.parts[self._parts_of(plane, place, slots)]
+        parts = place.parts[_parts_of(place, slots)]
         return parts.view(np.uint8).reshape(len(slots), plane.row_bytes)
 
-    def _each(self, slots: Slots, rows: HostRows) -> Any:
-        """Of every plane: its place, the rows in host memory, and the parts that they are."""
+    def _each(self, slots: Slots, rows: HostRows) -> Iterator[tuple[_Place, Any, Offsets]]:
+        """Each plane: its place, the rows in host memory, and the parts that they are."""
         memory = rows.memory.numpy()
-        indices: dict[object, Offsets] = {}
         for plane, place, offset_bytes in zip(
             self.planes, self._places, rows.plane_offsets_bytes, strict=False
         ):
-            of_group = slots[plane.group]
-            same = plane.group, place.page_parts, id(place.offsets)
-            if same not in indices:
-                indices[same] = self._parts_of(plane, place, of_group)
+            index = _parts_of(place, slots[plane.group])
             first = offset_bytes + rows.first_row * plane.row_bytes
-            in_host = memory[first : first + len(of_group) * plane.row_bytes]
-            part_elements = place.parts.shape[1]
-            yield place, in_host.view(place.parts.dtype).reshape(-1, part_elements), indices[same]
-
-    def _parts_of(
-        self, plane: TokenPlane, place: _Part, slots: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Indices of the parts that rows are, row after row."""
-        pages, in_page = np.divmod(slots, self.tokens_per_page[plane.group])
-        found = place.offsets[in_page]
-        found += (pages * place.page_parts)[:, None]
-        return found.reshape(-1)
-
-    def _add_group(self, layer: CpuLayer) -> None:
-        found = int(layer.key_cache.shape[2])
-        expected = self.tokens_per_page.setdefault(layer.group, found)
-        if found != expected:
-            raise BlendingError(
-                f"layer {layer.name}: expected {expected} tokens per page, as other layers of KV "
-                f"cache group {layer.group} have, found {found}. Serve this model without blending."
-            )
+            in_host = memory[first : first + len(slots[plane.group]) * plane.row_bytes]
+            yield place, in_host.view(place.parts.dtype).reshape(len(index), -1), index
 
 
-def _num_pages_of(layers: Sequence[CpuLayer]) -> int:
-    counts = {len(cache) for layer in layers for cache in (layer.key_cache, layer.value_cache)}
-    if len(counts) != 1:
-        raise BlendingError(
-            f"pages: expected as many in every layer, found {sorted(counts) or 'no layer'}. Serve "
-            "this model without blending."
-        )
-    return counts.pop()
-
-
-def _require_layer(layer: CpuLayer) -> None:
-    """Refuse what the planes of a layer cannot be made of."""
-    keys, values = layer.key_cache, layer.value_cache
-    if keys.dim() != 4 or values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype:
-        raise BlendingError(
-            f"layer {layer.name}: expected caches of keys and values of one dtype and of shape "
-            f"[pages, heads, tokens, elements], found {keys.dtype} {list(keys.shape)} and "
-            f"{values.dtype} {list(values.shape)}. Serve this model without blending."
-        )
-    signature = layer.signature
-    dtype = row_dtype(keys.dtype)
-    if (signature.head_elements, signature.dtype) != (keys.shape[3], dtype):
-        raise BlendingError(
-            f"layer {layer.name}: expected keys of {signature.head_elements} elements of "
-            f"{signature.dtype.name.lower()} per head, as they are rotated, found "
-            f"{keys.shape[3]} of {dtype.name.lower()} in its pages. Serve this model without "
-            "blending."
-        )
-
-
-def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[RowOrder, RowOrder]:
+def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[Offsets, Offsets]:
     """The order of keys and that of values, checked."""
     keys = _Scratch(layer.key_cache)
     values = _Scratch(layer.value_cache)
 
     def write_keys(rows: torch.Tensor, slots: torch.Tensor) -> None:
-        write_rows(rows, _untouched(len(rows), values), keys.cache, values.cache, slots)
+        write_rows(rows, values.untouched(len(rows)), keys.cache, values.cache, slots)
 
     def write_values(rows: torch.Tensor, slots: torch.Tensor) -> None:
-        write_rows(_untouched(len(rows), keys), rows, keys.cache, values.cache, slots)
+        write_rows(keys.untouched(len(rows)), rows, keys.cache, values.cache, slots)
 
     orders = _probe(layer.name, keys, write_keys), _probe(layer.name, values, write_values)
     _verify(layer.name, (keys, values), orders, write_rows)
@@ -228,12 +144,7 @@ def _read_orders(layer: CpuLayer, write_rows: WriteRows) -> tuple[RowOrder, RowO
 
 
 class _Scratch:
-    """A few pages with the strides of a cache.
-
-    Attributes:
-        cache: shape: [_SCRATCH_PAGES, num_heads, tokens_per_page, head_size].
-        storage: All that lies between its elements, too. shape: [num_elements].
-    """
+    """A few pages with the strides of a cache, and the storage with all between their elements."""
 
     def __init__(self, like: torch.Tensor) -> None:
         import torch
@@ -245,20 +156,16 @@ class _Scratch:
         self.storage = torch.full((num_elements,), _UNTOUCHED, dtype=like.dtype)
         self.cache = self.storage.as_strided(shape, like.stride())
 
-    @property
-    def page_elements(self) -> int:
-        return int(self.cache.stride(0))
+        self.page_elements = int(like.stride(0))
+        self.tokens_per_page = int(like.shape[2])
+        self.row_shape = int(like.shape[1]), int(like.shape[3])
 
-    @property
-    def tokens_per_page(self) -> int:
-        return int(self.cache.shape[2])
-
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        return int(self.cache.shape[1]), int(self.cache.shape[3])
+    def untouched(self, num_rows: int) -> torch.Tensor:
+        """Rows that leave it as it was."""
+        return self.storage.new_full((num_rows, *self.row_shape), _UNTOUCHED)
 
 
-def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> RowOrder:
+def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> Offsets:
     """Write the number of every element of a page, digit by digit, and see where it lands."""
     import torch
 
@@ -292,11 +199,11 @@ def _probe(name: str, scratch: _Scratch, write: Callable[..., None]) -> RowOrder
         )
     offsets = np.empty(numbers.size, np.int64)
     offsets[found[places]] = places - first
-    return RowOrder(offsets.reshape(numbers.shape))
+    return offsets.reshape(numbers.shape)
 
 
 def _verify(
-    name: str, both: tuple[_Scratch, _Scratch], orders: Sequence[RowOrder], write_rows: WriteRows
+    name: str, both: tuple[_Scratch, _Scratch], orders: Sequence[Offsets], write_rows: WriteRows
 ) -> None:
     """Random rows in shuffled slots: written by the op, read by us; and written by us, too."""
     import torch
@@ -315,10 +222,9 @@ def _verify(
         scratch.storage.fill_(_UNTOUCHED)
     caches = [scratch.cache for scratch in both]
     write_rows(*rows, *caches, torch.from_numpy(slots))
-    pages, in_page = np.divmod(slots, num_tokens)
     for scratch, order, wanted, what in zip(both, orders, rows, ("keys", "values"), strict=True):
-        place = _part_of(scratch.cache, order)
-        index = (place.offsets[in_page] + (pages * place.page_parts)[:, None]).reshape(-1)
+        place = _place_of(scratch.cache, order)
+        index = _parts_of(place, slots)
         in_host = wanted.view(_integers_of(wanted)).numpy().reshape(-1, place.parts.shape[1])
         is_read = np.array_equal(place.parts[index], in_host)
         by_op = scratch.storage.clone()
@@ -335,19 +241,26 @@ def _verify(
             )
 
 
-def _part_of(cache: torch.Tensor, order: RowOrder) -> _Part:
+def _place_of(cache: torch.Tensor, offsets: Offsets) -> _Place:
     """The pages of one plane, in parts as large as its rows allow."""
     import torch
 
     page_elements = int(cache.stride(0))
-    offsets = order.offsets
     part = _part_elements(offsets, page_elements)
     num_elements = (len(cache) - 1) * page_elements + int(offsets.max()) + 1
     flat = torch.empty(0, dtype=cache.dtype).set_(
         cache.untyped_storage(), cache.storage_offset(), (num_elements,), (1,)
     )
     parts = flat.view(_integers_of(cache)).numpy().reshape(-1, part)
-    return _Part(parts, page_elements // part, np.ascontiguousarray(offsets[:, ::part] // part))
+    return _Place(parts, page_elements // part, np.ascontiguousarray(offsets[:, ::part] // part))
+
+
+def _parts_of(place: _Place, slots: npt.NDArray[np.int64]) -> Offsets:
+    """Indices of the parts that rows are, row after row."""
+    pages, in_page = np.divmod(slots, len(place.offsets))
+    found = place.offsets[in_page]
+    found += (pages * place.page_parts)[:, None]
+    return found.reshape(-1)
 
 
 def _part_elements(offsets: Offsets, page_elements: int) -> int:
@@ -368,10 +281,3 @@ def _integers_of(tensor: torch.Tensor) -> torch.dtype:
     import torch
 
     return {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-
-
-def _untouched(num_rows: int, scratch: _Scratch) -> torch.Tensor:
-    """Rows that leave a scratch as it was."""
-    import torch
-
-    return torch.full((num_rows, *scratch.row_shape), _UNTOUCHED, dtype=scratch.storage.dtype)

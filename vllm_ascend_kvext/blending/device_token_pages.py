@@ -8,20 +8,19 @@ learnt. Keys are rotated in host memory, so that none of it runs on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.blending.token_rows import HostRows, Slots, TokenPlane
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPlane:
+class PlacedPlane(NamedTuple):
     """A plane, and where it lies; see ``layout.model.Plane``."""
 
     plane: TokenPlane
@@ -32,15 +31,10 @@ class PlacedPlane:
 
 
 class DeviceTokenPages:
-    """The pages of a worker on a device.
+    """The pages of a worker on a device; see `TokenPages` for their order.
 
-    Args:
-        planes: Those of the model's first layer first, keys before values.
-        tokens_per_page: By KV cache group.
-        num_pages: Of each plane, the null page included.
-        pools: The storages of the planes.
-        placement: Where copies on the host run.
-        wait: Returns when the copies that this thread has enqueued are done.
+    ``pools`` are the storages of the planes. ``wait`` returns when the copies that this thread has
+    enqueued are done. ``move`` moves the rows, as `page_transfer` does.
     """
 
     def __init__(
@@ -51,6 +45,7 @@ class DeviceTokenPages:
         pools: Pools,
         placement: CopyPlacement | None = None,
         wait: Callable[[], None] = lambda: None,
+        move: Callable[..., None] = page_transfer,
     ) -> None:
         self._placed = tuple(planes)
         self.planes = tuple(placed.plane for placed in planes)
@@ -59,6 +54,7 @@ class DeviceTokenPages:
         self._pools = pools
         self._placement = placement
         self._wait = wait
+        self._move_pages = move
 
     def read(self, slots: Slots, rows: HostRows) -> None:
         self._move(self._placed, slots, rows, Direction.PAGES_TO_HOST)
@@ -69,34 +65,28 @@ class DeviceTokenPages:
     def read_plane(self, index: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         import torch
 
-        placed = self._placed[index]
-        row_bytes = placed.plane.row_bytes
-        rows = torch.empty(len(slots) * row_bytes, dtype=torch.uint8)
-        of_group = {placed.plane.group: slots}
-        self._move([placed], of_group, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
-        found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), row_bytes)
+        plane = self.planes[index]
+        rows = torch.empty(len(slots) * plane.row_bytes, dtype=torch.uint8)
+        placed = self._placed[index : index + 1]
+        self._move(placed, {plane.group: slots}, HostRows(rows, [0]), Direction.PAGES_TO_HOST)
+        found: npt.NDArray[np.uint8] = rows.numpy().reshape(len(slots), plane.row_bytes)
         return found
 
     def _move(
-        self,
-        moved: Sequence[PlacedPlane],
-        slots: Slots,
-        rows: HostRows,
-        direction: Direction,
+        self, moved: Sequence[PlacedPlane], slots: Slots, rows: HostRows, direction: Direction
     ) -> None:
         planes = [
             (
-                *(placed.plane.group, placed.storage, placed.base_bytes),
-                *(placed.page_stride_bytes, placed.region_offset_bytes, placed.plane.row_bytes),
-                *(self.tokens_per_page[placed.plane.group], self.num_pages, offset_bytes),
+                *(plane.group, *place, plane.row_bytes),
+                *(self.tokens_per_page[plane.group], self.num_pages, offset_bytes),
             )
-            for placed, offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
+            for (plane, *place), offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
         ]
         runs = [
             runs_of(group, slots[group], self.tokens_per_page[group], rows.first_row)
             for group in sorted({placed.plane.group for placed in moved})
         ]
-        page_transfer(
+        self._move_pages(
             self._pools,
             rows.memory,
             np.array(planes, DTYPE),
@@ -116,14 +106,6 @@ def runs_of(
     begins = np.flatnonzero(np.diff(slots, prepend=slots[:1] - 2) != 1)
     begins = np.union1d(begins, np.flatnonzero(np.diff(pages, prepend=-1) != 0))
     counts = np.diff(begins, append=len(slots))
-    runs: Table = np.stack(
-        [
-            np.full(len(begins), group, DTYPE),
-            pages[begins],
-            in_page[begins],
-            counts,
-            first_row + begins,
-        ],
-        axis=1,
-    )
+    groups = np.full(len(begins), group)
+    runs = np.stack([groups, pages[begins], in_page[begins], counts, first_row + begins], axis=1)
     return np.ascontiguousarray(runs, DTYPE)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with segments, and with moving keys to other positions."""
+"""What can be wrong with segments, and with models whose segments are to be reused."""
 
 from __future__ import annotations
 
 from vllm_ascend_kvext.errors import KvextError
-
-
-class RotationError(KvextError, ValueError):
-    """A model's keys cannot be moved by a rotation, or the rotation is not the model's."""
 
 
 class SegmentError(KvextError, ValueError):
@@ -15,4 +11,4 @@ class SegmentError(KvextError, ValueError):
 
 
 class BlendingError(KvextError, ValueError):
-    """Segments cannot be stored or placed with this model, or in pages as these are."""
+    """Segments of this model, or in pages as these are, cannot be reused."""

@@ -15,23 +15,22 @@ import enum
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
+from vllm_ascend_kvext.blending.rotary import RotarySignature
 from vllm_ascend_kvext.blending.rotation_check import HALF_UNITS
-from vllm_ascend_kvext.blending.segment_rows import SegmentRows
-from vllm_ascend_kvext.transfer.schema import PairStyle
+from vllm_ascend_kvext.blending.token_rows import SegmentRows
 
 Numbers = npt.NDArray[np.float64]
 ReadRows = Callable[[Sequence[int]], Numbers]
 """Rows of some of the checked tokens, by their places. shape: [tokens, heads, head_elements]."""
 
 FEWEST_PAIRS = 8
-MOST_PAIRS = 64
+MAX_PAIRS = 64
 
 # Relative to the length of what is compared. A key is rounded once as a product of matrices, and
 # turned by a cosine and a sine that may be rounded to the same type: two products, a sum and their
@@ -47,22 +46,15 @@ _SMALL_PART = 0.1
 
 
 class KeyCheckOutcome(enum.Enum):
-    """What was found."""
+    """What was found; nothing is checked where too few tokens occur twice."""
 
     PASSED = "passed"
     FAILED = "failed"
     NOT_CHECKED = "not checked"
-    """Too few tokens occur twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyCheck:
-    """The result of a check.
-
-    Attributes:
-        outcome: What was found.
-        message: The numbers behind it.
-    """
+class KeyCheck(NamedTuple):
+    """The result of a check, and the numbers behind it."""
 
     outcome: KeyCheckOutcome
     message: str
@@ -98,14 +90,9 @@ def check_keys(
     read_keys: ReadRows,
     read_values: Sequence[ReadRows],
 ) -> KeyCheck:
-    """Compare the keys, and the values, of tokens that occur more than once.
+    """Compare the keys of the first layer, and the values, of tokens that occur more than once.
 
-    Args:
-        token_ids: Of the segment, or of those of its chunks that are stored.
-        positions: At which they were computed; ascending.
-        signature: How keys of the first layer turn.
-        read_keys: Rows of the first layer.
-        read_values: The same of its values; none if rows are latents.
+    The tokens are some of a segment, with their positions, ascending. Latents have no values.
     """
     pairs = find_pairs(token_ids)
     if len(pairs) < FEWEST_PAIRS:
@@ -154,7 +141,7 @@ def check_keys(
 
 
 def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Places of equal tokens, in pairs: the farthest apart first, at most `MOST_PAIRS`."""
+    """Places of equal tokens, in pairs: the farthest apart first, at most `MAX_PAIRS`."""
     places: dict[int, list[int]] = defaultdict(list)
     for place, token_id in enumerate(token_ids):
         places[token_id].append(place)
@@ -162,30 +149,18 @@ def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:
         pair
         for of_token in places.values()
         if len(of_token) > 1
-        for pair in (
-            (of_token[0], of_token[-1]),
-            *pairwise(of_token),
-        )
+        for pair in ((of_token[0], of_token[-1]), *pairwise(of_token))
     }
-    return sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:MOST_PAIRS]
+    return sorted(pairs, key=lambda pair: (pair[0] - pair[1], pair))[:MAX_PAIRS]
 
 
 def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64]) -> Numbers:
-    """Keys as they would be further on.
+    """Keys as they would be so many positions further on.
 
-    Args:
-        keys: shape: [tokens, heads, head_elements].
-        signature: How they turn.
-        shifts: By how many positions. shape: [tokens].
+    Shape of ``keys``: [tokens, heads, head_elements]; of ``shifts``: [tokens].
     """
     angles = (shifts[:, None] * np.array(signature.frequencies))[:, None, :]
-    first = signature.offset_elements
-    end = first + signature.rotary_elements
-    half = len(signature.frequencies)
-    if signature.pair_style is PairStyle.HALVES:
-        of_pair = slice(first, first + half), slice(first + half, end)
-    else:
-        of_pair = slice(first, end, 2), slice(first + 1, end, 2)
+    of_pair = signature.pairs
     left, right = keys[..., of_pair[0]], keys[..., of_pair[1]]
     turned: Numbers = keys.copy()
     turned[..., of_pair[0]] = left * np.cos(angles) - right * np.sin(angles)
@@ -196,8 +171,7 @@ def turn(keys: Numbers, signature: RotarySignature, shifts: npt.NDArray[np.int64
 def _differences(turned: Numbers, wanted: Numbers, signature: RotarySignature) -> Numbers:
     """By pair; what is rotated and what is not by themselves. shape: [tokens]."""
     rotated = np.zeros(signature.head_elements, bool)
-    first = signature.offset_elements
-    rotated[first : first + signature.rotary_elements] = True
+    rotated[signature.rotated] = True
     whole = _SMALL_PART * np.linalg.norm(wanted, axis=-1)
     largest: Numbers = np.max(
         [

@@ -15,19 +15,21 @@ with the answer to a question most often; so is the second, 17.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_ascend_kvext.blending.attention_keys import layers_in_order
 from vllm_ascend_kvext.blending.errors import BlendingError
-from vllm_ascend_kvext.blending.question_scores import attention_scores
+from vllm_ascend_kvext.blending.question_selection import attention_scores
 
 if TYPE_CHECKING:
     import torch
 
-LEAST_SHARE = 0.1
-"""Of the layer that is chosen. In SmolLM2-135M it is 0.4 to 0.5, and less than 0.03 in half of the
-layers."""
+MIN_SHARE = 0.1
+"""A layer that is chosen has it. In SmolLM2-135M the best one has 0.4 to 0.5, half of all less than
+0.03."""
 
 MARGIN_TOKENS = 16
 """Copied tokens do not stand so near to the beginning, or to the copy. What goes to so many first
@@ -35,13 +37,9 @@ tokens is not counted: they are attended to whatever is asked for."""
 
 
 class CopyPrompt(NamedTuple):
-    """A prompt that ends with a copy.
+    """A prompt that ends with a copy of ``num_copied`` of its tokens, from index ``copied`` on.
 
-    Attributes:
-        token_ids: All of it.
-        num_first: What it begins with, beside random tokens.
-        copied: The index of the first token that is copied.
-        num_copied: Tokens, which stand at the end once more.
+    It begins with ``num_first`` tokens that are not random.
     """
 
     token_ids: tuple[int, ...]
@@ -57,14 +55,7 @@ def copy_prompt(
     num_tokens: int,
     num_copied_tokens: int,
 ) -> CopyPrompt:
-    """Random tokens, and some of them once more.
-
-    Args:
-        rng: Draws.
-        first_ids: What a prompt begins with, such as the token for the beginning of a sequence.
-        vocabulary_tokens: Of the model.
-        num_tokens: Of the prompt.
-        num_copied_tokens: At its end.
+    """A prompt of ``num_tokens``: ``first_ids``, random tokens, and some of these once more.
 
     Raises:
         BlendingError: The prompt is too short.
@@ -88,14 +79,8 @@ def found_share(
 ) -> float:
     """How much of what a copy attends to are tokens that follow one of the original's.
 
-    Args:
-        queries: Of the whole prompt, rotated. shape: [num_tokens, num_query_heads, head_elements].
-        keys: The same. shape: [num_tokens, num_key_heads, head_elements].
-        scale: Of the products.
-        prompt: That was computed.
-
-    Returns:
-        From 0 to 1, of the attention probabilities between the first tokens and the copy.
+    Queries and keys are those of the prompt, rotated, shape: [num_tokens, heads, head_elements].
+    The share is of the attention probabilities between the first tokens and the copy.
     """
     num_tokens = len(prompt.token_ids)
     first_of_copy = num_tokens - prompt.num_copied
@@ -107,11 +92,10 @@ def found_share(
 
 
 def mean_shares(of_layers: Mapping[str, Sequence[float | None]]) -> dict[int, float]:
-    """What has been found, by the index of a layer among those of the model that have pages.
+    """Means of what prompts have found, by the index of a layer among those that have pages.
 
-    Args:
-        of_layers: By name, in the order of the model, whoever computes them: shares of prompts.
-            None of a layer without full attention, which has an index all the same.
+    Layers come by name, in the order of the model. One without full attention has no shares, and an
+    index all the same.
     """
     means = {}
     for index, shares in enumerate(of_layers.values()):
@@ -122,12 +106,81 @@ def mean_shares(of_layers: Mapping[str, Sequence[float | None]]) -> dict[int, fl
 
 
 def best_layer(shares: Mapping[int, float]) -> int | None:
-    """The layer that attends most to what is asked for; None if none of them does.
-
-    Args:
-        shares: Means over prompts, by the index of the layer.
-    """
+    """The layer that attends most to what is asked for; None if none of them does."""
     if not shares:
         return None
     index = max(shares, key=shares.__getitem__)
-    return index if shares[index] >= LEAST_SHARE else None
+    return index if shares[index] >= MIN_SHARE else None
+
+
+class LayerSearchWorker:
+    """Reads what the attention modules of a worker's model are called with.
+
+    Part of a worker of vLLM, by ``worker_extension_cls``.
+    """
+
+    model_runner: Any
+    get_model: Callable[[], Any]
+
+    def kvext_begin_copy(self, *prompt: Any) -> None:
+        """The next step computes a prompt, by the values of a ``CopyPrompt``.
+
+        Raises:
+            BlendingError: The attention of some layer cannot be read.
+        """
+        self._kvext_hooks: dict[str, Any] = {}
+        config = self.model_runner.vllm_config.compilation_config
+        attention = {
+            name: config.static_forward_context[name]
+            for group in self.model_runner.kv_cache_config.kv_cache_groups
+            for name in group.layer_names
+        }
+        layers = layers_in_order(self.get_model(), attention)
+        self._kvext_shares: dict[str, float | None] = dict.fromkeys(layers)
+        for name, module in layers.items():
+            if getattr(module, "sliding_window", None):
+                continue
+            scale = getattr(getattr(module, "impl", None), "scale", None)
+            if not isinstance(scale, float) or getattr(module, "kv_lora_rank", None) is not None:
+                raise BlendingError(
+                    f"layer {name}: expected an attention module that is called with queries and "
+                    f"keys, found {type(module).__qualname__}. Set blend_check_layer by hand."
+                )
+            note = partial(_note, self._kvext_shares, CopyPrompt(*prompt), name, scale)
+            self._kvext_hooks[name] = module.register_forward_pre_hook(note, with_kwargs=True)
+
+    def kvext_end_copy(self) -> dict[str, float | None]:
+        """The share of each layer with full attention by name, in order; None of other layers.
+
+        Raises:
+            BlendingError: No step has computed all of the prompt in some layer.
+        """
+        for name, hook in self._kvext_hooks.items():
+            hook.remove()
+            if self._kvext_shares[name] is None:
+                raise BlendingError(
+                    f"layer {name}: expected a step that computes all of a prompt, found shorter "
+                    "ones or none. Leave out what shortens steps, such as "
+                    "--max-num-batched-tokens."
+                )
+        return self._kvext_shares
+
+
+def _note(
+    shares: dict[str, float | None],
+    prompt: CopyPrompt,
+    name: str,
+    scale: float,
+    module: Any,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> None:
+    """A layer is about to compute its attention."""
+    queries, keys = (
+        inputs[place] if len(inputs) > place else keywords[keyword]
+        for place, keyword in enumerate(("query", "key"))
+    )
+    if len(queries) < len(prompt.token_ids):
+        return  # a step that is not the prompt's
+    queries, keys = (each.reshape(len(each), -1, module.head_size) for each in (queries, keys))
+    shares[name] = found_share(queries, keys, scale, prompt)

@@ -7,50 +7,88 @@ Behind the heads of segments, whose tokens are computed in any case::
     scores            1   0   9   2   0   1          0   0   7   3
     computed             [run at a time, the best of each segment first]
                           ^^^                            ^^^
-
-Pure functions of scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.holes.span_plan import Run, union
+from vllm_ascend_kvext.token_range import TokenRange, union
+
+if TYPE_CHECKING:
+    import torch
 
 Scores = npt.NDArray[np.float32]
 """How much the question attends to each of some tokens. shape: [num_tokens]."""
 
+MAX_LOGITS = 1 << 24
+"""So many are in memory at a time: 64 MiB."""
+
+
+def attention_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """The attention probabilities of each key, summed over queries and their heads.
+
+    That other keys compete, those of the question itself included, matters: in SmolLM2-135M the
+    run with the answer was among the best tenth of 40 questions' runs in 85 %, and without them in
+    72 %.
+
+    ``queries`` are those of consecutive tokens, shape: [num_queries, num_query_heads,
+    head_elements]; ``keys`` those of all tokens up to the last of these, shape: [num_keys,
+    num_key_heads, head_elements]. Each query sees those up to its own. Query heads share key heads
+    in groups of consecutive ones. All is float32, the result of shape [num_keys].
+    """
+    import torch
+
+    num_queries, num_query_heads, _ = queries.shape
+    num_keys, num_key_heads, _ = keys.shape
+    heads_of_key = num_query_heads // num_key_heads
+    scores = torch.zeros(num_keys, dtype=torch.float32)
+    places = torch.arange(num_keys)
+    own_places = places[num_keys - num_queries :]
+    max_queries = max(1, MAX_LOGITS // max(1, num_keys * heads_of_key))
+    for key_head in range(num_key_heads):
+        first = key_head * heads_of_key
+        # shape: [heads_of_key, num_queries, head_elements].
+        of_head = queries[:, first : first + heads_of_key].float().transpose(0, 1) * scale
+        transposed = keys[:, key_head].float().T
+        for some, own in zip(
+            of_head.split(max_queries, dim=1), own_places.split(max_queries), strict=True
+        ):
+            logits = some @ transposed
+            logits.masked_fill_(places > own[:, None], float("-inf"))
+            scores += torch.softmax(logits, dim=-1).sum(dim=(0, 1))
+    return scores
+
 
 def select_runs(
-    scored: Sequence[Run], scores: Scores, reused: Sequence[Run], ratio: float, run_tokens: int
-) -> tuple[Run, ...]:
+    scored: Sequence[TokenRange],
+    scores: Scores,
+    reused: Sequence[TokenRange],
+    ratio: float,
+    run_tokens: int,
+) -> tuple[TokenRange, ...]:
     """Choose runs by the sum of their tokens' scores.
 
     What is reused is cut into runs, from the first reused token of each segment on. The best run
     of each segment is chosen, then the best of all others for as long as the budget has room for
     them. Of two that are equally good, the earlier one comes first.
 
-    Args:
-        scored: Tokens that have scores, ascending and disjoint.
-        scores: Of all of them, one after the other.
-        reused: What is reused of each segment, ascending; each lies within one of ``scored``.
-        ratio: Of the reused tokens: that are computed. Heads do not count; nor does the budget
-            keep a segment from its best run.
-        run_tokens: Of a run; the last one of a segment may be shorter.
-
-    Returns:
-        Ascending; runs that touch are one.
+    ``scored`` tokens, ascending and disjoint, have ``scores``, one after the other. What is
+    ``reused`` of each segment lies within one of them. ``ratio`` is the part of the reused tokens
+    that is computed; the budget does not keep a segment from its best run. The last run of a
+    segment may be shorter than ``run_tokens``. Returned runs ascend; those that touch are one.
     """
     if not reused:
         return ()
     # before[i]: sum of the scores of the first i tokens.
     before = np.concatenate([[0.0], np.cumsum(scores, dtype=np.float64)])
     offsets = _offsets(scored, reused)
-    pieces: list[Run] = []
+    pieces: list[TokenRange] = []
     sums: list[npt.NDArray[np.float64]] = []
     best: list[int] = []
     for run, offset in zip(reused, offsets, strict=True):
@@ -59,7 +97,7 @@ def select_runs(
         best.append(len(pieces) + int(np.argmax(of_pieces)))
         sums.append(of_pieces)
         pieces += [
-            Run(run.first_tokens + int(first), run.first_tokens + int(end))
+            TokenRange(run.first_tokens + int(first), run.first_tokens + int(end))
             for first, end in pairwise(edges)
         ]
     left_tokens = int(ratio * sum(run.num_tokens for run in reused))
@@ -74,7 +112,7 @@ def select_runs(
     return union(chosen)
 
 
-def _offsets(scored: Sequence[Run], reused: Sequence[Run]) -> list[int]:
+def _offsets(scored: Sequence[TokenRange], reused: Sequence[TokenRange]) -> list[int]:
     """Where the scores of each reused run begin."""
     offsets = []
     tokens_before = 0

@@ -1,24 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a rotary module of vLLM to the signature of the keys that it has rotated.
+"""How the keys of a layer turn with their position: read from its rotary module, told to the op.
 
-A class is known by its exact type, and named here: a subclass may compute other angles. A class
-that turns keys by a fixed angle per position has a reader; one that does not has the reason.
+A class of vLLM is known by its exact type, and named here: a subclass may compute other angles. A
+class that turns keys by a fixed angle per position has a reader; one that does not has the reason.
+What a model does to keys behind its rotary module, such as HunYuan's scaling, is not seen here.
 
-What a model does to keys behind its rotary module is not seen here. HunYuan scales them element by
-element, for example, and such keys do not turn.
+Imports no vLLM: modules are read as they are handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.errors import RotationError
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
-from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
+import numpy as np
+
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.transfer.key_rotation import KeyRotation
+from vllm_ascend_kvext.transfer.schema import (
+    DTYPE,
+    PairStyle,
+    RotationColumn,
+    RowDtype,
+    ShiftColumn,
+)
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySignature:
+    """The rotary embedding of one layer's keys, as they lie in a row.
+
+    ``frequencies`` are radians per position, one per pair, scaled where the embedding is.
+    ``head_elements`` are those of one head, of the whole row where heads share a latent; the
+    rotated part begins at ``offset_elements``. ``attention_factor`` is what the embedding has
+    multiplied it with (YaRN): in stored keys, so that a rotation must not apply it. Keys with
+    another one are other keys.
+    """
+
+    frequencies: tuple[float, ...]
+    pair_style: PairStyle
+    head_elements: int
+    offset_elements: int
+    dtype: RowDtype
+    attention_factor: float = 1.0
+
+    @property
+    def rotary_elements(self) -> int:
+        """Elements of a head that are rotated, from `offset_elements` on."""
+        return 2 * len(self.frequencies)
+
+    @property
+    def rotated(self) -> slice:
+        """The elements of a head that are rotated."""
+        return slice(self.offset_elements, self.offset_elements + self.rotary_elements)
+
+    @property
+    def pairs(self) -> tuple[slice, slice]:
+        """First and second elements of the pairs of a head."""
+        first, end = self.rotated.start, self.rotated.stop
+        if self.pair_style is PairStyle.NEIGHBOURS:
+            return slice(first, end, 2), slice(first + 1, end, 2)
+        half = first + len(self.frequencies)
+        return slice(first, half), slice(half, end)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for keys that turn alike, and lie alike; 64 hexadecimal digits."""
+        facts = (
+            [frequency.hex() for frequency in self.frequencies],
+            self.pair_style.name,
+            self.head_elements,
+            self.offset_elements,
+            self.dtype.name,
+            float(self.attention_factor).hex(),
+        )
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlane:
+    """A plane of a transfer, by its row in the table of planes, whose rows are keys of heads."""
+
+    plane: int
+    signature: RotarySignature
+    num_heads: int
+
+
+def key_rotation(key_planes: Iterable[KeyPlane], shifts: Mapping[int, int]) -> KeyRotation:
+    """The tables of a transfer that moves keys by so many positions, by transfer group."""
+    frequencies: list[float] = []
+    first_frequencies: dict[tuple[float, ...], int] = {}
+    rows = []
+    for key_plane in key_planes:
+        signature = key_plane.signature
+        first = first_frequencies.setdefault(signature.frequencies, len(frequencies))
+        if first == len(frequencies):
+            frequencies += signature.frequencies
+        element_bytes = signature.dtype.element_bytes
+        rows.append(
+            (
+                key_plane.plane,
+                signature.dtype,
+                signature.pair_style,
+                key_plane.num_heads,
+                signature.head_elements * element_bytes,
+                signature.offset_elements * element_bytes,
+                len(signature.frequencies),
+                first,
+            )
+        )
+    return KeyRotation(
+        np.array(rows, DTYPE).reshape(len(rows), len(RotationColumn)),
+        np.array(sorted(shifts.items()), DTYPE).reshape(len(shifts), len(ShiftColumn)),
+        np.array(frequencies, np.float64),
+    )
+
 
 _PACKAGE = "vllm.model_executor.layers.rotary_embedding"
 
@@ -34,7 +136,7 @@ def _of_linear_scaling(module: Any) -> Frequencies:
     """Positions are divided by the factor, which is the same as to divide the frequencies."""
     factors = module.scaling_factors
     if len(factors) != 1:
-        raise RotationError(
+        raise BlendingError(
             f"{_name(type(module))}: expected one scaling factor, found {list(factors)}: which one "
             "a key was rotated with depends on its request's adapter. Serve this model without "
             "blending."
@@ -108,43 +210,33 @@ def read_rotary_signature(
     head_elements: int | None = None,
     offset_elements: int = 0,
 ) -> RotarySignature:
-    """How keys turn that ``module`` has rotated.
+    """How stored keys of some type turn that ``module``, a rotary module of vLLM, has rotated.
 
-    Args:
-        module: A rotary module of vLLM.
-        dtype: Of the stored keys.
-        head_elements: Elements of a head as it is stored; None: as many as the module is given.
-        offset_elements: Where in it lies what the module is given. With MLA: the rank of the
-            latent, behind which the rotated part of a row lies.
+    A head as it is stored may have more elements than the module is given, which lie at an offset
+    then: with MLA, behind the latent.
 
     Raises:
-        RotationError: These keys cannot be moved by a rotation; the message says why.
+        BlendingError: These keys cannot be moved by a rotation; the message says why.
     """
     name = _name(type(module))
     if name in REFUSED:
-        raise RotationError(
+        raise BlendingError(
             f"{name}: expected an embedding that turns keys by one angle per position, found that "
             f"{REFUSED[name]}. Serve this model without blending."
         )
     reader = READERS.get(name) or ASCEND_READERS.get(name)
     if reader is None:
-        raise RotationError(
+        raise BlendingError(
             f"{name}: expected one of {', '.join(sorted(_short(known) for known in READERS))}, "
             "found a class whose angles are not known. Serve this model without blending."
         )
     frequencies = reader(module)
     if 2 * len(frequencies) != module.rotary_dim or module.rotary_dim > module.head_size:
-        raise RotationError(
+        raise BlendingError(
             f"{name}: expected {module.rotary_dim} rotated elements of {module.head_size}, found "
             f"{len(frequencies)} frequencies. Serve this model without blending."
         )
     head_elements = module.head_size if head_elements is None else head_elements
-    if offset_elements < 0 or offset_elements + module.head_size > head_elements:
-        raise RotationError(
-            f"{name}: expected a head of {head_elements} elements that has the module's "
-            f"{module.head_size}, found them at element {offset_elements}. Pass the row's own "
-            "number of elements, and the offset of its rotated part."
-        )
     return RotarySignature(
         frequencies=frequencies,
         pair_style=PairStyle.HALVES if module.is_neox_style else PairStyle.NEIGHBOURS,
@@ -156,16 +248,12 @@ def read_rotary_signature(
 
 
 def row_dtype(dtype: torch.dtype) -> RowDtype:
-    """The number that descriptors have for a type of keys.
-
-    Raises:
-        RotationError: Keys of this type cannot be rotated.
-    """
+    """The number that descriptors have for a type of keys; raises if such keys do not rotate."""
     name = str(dtype).removeprefix("torch.")
     try:
         return RowDtype[name.upper()]
     except KeyError:
-        raise RotationError(
+        raise BlendingError(
             f"dtype of keys: expected float32, bfloat16 or float16, found {name}: quantised keys "
             "would have to be scaled anew. Serve this model without blending, or with keys of one "
             "of these types."
@@ -181,8 +269,7 @@ def torch_dtype(dtype: RowDtype) -> torch.dtype:
     """The reverse of `row_dtype`."""
     import torch
 
-    found = getattr(torch, dtype.name.lower())
-    assert isinstance(found, torch.dtype)
+    found: torch.dtype = getattr(torch, dtype.name.lower())
     return found
 
 

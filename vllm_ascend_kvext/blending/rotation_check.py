@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.errors import RotationError
-from vllm_ascend_kvext.blending.rotary import is_of_ascend, torch_dtype
-from vllm_ascend_kvext.blending.rotary_signature import KeyPlane, RotarySignature, key_rotation
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.rotary import (
+    KeyPlane,
+    RotarySignature,
+    is_of_ascend,
+    key_rotation,
+    torch_dtype,
+)
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
+from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import (
     DTYPE,
     HOST_ALIGNMENT_BYTES,
     Direction,
-    PairStyle,
     RowDtype,
 )
 
@@ -30,10 +36,6 @@ if TYPE_CHECKING:
 
 _ROWS = 5
 _HEADS = 2
-_ROWS_PER_PAGE = 4
-_FIRST_ROW = 3
-"""Of a page, so that the rows of one shift lie in three pages."""
-_PAGES_PER_SHIFT = 3
 
 # Relative to the length of a pair: cosine and sine, two products and a sum on the module's side at
 # both positions, and one rounding on ours; each half a unit in the last place.
@@ -54,7 +56,7 @@ def check_rotation(module: Any, signature: RotarySignature) -> None:
     the keys' type, and in float32 where the module is in host memory. The module is left as it was.
 
     Raises:
-        RotationError: They differ by more than rounding explains.
+        BlendingError: They differ by more than rounding explains.
     """
     device = module.cos_sin_cache.device
     dtypes = {signature.dtype} | ({RowDtype.FLOAT32} if device.type == "cpu" else set())
@@ -67,26 +69,18 @@ def positions_to_compare(num_positions: int) -> list[tuple[int, int]]:
     """From where to where keys are moved, for a module that knows so many positions.
 
     Raises:
-        RotationError: There are too few of them to move a key.
+        BlendingError: There are too few of them to move a key.
     """
     last = num_positions - 1
     if last < 1:
-        raise RotationError(
+        raise BlendingError(
             f"positions of the rotary module: expected at least 2, found {num_positions}. Serve "
             "this model without blending."
         )
     # The errors of float32 angles grow with the position: most of these are small.
     candidates = [
-        (0, 1),
-        (1, 0),
-        (3, 7),
-        (40, 11),
-        (5, 1000),
-        (1024, 17),
-        (2000, 2300),
-        (last // 3, last // 2),
-        (0, last),
-        (last, last // 7),
+        *((0, 1), (1, 0), (3, 7), (40, 11), (5, 1000), (1024, 17), (2000, 2300)),
+        *((last // 3, last // 2), (0, last), (last, last // 7)),
     ]
     within = ((min(old, last), min(new, last)) for old, new in candidates)
     return list(dict.fromkeys(move for move in within if move[0] != move[1]))
@@ -109,10 +103,10 @@ def _check(
         _rotated_by(module, signature, rows, [move[side] for move in moves]) for side in (0, 1)
     )
     found = _moved(before, signature, dtype, [new - old for old, new in moves])
-    rotated = slice(
-        signature.offset_elements, signature.offset_elements + signature.rotary_elements
+    keys, exact, got = (
+        [part.double().numpy()[..., of_pair] for of_pair in signature.pairs]
+        for part in (before, wanted, found)
     )
-    keys, exact, got = (_pairs(part[..., rotated], signature) for part in (before, wanted, found))
     frequencies = np.array(signature.frequencies)
     lengths = np.hypot(*keys)
     differences = np.hypot(exact[0] - got[0], exact[1] - got[1])
@@ -123,14 +117,14 @@ def _check(
         excess = differences[index] - limits
         if not np.all(excess <= 0):
             worst = np.unravel_index(np.argmax(excess), excess.shape)
-            raise RotationError(
+            raise BlendingError(
                 f"{type(module).__qualname__}, keys of {dtype.name.lower()} moved from position "
                 f"{old} to {new}, pair {worst[-1]}: expected the module's own within "
                 f"{limits[worst]:.3g}, found them {differences[index][worst]:.3g} away. Serve this "
                 "model without blending, and report it."
             )
-    if not torch.equal(_without(found, rotated), _without(rows, rotated)):
-        raise RotationError(
+    if not torch.equal(_without(found, signature.rotated), _without(rows, signature.rotated)):
+        raise BlendingError(
             f"{type(module).__qualname__}: expected elements outside the rotated part of a key to "
             "stay as they are, found others. Serve this model without blending, and report it."
         )
@@ -139,11 +133,7 @@ def _check(
 def _rotated_by(
     module: Any, signature: RotarySignature, rows: torch.Tensor, positions: list[int]
 ) -> torch.Tensor:
-    """What the module makes of rows; those of one move have one position.
-
-    Args:
-        rows: shape: [moves, rows, heads, head_elements].
-    """
+    """What the module makes of rows, shaped as in ``_check``; those of a move have one position."""
     import torch
 
     given = slice(signature.offset_elements, signature.offset_elements + module.head_size)
@@ -174,62 +164,31 @@ def _buffers_kept(module: Any) -> Iterator[None]:
 def _moved(
     rows: torch.Tensor, signature: RotarySignature, dtype: RowDtype, shifts: list[int]
 ) -> torch.Tensor:
-    """Rows through the op: a group per move, from a host buffer into pages, and read from there."""
+    """Rows through the op, each shift from host memory into a page of a group of its own."""
     import torch
 
     row_bytes = _HEADS * signature.head_elements * dtype.element_bytes
-    page_bytes = _ROWS_PER_PAGE * row_bytes
-    extent_bytes = -(-_ROWS * row_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
-    num_pages = 1 + _PAGES_PER_SHIFT * len(shifts)
+    page_bytes = _ROWS * row_bytes
+    extent_bytes = -(-page_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
+    num_pages = 1 + len(shifts)
     host = torch.zeros(extent_bytes * len(shifts), dtype=torch.uint8)
     pool = torch.zeros(num_pages * page_bytes, dtype=torch.uint8)
-    in_host = host.view(len(shifts), extent_bytes)[:, : _ROWS * row_bytes]
+    in_host = host.view(len(shifts), extent_bytes)[:, :page_bytes]
     in_host.copy_(rows.reshape(len(shifts), -1).view(torch.uint8))
-    planes, runs = [], []
-    for group in range(len(shifts)):
-        planes.append(
-            (
-                *(group, 0, 0, page_bytes, 0, row_bytes),
-                *(_ROWS_PER_PAGE, num_pages, group * extent_bytes),
-            )
-        )
-        row = 0
-        while row < _ROWS:
-            page, in_page = divmod(_FIRST_ROW + row, _ROWS_PER_PAGE)
-            count = min(_ROWS_PER_PAGE - in_page, _ROWS - row)
-            runs.append((group, 1 + _PAGES_PER_SHIFT * group + page, in_page, count, row))
-            row += count
-    in_dtype = RotarySignature(
-        signature.frequencies,
-        signature.pair_style,
-        signature.head_elements,
-        signature.offset_elements,
-        dtype,
-    )
+    of_page = 0, 0, page_bytes, 0, row_bytes, _ROWS, num_pages
+    groups = range(len(shifts))
     rotated_page_transfer(
-        [pool],
+        Pools([pool]),
         host,
-        np.array(planes, DTYPE),
-        np.array(runs, DTYPE),
+        np.array([(group, *of_page, group * extent_bytes) for group in groups], DTYPE),
+        np.array([(group, 1 + group, 0, _ROWS, 0) for group in groups], DTYPE),
         Direction.HOST_TO_PAGES,
         key_rotation(
-            [KeyPlane(plane, in_dtype, _HEADS) for plane in range(len(planes))],
+            [KeyPlane(plane, replace(signature, dtype=dtype), _HEADS) for plane in groups],
             dict(enumerate(shifts)),
         ),
     )
-    of_shift = pool[page_bytes:].view(len(shifts), -1)
-    first = _FIRST_ROW * row_bytes
-    moved = of_shift[:, first : first + _ROWS * row_bytes].contiguous()
-    return moved.view(rows.dtype).reshape(rows.shape)
-
-
-def _pairs(part: torch.Tensor, signature: RotarySignature) -> tuple[Any, Any]:
-    """First and second elements of pairs, float64, shape ``[..., num_pairs]``."""
-    numbers = part.double().numpy()
-    if signature.pair_style == PairStyle.NEIGHBOURS:
-        return numbers[..., ::2], numbers[..., 1::2]
-    half = numbers.shape[-1] // 2
-    return numbers[..., :half], numbers[..., half:]
+    return pool[page_bytes:].view(rows.dtype).reshape(rows.shape)
 
 
 def _without(rows: torch.Tensor, rotated: slice) -> torch.Tensor:

@@ -1,31 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segments in a host tier: what is stored of one, and what has to be stored.
+"""The segments in a host tier: their keys, what is stored of one, and what has to be stored.
 
 Segments share the tier with prompts: its room, its order of eviction, its counters. Their keys are
-their own, see ``segment_prefix``. They are stored by chunks, the last one rounded up to a unit, so
-that long segments are evicted from their ends on like prompts. Moves no bytes.
+their own, where those of prompts are vLLM's, chained from block to block: a hash of everything that
+the stored rows depend on, which is the tokens up to a boundary, what they were computed behind, the
+model and its layout, and the salt. Moves no bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix, key_space
-from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
+from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
+from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.lookup import PlacedRows
 from vllm_ascend_kvext.store.tier import HostTier
+
+_ID_TYPE = "q"
+
+
+class SegmentPrefix:
+    """The tokens of a segment; a ``store.prefix.Prefix``, whose length is rounded up to a unit."""
+
+    def __init__(self, space: bytes, token_ids: Sequence[int], unit_tokens: int) -> None:
+        self._space = space
+        self._keys: dict[int, bytes] = {}
+        self._digest = hashlib.sha256(space)
+        self._digested_tokens = 0
+        self.packed_ids = array(_ID_TYPE, token_ids).tobytes()
+        self.num_segment_tokens = len(token_ids)
+        self.num_tokens = -(-len(token_ids) // unit_tokens) * unit_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the segment: a copy."""
+        return array(_ID_TYPE, self.packed_ids).tolist()
+
+    def key_at(self, boundary_tokens: int) -> bytes:
+        key = self._keys.get(boundary_tokens)
+        if key is None:
+            digest = self._digest_up_to(boundary_tokens).copy()
+            digest.update(boundary_tokens.to_bytes(8, "little"))
+            key = self._keys[boundary_tokens] = digest.digest()
+        return key
+
+    def _digest_up_to(self, boundary_tokens: int) -> hashlib._Hash:
+        """The digest of all before a boundary. Boundaries that ascend read each token once."""
+        if boundary_tokens < self._digested_tokens:
+            self._digest, self._digested_tokens = hashlib.sha256(self._space), 0
+        self._digest.update(self.ids_of(self._digested_tokens, boundary_tokens))
+        self._digested_tokens = boundary_tokens
+        return self._digest
+
+    def keys_at(self, boundaries: range) -> Sequence[bytes]:
+        return [self.key_at(boundary) for boundary in boundaries]
+
+    def ids_of(self, first_tokens: int, end_tokens: int) -> bytes:
+        """Token ids of a range, packed, as far as the segment has them."""
+        width = array(_ID_TYPE).itemsize
+        return self.packed_ids[first_tokens * width : end_tokens * width]
+
+
+def key_space(fingerprint: str, sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
+    """What all segments have in common whose rows may stand for each other.
+
+    A salt of None and an empty one are the same, as they are to vLLM.
+    """
+    facts = ["segment", fingerprint, list(sink_ids), cache_salt or ""]
+    return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
 class StoredTokens(NamedTuple):
-    """What an entry of a segment holds; the entry's ``row_map``.
+    """What an entry of a segment holds, and where it was computed; the entry's ``row_map``.
 
-    Attributes:
-        packed_ids: Its tokens: on a hit they are compared, not only their hash.
-        num_rows: Their number, and that of the rows of its section.
-        first_position: At which the first of them was computed.
+    On a hit the tokens are compared, not only their hash.
     """
 
     packed_ids: bytes
@@ -34,17 +87,10 @@ class StoredTokens(NamedTuple):
 
 
 class SegmentStore:
-    """Segments of one engine.
+    """Segments of one engine, which workers lay out alike, computed behind the sink.
 
-    Args:
-        tier: Of the engine.
-        layout: Of the workers' rows.
-        fingerprint: Of all workers' layouts.
-        sink_ids: Token ids that segments are computed behind.
-
-    Attributes:
-        fingerprint: See the arguments.
-        sink_ids: The same.
+    They are stored by chunks, the last one rounded up to a unit, so that long segments are evicted
+    from their ends on like prompts.
     """
 
     def __init__(
@@ -60,28 +106,19 @@ class SegmentStore:
         space = key_space(self.fingerprint, self.sink_ids, cache_salt)
         return SegmentPrefix(space, token_ids, self._tier.geometry.unit_tokens)
 
-    def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[PlacedRows]:
-        """What is stored of a segment, from its first token on, without a gap.
-
-        Args:
-            prefix: Of the segment.
-            first_tokens: Where the segment stands.
-        """
+    def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
+        """The loaded spans of a segment that stands there, from its first token on, no gap."""
         runs = self._tier.find_runs(prefix, prefix.num_tokens)
-        found: list[PlacedRows] = []
+        found: list[Span] = []
         if not runs or runs[0].first_tokens:
             return found
-        entries = runs[0].entries
-        # An entry may go on where the next one begins.
-        ends = [*(entry.piece.first_tokens for entry in entries[1:]), runs[0].end_tokens]
-        for entry, end_tokens in zip(entries, ends, strict=True):
-            begin = entry.piece.first_tokens
+        for entry, begin, end_tokens in runs[0].rows:
             end = min(end_tokens, prefix.num_segment_tokens)
             ids = prefix.ids_of(begin, end)
             stored = entry.row_map
             if not isinstance(stored, StoredTokens) or not stored.packed_ids.startswith(ids):
                 break
-            found.append(PlacedRows(entry, first_tokens + begin, first_tokens + end, begin))
+            found.append(Span(first_tokens + begin, first_tokens + end, entry, begin))
         return found
 
     def is_missing(self, prefix: SegmentPrefix) -> bool:
@@ -89,11 +126,9 @@ class SegmentStore:
         return bool(self._tier.missing_pieces(prefix, 0, prefix.num_tokens))
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
-        """Take places for what is missing of a segment.
+        """Take places for what is missing of a segment: an entry for each piece, ascending.
 
-        Returns:
-            An entry for each piece, ascending; none if all is there, or on its way. A refusal if
-            there is no room for some of it: the rest is not stored either.
+        Refuses where there is no room for some of it: the rest is not stored either.
         """
         use = self._tier.next_use()
         entries: list[Entry] = []
@@ -109,11 +144,7 @@ class SegmentStore:
         return entries
 
     def rows_of(self, prefix: SegmentPrefix, entry: Entry, token_ids: Sequence[int]) -> SegmentRows:
-        """What workers store of a segment that is computed behind the sink, for one entry.
-
-        Args:
-            token_ids: Of the segment.
-        """
+        """What workers store of a segment that is computed behind the sink, for one entry."""
         first, end = self._range_of(prefix, entry)
         sink_tokens = len(self.sink_ids)
         return SegmentRows(
@@ -141,21 +172,17 @@ class SegmentStore:
         return piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
 
 
-def rows_to_load(placed: PlacedRows) -> SegmentRows:
+def rows_to_load(span: Span) -> SegmentRows:
     """What workers load of rows that `SegmentStore.find` has found."""
-    stored = placed.entry.row_map
+    assert span.entry is not None
+    stored = span.entry.row_map
     assert isinstance(stored, StoredTokens)
-    first_row = placed.entry_tokens - placed.entry.piece.first_tokens
+    first_row = span.entry_tokens - span.entry.piece.first_tokens
     return SegmentRows(
-        placed.first_tokens,
-        placed.end_tokens,
-        placed.entry.offset_bytes,
+        span.first_tokens,
+        span.end_tokens,
+        span.entry.offset_bytes,
         stored.num_rows,
         first_row,
-        shift_tokens=placed.first_tokens - stored.first_position - first_row,
+        shift_tokens=span.first_tokens - stored.first_position - first_row,
     )
-
-
-def is_segment(entry: Entry) -> bool:
-    """Whether an entry that was stored is one of a segment."""
-    return isinstance(entry.row_map, StoredTokens)

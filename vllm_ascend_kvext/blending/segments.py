@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of a prompt are segments: what a request says of it, or where separators stand.
+"""Which parts of a prompt are segments, and which of their tokens are reused.
 
-A segment is a text that is known by itself, such as a document, wherever it stands in a prompt.
+A segment is a text that is known by itself, such as a document, wherever it stands in a prompt: a
+request says so, or it stands between separators. One that was computed by itself has made its own
+first tokens an attention sink, and has not seen what stands before it. Computing its first tokens
+anew takes most of the harm away (EPIC, arXiv 2410.15332): they are its *head*::
+
+    prompt      [exact   |segment A         |segment B, unknown|segment C         |question]
+    computed              hhhh               =================== hhhh               ========
+    reused                    --------------                        --------------
+
+Pure functions. The last token is always computed: its output is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
+from vllm_ascend_kvext.token_range import TokenRange
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
@@ -20,32 +30,13 @@ STORE_KEY = "kvext_store_segment"
 _TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False}
 
 
-class Segment(NamedTuple):
-    """Consecutive tokens of a prompt.
+def named_segments(
+    extra_args: Mapping[str, Any] | None, num_tokens: int
+) -> list[TokenRange] | None:
+    """The segments that a request names, ascending, without empty ones; None if it names none.
 
-    Attributes:
-        first_tokens: Tokens before it.
-        end_tokens: Tokens up to its end.
-    """
-
-    first_tokens: int
-    end_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end_tokens - self.first_tokens
-
-
-def named_segments(extra_args: Mapping[str, Any] | None, num_tokens: int) -> list[Segment] | None:
-    """The segments that a request names.
-
-    Args:
-        extra_args: Of its sampling parameters. `SEGMENTS_KEY` holds pairs of first and end token:
-            lists, or their JSON text.
-        num_tokens: Of the prompt.
-
-    Returns:
-        In ascending order, without empty ones; None if the request says nothing.
+    In its sampling parameters, `SEGMENTS_KEY` holds pairs of first and end token: lists, or their
+    JSON text. ``num_tokens`` is the length of the prompt.
 
     Raises:
         SegmentError: If they are something else, overlap, or lie outside the prompt.
@@ -84,22 +75,17 @@ def is_to_be_stored(extra_args: Mapping[str, Any] | None) -> bool:
     return truth
 
 
-def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> list[Segment]:
+def separated_segments(token_ids: Sequence[int], separator: Sequence[int]) -> list[TokenRange]:
     """What stands between two separators that follow each other.
 
     What stands before the first one and behind the last one is no segment: instructions and the
-    question. The separators themselves are computed.
-
-    Args:
-        token_ids: Of the prompt.
-        separator: Token ids, at least one.
-
-    Returns:
-        In ascending order, without empty ones.
+    question. The separators themselves are computed. Ascending, without empty ones.
     """
     starts = _find_all(token_ids, separator)
     width = len(separator)
-    return [Segment(first + width, end) for first, end in pairwise(starts) if first + width < end]
+    return [
+        TokenRange(first + width, end) for first, end in pairwise(starts) if first + width < end
+    ]
 
 
 def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
@@ -120,13 +106,13 @@ def _find_all(token_ids: Sequence[int], separator: Sequence[int]) -> list[int]:
             position += 1
 
 
-def _parse(value: Any) -> list[Segment]:
+def _parse(value: Any) -> list[TokenRange]:
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(_is_pair(pair) for pair in value):
         raise _wrong(
             value, "a list of pairs of integers, or its JSON text: first and end token of each"
         )
-    return [Segment(*pair) for pair in value]
+    return [TokenRange(*pair) for pair in value]
 
 
 def _is_pair(value: Any) -> bool:
@@ -139,3 +125,58 @@ def _wrong(value: object, expected: str) -> SegmentError:
         f"{SEGMENTS_KEY}: expected {expected}, found {shown(value)}. The prompt was computed "
         "without reusing segments: correct them."
     )
+
+
+class BlendPlan(NamedTuple):
+    """The spans of a prompt behind its exact beginning, ascending.
+
+    ``reused`` is loaded and ``holes`` are computed; all behind is computed by the request itself.
+    """
+
+    reused: tuple[TokenRange, ...]
+    holes: tuple[TokenRange, ...]
+
+    @property
+    def resume_tokens(self) -> int:
+        return self.reused[-1].end_tokens
+
+
+def behind_head(
+    segment: TokenRange, stored_tokens: int, head_tokens: int, min_head_tokens: int = 0
+) -> TokenRange | None:
+    """What is reused of a segment of which ``stored_tokens`` are stored; None if that is nothing.
+
+    A segment shorter than twice its head is computed whole. ``min_head_tokens`` are computed of
+    every segment, whatever its length.
+    """
+    if segment.num_tokens < 2 * head_tokens:
+        return None
+    first_tokens = segment.first_tokens + max(head_tokens, min_head_tokens)
+    end_tokens = segment.first_tokens + stored_tokens
+    return TokenRange(first_tokens, end_tokens) if first_tokens < end_tokens else None
+
+
+def plan_blend(
+    num_tokens: int, exact_tokens: int, candidates: Iterable[TokenRange], min_run_tokens: int
+) -> BlendPlan | None:
+    """Plan a prompt, and what was generated before its request was preempted; None reuses nothing.
+
+    ``candidates`` may be reused, ascending and disjoint; of them, runs shorter than
+    ``min_run_tokens`` are computed. ``exact_tokens`` is the length of the exact beginning.
+    """
+    reused: list[TokenRange] = []
+    for candidate in candidates:
+        run = TokenRange(max(candidate.first_tokens, exact_tokens), candidate.end_tokens)
+        run = TokenRange(run.first_tokens, min(run.end_tokens, num_tokens - 1))
+        if run.num_tokens >= max(1, min_run_tokens):
+            reused.append(run)
+    if not reused:
+        return None
+    return BlendPlan(tuple(reused), tuple(_between(exact_tokens, reused)))
+
+
+def _between(first_tokens: int, runs: Sequence[TokenRange]) -> Iterable[TokenRange]:
+    for run in runs:
+        if first_tokens < run.first_tokens:
+            yield TokenRange(first_tokens, run.first_tokens)
+        first_tokens = run.end_tokens

@@ -40,8 +40,6 @@ _SHOWN_VARIABLES = (
 )
 _SHOWN_PREFIX = "VLLM_ASCEND_"
 
-Probe = Callable[[], object]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _guarded(probe: Probe) -> object:
+def _guarded(probe: Callable[[], object]) -> object:
     try:
         return probe()
     except Exception as error:  # whatever is broken here is what the report is for
@@ -75,20 +73,12 @@ def _package() -> object:
     return f"{vllm_ascend_kvext.__version__} in {os.path.dirname(vllm_ascend_kvext.__file__)}"
 
 
-def _python() -> object:
-    return f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
-
-
-def _machine() -> object:
-    return f"{platform.platform()}, {os.cpu_count()} CPUs"
-
-
 def _upstream() -> object:
     from vllm_ascend_kvext import compat  # needs `packaging`
 
     upstream = compat.detect(os.environ)
-    support = compat.check_support(upstream)
-    return {**asdict(upstream), "supported": "yes" if support.ok else f"no: {support.reason}"}
+    reason = compat.why_unsupported(upstream)
+    return {**asdict(upstream), "supported": f"no: {reason}" if reason else "yes"}
 
 
 def _distributions() -> object:
@@ -102,10 +92,6 @@ def _plugins() -> object:
     }
 
 
-def _ascend_tools() -> object:
-    return shutil.which("npu-smi") or "npu-smi not found"
-
-
 def _variables() -> object:
     shown = {
         name: value
@@ -116,13 +102,15 @@ def _variables() -> object:
     return {**shown, "set, values not shown": " ".join(others) or "none"}
 
 
-_PROBES: dict[str, Probe] = {
+_PROBES: dict[str, Callable[[], object]] = {
     "vllm-ascend-kvext": _package,
-    "python": _python,
-    "machine": _machine,
+    "python": lambda: (
+        f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    ),
+    "machine": lambda: f"{platform.platform()}, {os.cpu_count()} CPUs",
     "upstream": _upstream,
     "distributions": _distributions,
     "plugins": _plugins,
-    "ascend tools": _ascend_tools,
+    "ascend tools": lambda: shutil.which("npu-smi") or "npu-smi not found",
     "variables": _variables,
 }

@@ -4,8 +4,7 @@
 A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
 of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
-Reads files; imports none of vLLM, vLLM-Ascend and LMCache. Without --sources it reads what is
-installed.
+Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
 Of a release that is not stored, every function that any patch counts on is listed, whether it is as
 in a stored version, differs from all, or is absent: what to read before a patch is declared for it.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
@@ -18,15 +17,14 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.commands.table import render_rows
 from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
-from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.store import STORE_FILE, FingerprintStore
 
@@ -45,16 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = [arguments.sources, arguments.distribution, arguments.version]
+    sources = arguments.sources
+    given = [sources, arguments.distribution, arguments.version]
+    problem = ""
     if any(given) and not all(given):
-        print("--sources, --distribution and --version go together.", file=sys.stderr)
-        return 2
-    if arguments.sources is not None and not arguments.sources.is_dir():
-        print(
-            f"--sources: expected a folder, found none at {arguments.sources}. Name a "
-            "site-packages folder or an unpacked wheel.",
-            file=sys.stderr,
+        problem = "--sources, --distribution and --version go together."
+    elif sources is not None and not sources.is_dir():
+        problem = (
+            f"--sources: expected a folder, found none at {sources}. Name a site-packages folder "
+            "or an unpacked wheel."
         )
+    if problem:
+        print(problem, file=sys.stderr)
         return 2
     trees = [SourceTree(*given)] if all(given) else installed_trees()
     if not trees:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = FingerprintStore.load(arguments.store)
     differences: list[str] = []
     for tree in trees:
-        found, missing = read(tree, PATCHES)
+        found, missing = read(tree)
         if arguments.write:
             if not found and not missing:
                 differences.append(f"{tree}: nothing to store: no patch names it")
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif store.has_release(tree.distribution, tree.version):
             differences += compare(tree, found, store)
         else:
-            differences += survey(tree, PATCHES, store)
+            differences += survey(tree, store)
     for difference in differences:
         print(difference)
     if arguments.write and not differences:
@@ -111,18 +111,12 @@ def installed_trees() -> list[SourceTree]:
     return trees
 
 
-def functions_of_interest(
-    distribution: str, version: str | None, ledger: Iterable[Patch]
-) -> tuple[str, ...]:
-    """The functions of a distribution that the ledger patches or counts on, sorted.
-
-    Args:
-        version: Of the distribution; None for what is counted on in any version.
-    """
+def functions_of_interest(distribution: str, version: str | None) -> list[str]:
+    """The functions of a distribution that patches change or count on, in any version if None."""
     if distribution == LMCACHE:
-        return tuple(sorted({name for patch in ledger for name in patch.lmcache}))
+        return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
-    for patch in ledger:
+    for patch in PATCHES:
         if distribution == VLLM_ASCEND:
             names.update(patch.ascend)
         is_its_own = patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND)
@@ -131,14 +125,14 @@ def functions_of_interest(
             version is None or any(compat.version_in(version, each) for each in patch.vllm)
         ):
             names.update(patch.fingerprinted)
-    return tuple(sorted(names))
+    return sorted(names)
 
 
-def read(tree: SourceTree, ledger: Iterable[Patch]) -> tuple[dict[str, str], list[str]]:
+def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
     """The fingerprints of a source tree, and why some cannot be had."""
     found: dict[str, str] = {}
     missing: list[str] = []
-    for name in functions_of_interest(tree.distribution, tree.version, ledger):
+    for name in functions_of_interest(tree.distribution, tree.version):
         try:
             found[name] = fingerprint_source(tree.root, name)
         except FingerprintError as error:
@@ -149,7 +143,7 @@ def read(tree: SourceTree, ledger: Iterable[Patch]) -> tuple[dict[str, str], lis
 def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) -> list[str]:
     """What differs from the store, one line each."""
     differences = []
-    for name in functions_of_interest(tree.distribution, tree.version, PATCHES):
+    for name in functions_of_interest(tree.distribution, tree.version):
         expected = store.expected(tree.distribution, tree.version, name)
         # A function of vLLM-Ascend may be absent from some of its versions, then and today.
         if name not in found and not expected and tree.distribution == VLLM_ASCEND:
@@ -162,42 +156,31 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
     return differences
 
 
-def survey(tree: SourceTree, ledger: Iterable[Patch], store: FingerprintStore) -> list[str]:
+def survey(tree: SourceTree, store: FingerprintStore) -> list[str]:
     """A table of all functions that count in any version, compared with each stored version."""
-    ledger = tuple(ledger)
-    stored = store.versions(tree.distribution)
+    stored = store.distributions.get(tree.distribution, {})
     rows: list[tuple[int, str, str, str]] = []
-    for name in functions_of_interest(tree.distribution, None, ledger):
-        fingerprints = {
-            version: store.distributions[tree.distribution][version][name]
-            for version in stored
-            if name in store.distributions[tree.distribution][version]
-        }
+    for name in functions_of_interest(tree.distribution, None):
+        versions = [each for each in store.versions(tree.distribution) if name in stored[each]]
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
-            found = None
-        same = [version for version, expected in fingerprints.items() if expected == found]
-        if found is None:
             order, what = 0, "absent"
-        elif same:
-            order, what = 3, f"as in {', '.join(same)}"
-        elif fingerprints:
-            order, what = 1, f"differs from {', '.join(fingerprints)}"
         else:
-            order, what = 2, "not stored"
-        ids = [
-            patch.id
-            for patch in ledger
-            if name in patch.fingerprinted + patch.ascend + patch.lmcache
-        ]
-        rows.append((order, what, name, ", ".join(ids)))
+            if same := [each for each in versions if stored[each][name] == found]:
+                order, what = 3, f"as in {', '.join(same)}"
+            elif versions:
+                order, what = 1, f"differs from {', '.join(versions)}"
+            else:
+                order, what = 2, "not stored"
+        counting = (
+            each for each in PATCHES if name in each.fingerprinted + each.ascend + each.lmcache
+        )
+        rows.append((order, what, name, ", ".join(patch.id for patch in counting)))
     rows.sort()
-    what_width = max((len(what) for _, what, _, _ in rows), default=0)
-    name_width = max((len(name) for _, _, name, _ in rows), default=0)
     counts = Counter(what for _, what, _, _ in rows)
     heading = "; ".join(f"{what}: {count}" for what, count in counts.items())
     return [
         f"{tree} is not stored. Functions that patches count on: {heading or 'none'}.",
-        *(f"{what:{what_width}}  {name:{name_width}}  {ids}" for _, what, name, ids in rows),
+        *render_rows([row[1:] for row in rows]),
     ]

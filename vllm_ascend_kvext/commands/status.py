@@ -9,43 +9,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
 import json
 import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
 from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
-from vllm_ascend_kvext.blending.gate_records import GateRecord, all_records
-from vllm_ascend_kvext.commands.feature_states import FeatureRow, describe_features
-from vllm_ascend_kvext.commands.hole_reasons import HOLES_HEADER, HoleRow, describe_holes
 from vllm_ascend_kvext.commands.table import render_rows
 from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import KvextError
+from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES, with_requirements
 from vllm_ascend_kvext.patching.plan import Finding, State, digest
-from vllm_ascend_kvext.settings import Mode, Settings
+from vllm_ascend_kvext.settings import (
+    DISABLE_VARIABLE,
+    FAST_PREFIX_CACHE_VARIABLE,
+    HOW_TO_ASK,
+    MODE_VARIABLE,
+    Mode,
+    Settings,
+    Switch,
+)
 
 _ENTRY_POINT_GROUP = "vllm.general_plugins"
 _ENTRY_POINT = "ascend_kvext"
-
-
-class Part(enum.Enum):
-    """Of the report, for people: shown if asked for. The value is the name of the argument."""
-
-    PATCHES = "patches"
-    HOLES = "holes"
-    BLENDING = "blending"
-
-
-_MODELS_HEADER = ("model", "segments are", "because", "asked at")
-
-
 _SHORTEST_HIT = (
     "shortest prompt that hits: it depends on the model and --block-size; an engine's log says it "
     'in "Prefix-cache hits on the device: ...", and for host memory in "KvextConnector: ... hits: '
@@ -53,32 +45,21 @@ _SHORTEST_HIT = (
 )
 
 
-class Verdict(enum.Enum):
-    """The value is the exit status."""
-
-    OK = 0
-    DEGRADED = 1
-    FAILED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PatchRow:
-    """One patch of the report; `state` is a value of `State`."""
-
-    id: str
-    feature: str
-    kind: str
-    target: str
-    state: str
-    reason: str
+OK, DEGRADED, FAILED = _VERDICTS = ("ok", "degraded", "failed")
+"""The place is the exit status."""
 
 
 @dataclass(slots=True)
 class StatusReport:
-    """The answer of the command; its fields are the keys of ``--json``."""
+    """The answer of the command; its fields are the keys of ``--json``.
+
+    ``state`` of a feature is ``on``, ``off``, ``not needed`` (it is wanted, and no patch of it is
+    for this vLLM and vLLM-Ascend) or ``refused`` (it is wanted, and not all of its patches are in
+    effect); of a patch it is a value of `State`.
+    """
 
     version: str = __version__
-    verdict: str = Verdict.OK.name.lower()
+    verdict: str = OK
     mode: str = ""
     requested: dict[str, str] = field(default_factory=dict)
     upstream: dict[str, Any] = field(default_factory=dict)
@@ -86,21 +67,13 @@ class StatusReport:
     plan: str = ""
     notes: list[str] = field(default_factory=list)
     error: str = ""
-    features: list[FeatureRow] = field(default_factory=list)
-    holes: list[HoleRow] = field(default_factory=list)
-    models: list[GateRecord] = field(default_factory=list)
-    patches: list[PatchRow] = field(default_factory=list)
+    features: list[dict[str, str]] = field(default_factory=list)
+    patches: list[dict[str, str]] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--patches", action="store_true", help="list every patch, too")
-    parser.add_argument(
-        "--holes", action="store_true", help="list where holes are computed, and where not, too"
-    )
-    parser.add_argument(
-        "--blending", action="store_true", help="list models that were asked, and why not, too"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,9 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        parts = {part for part in Part if getattr(arguments, part.value)}
-        print("\n".join(render(report, parts)))
-    return Verdict[report.verdict.upper()].value
+        print("\n".join(render(report, lists_patches=arguments.patches)))
+    return _VERDICTS.index(report.verdict)
 
 
 def diagnose() -> StatusReport:
@@ -121,70 +93,102 @@ def diagnose() -> StatusReport:
     try:
         upstream = compat.detect(os.environ)
         report.upstream = asdict(upstream)
-        report.supported = compat.check_support(upstream).ok
+        report.supported = not compat.why_unsupported(upstream)
         settings = Settings.from_environ(os.environ)
         report.mode = settings.mode.value
         report.requested = {name: os.environ[name] for name in settings.requests.values()}
-        if report.supported:
-            report.holes = describe_holes(settings, upstream)
-            report.models = _models()
         surveyed = activation.survey(settings, plan_everything=True)
     except Exception as error:
-        return _failed(report, error)
+        _note_failure(report, error)
+        return report
     try:
         activation.install(surveyed)
     except Exception as error:
-        _failed(report, error)
+        _note_failure(report, error)
     report.plan = digest(surveyed.plans)
     findings = activation.current_findings(surveyed)
-    report.patches = [_row(finding) for finding in findings]
-    report.features = describe_features(surveyed, findings)
+    report.patches = [
+        {
+            "id": finding.patch.id,
+            "feature": finding.patch.feature,
+            "kind": finding.patch.kind.value,
+            "target": finding.patch.target,
+            "state": finding.state.value,
+            "reason": finding.reason,
+        }
+        for finding in findings
+    ]
+    for feature in FEATURES:
+        own = [finding for finding in findings if finding.patch.feature == feature.name]
+        state, reason = _describe_feature(feature.name, surveyed, own)
+        report.features.append({"name": feature.name, "state": state, "reason": reason})
     if not report.error:
         report.notes = _complaints(surveyed, findings)
-        report.verdict = _verdict(surveyed, report.notes).name.lower()
+        is_asked = bool(settings.requests) and settings.mode is not Mode.OFF
+        report.verdict = DEGRADED if report.notes else OK
+        if is_asked and _obstacles():
+            report.verdict = FAILED
     return report
 
 
-def _models() -> list[GateRecord]:
-    """What engines of this user have found out about models."""
-    from vllm import envs
-
-    return all_records(envs.VLLM_CACHE_ROOT)
-
-
-def _verdict(surveyed: Activation, notes: Sequence[str]) -> Verdict:
-    if surveyed.settings.requests and surveyed.settings.mode is not Mode.OFF and _obstacles():
-        return Verdict.FAILED
-    return Verdict.DEGRADED if notes else Verdict.OK
-
-
-def _failed(report: StatusReport, error: Exception) -> StatusReport:
+def _note_failure(report: StatusReport, error: Exception) -> None:
     is_expected = isinstance(error, KvextError)
     report.error = str(error) if is_expected else f"{type(error).__name__}: {error}"
-    report.verdict = Verdict.FAILED.name.lower()
+    report.verdict = FAILED
     if not is_expected or error.__cause__ is not None:
         traceback.print_exception(error, file=sys.stderr)
-    return report
 
 
-def _row(finding: Finding) -> PatchRow:
-    patch = finding.patch
-    return PatchRow(
-        id=patch.id,
-        feature=patch.feature,
-        kind=patch.kind.value,
-        target=patch.target,
-        state=finding.state.value,
-        reason=finding.reason,
-    )
+def _describe_feature(
+    name: str, surveyed: Activation, findings: Sequence[Finding]
+) -> tuple[str, str]:
+    """State and reason of a feature, from its patches as they stand."""
+    if surveyed.settings.mode is Mode.OFF:
+        return "off", f"{MODE_VARIABLE}={Mode.OFF.value}"
+    if surveyed.why_unsupported:
+        return "off", "this upstream is not supported"
+    needed = [finding for finding in findings if finding.state is not State.SKIPPED_VERSION]
+    fitting = (State.INERT, State.WAITING, State.APPLIED)
+    misfits = [finding for finding in needed if finding.state not in fitting]
+    named = ", ".join(f"{finding.patch.id} {finding.state.value}" for finding in misfits)
+    if name not in activation.wanted_features(surveyed.settings):
+        reason = _why_off(name, surveyed.settings)
+        return "off", f"{reason}; it would not fit: {named}" if named else reason
+    if not needed:
+        return "not needed", f"no patch of it is for {surveyed.upstream}"
+    if misfits:
+        return "refused", f"{named}; `status --patches` says why"
+    if any(finding.state is State.INERT for finding in needed):
+        return "refused", "not installed because of the error below"
+    return "on", _why_on(name, surveyed.settings)
+
+
+def _why_off(name: str, settings: Settings) -> str:
+    if name in settings.disabled:
+        return f"{DISABLE_VARIABLE} names it"
+    if name == FAST_PREFIX_CACHE.name and settings.fast_prefix_cache is Switch.OFF:
+        return f"{FAST_PREFIX_CACHE_VARIABLE}={Switch.OFF.value}"
+    return f"not asked for; {HOW_TO_ASK[name]} does" if name in HOW_TO_ASK else "not asked for"
+
+
+def _why_on(name: str, settings: Settings) -> str:
+    if variable := settings.requests.get(name):
+        return f"asked for with {variable}"
+    if name in settings.implied_features:
+        return "comes with what is asked for"
+    if any(feature.name == name and feature.default_on for feature in FEATURES):
+        return "on by default"
+    asked_for = sorted(settings.requests)
+    needing = [each for each in asked_for if name in with_requirements([each], FEATURES)]
+    return f"needed by {', '.join(needing)}"
 
 
 def _complaints(surveyed: Activation, findings: Sequence[Finding]) -> list[str]:
     """What is wrong although nothing that was asked for is."""
     if surveyed.settings.mode is Mode.OFF:
         return []
-    if not surveyed.support.ok:
-        return [surveyed.support.reason]
+    if surveyed.why_unsupported:
+        return [surveyed.why_unsupported]
     complaints = [f"the feature {plan.feature!r} does not fit" for plan in surveyed.misfits]
     complaints += [
         f"{finding.patch.id} is shadowed: another patch has replaced {finding.patch.target}"
@@ -205,44 +209,25 @@ def _obstacles() -> list[str]:
     return obstacles
 
 
-def render(report: StatusReport, parts: Collection[Part] = ()) -> list[str]:
+def render(report: StatusReport, *, lists_patches: bool) -> list[str]:
     """The report for a person: lines."""
     upstream = Upstream(**report.upstream) if report.upstream else "an unknown upstream"
     lines = [f"vllm-ascend-kvext {report.version} on {upstream}: {report.verdict}"]
     requested = [f"{name}={value}" for name, value in report.requested.items()]
     rows = [("mode", report.mode or "?", f"asked for: {', '.join(requested) or 'nothing'}")]
-    rows += [(row.name, row.state, row.reason) for row in report.features]
+    rows += [(row["name"], row["state"], row["reason"]) for row in report.features]
     lines += [f"  {line}" for line in render_rows(rows)]
     lines += [f"note: {note}" for note in report.notes]
     if report.error:
         lines += ["", report.error]
-    if report.patches and Part.PATCHES in parts:
-        rows_of_patches = [
-            (row.id, row.feature, row.state, row.target, row.reason) for row in report.patches
-        ]
+    if report.patches and lists_patches:
         header = ("id", "feature", "state", "target", "reason")
-        lines += ["", f"patches (plan digest {report.plan}):"]
-        lines += render_rows([header, *rows_of_patches])
+        table = [header, *([row[key] for key in header] for row in report.patches)]
+        lines += ["", f"patches (plan digest {report.plan}):", *render_rows(table)]
     elif report.patches:
-        states = Counter(row.state for row in report.patches)
+        states = Counter(row["state"] for row in report.patches)
         counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         lines.append(f"patches: {counts}; `status --patches` lists them")
-    if report.holes and Part.HOLES in parts:
-        lines += ["", *render_rows([HOLES_HEADER, *map(astuple, report.holes)])]
-    elif report.holes:
-        lines.append(f"holes: {report.holes[0].holes}; `status --holes` says where not, and why")
-    if report.holes:
+    if report.patches:
         lines.append(_SHORTEST_HIT)
-    if report.models and Part.BLENDING in parts:
-        rows_of_models = [
-            (row.model, "reused" if row.passed else "computed", row.message, row.checked_at)
-            for row in report.models
-        ]
-        lines += ["", *render_rows([_MODELS_HEADER, *rows_of_models])]
-    elif report.models:
-        num_passed = sum(row.passed for row in report.models)
-        lines.append(
-            f"blending: {len(report.models)} checks of models, {num_passed} passed; "
-            "`status --blending` lists them"
-        )
     return lines

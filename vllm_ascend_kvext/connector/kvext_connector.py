@@ -8,8 +8,9 @@ vLLM makes one in the process of the scheduler and one in each worker.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_kvext.connector.cpu_backend import CpuBackend
-from vllm_ascend_kvext.connector.engine import Engine
-from vllm_ascend_kvext.connector.errors import ConnectorError
-from vllm_ascend_kvext.connector.events import TierEvents
-from vllm_ascend_kvext.connector.messages import JobResults, StepJobs, WorkerLayout
-from vllm_ascend_kvext.connector.options import parse_options
-from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
-from vllm_ascend_kvext.connector.segment_tokens import segment_tokens_of
-from vllm_ascend_kvext.connector.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.events import TierEvents
+from vllm_ascend_kvext.connector.common.messages import (
+    ConnectorMetadata,
+    WorkerLayout,
+    WorkerOutput,
+)
+from vllm_ascend_kvext.connector.common.options import parse_options
+from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
+from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
+from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 
 if TYPE_CHECKING:
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
 _ENDS_OF_TURNS = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Names of ``RequestStatus``. After an error or an abort, nobody knows what pages hold."""
 
@@ -56,14 +63,14 @@ _IDLE_WAIT_S = 0.001
 class KvextMetadata(KVConnectorMetadata):  # type: ignore[misc]  # mypy does not follow vLLM's imports
     """To the workers, in every step."""
 
-    jobs: StepJobs
+    jobs: ConnectorMetadata
 
 
 @dataclass(slots=True)
 class KvextWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers."""
 
-    results: JobResults
+    results: WorkerOutput
 
     @property
     def failed_recving(self) -> frozenset[str]:
@@ -85,20 +92,12 @@ class KvextHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV of every cache group in host memory, and brings it back.
 
-    Args:
-        vllm_config: vLLM's.
-        role: Which of the two sides this is.
-        kv_cache_config: vLLM's, as the scheduler or the worker has it.
-
     Raises:
         ConnectorError: If it cannot work with this configuration.
         SettingsError: If ``kv_connector_extra_config`` is wrong.
-
-    Attributes:
-        forgets_failed_loads: See the repair ``failed-loads``.
     """
 
-    forgets_failed_loads = True
+    forgets_failed_loads = True  # See the repair ``failed-loads``.
 
     def __init__(
         self,
@@ -116,19 +115,18 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra_config = transfer_config.kv_connector_extra_config or {}
         options = parse_options(extra_config, vllm_config.parallel_config.world_size, os.environ)
         self.options = options
-        self.scheduler_side: SchedulerSide | None = None
+        self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None
         self._names_blocks = is_all_full_attention(kv_cache_config)
         self._ended: EndedJobs | None = None
+        self._view: SchedulerView | None = None
+        self._on_ready: Callable[[ConnectorScheduler], object] | None = None
+        self._has_warned = False
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
-            self.scheduler_side = SchedulerSide(
-                options,
-                extra_config.get("chunk_tokens") is not None,
-                TierEvents(has_events),
-                segment_tokens=segment_tokens_of(vllm_config.model_config, options),
-            )
+            self._events = TierEvents(has_events)
+            self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
         else:
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
@@ -136,9 +134,14 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler side.
 
-    def bind_engine(self, engine: Engine) -> None:
-        """The scheduler is there; called by ``patches.connector``."""
-        self._scheduler.bind(engine)
+    def bind_scheduler(
+        self, view: SchedulerView, on_ready: Callable[[ConnectorScheduler], object]
+    ) -> None:
+        """The scheduler is there; called by ``patches.connector``.
+
+        ``on_ready`` is called once the workers have said what their pages look like.
+        """
+        self._view, self._on_ready = view, on_ready
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -149,32 +152,61 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "KvextConnector: expected its workers' layouts, found what another connector of "
                 "the same MultiConnector has to say; list KvextConnector first"
             )
-        self._scheduler.set_workers([each.worker for each in of_workers])
+        if self._view is None or self._on_ready is None:
+            raise ConnectorError(
+                "KvextConnector: expected a scheduler that vllm-ascend-kvext has prepared, found "
+                "one that it has not; install the package where the engine runs, do not leave its "
+                "plugin out of VLLM_PLUGINS, and see `python -m vllm_ascend_kvext status`"
+            )
+        self.scheduler_side = ConnectorScheduler(
+            self._view,
+            [each.worker for each in of_workers],
+            self.options,
+            self._events,
+            segment_tokens=self._segment_tokens,
+        )
+        self._on_ready(self.scheduler_side)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self._scheduler.match(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        side = self.scheduler_side
+        if side is not None:
+            num_tokens = side.get_num_new_matched_tokens(request, num_computed_tokens)
+            return num_tokens, bool(num_tokens)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "KvextConnector stores and loads nothing: its workers have not told what their "
+                "pages look like. Is another connector of the same MultiConnector before it?"
+            )
+        return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids() if num_external_tokens else ()
-        self._scheduler.allocated(request, block_ids, num_external_tokens)
+        if self.scheduler_side is not None:
+            block_ids = blocks.get_block_ids() if num_external_tokens else ()
+            self.scheduler_side.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self.scheduler_side is None:
+            return KvextMetadata(
+                ConnectorMetadata(has_forward=bool(scheduler_output.num_scheduled_tokens))
+            )
         return KvextMetadata(
-            self._scheduler.plan_step(
+            self.scheduler_side.build_connector_meta(
                 scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
             )
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.scheduler_side is None:
+            return
         metadata = connector_output.kv_connector_worker_meta
         results = metadata.results if isinstance(metadata, KvextWorkerMetadata) else None
         finished = connector_output.finished_recving or frozenset()
-        with_holes = self._scheduler.note_output(results, finished)
+        with_holes = self.scheduler_side.update_connector_output(results, finished)
         if with_holes:
             # They go on when their holes are computed: see ``patches.connector``.
             connector_output.finished_recving = set(finished) - with_holes
@@ -188,16 +220,19 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids  # Block tables are read where they are: with the blocks, not their ids only.
-        params = self._scheduler.params(request)
-        self._scheduler.finish(request, request.status.name in _ENDS_OF_TURNS)
+        if self.scheduler_side is None:
+            return False, None
+        params = self.scheduler_side.segments.params(request)
+        self.scheduler_side.request_finished(request, request.status.name in _ENDS_OF_TURNS)
         # What is stored is referenced: the rest need not wait for it.
-        return False, params
+        return False, None if params is None else dict(params)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
+        return self._events.take() if self.worker_side is None else ()
 
     def reset_cache(self) -> bool | None:
-        self._scheduler.clear()
+        if self.scheduler_side is not None:
+            self.scheduler_side.reset_cache()
         return True
 
     # Worker side.
@@ -226,7 +261,9 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.end_of_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        has_forward = self._has_forward
+        has_forward = (
+            self.has_connector_metadata() and _jobs_of(self._get_connector_metadata()).has_forward
+        )
         if not has_forward:
             self._worker.wait_for_end(_IDLE_WAIT_S)
         self._ended = self._worker.end_step()
@@ -251,8 +288,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Both sides.
 
     def get_kv_connector_stats(self) -> KvextStats | None:
-        if self.scheduler_side is not None:
-            report = self.scheduler_side.take_report()
+        if self.worker_side is None:
+            report = None if self.scheduler_side is None else self.scheduler_side.counters.take()
             return KvextStats(report) if report else None
         # What is counted is counted by the scheduler side. vLLM asks it if a worker has sent any.
         return KvextStats() if _jobs_of(self._get_connector_metadata()).wants_stats else None
@@ -272,22 +309,11 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvextPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler_side is not None, "vLLM calls this on the scheduler side only"
-        return self.scheduler_side
-
-    @property
     def _worker(self) -> WorkerSide:
         assert self.worker_side is not None, "vLLM calls this on workers only"
         return self.worker_side
 
-    @property
-    def _has_forward(self) -> bool:
-        return (
-            self.has_connector_metadata() and _jobs_of(self._get_connector_metadata()).has_forward
-        )
 
-
-def _jobs_of(metadata: KVConnectorMetadata) -> StepJobs:
+def _jobs_of(metadata: KVConnectorMetadata) -> ConnectorMetadata:
     assert isinstance(metadata, KvextMetadata), f"expected KvextMetadata, found {metadata!r}"
     return metadata.jobs

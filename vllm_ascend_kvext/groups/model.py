@@ -36,8 +36,6 @@ class CacheGroup:
     """One KV cache group.
 
     Attributes:
-        kind: Which tokens it reads.
-        tokens_per_page: Tokens that one block id stands for.
         window_tokens: Sliding window, with the token that reads, or attention chunk; 0 where there
             is none.
         holds_states: Whether its rows are what a recurrence or a compressor carries on, instead of

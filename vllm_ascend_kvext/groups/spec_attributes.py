@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_ascend_kvext.groups.errors import GroupError
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
 
 _KINDS = {
     "MambaSpec": GroupKind.STATE,
@@ -27,9 +27,6 @@ _REPLICATED = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 
 _STATE_CACHE_SUFFIX = ".state_cache"
 """Layers that hold a compressor's state; to the scheduler they are sliding windows."""
-
-_STATE_SPEC_SUFFIX = "StateSpec"
-"""Specs of such a state in the first vLLM-Ascend with DeepSeek-V4, where one layer had them all."""
 
 _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
 """By cache dtype and model version: bytes per row where ``head_size`` does not say
@@ -66,12 +63,8 @@ def tokens_per_page_of(spec: Any, context_parallel_size: int = 1) -> int:
     """Tokens that one block id of this spec stands for.
 
     Args:
-        spec: Of one layer, or of a group as the scheduler has it.
         context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
             the tokens of a block.
-
-    Raises:
-        GroupError: If ``block_size`` contradicts the size of a page.
     """
     return context_parallel_size * tokens_per_page(
         int(spec.block_size),
@@ -87,8 +80,7 @@ def holds_states(spec: Any, layer_name: str) -> bool:
     kind = kind_of(spec)
     if kind is not GroupKind.WINDOW:
         return kind is GroupKind.STATE
-    is_state_spec = any(base.endswith(_STATE_SPEC_SUFFIX) for base in _bases(spec))
-    return is_state_spec or layer_name.endswith(_STATE_CACHE_SUFFIX)
+    return layer_name.endswith(_STATE_CACHE_SUFFIX)
 
 
 def is_replicated(spec: Any) -> bool:
@@ -136,6 +128,61 @@ def config_rows_of(spec: Any) -> int | None:
     block_size = int(spec.block_size)
     is_rows = block_size * row_bytes <= int(spec.page_size_bytes)
     return block_size if is_rows else block_size // compress_ratio
+
+
+def tokens_per_page(
+    block_size: int,
+    compress_ratio: int,
+    *,
+    config_rows: int | None,
+    tensor_rows: int | None,
+    where: str,
+) -> int:
+    """Tokens that one block id of a layer stands for: the one place that decides it.
+
+    ``block_size`` of a compressed group means two things. Upstream vLLM counts tokens: a page has
+    ``block_size / compress_ratio`` rows (``storage_block_size`` in
+    ``vllm/v1/kv_cache_interface.py``). vLLM-Ascend counts rows: a page holds
+    ``block_size * compress_ratio`` tokens (``CompressAttentionManager`` in
+    ``vllm_ascend/core/single_type_kv_cache_manager.py``). Nothing in the config says which, but the
+    size of a page does, and so does the shape of the registered tensor.
+
+    Args:
+        config_rows: Rows of a page according to its size in bytes in the config, if that says.
+        tensor_rows: Rows of a page according to the registered tensor; None where there is none
+            (the scheduler's side), or where its shape does not say.
+    """
+    if block_size < 1 or compress_ratio < 1:
+        raise GroupError(
+            f"{where}: block_size {block_size} and compress ratio {compress_ratio} must be "
+            "positive; report the model and the vLLM version"
+        )
+    meanings = {block_size: block_size * compress_ratio}
+    if block_size % compress_ratio == 0:
+        meanings[block_size // compress_ratio] = block_size
+    both_known = config_rows is not None and tensor_rows is not None
+    if both_known and config_rows != tensor_rows:
+        raise GroupError(
+            f"{where}: the size of a page in the KV cache config makes {config_rows} rows, the "
+            f"registered tensor has {tensor_rows}; this vLLM and vLLM-Ascend lay out pages in a "
+            "way that is not supported"
+        )
+    rows = config_rows if tensor_rows is None else tensor_rows
+    if rows is None:
+        if len(set(meanings.values())) > 1:
+            raise GroupError(
+                f"{where}: block_size {block_size} with compress ratio {compress_ratio} may mean "
+                f"{block_size} or {block_size * compress_ratio} tokens per page, and neither the "
+                "config nor a tensor says which; this layout is not supported"
+            )
+        return block_size
+    if rows not in meanings:
+        raise GroupError(
+            f"{where}: a page has {rows} rows, expected {' or '.join(map(str, meanings))} from "
+            f"block_size {block_size} and compress ratio {compress_ratio}; check that the config "
+            "and the tensors come from the same worker"
+        )
+    return meanings[rows]
 
 
 def _bases(spec: Any) -> set[str]:

@@ -22,9 +22,9 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     kind_of,
     min_page_bytes_of,
     state_shapes_of,
+    tokens_per_page,
     window_tokens_of,
 )
-from vllm_ascend_kvext.groups.tokens_per_page import tokens_per_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +32,19 @@ class LayerSpec:
     """What the config says of one layer's cache.
 
     Attributes:
-        layer_name: Name, unique in its group.
-        scheduler_group: Index of its KV cache group.
-        kind: Which tokens it reads.
-        holds_states: See ``CacheGroup``.
         block_size: As configured: tokens or rows, see ``tokens_per_page``.
-        compress_ratio: Tokens per row.
         window_tokens: Sliding window or attention chunk; 0 where there is none.
         restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
             compressor states without overlap); 0 where there is no such multiple.
-        page_bytes: Size of a page, padding included.
         min_page_bytes: What of it is not padding, at least.
         config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
         num_kv_heads: 1 where heads do not matter.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
         num_states: Tensors that it registers, if it is a recurrent state; else 0.
-        is_replicated: Whether every tensor-parallel rank caches the same.
     """
 
     layer_name: str
-    scheduler_group: int
+    kv_cache_group_id: int
     kind: GroupKind
     holds_states: bool
     block_size: int
@@ -68,7 +61,7 @@ class LayerSpec:
 
     @property
     def where(self) -> str:
-        return f"KV cache group {self.scheduler_group}, layer {self.layer_name}"
+        return f"KV cache group {self.kv_cache_group_id}, layer {self.layer_name}"
 
     def tokens_per_page(self, tensor_rows: int | None = None) -> int:
         """See ``tokens_per_page``; ``tensor_rows`` where a tensor is at hand."""
@@ -102,7 +95,6 @@ def read_cache_groups(kv_cache_config: Any, context_parallel_size: int) -> tuple
     """The groups of a config from either side; equal for the scheduler's and a worker's.
 
     Args:
-        kv_cache_config: vLLM's ``KVCacheConfig``.
         context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
             the tokens of a block.
 
@@ -166,7 +158,7 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
     window_tokens = window_tokens_of(spec)
     return LayerSpec(
         layer_name=layer_name,
-        scheduler_group=group,
+        kv_cache_group_id=group,
         kind=kind,
         holds_states=holds_states(spec, layer_name),
         block_size=int(spec.block_size),

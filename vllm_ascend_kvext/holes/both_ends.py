@@ -12,14 +12,12 @@ arXiv 2410.03065)::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-from vllm_ascend_kvext.store.entries import Kind
-from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span
 
-LEAST_GAIN = 0.1
+MIN_GAIN = 0.1
 """Of the time that the load alone takes: estimates are not better than that."""
 
 
@@ -31,87 +29,51 @@ class Cost(Protocol):
     def compute_s(self, num_tokens: int) -> float | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Where a hit is split, and what that takes.
+def fastest(plan: LoadPlan, cost: Cost) -> LoadPlan | None:
+    """The plan, or the one of the same prompt whose beginning is computed, that takes least time.
 
-    Attributes:
-        tokens: Those before are computed, those behind are loaded; in no hole, but at its end.
-        seconds: Until both are done.
-    """
-
-    tokens: int
-    seconds: float
-
-
-def best_split(hit: Hit, cost: Cost) -> Split | None:
-    """The split at the start of a loaded entry that takes the least time.
-
-    Splitting where the hit begins loads all of it; splitting at its boundary computes all of it.
-    Holes behind the split are computed when the load has ended. Takes time in proportion to the
-    entries of the hit.
+    It is split where a loaded span begins. Holes behind the split are computed when the load has
+    ended. Takes time in proportion to the spans.
 
     Returns:
-        None as long as computing was not measured.
+        None if computing all of it takes the least time. The plan itself as long as computing was
+        not measured.
     """
     if cost.compute_s(1) is None:
-        return None
-    splits = list(_splits(hit, cost))
-    best = min((splits[0], splits[-1]), key=_seconds)
-    between = min(splits, key=_seconds)
-    return between if between.seconds < (1 - LEAST_GAIN) * best.seconds else best
+        return plan
+    num_bytes = sum(entry.num_bytes for entry in plan.tails.values())
+    hole_tokens = 0  # behind the split
+    split, split_s = plan.boundary_tokens, _compute_s(cost, plan.num_tokens)
+    compute_all_s = load_all_s = split_s
+    following: Span | None = None
+    for span in reversed(plan.spans):
+        if span.is_computed:
+            hole_tokens += span.num_tokens
+        elif span.entry is not None:
+            if following is None or following.entry is not span.entry:
+                num_bytes += span.entry.num_bytes
+            following = span
+            compute_s = _compute_s(cost, span.first_tokens - plan.after_tokens)
+            load_all_s = max(compute_s, cost.load_s(num_bytes)) + _compute_s(cost, hole_tokens)
+            if load_all_s <= split_s:
+                split, split_s = span.first_tokens, load_all_s
+    # `load_all_s` is that of the first loaded span by now: what lies before it is computed anyway.
+    if split_s >= (1 - MIN_GAIN) * min(load_all_s, compute_all_s):
+        return plan if load_all_s <= compute_all_s else None
+    return _computed_up_to(plan, split)
 
 
-def _splits(hit: Hit, cost: Cost) -> Iterator[Split]:
-    """From loading all to computing all."""
-    rows = [entry for entry in hit.entries if entry.piece.kind is Kind.ROWS]
-    num_bytes = sum(entry.num_bytes for entry in hit.all_entries)
-    hole_number = 0  # of the first that lies behind the split
-    later_tokens = hit.hole_tokens
-    tokens = hit.after_tokens
-    for number in range(len(rows)):
-        if number:
-            num_bytes -= rows[number - 1].num_bytes
-            tokens = max(tokens, rows[number].piece.first_tokens)
-        while hole_number < len(hit.holes) and hit.holes[hole_number][0] <= tokens:
-            first_tokens, end_tokens = hit.holes[hole_number]
-            tokens = max(tokens, end_tokens)
-            later_tokens -= end_tokens - first_tokens
-            hole_number += 1
-        beside_s = max(_compute_s(cost, tokens - hit.after_tokens), cost.load_s(num_bytes))
-        yield Split(tokens, beside_s + _compute_s(cost, later_tokens))
-    yield Split(hit.boundary_tokens, _compute_s(cost, hit.num_tokens))
+def _computed_up_to(plan: LoadPlan, tokens: int) -> LoadPlan:
+    """The plan that computes what lies before the beginning of a loaded span."""
+    if tokens == plan.after_tokens:
+        return plan
+    behind = (span for span in plan.spans if span.first_tokens >= tokens)
+    return replace(
+        plan,
+        spans=(Span(plan.after_tokens, tokens, is_computed=True), *behind),
+        tails={boundary: tails for boundary, tails in plan.tails.items() if boundary > tokens},
+    )
 
 
 def _compute_s(cost: Cost, num_tokens: int) -> float:
     return cost.compute_s(num_tokens) or 0.0
-
-
-def split_hit(hit: Hit, tokens: int) -> Hit:
-    """The same hit, of which what lies before a split is computed.
-
-    What is left out so is worth as much to the tier as what is loaded: where the device is busy,
-    the next request loads it.
-    """
-    behind = [
-        (hole, tails)
-        for hole, tails in zip(hit.holes, hit.hole_tails, strict=True)
-        if hole[1] > tokens
-    ]
-    loaded = replace(
-        hit,
-        entries=tuple(
-            entry
-            for entry in hit.entries
-            if entry.piece.kind is not Kind.ROWS or entry.piece.end_tokens > tokens
-        ),
-        holes=((hit.after_tokens, tokens), *(hole for hole, _ in behind)),
-        hole_tails=(None, *(tails for _, tails in behind)),
-    )
-    kept = set(loaded.all_entries)
-    left_out = tuple(entry for entry in hit.prefix_entries if entry not in kept)
-    return replace(loaded, left_out=left_out)
-
-
-def _seconds(split: Split) -> float:
-    return split.seconds

@@ -56,14 +56,7 @@ class EngineRefusal(_Reason):
 
 
 def why_no_holes(request: Any) -> HoleRefusal | None:
-    """Why a row that has nothing but token ids cannot compute a part of a request.
-
-    Args:
-        request: ``vllm.v1.request.Request``.
-
-    Returns:
-        None if it can.
-    """
+    """Why a row that has nothing but token ids cannot compute a part of a request."""
     if request.pooling_params is not None or request.sampling_params is None:
         return HoleRefusal.POOLING
     if request.lora_request is not None:

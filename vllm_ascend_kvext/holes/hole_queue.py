@@ -3,19 +3,14 @@
 
 A request with holes has its blocks, and what is stored is being loaded into them. Its holes are
 computed by rows of a step that are not its own: the request itself begins behind the last hole, as
-if all of it had been loaded::
-
-    begin ── load ends ──────────> note_load_ended ─┐
-       └── take_rows, step after step ── computed ──┴──> end_step names it
-
-A hole reads all that lies before it. So only a hole at which the device's own rows end is computed
-beside the load, and not if it reads windows that are loaded; and a hole that does not fit into a
-step is the last one in it.
+if all of it had been loaded. A hole reads all that lies before it. So only a hole at which the
+device's own rows end is computed beside the load, and not if it reads windows that are loaded; and
+a hole that does not fit into a step is the last one in it.
 
 A request may have a *probe*: a row behind all others that is computed only to be looked at, with
-what is missing before it. All that is thrown away. What is learnt from it makes further holes::
+what is missing before it. All that is thrown away, and what is learnt from it makes further holes::
 
-    ── what is missing, and the probe ──> end_probe: the holes, and more ── computed ──> end_step
+    begin ── load ends ──> what is missing, and the probe ──> end_probe: all holes ──> end_step
 
 A probe is given up where there is no room for it, or where nothing is learnt, for many steps.
 """
@@ -26,13 +21,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_kvext.holes.probe_blocks import ProbeBlocks
-from vllm_ascend_kvext.holes.span_plan import Run, union
-from vllm_ascend_kvext.holes.window_blocks import DenseTable, WindowBlocks, WindowTable
+from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks, WindowBlocks, WindowTables
+from vllm_ascend_kvext.token_range import TokenRange, union
 
 _NOWHERE = -1
 
-MOST_PROBE_STEPS = 64
+MAX_PROBE_STEPS = 64
 """So many steps a probe waits for room, and then again for what is learnt from it: more than there
 are steps in flight."""
 
@@ -42,31 +36,25 @@ class HoleRow:
     """Tokens of a request that a step computes.
 
     Attributes:
-        request_id: Whose they are.
-        row_id: Of the row, and of no other request or row.
-        run: The tokens.
-        window_ids: Block ids from the first page on, by KV cache group with windows. For all other
-            groups, those of the request.
-        behind_ids: Block ids behind these, by KV cache group: of a probe.
-        is_probe: Whether it is no hole, but to be looked at: as many of the request's last tokens,
-            at the places from ``run`` on.
+        row_id: The id of the row, which no request and no other row has.
+        window_ids: Block ids from the first page on, by KV cache group with windows. All other
+            groups have those of the request.
+        behind_ids: Block ids behind these, by KV cache group; for a probe.
+        is_probe: Whether it is a probe: as many of the request's last tokens, at the places from
+            ``run`` on.
         is_kept: Whether it is not computed again.
     """
 
     request_id: str
     row_id: str
-    run: Run
+    run: TokenRange
     window_ids: Mapping[int, Sequence[int]]
     behind_ids: Mapping[int, Sequence[int]] = field(default_factory=dict)
     is_probe: bool = False
     is_kept: bool = True
 
     def tables(self, request_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
-        """Its block ids, by KV cache group.
-
-        Args:
-            request_ids: Those of the request.
-        """
+        """The row's block ids by KV cache group, from those of its request."""
         return tuple(
             [*self.window_ids.get(group, ids), *self.behind_ids.get(group, ())]
             for group, ids in enumerate(request_ids)
@@ -74,49 +62,29 @@ class HoleRow:
 
 
 class ProbePlan(NamedTuple):
-    """What is computed only to be looked at.
+    """The ``run`` behind all holes that is only looked at, and what no load brings before it."""
 
-    Attributes:
-        run: Places of the request's last tokens, behind all holes.
-        missing: What no load brings, before it.
-    """
-
-    run: Run
-    missing: tuple[Run, ...]
+    run: TokenRange
+    missing: tuple[TokenRange, ...]
 
 
 @dataclass(slots=True)
 class _Probe:
-    """One that nothing has been learnt from yet.
+    """A probe from which nothing has been learnt yet."""
 
-    Attributes:
-        run: As of `ProbePlan`.
-        holes: That are computed whatever is learnt.
-        num_pages: That the request has, by KV cache group.
-        row_id: Of its row, once that is in a step.
-        num_steps: That it has waited for.
-    """
-
-    run: Run
-    holes: tuple[Run, ...]
-    num_pages: tuple[int, ...]
-    row_id: str = ""
-    num_steps: int = 0
+    run: TokenRange
+    holes: tuple[TokenRange, ...]  # What is computed whatever is learnt.
+    num_pages: tuple[int, ...]  # Pages of the request, by KV cache group.
+    row_id: str = ""  # Empty before it is in a step.
+    num_steps: int = 0  # How long it has waited.
 
 
 @dataclass(slots=True)
 class _Parked:
-    """A request with holes.
+    """A request with holes, ascending; before a probe, these are what the probe needs."""
 
-    Attributes:
-        holes: That are not computed, ascending; with a probe, what is computed before it.
-        after_tokens: Up to here, the device has all rows.
-        is_loaded: Whether the rest has been loaded.
-        probe: That nothing has been learnt from yet; None if there is none.
-    """
-
-    holes: list[Run]
-    after_tokens: int
+    holes: list[TokenRange]
+    after_tokens: int  # Up to here, the device has all rows.
     is_loaded: bool = False
     probe: _Probe | None = None
 
@@ -143,16 +111,32 @@ class HoleQueue:
         """Requests that wait, or are filled and not yet taken."""
         return len(self._parked) + len(self._filled)
 
+    @property
+    def parked_ids(self) -> set[str]:
+        """Requests that wait for holes, a probe, or their load."""
+        return set(self._parked)
+
+    @property
+    def loaded_ids(self) -> set[str]:
+        """Those of them whose load has ended."""
+        return {request_id for request_id, parked in self._parked.items() if parked.is_loaded}
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests of which anything is remembered."""
+        of_windows = self.windows.request_ids if self.windows is not None else ()
+        return {*self._parked, *of_windows}
+
     def begin(
-        self, request_id: str, holes: Sequence[Run], after_tokens: int
-    ) -> list[dict[int, WindowTable]]:
+        self, request_id: str, holes: Sequence[TokenRange], after_tokens: int
+    ) -> list[WindowTables]:
         """A request has got blocks, and its load begins.
 
         Returns:
             By hole, and by KV cache group with windows: where the tails at its beginning are to be
             loaded. Nothing if there are no blocks for them: the load has to fail then.
         """
-        tables: list[dict[int, WindowTable]] | None = []
+        tables: list[WindowTables] | None = []
         if self.windows is not None:
             tables = self.windows.begin(request_id, [hole.first_tokens for hole in holes])
             if after_tokens:
@@ -165,24 +149,23 @@ class HoleQueue:
     def begin_dense(
         self,
         request_id: str,
-        holes: Sequence[Run],
+        holes: Sequence[TokenRange],
         after_tokens: int,
         first_tokens: int,
         own_ids: Sequence[Sequence[int]],
         probe: ProbePlan | None = None,
-    ) -> Mapping[int, DenseTable] | None:
+    ) -> WindowTables | None:
         """The same where segments lie between the holes, whose windows have no tails.
 
         Args:
             first_tokens: Where the request is exact no more.
-            own_ids: Its block ids, by KV cache group.
             probe: Before these are computed.
 
         Returns:
             By KV cache group with windows: where windows are loaded and computed. None if there are
             no blocks for them: the load has to fail then.
         """
-        tables: Mapping[int, DenseTable] | None = {}
+        tables: WindowTables | None = {}
         if self.windows is not None:
             if after_tokens and not self.windows.is_held(request_id):
                 after_tokens = _NOWHERE  # The window before it is loaded.
@@ -196,7 +179,7 @@ class HoleQueue:
         self._parked[request_id] = parked
         return tables
 
-    def add(self, request_id: str, holes: Sequence[Run]) -> None:
+    def add(self, request_id: str, holes: Sequence[TokenRange]) -> None:
         """The load of a request, which has ended, has left something out; call before its end.
 
         Only where a model has no windows, whose blocks were given when the load began.
@@ -206,11 +189,7 @@ class HoleQueue:
         parked.holes = list(union([*parked.holes, *holes]))
 
     def note_load_ended(self, request_id: str) -> bool:
-        """The load of a request has ended, well if it was not dropped before.
-
-        Returns:
-            Whether the request has to wait for its holes.
-        """
+        """A load has ended, well if it was not dropped before; whether its request has holes."""
         parked = self._parked.get(request_id)
         if parked is None:
             self._drop_windows(request_id)
@@ -229,11 +208,7 @@ class HoleQueue:
             self._drop_windows(request_id)
 
     def restart(self, request_id: str) -> bool:
-        """Forget a request whose load has ended, because its blocks are taken.
-
-        Returns:
-            Whether it waited for holes, and for nothing else.
-        """
+        """Forget a request whose blocks are taken; False, and it stays, while it is loaded."""
         parked = self._parked.get(request_id)
         if parked is None or not parked.is_loaded:
             return False
@@ -242,11 +217,7 @@ class HoleQueue:
         return True
 
     def end_step(self) -> list[str]:
-        """The latest step has been handed to the workers: what comes next finds it computed.
-
-        Returns:
-            Requests all of whose holes are computed, and whose load has ended.
-        """
+        """The latest step was handed to the workers; returns requests that have all KV then."""
         if self.windows is not None:
             self.windows.end_step()
         if self.probe_blocks is not None:
@@ -263,18 +234,15 @@ class HoleQueue:
 
     def take_rows(
         self,
-        most_tokens: int,
-        most_rows: int,
-        most_row_tokens: int,
+        max_tokens: int,
+        max_rows: int,
+        max_row_tokens: int,
         other_ids: Collection[str] = (),
     ) -> list[HoleRow]:
         """What the next step computes.
 
         Args:
-            most_tokens: Of all rows together.
-            most_rows: Their number.
-            most_row_tokens: Of one row.
-            other_ids: Which no row may have.
+            other_ids: Ids that no row may have.
         """
         rows: list[HoleRow] = []
         self.lacks_room = True
@@ -283,20 +251,20 @@ class HoleQueue:
                 hole = parked.holes[0]
                 if not parked.is_loaded and hole.first_tokens != parked.after_tokens:
                     break
-                if most_tokens <= 0 or len(rows) >= most_rows:
+                if max_tokens <= 0 or len(rows) >= max_rows:
                     return rows
-                num_tokens = min(hole.num_tokens, most_tokens, most_row_tokens)
+                num_tokens = min(hole.num_tokens, max_tokens, max_row_tokens)
                 end_tokens = hole.first_tokens + num_tokens
-                run = Run(hole.first_tokens, end_tokens)
+                run = TokenRange(hole.first_tokens, end_tokens)
                 window_ids = self._extend_windows(request_id, run)
                 # Where requests are waiting, free blocks are few in each step: better a short row.
                 while window_ids is None and run.num_tokens > 1:
                     end_tokens = run.first_tokens + run.num_tokens // 2
-                    run = Run(run.first_tokens, end_tokens)
+                    run = TokenRange(run.first_tokens, end_tokens)
                     window_ids = self._extend_windows(request_id, run)
                 if window_ids is None:
                     return rows  # Later requests do not take what this one waits for.
-                most_tokens -= run.num_tokens
+                max_tokens -= run.num_tokens
                 row_id = self._new_row_id(request_id, other_ids)
                 is_kept = parked.probe is None
                 rows.append(HoleRow(request_id, row_id, run, window_ids, is_kept=is_kept))
@@ -305,22 +273,22 @@ class HoleQueue:
                 if self.windows is not None:
                     self.windows.leave(request_id, end_tokens, is_end_of_hole)
                 if not is_end_of_hole:
-                    parked.holes[0] = Run(end_tokens, hole.end_tokens)
+                    parked.holes[0] = TokenRange(end_tokens, hole.end_tokens)
                     break
                 del parked.holes[0]
             probe = parked.probe
             if probe is None or probe.row_id or parked.holes or not parked.is_loaded:
                 continue
-            if most_tokens <= 0 or len(rows) >= most_rows:
+            if max_tokens <= 0 or len(rows) >= max_rows:
                 return rows
-            row_tokens = min(probe.run.num_tokens, most_row_tokens)
+            row_tokens = min(probe.run.num_tokens, max_row_tokens)
             row = None
-            if row_tokens <= most_tokens:
+            if row_tokens <= max_tokens:
                 row = self._probe_row(request_id, probe, row_tokens, other_ids)
             if row is None:
                 self._note_wait(request_id, probe)
                 return rows
-            most_tokens -= row_tokens
+            max_tokens -= row_tokens
             rows.append(row)
         self.lacks_room = False
         return rows
@@ -332,7 +300,7 @@ class HoleQueue:
                 return request_id
         return None
 
-    def end_probe(self, request_id: str, holes: Sequence[Run]) -> None:
+    def end_probe(self, request_id: str, holes: Sequence[TokenRange]) -> None:
         """The probe of a request has been looked at.
 
         Args:
@@ -353,7 +321,7 @@ class HoleQueue:
     ) -> HoleRow | None:
         """None if there are no blocks."""
         assert self.probe_blocks is not None
-        run = Run(probe.run.first_tokens, probe.run.first_tokens + num_tokens)
+        run = TokenRange(probe.run.first_tokens, probe.run.first_tokens + num_tokens)
         window_ids = self._extend_windows(request_id, run)
         behind_ids = self.probe_blocks.take(probe.num_pages, run.end_tokens)
         if window_ids is None or behind_ids is None:
@@ -372,7 +340,7 @@ class HoleQueue:
 
     def _note_wait(self, request_id: str, probe: _Probe) -> None:
         probe.num_steps += 1
-        if probe.num_steps > MOST_PROBE_STEPS:
+        if probe.num_steps > MAX_PROBE_STEPS:
             self.end_probe(request_id, ())
             self._lost_probes += 1
 
@@ -383,7 +351,9 @@ class HoleQueue:
             if row_id not in other_ids:
                 return row_id
 
-    def _extend_windows(self, request_id: str, run: Run) -> Mapping[int, Sequence[int]] | None:
+    def _extend_windows(
+        self, request_id: str, run: TokenRange
+    ) -> Mapping[int, Sequence[int]] | None:
         """None if there are no blocks."""
         if self.windows is None:
             return {}

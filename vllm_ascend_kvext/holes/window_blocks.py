@@ -20,11 +20,11 @@ table without gaps, which ends with the request's own blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_ascend_kvext.holes.span_plan import Run
+from vllm_ascend_kvext.token_range import TokenRange
 
 _NULL_ID = 0
 
@@ -48,43 +48,16 @@ class WindowTable:
 
     Attributes:
         first_page: Pages before this part are null.
-        blocks: From there on.
-    """
-
-    first_page: int
-    blocks: list[Any] = field(default_factory=list)
-
-    @property
-    def end_page(self) -> int:
-        return self.first_page + len(self.blocks)
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return tuple([block.block_id for block in self.blocks])
-
-    @property
-    def all_block_ids(self) -> list[int]:
-        """From the request's first page on."""
-        return [_NULL_ID] * self.first_page + [block.block_id for block in self.blocks]
-
-
-_Tables = dict[int, WindowTable]
-"""Of one hole, by KV cache group."""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseTable:
-    """A block table without gaps, for all rows of a request.
-
-    Attributes:
-        first_page: Pages before this part are null.
-        blocks: From there on, up to the first one of the request.
-        own_ids: Of the request's own blocks behind them.
+        own_ids: Ids of the request's own blocks behind them.
     """
 
     first_page: int
     blocks: list[Any]
-    own_ids: tuple[int, ...]
+    own_ids: tuple[int, ...] = ()
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + len(self.blocks)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -96,13 +69,16 @@ class DenseTable:
         return [_NULL_ID] * self.first_page + list(self.block_ids)
 
 
+WindowTables = dict[int, WindowTable]
+"""By KV cache group with windows."""
+
+
 class WindowBlocks:
-    """Of all requests with holes of one engine.
+    """The blocks of all requests with holes of one engine.
 
     Args:
-        blocks: Of the pool.
-        window_pages: Of a boundary: first and end page that going on there reads, by KV cache
-            group with windows.
+        window_pages: First and end page that going on from a token reads, by KV cache group with
+            windows.
         tokens_per_page: By KV cache group.
     """
 
@@ -113,20 +89,17 @@ class WindowBlocks:
         tokens_per_page: Mapping[int, int],
     ) -> None:
         self._blocks = blocks
-        self._window_pages = window_pages
+        self.window_pages = window_pages
         self._tokens_per_page = tokens_per_page
-        self._holes: dict[str, list[_Tables]] = {}
-        self._dense: dict[str, dict[int, DenseTable]] = {}
+        self._holes: dict[str, list[WindowTables]] = {}
+        self._dense: dict[str, WindowTables] = {}
         self._held: dict[str, Mapping[int, Sequence[Any]]] = {}
         self._leaving: list[Any] = []
 
-    def __len__(self) -> int:
-        """Requests that hold blocks."""
-        return len(self._holes) + len(self._dense)
-
-    def window_pages(self, first_tokens: int) -> Mapping[int, tuple[int, int]]:
-        """First and end page that going on from a token reads, by KV cache group with windows."""
-        return self._window_pages(first_tokens)
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests that hold blocks, or cached ones until they begin."""
+        return {*self._holes, *self._dense, *self._held}
 
     def hold(self, request_id: str, cached: Mapping[int, Sequence[Any]]) -> None:
         """Keep cached blocks until `begin_dense`, or until `release_held`.
@@ -155,7 +128,7 @@ class WindowBlocks:
 
     def begin_dense(
         self, request_id: str, first_tokens: int, own_ids: Sequence[Sequence[int]]
-    ) -> dict[int, DenseTable] | None:
+    ) -> WindowTables | None:
         """Take blocks for all windows from a token on, as far as a request has none of its own.
 
         What is held for the request becomes part of the tables.
@@ -168,7 +141,7 @@ class WindowBlocks:
             By KV cache group with windows; None, and nothing is taken, if there are too few blocks.
         """
         ranges: dict[int, tuple[int, int]] = {}
-        for group, (first_page, _) in self._window_pages(first_tokens).items():
+        for group, (first_page, _) in self.window_pages(first_tokens).items():
             ids = own_ids[group]
             first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
             ranges[group] = min(first_page, first_own), first_own
@@ -179,13 +152,13 @@ class WindowBlocks:
             kept[group] = blocks[: end - first]
             self._blocks.release(blocks[end - first :])
         num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
-        if num_blocks > self._blocks.num_free:
+        new = self._allocate(num_blocks)
+        if new is None:
             for blocks in kept.values():
                 self._blocks.release(blocks)
             return None
-        new = iter(self._blocks.allocate(num_blocks))
         self._dense[request_id] = {
-            group: DenseTable(
+            group: WindowTable(
                 first,
                 [*kept[group], *(next(new) for _ in range(first + len(kept[group]), end))],
                 tuple(own_ids[group][end:]),
@@ -198,20 +171,21 @@ class WindowBlocks:
         """Blocks for windows of some tokens, what is read before the first of them included."""
         return sum(
             -(-end_tokens // self._tokens_per_page[group]) - first
-            for group, (first, _) in self._window_pages(first_tokens).items()
+            for group, (first, _) in self.window_pages(first_tokens).items()
         )
 
-    def begin(self, request_id: str, first_tokens: Iterable[int]) -> list[_Tables] | None:
+    def begin(self, request_id: str, first_tokens: Iterable[int]) -> list[WindowTables] | None:
         """Take blocks for the tails at which the holes of a request begin.
 
         Returns:
             By hole, tables of those blocks; None, and nothing is taken, if there are too few.
         """
-        of_holes = [self._window_pages(tokens) for tokens in first_tokens]
-        num_blocks = sum(end - first for pages in of_holes for first, end in pages.values())
-        if num_blocks > self._blocks.num_free:
+        of_holes = [self.window_pages(tokens) for tokens in first_tokens]
+        new = self._allocate(
+            sum(end - first for pages in of_holes for first, end in pages.values())
+        )
+        if new is None:
             return None
-        new = iter(self._blocks.allocate(num_blocks))
         self._holes[request_id] = [
             {
                 group: WindowTable(first, [next(new) for _ in range(first, end)])
@@ -221,9 +195,7 @@ class WindowBlocks:
         ]
         return self._holes[request_id]
 
-    def extend(
-        self, request_id: str, run: Run
-    ) -> Mapping[int, WindowTable] | Mapping[int, DenseTable] | None:
+    def extend(self, request_id: str, run: TokenRange) -> WindowTables | None:
         """Take blocks for a row of a request's first hole.
 
         Returns:
@@ -236,10 +208,9 @@ class WindowBlocks:
             group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
             for group, table in tables.items()
         }
-        num_blocks = sum(missing.values())
-        if num_blocks > self._blocks.num_free:
+        new = self._allocate(sum(missing.values()))
+        if new is None:
             return None
-        new = iter(self._blocks.allocate(num_blocks))
         for group, table in tables.items():
             table.blocks += [next(new) for _ in range(missing[group])]
         return tables
@@ -254,7 +225,7 @@ class WindowBlocks:
                 self._leaving += table.blocks
             del self._holes[request_id][0]
             return
-        for group, (first_page, _) in self._window_pages(end_tokens).items():
+        for group, (first_page, _) in self.window_pages(end_tokens).items():
             table = tables[group]
             num_blocks = first_page - table.first_page
             self._leaving += table.blocks[:num_blocks]
@@ -268,8 +239,54 @@ class WindowBlocks:
 
     def drop(self, request_id: str) -> None:
         """A request has no holes any more, and no load fills its blocks."""
-        for tables in self._holes.pop(request_id, ()):
+        for tables in (*self._holes.pop(request_id, ()), self._dense.pop(request_id, {})):
             for table in tables.values():
                 self._blocks.release(table.blocks)
-        for dense in self._dense.pop(request_id, {}).values():
-            self._blocks.release(dense.blocks)
+
+    def _allocate(self, num_blocks: int) -> Iterator[Any] | None:
+        """None, and nothing is taken, if there are too few."""
+        if num_blocks > self._blocks.num_free:
+            return None
+        return iter(self._blocks.allocate(num_blocks))
+
+
+class ProbeBlocks:
+    """Blocks behind a parked request's own, for tokens that are computed only to be looked at.
+
+    They are nobody else's and are not cached. What lies in them is read by their own step only.
+    """
+
+    def __init__(self, blocks: Blocks, tokens_per_page: Mapping[int, int]) -> None:
+        self._blocks = blocks
+        self._tokens_per_page = tokens_per_page
+        self._leaving: list[Any] = []
+
+    def __len__(self) -> int:
+        """Blocks that are held."""
+        return len(self._leaving)
+
+    def take(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
+        """Take blocks up to a token, until `end_step`.
+
+
+        Returns:
+            Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
+            are too few.
+        """
+        missing = {
+            group: max(0, -(-end_tokens // tokens) - num_pages[group])
+            for group, tokens in self._tokens_per_page.items()
+        }
+        num_blocks = sum(missing.values())
+        if num_blocks > self._blocks.num_free:
+            return None
+        new = self._blocks.allocate(num_blocks) if num_blocks else []
+        self._leaving += new
+        ids = iter([block.block_id for block in new])
+        return {group: [next(ids) for _ in range(count)] for group, count in missing.items()}
+
+    def end_step(self) -> None:
+        """The latest step has been handed to the workers: its blocks can be used by the next."""
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            self._blocks.release(leaving)

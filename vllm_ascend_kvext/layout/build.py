@@ -1,74 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the layout of one worker, and refuses contradictions.
 
-The one place where config and tensors meet. Knows no requests and no tokens of any.
+Specs become groups, the tensors of a layer become regions, and regions become planes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.groups.model import CacheGroup
 from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
 from vllm_ascend_kvext.layout.disjoint import OwnedRegion, check_disjoint
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.model import (
-    KVLayout,
-    LayoutGroup,
-    Plane,
-    RowAddressing,
-)
-from vllm_ascend_kvext.layout.planes import (
-    assign_views,
-    planes_of,
-    regions_of_layer,
-)
-from vllm_ascend_kvext.layout.regions import PageView, Region
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RowAddressing
+from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
 from vllm_ascend_kvext.layout.views import StorageTable, device_type_of, tensors_of
-from vllm_ascend_kvext.layout.worker_config import WorkerConfig
-
-_ADDRESSING = {"npu": RowAddressing.TOKENS}
-"""Device types whose kernels write the rows that the shapes of the tensors promise."""
 
 
 def build_layout(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
-    worker: WorkerConfig,
+    nz_layers: Collection[str],
     *,
     addressing: RowAddressing | None = None,
 ) -> KVLayout:
     """The layout of everything that one worker has registered.
 
     Args:
-        kv_cache_config: vLLM's ``KVCacheConfig`` as the worker has it.
-        kv_caches: By layer name: a tensor, or a list or tuple of tensors.
-        worker: What neither of them says.
-        addressing: Whether rows of pages are addressed; by default where the device is known to
-            write them by token (NPUs). Tiled pages are taken whole in any case.
+        kv_caches: By layer name: a tensor, or a list or tuple of them.
+        nz_layers: See ``read_nz_layers``. Their pages are taken whole in any case.
+        addressing: By default rows are addressed where the device is known to write them by token
+            (NPUs).
 
     Raises:
         GroupError: If the config contradicts itself or is not understood.
         LayoutError: If config and tensors contradict each other or are not understood.
     """
-    worker.require_supported()
     specs_by_group = read_layer_specs(kv_cache_config)
     num_pages = int(kv_cache_config.num_blocks)
     _check_names(specs_by_group, kv_caches)
     if addressing is None:
-        addressing = _ADDRESSING.get(device_type_of(kv_caches), RowAddressing.PAGES)
+        # Kernels of NPUs write the rows that the shapes of the tensors promise.
+        is_npu = device_type_of(kv_caches) == "npu"
+        addressing = RowAddressing.TOKENS if is_npu else RowAddressing.PAGES
     storages = StorageTable()
-    pages = _pages_by_spec(specs_by_group, kv_caches, storages, num_pages)
     groups: list[LayoutGroup] = []
     all_regions: list[OwnedRegion] = []
     for index, specs in enumerate(specs_by_group):
         if not specs:
             continue  # a pipeline stage without a layer of this group
-        found = _regions_of_group(specs, pages, worker, addressing)
-        all_regions += [OwnedRegion(index, spec.layer_name, region) for spec, region in found]
+        found: dict[Region, LayerSpec] = {}  # layers that share a cache name the same bytes
+        for spec in specs:
+            views = [
+                storages.read(one, spec.where) for one in tensors_of(kv_caches[spec.layer_name])
+            ]
+            pages = [find_axes(view, spec, num_pages) for view in views]
+            _check_rows(spec, pages)
+            of_spec = RowAddressing.PAGES if spec.layer_name in nz_layers else addressing
+            for region in _regions_of_layer(pages, spec, of_spec):
+                found.setdefault(region, spec)
+        for region, spec in found.items():
+            all_regions.append(OwnedRegion(index, spec.layer_name, region))
         groups += _transfer_groups(cache_group(specs), found)
     check_disjoint(all_regions, num_pages)
     return KVLayout(storages.storages, tuple(groups), num_pages, len(specs_by_group))
@@ -93,45 +88,6 @@ def _check_names(
             )
 
 
-_Pages = dict[tuple[int, str], list[PageView]]
-
-
-def _pages_by_spec(
-    specs_by_group: Sequence[Sequence[LayerSpec]],
-    kv_caches: Mapping[str, Any],
-    storages: StorageTable,
-    num_pages: int,
-) -> _Pages:
-    """The tensors of each layer in each of its groups."""
-    specs_by_layer: dict[str, list[LayerSpec]] = defaultdict(list)
-    for specs in specs_by_group:
-        for spec in specs:
-            specs_by_layer[spec.layer_name].append(spec)
-    pages: _Pages = {}
-    for name, specs_of_layer in specs_by_layer.items():
-        views = [storages.read(tensor, f"layer {name}") for tensor in tensors_of(kv_caches[name])]
-        for spec, assigned in zip(
-            specs_of_layer, assign_views(views, specs_of_layer, num_pages), strict=True
-        ):
-            pages[spec.scheduler_group, name] = assigned
-    return pages
-
-
-def _regions_of_group(
-    specs: Sequence[LayerSpec], pages: _Pages, worker: WorkerConfig, addressing: RowAddressing
-) -> list[tuple[LayerSpec, Region]]:
-    """Every region once, by layer: layers that share a cache name the same bytes."""
-    found: dict[Region, LayerSpec] = {}
-    for spec in specs:
-        of_layer = pages[spec.scheduler_group, spec.layer_name]
-        _check_rows(spec, of_layer)
-        is_nz = worker.has_nz_pages(spec.layer_name)
-        of_spec = RowAddressing.PAGES if is_nz else addressing
-        for region in regions_of_layer(of_layer, spec, of_spec):
-            found.setdefault(region, spec)
-    return [(spec, region) for region, spec in found.items()]
-
-
 def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
     """Raise ``LayoutError`` if a tensor has other rows than the config makes of a page."""
     expected = spec.tokens_per_page()
@@ -144,12 +100,63 @@ def _check_rows(spec: LayerSpec, pages: Sequence[PageView]) -> None:
             )
 
 
-def _transfer_groups(
-    group: CacheGroup, found: Sequence[tuple[LayerSpec, Region]]
-) -> list[LayoutGroup]:
+def _regions_of_layer(
+    pages: Sequence[PageView], spec: LayerSpec, addressing: RowAddressing
+) -> list[Region]:
+    """Disjoint regions of one layer; `LayoutError` if they have not the bytes of a page."""
+    regions = [region for page in pages for region in regions_of(page, spec, addressing)]
+    if _share_bytes(regions):
+        # Two shapes of the same bytes (indexer keys on A5): only kernels know which one is meant.
+        regions = _joined(regions, spec)
+    num_bytes = sum(region.num_bytes for region in regions)
+    if not spec.min_page_bytes <= num_bytes <= spec.page_bytes:
+        raise LayoutError(
+            f"{spec.where}: the registered tensors have {num_bytes} bytes per page, the config has "
+            f"{spec.min_page_bytes} and with padding {spec.page_bytes}; register all tensors of "
+            "the layer, and those of this config only"
+        )
+    return regions
+
+
+def _share_bytes(regions: Iterable[Region]) -> bool:
+    """Whether any two regions of one layer overlap within a page."""
+    end_bytes: dict[tuple[int, int], int] = {}
+    for region in sorted(regions, key=lambda region: region.offset_bytes):
+        page = region.storage, region.page_stride_bytes
+        if region.offset_bytes < end_bytes.get(page, 0):
+            return True
+        end_bytes[page] = region.end_bytes
+    return False
+
+
+def _joined(regions: Sequence[Region], spec: LayerSpec) -> list[Region]:
+    """One packed region from the first byte to the last."""
+    first = min(regions, key=lambda region: region.offset_bytes)
+    end_bytes = max(region.end_bytes for region in regions)
+    num_bytes = end_bytes - first.offset_bytes
+    if num_bytes > first.page_stride_bytes or len({region.storage for region in regions}) > 1:
+        raise LayoutError(
+            f"{spec.where}: its tensors overlap, and span {num_bytes} bytes of pages of "
+            f"{first.page_stride_bytes}; this layout is not supported"
+        )
+    dtypes = "+".join(dict.fromkeys(region.dtype for region in regions))
+    return [
+        Region(
+            storage=first.storage,
+            offset_bytes=first.offset_bytes,
+            page_stride_bytes=first.page_stride_bytes,
+            row_bytes=num_bytes,
+            num_rows=1,
+            dtype=dtypes,
+            is_packed=True,
+        )
+    ]
+
+
+def _transfer_groups(group: CacheGroup, found: Mapping[Region, LayerSpec]) -> list[LayoutGroup]:
     """One group for each number of tokens per row."""
     by_row: dict[tuple[int, int], list[tuple[LayerSpec, Region]]] = defaultdict(list)
-    for spec, region in found:
+    for region, spec in found.items():
         tokens_per_row, rest = divmod(group.tokens_per_page, region.num_rows)
         if rest:
             raise LayoutError(
@@ -159,7 +166,7 @@ def _transfer_groups(
         by_row[tokens_per_row, spec.restart_tokens].append((spec, region))
     return [
         LayoutGroup(
-            scheduler_group=found[0][0].scheduler_group,
+            kv_cache_group_id=of_row[0][0].kv_cache_group_id,
             kind=group.kind,
             tokens_per_page=group.tokens_per_page,
             tokens_per_row=tokens_per_row,
@@ -175,7 +182,24 @@ def _transfer_groups(
 
 
 def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
-    by_layer: dict[LayerSpec, list[Region]] = defaultdict(list)
-    for spec, region in found:
-        by_layer[spec].append(region)
-    return tuple(plane for spec, regions in by_layer.items() for plane in planes_of(regions, spec))
+    """Layer by layer, in the order found; regions of one page of a layer get a common base."""
+    base_bytes: dict[tuple[LayerSpec, int, int], int] = {}
+    planes: dict[Region, Plane] = {}
+    for spec, region in sorted(found, key=lambda each: each[1].offset_bytes):
+        page = spec, region.storage, region.page_stride_bytes
+        base = base_bytes.setdefault(page, region.offset_bytes)
+        if region.end_bytes - base > region.page_stride_bytes:
+            base = base_bytes[page] = region.offset_bytes
+        planes[region] = Plane(
+            layer_name=spec.layer_name,
+            storage=region.storage,
+            base_bytes=base,
+            page_stride_bytes=region.page_stride_bytes,
+            region_offset_bytes=region.offset_bytes - base,
+            row_bytes=region.row_bytes,
+            dtype=region.dtype,
+            is_packed=region.is_packed,
+            is_replicated=spec.is_replicated,
+            axes=region.axes,
+        )
+    return tuple(planes[region] for _, region in found)

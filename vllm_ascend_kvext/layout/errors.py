@@ -16,7 +16,3 @@ class LayoutError(GroupError):
 
 class TokenRangeError(KvextError, ValueError):
     """A token range, or the block ids that come with it, does not fit the layout."""
-
-
-class RowMapError(KvextError, ValueError):
-    """A row map was not written by a store with this layout."""

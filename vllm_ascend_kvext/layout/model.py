@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a layout: storages, planes, groups. Knows neither how they are found nor used.
 
-Terms: a *page* holds the KV of one block id of one scheduler group; a *plane* is one
-region of bytes in every page; a *row* is the smallest unit of a page
-that is addressed, and consecutive rows of a plane are adjacent; a *group* (transfer group) is the
-planes of one scheduler group whose rows cover equally many tokens.
+Terms: a *page* holds the KV of one block id of one scheduler group; a *plane* is one region of
+bytes in every page; a *row* is the smallest unit of a page that is addressed, and consecutive rows
+of a plane are adjacent; a *group* (transfer group) is the planes of one scheduler group whose rows
+cover equally many tokens.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from vllm_ascend_kvext.groups.model import GroupKind
+
+NULL_PAGE = 0
+"""vLLM's null block: stands for tokens that nobody reads any more."""
 
 
 class StatePolicy(enum.Enum):
@@ -38,7 +40,7 @@ class RowAddressing(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredStorage:
-    """Memory that registered tensors lie in. Address and size in bytes."""
+    """Memory that registered tensors lie in."""
 
     address: int
     num_bytes: int
@@ -52,12 +54,7 @@ class Plane:
     r * row_bytes`` of its storage.
 
     Attributes:
-        layer_name: The layer that registered it.
         storage: Index into the storages of the layout.
-        base_bytes: Where page 0 begins in the storage.
-        page_stride_bytes: From one page to the next.
-        region_offset_bytes: Where the region begins in its page.
-        row_bytes: Size of a row, and distance between rows.
         dtype: Of the registered tensor, for the fingerprint; several are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
         is_replicated: Whether every tensor-parallel rank holds the same bytes (MLA), so that one
@@ -83,10 +80,12 @@ class LayoutGroup:
     """One transfer group.
 
     Attributes:
-        scheduler_group: Index of the KV cache group whose block ids it uses.
-        kind: Which tokens it needs.
-        tokens_per_page: Tokens that one page holds, a multiple of ``tokens_per_row``.
-        tokens_per_row: Tokens that one row holds.
+        kv_cache_group_id: Index of the KV cache group whose block ids it uses.
+        base_bytes: Where page 0 begins in the storage.
+        page_stride_bytes: From one page to the next.
+        region_offset_bytes: Where the region begins in its page.
+        row_bytes: Size of a row, and distance between rows.
+        tokens_per_page: A multiple of ``tokens_per_row``.
         window_tokens: Sliding window, with the token that reads; 0 where there is none.
         restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;
             compressor states without overlap); 0 where there is no such multiple.
@@ -97,7 +96,7 @@ class LayoutGroup:
             or, where a page is one row, several.
     """
 
-    scheduler_group: int
+    kv_cache_group_id: int
     kind: GroupKind
     tokens_per_page: int
     tokens_per_row: int
@@ -126,22 +125,14 @@ class LayoutGroup:
 class KVLayout:
     """Everything that one worker registered.
 
-    Attributes:
-        storages: In the order in which the planes first use them.
-        groups: Transfer groups, by scheduler group, then by tokens per row.
-        num_pages: Block ids per scheduler group; 0 is the null page.
-        num_scheduler_groups: Lists of block ids that a request has.
+    Storages are in the order in which planes first use them, groups are ordered by scheduler group,
+    then by tokens per row. Block ids are below ``num_pages``; page 0 is the null page.
     """
 
     storages: tuple[RegisteredStorage, ...]
     groups: tuple[LayoutGroup, ...]
     num_pages: int
     num_scheduler_groups: int
-
-    @property
-    def unit_tokens(self) -> int:
-        """The boundaries at which no group loses part of a row: multiples of this."""
-        return math.lcm(*(group.tokens_per_row for group in self.groups))
 
     @property
     def num_planes(self) -> int:

@@ -3,413 +3,214 @@
 
 A store decides from tokens and block ids which rows are kept, and reports them as row maps. A load
 is planned against those maps, whatever part of them it wants: rows that are in no map are missing
-and are not moved. Cost grows with sections, planes and pages, never with tokens: everything that a
-layout alone decides is computed once.
+and are not moved. Either way rows of sections become planes, and the pages that hold them runs.
+Cost grows with sections, planes and pages, never with tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from operator import itemgetter
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter, not_
 
 import numpy as np
 
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
-from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.layout.page_runs import (
-    NULL_PAGE,
-    ids_of,
-    planes_of,
-    rows_with_pages,
-    runs_of,
-    runs_with_pages,
-    without_null_pages,
-)
-from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk, StoredRows
-from vllm_ascend_kvext.layout.rows import TokenRange, kept_rows, needed_rows
-from vllm_ascend_kvext.layout.stored_rows import (
+from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.row_map import (
     MissingRows,
-    check_alignment,
+    RowMap,
+    StoredChunk,
+    StoredRows,
     find_rows,
     missing_rows,
 )
-from vllm_ascend_kvext.layout.transfer_plan import BlockIds, LoadPlan, PlacedChunk, StorePlan
-from vllm_ascend_kvext.transfer.schema import Table
+from vllm_ascend_kvext.layout.rows import RowsOf, kept_rows, needed_rows
+from vllm_ascend_kvext.layout.transfer_plan import BlockIds, PlacedChunk, TransferPlan
+from vllm_ascend_kvext.token_range import TokenRange
+from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, RunColumn, Table
 
 _MAX_REMEMBERED = 4096
 """Chunks whose sections are remembered: requests are cut at the same tokens."""
-
-_MAX_REMEMBERED_RUNS = 1 << 18
-"""Runs that are remembered: 40 bytes each, shared by chunks that are cut alike."""
 
 _SECTION = itemgetter(0, 3, 4, 5)
 """Of ``StoredRows``: what names a section."""
 
 
-class _KeptRows(NamedTuple):
-    """What a chunk keeps of one group: a section."""
-
-    group: int
-    first_row: int
-    end_row: int
-    host_offset_bytes: int
-
-
-class _ChunkSections(NamedTuple):
-    """What the tokens of a chunk decide, whatever its pages.
-
-    Attributes:
-        kept: Of the groups of which anything is kept.
-        pages: Of each section: scheduler group, first page of the request and end page.
-        planes: Of all sections, numbered from 0 on, placed at 0.
-        spans: Fields as of `RowSpan`, of all sections, numbered from 0 on; rows are counted from
-            each section's first page.
-        runs: Of the spans, without their pages; None if they are not remembered.
-        num_bytes: Of all sections.
-        row_map: What a store without a null page leaves.
-        missing: What it does not have.
-    """
-
-    kept: tuple[_KeptRows, ...]
-    pages: tuple[tuple[int, int, int], ...]
-    planes: Table
-    spans: tuple[tuple[int, ...], ...]
-    runs: Table | None
-    num_bytes: int
-    row_map: RowMap
-    missing: tuple[MissingRows, ...]
-
-
 class TransferPlanner:
-    """Plans the transfers of one worker.
-
-    Args:
-        layout: The registered pages.
-        states: What becomes of state groups.
-    """
+    """Plans the transfers of one worker. Threads may share it."""
 
     def __init__(self, layout: KVLayout, states: StatePolicy = StatePolicy.EXACT) -> None:
-        self.arrangement = HostArrangement(layout)
-        self._layout = layout
+        self._arrangement = HostArrangement(layout)
+        self._groups = layout.groups
         self._states = states
-        self._pages = [(group.scheduler_group, group.rows_per_page) for group in layout.groups]
-        self._chunks: dict[tuple[int, int, tuple[int, ...] | None], _ChunkSections] = {}
-        self._runs: dict[tuple[tuple[int, ...], ...], Table] = {}
-        self._num_remembered_runs = 0
+        self._full_chunk = lru_cache(_MAX_REMEMBERED)(self._arrange)
 
-    def chunk_bytes(self, tokens: TokenRange, groups: tuple[int, ...] | None = None) -> int:
-        """Host bytes of a chunk, whichever of its pages are null.
-
-        Args:
-            tokens: Of the chunk.
-            groups: See `PlacedChunk`.
+    def plan_store(self, chunks: Iterable[PlacedChunk], block_ids: BlockIds) -> TransferPlan:
+        """Store what chunks of one request keep; their places in the host buffer do not overlap.
 
         Raises:
-            TokenRangeError: If the layout has not all of the groups.
+            TokenRangeError: If a list of block ids is too short, or a chunk has no tokens.
         """
-        return self._sections_of(tokens, groups).num_bytes
-
-    def plan_store(self, chunks: Sequence[PlacedChunk], block_ids: BlockIds) -> StorePlan:
-        """Store what chunks of one request keep.
-
-        Args:
-            chunks: What to store; their places in the host buffer do not overlap.
-            block_ids: Of the request.
-
-        Raises:
-            TokenRangeError: If a list is too short, or has an id that no page has; or if the
-                layout has not all of the groups.
-        """
-        self._check_lists(block_ids)
-        sections_of_chunks = []
-        offsets: list[int] = []
-        pages: list[int] = []
+        placed: list[StoredRows] = []
+        row_maps = []
+        missing: list[MissingRows] = []
         host_bytes = 0
-        for tokens, offset_bytes, groups in chunks:
-            check_alignment(offset_bytes)
-            sections = self._sections_of(tokens, groups)
-            sections_of_chunks.append(sections)
-            offsets.append(offset_bytes)
-            host_bytes = max(host_bytes, offset_bytes + sections.num_bytes)
-            for scheduler_group, first_page, end_page in sections.pages:
-                pages += _pages_of(block_ids, scheduler_group, first_page, end_page)
-        ids = ids_of(pages)
-        has_null = self._check_pages(ids)
-        num_sections = [len(sections.kept) for sections in sections_of_chunks]
-        planes = planes_of(
-            [sections.planes for sections in sections_of_chunks], num_sections, offsets
-        )
-        runs = runs_with_pages(
-            [self._runs_of(sections) for sections in sections_of_chunks], num_sections, ids
-        )
-        if not has_null:
-            row_maps = tuple([sections.row_map for sections in sections_of_chunks])
-            missing = tuple([sections.missing for sections in sections_of_chunks])
-            return StorePlan(planes, runs, host_bytes, row_maps, missing)
-        row_maps = tuple(self._row_map_of(sections, block_ids) for sections in sections_of_chunks)
-        missing = tuple(
-            self.find_missing([StoredChunk(row_map)], chunk.tokens, chunk.groups)
-            for row_map, chunk in zip(row_maps, chunks, strict=True)
-        )
-        return StorePlan(planes, without_null_pages(runs), host_bytes, row_maps, missing)
+        for tokens, place_bytes, groups in chunks:
+            sections, num_bytes, row_map, missing_of_chunk = self._full_chunk(tokens, groups)
+            there = self._with_pages(sections, block_ids)
+            if there != sections:
+                row_map = RowMap.of(there)
+                missing_of_chunk = self._missing(row_map, tokens, groups)
+            row_maps.append(row_map)
+            missing += missing_of_chunk
+            placed += [StoredRows(*rows[:5], place_bytes + rows[5]) for rows in there]
+            host_bytes = max(host_bytes, place_bytes + num_bytes)
+        planes, runs, _ = self._tables(placed, block_ids)
+        return TransferPlan(planes, runs, host_bytes, tuple(missing), tuple(row_maps))
 
     def plan_load(
         self,
-        stored: Sequence[StoredChunk],
+        stored: Iterable[StoredChunk],
         tokens: TokenRange,
         block_ids: BlockIds,
         groups: Collection[int] | None = None,
-    ) -> LoadPlan:
+    ) -> TransferPlan:
         """Load what resuming at the end of a range needs.
 
         Args:
             stored: Chunks, or parts of chunks, of this request's tokens. Where several have a row,
                 any of them is taken.
             tokens: From the first token that is not in the request's pages, to where it resumes.
-            block_ids: Of the request.
             groups: Indices in the layout of the groups to load; all of them if omitted.
 
         Raises:
-            TokenRangeError: If a list is too short, or has an id that no page has; or if the
-                layout has not all of the groups.
-            RowMapError: If a map has a group that the layout has not.
+            TokenRangeError: If a list of block ids is too short, or the range has no tokens.
         """
-        self._check_lists(block_ids)
-        needed = self._needed(tokens, groups)
-        found = find_rows(self._layout.groups, stored, needed, tokens.end)
-        spans: list[tuple[int, ...]] = []
-        pages: list[int] = []
-        tables: list[Table] = []
-        offsets: list[int] = []
-        host_bytes = 0
-        section: tuple[int, ...] = ()
-        # A section is named once, also where another chunk has rows between its rows.
-        for rows in sorted(found, key=_SECTION):
-            group, first_row, end_row, section_first_row, section_rows, offset_bytes = rows
-            if section != (group, section_first_row, section_rows, offset_bytes):
-                section = group, section_first_row, section_rows, offset_bytes
-                table, num_bytes = self.arrangement.section(group, section_rows)
-                tables.append(table)
-                offsets.append(offset_bytes)
-                host_bytes = max(host_bytes, offset_bytes + num_bytes)
-            number = len(tables) - 1
-            self._add_span(
-                spans, pages, number, group, first_row, end_row, section_first_row, block_ids
-            )
-        ids = ids_of(pages)
-        has_null = self._check_pages(ids)
-        runs = runs_of(spans, ids)
-        present = [rows[:3] for rows in found]
-        if has_null:
-            runs = without_null_pages(runs)
-            present = [
-                (group, first, end)
-                for group, first_row, end_row in present
-                for first, end in self._rows_with_pages(group, first_row, end_row, block_ids)
-            ]
-        missing = missing_rows(self._layout.groups, needed, present, tokens.end)
-        planes = planes_of(tables, [1] * len(tables), offsets)
-        return LoadPlan(planes, runs, host_bytes, missing)
+        needed = self._rows(needed_rows, tokens, groups)
+        found = find_rows(self._groups, stored, needed, tokens.end_tokens)
+        there = self._with_pages(found, block_ids)
+        planes, runs, host_bytes = self._tables(there, block_ids)
+        missing = missing_rows(self._groups, needed, there, tokens.end_tokens)
+        return TransferPlan(planes, runs, host_bytes, missing)
 
-    def find_missing(
-        self,
-        stored: Sequence[StoredChunk],
-        tokens: TokenRange,
-        groups: Collection[int] | None = None,
+    def _arrange(
+        self, tokens: TokenRange, groups: tuple[int, ...] | None
+    ) -> tuple[list[StoredRows], int, RowMap, tuple[MissingRows, ...]]:
+        """What a chunk keeps whose pages are all there: sections, bytes, its map, what it lacks."""
+        kept = enumerate(self._rows(kept_rows, tokens, groups))
+        sections, num_bytes = self._arrangement.place((i, rows) for i, rows in kept if rows)
+        row_map = RowMap.of(sections)
+        return sections, num_bytes, row_map, self._missing(row_map, tokens, groups)
+
+    def _missing(
+        self, row_map: RowMap, tokens: TokenRange, groups: tuple[int, ...] | None
     ) -> tuple[MissingRows, ...]:
-        """What resuming at the end of a range needs and no map has; arguments as of ``plan_load``.
+        needed = self._rows(needed_rows, tokens, groups)
+        found = find_rows(self._groups, [StoredChunk(row_map)], needed, tokens.end_tokens)
+        return missing_rows(self._groups, needed, found, tokens.end_tokens)
 
-        Nothing is moved: a scheduler finds by this the longest range that it can load.
-        """
-        needed = self._needed(tokens, groups)
-        found = find_rows(self._layout.groups, stored, needed, tokens.end)
-        present = [rows[:3] for rows in found]
-        return missing_rows(self._layout.groups, needed, present, tokens.end)
-
-    def _needed(self, tokens: TokenRange, groups: Collection[int] | None) -> list[range]:
-        self._check_groups(groups)
+    def _rows(
+        self, rows_of: RowsOf, tokens: TokenRange, groups: Collection[int] | None
+    ) -> list[range]:
         return [
-            needed_rows(group, tokens, self._states)
-            if groups is None or index in groups
-            else range(0)
-            for index, group in enumerate(self._layout.groups)
+            rows_of(group, tokens, self._states) if groups is None or index in groups else range(0)
+            for index, group in enumerate(self._groups)
         ]
 
-    def _sections_of(self, tokens: TokenRange, groups: tuple[int, ...] | None) -> _ChunkSections:
-        key = tokens.first, tokens.end, groups
-        found = self._chunks.get(key)
-        if found is None:
-            self._check_groups(groups)
-            kept = []
-            offset_bytes = 0
-            for index, group in enumerate(self._layout.groups):
-                rows = kept_rows(group, tokens, self._states)
-                if rows and (groups is None or index in groups):
-                    kept.append(_KeptRows(index, rows.start, rows.stop, offset_bytes))
-                    offset_bytes += self.arrangement.section(index, len(rows)).num_bytes
-            row_map = RowMap.of(
-                StoredRows(
-                    rows.group,
+    def _with_pages(self, found: Iterable[StoredRows], block_ids: BlockIds) -> list[StoredRows]:
+        """The stretches of rows whose page is not null."""
+        there = []
+        for rows in found:
+            pages = self._pages_of(rows, block_ids)
+            if NULL_PAGE not in pages:
+                there.append(rows)
+                continue
+            rows_per_page = self._groups[rows.group].rows_per_page
+            row = rows.first_row // rows_per_page * rows_per_page
+            for is_null, stretch in groupby(pages, not_):
+                next_row = row + len(list(stretch)) * rows_per_page
+                if not is_null:
+                    first_row, end_row = max(row, rows.first_row), min(next_row, rows.end_row)
+                    there.append(rows._replace(first_row=first_row, end_row=end_row))
+                row = next_row
+        return there
+
+    def _tables(self, found: Iterable[StoredRows], block_ids: BlockIds) -> tuple[Table, Table, int]:
+        """Planes, runs and the end of the last section. None of the rows' pages is null.
+
+        A section is named once, also where another chunk has rows between its rows: the op refuses
+        planes that share host bytes.
+        """
+        tables: list[Table] = []
+        offsets: list[int] = []
+        spans: list[tuple[int, ...]] = []
+        pages: list[int] = []
+        host_bytes = 0
+        section: tuple[int, ...] = ()
+        for rows in sorted(found, key=_SECTION):
+            if section != _SECTION(rows):
+                section = _SECTION(rows)
+                table, num_bytes = self._arrangement.section(rows.group, rows.section_rows)
+                tables.append(table)
+                offsets.append(rows.host_offset_bytes)
+                host_bytes = max(host_bytes, rows.host_offset_bytes + num_bytes)
+            ids = self._pages_of(rows, block_ids)
+            pages += ids
+            spans.append(
+                (
+                    len(tables) - 1,
                     rows.first_row,
                     rows.end_row,
-                    rows.first_row,
-                    rows.end_row - rows.first_row,
-                    rows.host_offset_bytes,
+                    rows.section_first_row,
+                    self._groups[rows.group].rows_per_page,
+                    len(ids),
                 )
-                for rows in kept
             )
-            sizes = tuple((rows.group, rows.end_row - rows.first_row) for rows in kept)
-            planes = self.arrangement.sections(sizes)
-            missing = self.find_missing([StoredChunk(row_map)], tokens, groups)
-            pages: list[tuple[int, int, int]] = []
-            spans: list[tuple[int, ...]] = []
-            for number, section in enumerate(kept):
-                scheduler_group, rows_per_page, first_page, end_page = self._page_range(
-                    section.group, section.first_row, section.end_row
-                )
-                pages.append((scheduler_group, first_page, end_page))
-                # Counted from the section's first page: the same for every chunk that is cut alike.
-                first_row = section.first_row - first_page * rows_per_page
-                end_row = section.end_row - first_page * rows_per_page
-                num_pages = end_page - first_page
-                spans.append((number, first_row, end_row, first_row, rows_per_page, num_pages))
-            found = _ChunkSections(
-                tuple(kept),
-                tuple(pages),
-                planes,
-                tuple(spans),
-                self._remembered_runs(tuple(spans)),
-                offset_bytes,
-                row_map,
-                missing,
+        if not tables:
+            return np.empty((0, len(PlaneColumn)), DTYPE), np.empty((0, len(RunColumn)), DTYPE), 0
+        counts = list(map(len, tables))
+        planes = np.concatenate(tables)
+        planes[:, PlaneColumn.GROUP] = np.repeat(np.arange(len(tables)), counts)
+        planes[:, PlaneColumn.HOST_OFFSET_BYTES] += np.repeat(np.array(offsets, DTYPE), counts)
+        return planes, _runs_of(spans, pages), host_bytes
+
+    def _pages_of(self, rows: StoredRows, block_ids: BlockIds) -> Sequence[int]:
+        group = self._groups[rows.group]
+        first_page = rows.first_row // group.rows_per_page
+        end_page = -(-rows.end_row // group.rows_per_page)
+        ids = block_ids[group.kv_cache_group_id]
+        found = ids[first_page:end_page]
+        if len(found) < end_page - first_page:
+            raise TokenRangeError(
+                f"block ids of KV cache group {group.kv_cache_group_id}: expected {end_page}, "
+                f"found {len(ids)}; pass the ids from the request's first token on, null blocks "
+                "included"
             )
-            if len(self._chunks) == _MAX_REMEMBERED:
-                del self._chunks[next(iter(self._chunks))]  # the oldest
-            self._chunks[key] = found
         return found
 
-    def _runs_of(self, sections: _ChunkSections) -> Table:
-        """Runs without their pages. Shared: copy before you write."""
-        if sections.runs is not None:
-            return sections.runs
-        return runs_of(sections.spans, [NULL_PAGE] * sum(span[-1] for span in sections.spans))
 
-    def _remembered_runs(self, spans: tuple[tuple[int, ...], ...]) -> Table | None:
-        """Runs of the spans without their pages; None where too many are remembered already."""
-        runs = self._runs.get(spans)
-        if runs is None:
-            num_pages = sum(span[-1] for span in spans)
-            if self._num_remembered_runs + num_pages > _MAX_REMEMBERED_RUNS:
-                return None
-            self._num_remembered_runs += num_pages
-            runs = runs_of(spans, [NULL_PAGE] * num_pages)
-            runs.flags.writeable = False
-            self._runs[spans] = runs
-        return runs
+def _runs_of(spans: Sequence[tuple[int, ...]], pages: Sequence[int]) -> Table:
+    """One run per page, sorted by section. shape: [num_runs, 5]
 
-    def _row_map_of(self, sections: _ChunkSections, block_ids: BlockIds) -> RowMap:
-        """What a store of the chunk leaves, null pages left out."""
-        return RowMap.of(
-            StoredRows(group, first, end, first_row, end_row - first_row, offset_bytes)
-            for group, first_row, end_row, offset_bytes in sections.kept
-            for first, end in self._rows_with_pages(group, first_row, end_row, block_ids)
-        )
-
-    def _page_range(self, group: int, first_row: int, end_row: int) -> tuple[int, int, int, int]:
-        """Scheduler group, rows per page, first page and end page of some rows."""
-        scheduler_group, rows_per_page = self._pages[group]
-        return (
-            scheduler_group,
-            rows_per_page,
-            first_row // rows_per_page,
-            -(-end_row // rows_per_page),
-        )
-
-    def _rows_with_pages(
-        self, group: int, first_row: int, end_row: int, block_ids: BlockIds
-    ) -> list[tuple[int, int]]:
-        scheduler_group, rows_per_page, first_page, end_page = self._page_range(
-            group, first_row, end_row
-        )
-        pages = block_ids[scheduler_group][first_page:end_page]
-        return list(rows_with_pages(first_row, end_row, rows_per_page, pages))
-
-    def _add_span(
-        self,
-        spans: list[tuple[int, ...]],
-        pages: list[int],
-        section: int,
-        group: int,
-        first_row: int,
-        end_row: int,
-        section_first_row: int,
-        block_ids: BlockIds,
-    ) -> None:
-        """Add a ``RowSpan`` as a plain tuple, and its pages.
-
-        Raises:
-            TokenRangeError: If the request has fewer pages.
-        """
-        scheduler_group, rows_per_page, first_page, end_page = self._page_range(
-            group, first_row, end_row
-        )
-        pages += _pages_of(block_ids, scheduler_group, first_page, end_page)
-        num_pages = end_page - first_page
-        spans.append((section, first_row, end_row, section_first_row, rows_per_page, num_pages))
-
-    def _check_pages(self, pages: Sequence[int] | Table) -> bool:
-        """Whether one of them is the null page.
-
-        Raises:
-            TokenRangeError: If there is no page with one of these ids.
-        """
-        if not len(pages):
-            return False
-        if isinstance(pages, np.ndarray):
-            least, most = pages.min(), pages.max()
-        else:
-            least, most = min(pages), max(pages)
-        num_pages = self._layout.num_pages
-        if least < 0 or most >= num_pages:
-            wrong = next(page for page in pages if not 0 <= page < num_pages)
-            raise TokenRangeError(
-                f"block ids: found id {wrong}, expected 0 to {num_pages - 1}; pass the ids of this "
-                "worker's config"
-            )
-        return bool(least == NULL_PAGE)
-
-    def _check_groups(self, groups: Collection[int] | None) -> None:
-        num_groups = len(self._layout.groups)
-        if groups is not None and not all(0 <= index < num_groups for index in groups):
-            raise TokenRangeError(
-                f"groups: expected indices in the layout, 0 to {num_groups - 1}, found "
-                f"{sorted(groups)}; these are not the KV cache groups of the config"
-            )
-
-    def _check_lists(self, block_ids: BlockIds) -> None:
-        expected = self._layout.num_scheduler_groups
-        if len(block_ids) != expected:
-            raise TokenRangeError(
-                f"block ids: expected {expected} lists, one per KV cache group, found "
-                f"{len(block_ids)}; pass those of the whole request"
-            )
-
-
-def _pages_of(
-    block_ids: BlockIds, scheduler_group: int, first_page: int, end_page: int
-) -> Sequence[int]:
-    """Block ids of a request's pages.
-
-    Raises:
-        TokenRangeError: If the request has fewer pages.
+    Args:
+        spans: Section, first and end row, first row of the section, rows per page, number of
+            pages; by section.
+        pages: Block ids of all spans, one after the other.
     """
-    ids = block_ids[scheduler_group]
-    found = ids[first_page:end_page]
-    if len(found) < end_page - first_page:
-        raise TokenRangeError(
-            f"block ids of KV cache group {scheduler_group}: expected {end_page}, found "
-            f"{len(ids)}; pass the ids from the request's first token on, null blocks included"
-        )
-    return found
+    table = np.array(spans, DTYPE)
+    num_pages = table[:, -1]
+    of_page = np.repeat(table, num_pages, axis=0)
+    section, first_row, end_row, section_first_row, rows_per_page, _ = of_page.T
+    page_in_span = np.arange(len(pages)) - np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
+    page_row = (first_row // rows_per_page + page_in_span) * rows_per_page
+    first_row = np.maximum(page_row, first_row)
+    runs = np.empty((len(pages), len(RunColumn)), DTYPE)
+    runs[:, RunColumn.GROUP] = section
+    runs[:, RunColumn.PAGE] = pages
+    runs[:, RunColumn.FIRST_ROW] = first_row - page_row
+    runs[:, RunColumn.NUM_ROWS] = np.minimum(page_row + rows_per_page, end_row) - first_row
+    runs[:, RunColumn.HOST_ROW] = first_row - section_first_row
+    return runs

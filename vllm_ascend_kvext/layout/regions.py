@@ -5,13 +5,12 @@ The axes of a tensor are taken in its logical order, which the strides need not 
 first, or second behind an axis of K and V; then perhaps an axis of K and V; then tokens, heads,
 elements. vLLM's CPU backend and NZ formats have another axis before the tokens; what their
 kernels write does not follow the shape at all (the CPU backend stores K transposed within a page),
-so that such a page is one row. Knows tensors as numbers, and nothing of groups.
+so that such a page is one row.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,15 +28,10 @@ _MAX_REGIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes that every page of one layer has.
+    """Bytes that every page of one layer has; page 0's begin at ``offset_bytes`` of the storage.
 
     Attributes:
-        storage: Index of the storage.
-        offset_bytes: Of page 0's region in the storage.
-        page_stride_bytes: From one page to the next.
-        row_bytes: Size of a row.
         num_rows: Rows per page.
-        dtype: Of the tensor.
         is_packed: Whether the one row is a page whose inside is not understood.
         axes: See ``Plane``. Other axes do not make other bytes: layers may share a region.
     """
@@ -65,12 +59,8 @@ class Region:
 class PageView:
     """A tensor whose axes are known.
 
-    Attributes:
-        view: The tensor.
-        page_axis: Which axis counts pages, or the kernel's blocks that make up a page.
-        blocks_per_page: Kernel blocks per page.
-        token_axis: Which axis counts rows of tokens; None where rows cannot be addressed.
-        num_rows: Rows per page by the shape.
+    ``page_axis`` counts the kernel's blocks, ``blocks_per_page`` of which make up a page.
+    ``token_axis`` is None where rows cannot be addressed; ``num_rows`` is that by the shape.
     """
 
     view: TensorView
@@ -78,16 +68,6 @@ class PageView:
     blocks_per_page: int
     token_axis: int | None
     num_rows: int
-
-    @property
-    def page_bytes(self) -> int:
-        """What a page of this tensor holds, without gaps."""
-        block_elements = math.prod(self.view.shape) // self.view.shape[self.page_axis]
-        return block_elements * self.blocks_per_page * self.view.item_bytes
-
-    @property
-    def page_stride_bytes(self) -> int:
-        return self.view.strides_bytes[self.page_axis] * self.blocks_per_page
 
 
 def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
@@ -123,17 +103,6 @@ def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> li
         LayoutError: If the tensor repeats bytes (a stride of zero), or a page of it is in too many
             pieces to be moved one by one.
     """
-    regions = _regions(page, spec, addressing)
-    if len(regions) > _MAX_REGIONS:
-        raise LayoutError(
-            f"{spec.where}: a page of the tensor of shape {list(page.view.shape)} with strides "
-            f"{list(page.view.strides_bytes)} bytes is in {len(regions)} pieces, expected at most "
-            f"{_MAX_REGIONS}; this layout is not supported"
-        )
-    return regions
-
-
-def _regions(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list[Region]:
     view = page.view
     for size, stride in zip(view.shape, view.strides_bytes, strict=True):
         if size > 1 and stride <= 0:
@@ -142,12 +111,18 @@ def _regions(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> list
                 f"{list(view.strides_bytes)} bytes, expected positive ones; register the tensor "
                 "itself instead of an expanded view"
             )
-    if spec.num_states:
-        return _split(page, is_packed=False)
-    has_unknown_order = spec.is_byte_typed or view.is_private_format or page.token_axis is None
-    if addressing is RowAddressing.PAGES or has_unknown_order:
-        return _split(page, is_packed=True)
-    return _rows_of_tokens(page) or _split(page, is_packed=True)
+    is_addressed = addressing is RowAddressing.TOKENS and not (
+        spec.num_states or spec.is_byte_typed or view.is_private_format or page.token_axis is None
+    )
+    regions = _rows_of_tokens(page) if is_addressed else None
+    regions = regions or _split(page, is_packed=not spec.num_states)
+    if len(regions) > _MAX_REGIONS:
+        raise LayoutError(
+            f"{spec.where}: a page of the tensor of shape {list(view.shape)} with strides "
+            f"{list(view.strides_bytes)} bytes is in {len(regions)} pieces, expected at most "
+            f"{_MAX_REGIONS}; this layout is not supported"
+        )
+    return regions
 
 
 def _page_axes(shape: Sequence[int]) -> list[int]:
@@ -237,7 +212,7 @@ def _region(
     return Region(
         storage=page.view.storage,
         offset_bytes=page.view.offset_bytes + offset_bytes,
-        page_stride_bytes=page.page_stride_bytes,
+        page_stride_bytes=page.view.strides_bytes[page.page_axis] * page.blocks_per_page,
         row_bytes=row_bytes,
         num_rows=num_rows,
         dtype=page.view.dtype,

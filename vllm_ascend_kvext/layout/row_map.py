@@ -9,30 +9,25 @@ a multiple of 64 bytes. Rows whose page was null when the chunk was stored leave
     in the map                 rows 4 to 5 and row 7 of that section
 
 A chunk that grows is stored in parts; each part has a map of its own, and a load takes all of them.
-Knows no planes and no block ids.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_ascend_kvext.layout.errors import RowMapError
-from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
+from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.layout.rows import has_state_at
+from vllm_ascend_kvext.token_range import TokenRange
 
 
 class StoredRows(NamedTuple):
-    """Rows of one group that are there, and the section that has them. Sorts by group, then row.
+    """Rows of one group that are there, and the section that has room for them.
 
-    Attributes:
-        group: Index of the group in the layout.
-        first_row: Counted from the request's first token.
-        end_row: Behind the last row.
-        section_first_row: First row that the section has room for.
-        section_rows: Rows that it has room for.
-        host_offset_bytes: Where the section begins, from the start of the chunk's place.
+    Sorts by group, then row. ``host_offset_bytes`` is where the section begins: in a map from the
+    start of the chunk's place, in a plan from the start of the host buffer.
     """
 
     group: int
@@ -42,16 +37,6 @@ class StoredRows(NamedTuple):
     section_rows: int
     host_offset_bytes: int
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether a store can have written this."""
-        end_row = self.section_first_row + self.section_rows
-        return (
-            min(self) >= 0
-            and self.section_first_row <= self.first_row < self.end_row <= end_row
-            and self.host_offset_bytes % HOST_ALIGNMENT_BYTES == 0
-        )
-
 
 _ROWS = struct.Struct(f"<{len(StoredRows._fields)}q")
 
@@ -60,9 +45,8 @@ _ROWS = struct.Struct(f"<{len(StoredRows._fields)}q")
 class RowMap:
     """The rows of one stored chunk, or of a part of it.
 
-    Attributes:
-        packed: Six little-endian 64-bit integers per `StoredRows`: plain data that can be kept,
-            sent and compared.
+    It is sent to workers with every load. Six little-endian 64-bit integers per `StoredRows` are
+    small and quickly pickled.
     """
 
     packed: bytes = b""
@@ -71,37 +55,8 @@ class RowMap:
     def of(cls, rows: Iterable[StoredRows]) -> RowMap:
         return cls(b"".join([_ROWS.pack(*each) for each in rows]))
 
-    @classmethod
-    def parse(cls, packed: bytes) -> RowMap:
-        """A map from elsewhere.
-
-        Raises:
-            RowMapError: If no store can have written it. Whether it fits a layout is for
-                ``HostArrangement.check`` to say.
-        """
-        if len(packed) % _ROWS.size:
-            raise RowMapError(
-                f"row map: {len(packed)} bytes are not a multiple of {_ROWS.size}; it was cut off "
-                "or is something else: drop the chunk"
-            )
-        row_map = cls(bytes(packed))
-        for rows in row_map:
-            if not rows.is_possible:
-                raise RowMapError(
-                    f"row map: found {rows}, expected rows within the section and an offset that "
-                    f"is a multiple of {HOST_ALIGNMENT_BYTES}; drop the chunk"
-                )
-        return row_map
-
-    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """The fields of each `StoredRows`, for loops that have to be fast."""
-        return _ROWS.iter_unpack(self.packed)
-
     def __iter__(self) -> Iterator[StoredRows]:
-        return map(StoredRows._make, self.tuples())
-
-    def __len__(self) -> int:
-        return len(self.packed) // _ROWS.size
+        return map(StoredRows._make, _ROWS.iter_unpack(self.packed))
 
 
 class StoredChunk(NamedTuple):
@@ -109,3 +64,79 @@ class StoredChunk(NamedTuple):
 
     rows: RowMap
     host_offset_bytes: int = 0
+
+
+class MissingRows(NamedTuple):
+    """Tokens of a group that resuming needs and that are not there."""
+
+    group: int
+    kv_cache_group_id: int
+    tokens: TokenRange
+
+
+def find_rows(
+    groups: Sequence[LayoutGroup],
+    stored: Iterable[StoredChunk],
+    needed: Sequence[range],
+    boundary_tokens: int,
+) -> list[StoredRows]:
+    """The needed rows (one range per group) that some map has, each once, by group and row.
+
+    A state is of use only if it is that of ``boundary_tokens``, where the request is to resume.
+    """
+    bounds = [
+        (rows.start, rows.stop) if has_state_at(group, boundary_tokens) else (0, 0)
+        for group, rows in zip(groups, needed, strict=True)
+    ]
+    found = []
+    for row_map, place_bytes in stored:
+        for group, first_row, end_row, section_first_row, section_rows, offset_bytes in row_map:
+            first_needed, end_needed = bounds[group]
+            if first_row < end_needed and first_needed < end_row:
+                found.append(
+                    StoredRows(
+                        group,
+                        max(first_row, first_needed),
+                        min(end_row, end_needed),
+                        section_first_row,
+                        section_rows,
+                        place_bytes + offset_bytes,
+                    )
+                )
+    found.sort()
+    next_row = [rows.start for rows in needed]
+    once = []
+    for rows in found:
+        next_of_group = next_row[rows.group]
+        if rows.end_row > next_of_group:
+            is_new = rows.first_row >= next_of_group
+            once.append(rows if is_new else rows._replace(first_row=next_of_group))
+            next_row[rows.group] = rows.end_row
+    return once
+
+
+def missing_rows(
+    groups: Sequence[LayoutGroup],
+    needed: Sequence[range],
+    present: Iterable[StoredRows],
+    boundary_tokens: int,
+) -> tuple[MissingRows, ...]:
+    """What of the needed rows is not present: in disjoint parts of them, by group and row."""
+    next_row = [rows.start for rows in needed]
+    gaps = []
+    for rows in present:
+        if rows.first_row > next_row[rows.group]:
+            gaps.append((rows.group, next_row[rows.group], rows.first_row))
+        next_row[rows.group] = rows.end_row
+    gaps += [
+        (group, next_row[group], rows.stop)
+        for group, rows in enumerate(needed)
+        if next_row[group] < rows.stop
+    ]
+    missing = []
+    for index, first_row, end_row in sorted(gaps):
+        group = groups[index]
+        end_token = min(end_row * group.tokens_per_row, boundary_tokens)
+        tokens = TokenRange(first_row * group.tokens_per_row, end_token)
+        missing.append(MissingRows(index, group.kv_cache_group_id, tokens))
+    return tuple(missing)

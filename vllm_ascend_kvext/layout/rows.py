@@ -2,45 +2,21 @@
 """Which rows of each group a range of tokens keeps, and which a resume at its end needs.
 
 A row is counted from the first token of the request: row ``r`` covers the tokens from
-``r * tokens_per_row`` on. Pure arithmetic; knows neither pages in memory nor a host buffer.
-
-A window of 6 tokens, 4 tokens per page, 1 token per row, the range of tokens 0 to 9::
-
-    page            0       1       2
-    token           0 1 2 3 4 5 6 7 8 9 | 10 is computed next, and reads 5 to 9
-    needed, kept            4 5 6 7 8 9 | from the first token of the page that 5 is in
+``r * tokens_per_row`` on. With a window of 6 tokens and 4 tokens per page, resuming at 10 reads 5
+to 9 and needs 4 to 9: from the first token of the page that 5 is in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
+from vllm_ascend_kvext.token_range import TokenRange
 
-
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """Tokens ``first`` to ``end - 1`` of a request.
-
-    Raises:
-        TokenRangeError: If it is empty or begins before the request.
-    """
-
-    first: int
-    end: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < self.end:
-            raise TokenRangeError(
-                f"token range: expected 0 <= first < end, found {self.first} and {self.end}; "
-                "leave out empty ranges"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.first
+RowsOf = Callable[[LayoutGroup, TokenRange, StatePolicy], range]
+"""`needed_rows` or `kept_rows`."""
 
 
 def needed_rows(
@@ -52,11 +28,15 @@ def needed_rows(
     caches whole pages and a later hit on one of them reads what stands before the window. The last
     row may reach past the end. Tokens that have not filled an entry of a compressed group are held
     by the states of its compressor, which are a group of their own.
+
+    Raises:
+        TokenRangeError: If the range is empty or begins before the request.
     """
+    _require_tokens(tokens)
     if group.holds_states and states is StatePolicy.SKIP:
         return range(0)
-    end = tokens.end - tokens.end % group.compress_ratio
-    first = max(tokens.first, _first_needed_token(group, end))
+    end = tokens.end_tokens - tokens.end_tokens % group.compress_ratio
+    first = max(tokens.first_tokens, _first_needed_token(group, end))
     if first >= end:
         return range(0)
     return range(first // group.tokens_per_row, -(-end // group.tokens_per_row))
@@ -70,22 +50,26 @@ def kept_rows(
     What a resume needs at the last end of a whole row in the range: a row that the range does not
     fill is not kept.
     """
+    _require_tokens(tokens)
     if group.holds_states and states is StatePolicy.SKIP:
         return range(0)
-    end_row = tokens.end // group.tokens_per_row
+    end_row = tokens.end_tokens // group.tokens_per_row
     first_needed = _first_needed_token(group, end_row * group.tokens_per_row)
-    first_row = max(tokens.first, first_needed) // group.tokens_per_row
+    first_row = max(tokens.first_tokens, first_needed) // group.tokens_per_row
     return range(first_row, end_row) if first_row < end_row else range(0)
-
-
-def dense_rows(group: LayoutGroup, tokens: TokenRange) -> range:
-    """All rows of a range, whatever the group still needs of them: what `kept_rows` saves on."""
-    return range(tokens.first // group.tokens_per_row, tokens.end // group.tokens_per_row)
 
 
 def has_state_at(group: LayoutGroup, boundary_tokens: int) -> bool:
     """Whether a row of the group can be the state at this boundary (Mamba: at ends of pages)."""
     return not group.is_snapshot or boundary_tokens % group.tokens_per_page == 0
+
+
+def _require_tokens(tokens: TokenRange) -> None:
+    if not 0 <= tokens.first_tokens < tokens.end_tokens:
+        raise TokenRangeError(
+            f"token range: expected 0 <= first < end, found {tokens.first_tokens} and "
+            f"{tokens.end_tokens}; leave out empty ranges"
+        )
 
 
 def _first_needed_token(group: LayoutGroup, end: int) -> int:

@@ -18,16 +18,10 @@ from vllm_ascend_kvext.layout.model import KVLayout, RegisteredStorage
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor.
+    """One tensor: where its first element lies in which storage, and how it goes on.
 
-    Attributes:
-        storage: Index of its storage.
-        offset_bytes: Of its first element in the storage.
-        shape: Logical.
-        strides_bytes: Logical, which in a private format says nothing.
-        item_bytes: Size of an element.
-        dtype: Of the elements.
-        is_private_format: Whether its NPU keeps the elements in an order of its own.
+    In a private format its NPU keeps the elements in an order of its own, of which the logical
+    strides say nothing.
     """
 
     storage: int
@@ -56,9 +50,8 @@ class StorageTable:
     def read(self, tensor: Any, where: str) -> TensorView:
         """One tensor as numbers.
 
-        Raises:
-            LayoutError: If its storage holds more than the elements, in a private format: only the
-                device knows where.
+        In a private format only the device knows where elements are: a storage that holds more
+        than those raises `LayoutError`.
         """
         storage = tensor.untyped_storage()
         address, num_bytes = int(storage.data_ptr()), int(storage.nbytes())
@@ -104,11 +97,7 @@ def tensors_of(entry: Any) -> Iterator[Any]:
 
 
 def device_type_of(kv_caches: Mapping[str, Any]) -> str:
-    """``npu``, ``cpu`` and so on.
-
-    Raises:
-        LayoutError: If the tensors are on devices of several types.
-    """
+    """``npu``, ``cpu`` and so on; raises `LayoutError` if tensors are on several types."""
     types = {
         str(tensor.device).partition(":")[0]
         for entry in kv_caches.values()
@@ -125,12 +114,7 @@ def device_type_of(kv_caches: Mapping[str, Any]) -> str:
 def storage_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any, ...]:
     """The storages of a layout as one-dimensional ``torch.uint8`` tensors over whole storages.
 
-    Args:
-        layout: As built from the same ``kv_caches``.
-        kv_caches: The registered tensors.
-
-    Raises:
-        LayoutError: If a storage of the layout is not among those of ``kv_caches``.
+    The layout has been built from the same ``kv_caches``.
     """
     import torch
 
@@ -139,12 +123,6 @@ def storage_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any
         for entry in kv_caches.values()
         for tensor in tensors_of(entry)
     }
-    missing = [hex(one.address) for one in layout.storages if one.address not in by_address]
-    if missing:
-        raise LayoutError(
-            f"kv_caches: no tensor has its storage at {', '.join(missing)}; pass the tensors that "
-            "the layout was built from"
-        )
     return tuple(
         torch.empty(0, dtype=torch.uint8, device=by_address[one.address].device).set_(
             by_address[one.address].untyped_storage()

@@ -9,25 +9,19 @@ blocks of a request that begins or goes on after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
-def complete_first_blocks(connector: Any) -> None:
-    """Let LMCache's connector of the scheduler know the blocks of every request that begins."""
-    trackers: Any = getattr(connector, "request_trackers", None)
-    if trackers is None:
-        return
-    build = connector.build_connector_meta
+def tell_first_blocks(request_trackers: Mapping[str, Any], scheduler_output: Any) -> None:
+    """Let LMCache's trackers know the blocks of every request that begins in a step.
 
-    def build_connector_meta(scheduler_output: Any) -> Any:
-        for request_id, group_block_ids in _beginning(scheduler_output):
-            tracker = trackers.get(request_id)
-            if tracker is not None and not any(tracker.num_allocated_blocks().values()):
-                tracker.append_block_ids(tuple(map(list, group_block_ids)))
-        return build(scheduler_output)
-
-    connector.build_connector_meta = build_connector_meta
+    LMCache has not planned the step yet.
+    """
+    for request_id, group_block_ids in _beginning(scheduler_output):
+        tracker = request_trackers.get(request_id)
+        if tracker is not None and not any(tracker.num_allocated_blocks().values()):
+            tracker.append_block_ids(tuple(map(list, group_block_ids)))
 
 
 def _beginning(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[int]]]]:

@@ -18,8 +18,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_ascend_kvext.errors import LMCacheError
 from vllm_ascend_kvext.groups.specs import scheduler_spec
-from vllm_ascend_kvext.lmcache.errors import LMCacheError
 
 FORMAT = 1
 """Raise when the same description comes to mean other bytes."""
@@ -37,6 +37,27 @@ def object_name(model_name: str, fingerprint: str) -> str:
     return f"{model_name}{_MARK}{fingerprint[:_DIGITS]}"
 
 
+def require_name(connector: Any, name: str) -> None:
+    """Refuse an LMCache that takes the name of its objects from elsewhere.
+
+    Raises:
+        LMCacheError: If neither side's adapter has the name.
+    """
+    adapter = getattr(connector, "scheduler_adapter", None) or getattr(
+        connector, "worker_adapter", None
+    )
+    found = getattr(adapter, "model_name", None)
+    # LMCache adds to it, with decode context parallelism.
+    if found is None or not str(found).startswith(name):
+        raise LMCacheError(
+            f"LMCache to name its objects {name!r}",
+            f"{found!r}: the installed release takes the name from elsewhere, and engines with "
+            "other KV cache groups could read each other's objects",
+            "Install LMCache 0.5.6, or set VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 where no other engine "
+            "uses the server",
+        )
+
+
 def config_fingerprint(
     vllm_config: Any,
     kv_cache_config: Any,
@@ -48,12 +69,8 @@ def config_fingerprint(
     """SHA-256 as 64 hexadecimal digits; equal for the scheduler and all workers of an engine.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, of either side.
-        versions: Of the packages that decide how tensors of these specs are laid out, which may
-            differ between releases of equal specs.
+        versions: Of packages that may lay tensors of equal specs out otherwise in other releases.
         instruction_set: For which CPU kernels order a page; empty on devices.
-        environ: Of the process.
 
     Raises:
         LMCacheError: If a spec has a value of an unknown type.
@@ -76,13 +93,14 @@ def config_fingerprint(
             map(str, getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ())
         ),
         "model": {
-            "dtype": _text_or_none(getattr(model, "dtype", None)),
-            "revision": _text_or_none(getattr(model, "revision", None)),
-            "quantization": _text_or_none(getattr(model, "quantization", None)),
-            # Its layers have pages too.
-            "draft": _text_or_none(
-                getattr(getattr(vllm_config, "speculative_config", None), "model", None)
-            ),
+            name: None if value is None else str(value)
+            for name, value in {
+                "dtype": getattr(model, "dtype", None),
+                "revision": getattr(model, "revision", None),
+                "quantization": getattr(model, "quantization", None),
+                # Its layers have pages too.
+                "draft": getattr(getattr(vllm_config, "speculative_config", None), "model", None),
+            }.items()
         },
         "parallel": {
             "tensor": int(parallel.tensor_parallel_size),
@@ -109,15 +127,11 @@ def _describe_group(group: Any, where: str, num_stages: int) -> dict[str, Any]:
     if num_stages > 1:
         return {"block_size": int(group.kv_cache_spec.block_size)}
     spec = scheduler_spec(group.kv_cache_spec)
-    return {"spec": _describe(spec, where), "layers": list(group.layer_names)}
-
-
-def _describe(spec: Any, where: str) -> dict[str, Any]:
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return {
-        "type": type(spec).__name__,
-        **{name: _plain(value, f"{where}, {name}") for name, value in fields.items()},
+    described = {"type": type(spec).__name__} | {
+        field.name: _plain(getattr(spec, field.name), f"{where}, {field.name}")
+        for field in dataclasses.fields(spec)
     }
+    return {"spec": described, "layers": list(group.layer_names)}
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -131,12 +145,10 @@ def _plain(value: Any, where: str) -> Any:
     if str(value).startswith("torch."):  # a dtype
         return str(value)
     raise LMCacheError(
-        f"{where}: found a {type(value).__name__} ({value!r}), expected numbers, texts, dtypes and "
-        "sequences of them, which tell layouts apart in every process alike. Report the model and "
-        "the vLLM version; VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 leaves the layout out of the names of "
-        "objects, and is safe where no engine of another layout uses the same server"
+        f"{where} to be numbers, texts, dtypes or sequences of them, which tell layouts apart in "
+        "every process alike",
+        f"a {type(value).__name__} ({value!r})",
+        "Report the model and the vLLM version; VLLM_ASCEND_KVEXT_LMCACHE_KEYS=0 leaves the layout "
+        "out of the names of objects, and is safe where no engine of another layout uses the same "
+        "server",
     )
-
-
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else str(value)

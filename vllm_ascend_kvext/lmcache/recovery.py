@@ -9,93 +9,70 @@ again with another one fails at stores without an answer (``get_hashes`` in
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from vllm_ascend_kvext.lmcache.errors import LMCacheError
-from vllm_ascend_kvext.lmcache.handshake import Client, chunk_tokens
+from vllm_ascend_kvext.lmcache.handshake import ANSWER_LIMIT_S
 
 logger = logging.getLogger("vllm.ascend_kvext.lmcache")
 
 
-def refuse_other_chunks(connector: Any) -> None:
-    """Let a connector go on without a server that has come back with other chunks.
+def refuse_other_chunks_of_worker(adapter: Any) -> None:
+    """Let an ``LMCacheMPWorkerAdapter`` register its pages again only with the same chunks.
 
-    Both sides of it ping the server; one that answers again is asked for its chunks before it is
-    taken for healthy. What is not known of another LMCache is left alone.
+    Call it before the adapter has pinged the server.
     """
-    worker = getattr(connector, "worker_adapter", None)
-    if hasattr(worker, "_reregister_kv_caches_callback"):
-        _guard_worker(worker)
-    scheduler = getattr(connector, "scheduler_adapter", None)
-    if hasattr(scheduler, "_ensure_heartbeat_started"):
-        _guard_scheduler(scheduler)
-
-
-def _guard_worker(adapter: Any) -> None:
     register_again = adapter._reregister_kv_caches_callback
-    has_same = SameChunks(adapter.req_client, "LMCache's server", adapter.lmcache_tokens_per_chunk)
-
-    def register_with_same_chunks() -> bool:
-        return has_same() and bool(register_again())
+    has_same = _same_chunks(
+        adapter.req_client, "LMCache's server", adapter.lmcache_tokens_per_chunk
+    )
 
     # The heartbeat takes it from the adapter when it starts.
-    adapter._reregister_kv_caches_callback = register_with_same_chunks
+    adapter._reregister_kv_caches_callback = lambda: has_same() and register_again()
 
 
-def _guard_scheduler(adapter: Any) -> None:
+def refuse_other_chunks_of_scheduler(adapter: Any) -> None:
+    """Let an ``LMCacheMPSchedulerAdapter`` take only servers of the same chunks for healthy again.
+
+    Call it before the adapter has pinged a server.
+    """
     start_heartbeats = adapter._ensure_heartbeat_started
 
     def start_guarded() -> None:
-        is_first = not adapter._heartbeats
+        is_first = adapter._heartbeats is None
         start_heartbeats()
-        if not is_first:
-            return
-        for url, heartbeat in (adapter._heartbeats or {}).items():
-            client = adapter.req_clients[url]
+        for url, heartbeat in adapter._heartbeats.items() if is_first else ():
             heartbeat.register_recover_callback(
-                SameChunks(client, url, adapter.lmcache_tokens_per_chunk)
+                _same_chunks(adapter.req_clients[url], url, adapter.lmcache_tokens_per_chunk)
             )
 
     adapter._ensure_heartbeat_started = start_guarded
 
 
-@dataclass(slots=True)
-class SameChunks:
+def _same_chunks(client: Any, url: str, expected_tokens: int) -> Callable[[], bool]:
     """Whether a server that is back has the chunks that this engine started with.
 
-    Called with every heartbeat as long as it has not; what is wrong is logged once.
-
-    Attributes:
-        client: Of the server.
-        url: Of the server, for the log.
-        expected_tokens: Per chunk.
+    Asked with every heartbeat as long as it has not; what is wrong is logged once.
     """
+    logged_tokens = expected_tokens
 
-    client: Client
-    url: str
-    expected_tokens: int
-    _told: str = ""
-
-    def __call__(self) -> bool:
+    def has_same() -> bool:
+        nonlocal logged_tokens
         try:
-            found_tokens = chunk_tokens(self.client, self.url)
-        except LMCacheError as error:
-            self._tell(str(error))
-            return False
-        if found_tokens == self.expected_tokens:
-            self._told = ""
-            return True
-        expected_tokens = self.expected_tokens
-        self._tell(
-            f"LMCacheMPConnector: {self.url} is back with chunks of {found_tokens} tokens, and "
-            f"this engine started with {expected_tokens}. It goes on without LMCache, and computes "
-            f"what it would load. Start the server with --chunk-size {expected_tokens}, or start "
-            "the engine again"
-        )
-        return False
+            found_tokens = int(client.get_chunk_size().result(timeout=ANSWER_LIMIT_S))
+        except TimeoutError:
+            return False  # LMCache pings it again.
+        if found_tokens not in (expected_tokens, logged_tokens):
+            logger.error(
+                "LMCacheMPConnector: %s is back with chunks of %d tokens, and this engine started "
+                "with %d. It goes on without LMCache, and computes what it would load. Start the "
+                "server with --chunk-size %d, or start the engine again",
+                url,
+                found_tokens,
+                expected_tokens,
+                expected_tokens,
+            )
+        logged_tokens = found_tokens
+        return found_tokens == expected_tokens
 
-    def _tell(self, text: str) -> None:
-        if text != self._told:
-            logger.error("%s", text)
-        self._told = text
+    return has_same

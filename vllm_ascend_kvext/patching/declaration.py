@@ -22,8 +22,12 @@ Install = Callable[[], Callable[[], None]]
 """Uses an official hook of upstream and returns the function that undoes it."""
 
 
+SUPPORTED_VLLM = ("==0.23.0.*",)
+"""Closed version ranges (PEP 440) of vLLM for which patches are written."""
+
+
 class Kind(enum.Enum):
-    """How a patch takes effect, in order of preference."""
+    """How a patch takes effect, in order of preference; a replacement need not call upstream."""
 
     HOOK = "hook"
     WRAP = "wrap"
@@ -32,13 +36,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Patches that make sense together only.
-
-    Attributes:
-        name: What `Patch.feature` names.
-        default_on: Whether it is installed without being asked for.
-        requires: Features that are installed with it, whoever asked for it.
-    """
+    """Patches that make sense together only, and the features that are installed with them."""
 
     name: str
     default_on: bool = False
@@ -52,12 +50,11 @@ class Patch:
     Attributes:
         id: Stable name, for example ``KVX-101``; never reused.
         target: ``module:qualname`` of the upstream attribute.
-        kind: Official hook, wrapper (calls upstream), or replacement (need not call it).
-        feature: The feature this patch belongs to; a feature applies as a whole or not at all.
-        vllm: Closed version ranges (PEP 440) of vLLM that have this target; elsewhere the
-            patch is not part of the feature.
+        feature: A feature applies as a whole or not at all.
         why: The upstream behaviour that makes the patch necessary.
         retire_when: The condition under which the patch can be deleted.
+        vllm: Closed version ranges of vLLM that have this target; elsewhere the patch is not part
+            of the feature.
         wrapper: For ``WRAP`` and ``REPLACE``.
         install: For ``HOOK``.
         undo: Takes back what the wrapper has set on upstream's objects that are in use.
@@ -65,6 +62,9 @@ class Patch:
             counts on. They are fingerprinted like the target itself.
         ascend: The same for functions of vLLM-Ascend, which are compared where it is installed.
             A target or a function relied on that vLLM-Ascend has replaced by one of them fits.
+        when_imported: Whether planning leaves the target's module alone: an import would cost time,
+            or come before upstream's own. The source of what is fingerprinted is compared then, and
+            the target is wrapped as soon as upstream imports its module.
         lmcache: Functions of LMCache whose behaviour is counted on. They are compared by the patch
             itself, when LMCache is used: planning does not look at what may never be.
     """
@@ -73,24 +73,22 @@ class Patch:
     target: str
     kind: Kind
     feature: str
-    vllm: tuple[str, ...]
     why: str
     retire_when: str
+    vllm: tuple[str, ...] = SUPPORTED_VLLM
     wrapper: Wrapper | None = None
     install: Install | None = None
     undo: Callable[[], None] | None = None
     relies_on: tuple[str, ...] = ()
     ascend: tuple[str, ...] = ()
+    when_imported: bool = False
     lmcache: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.kind is Kind.HOOK) != (self.install is not None) or (self.kind is Kind.HOOK) == (
-            self.wrapper is not None
-        ):
-            raise ValueError(
-                f"{self.id}: a {self.kind.value} patch needs "
-                f"{'install' if self.kind is Kind.HOOK else 'wrapper'} and nothing else"
-            )
+        needed = ("install",) if self.kind is Kind.HOOK else ("wrapper",)
+        given = tuple(name for name in ("install", "wrapper") if getattr(self, name) is not None)
+        if given != needed:
+            raise ValueError(f"{self.id}: a {self.kind.value} patch needs {needed[0]} and no other")
 
     @property
     def is_for_vllm_ascend(self) -> bool:

@@ -47,14 +47,10 @@ def fingerprint_source(source_root: Path, name: str) -> str:
 
 
 def fingerprint_live(function: object) -> str:
-    """The fingerprint of a function object, read from the file that its code came from.
-
-    Args:
-        function: A Python function, or the classmethod or staticmethod object around one.
+    """The fingerprint of a function, classmethod or staticmethod object, read from its file.
 
     Raises:
-        FingerprintError: If it is no such thing or its source is not a definition in a module
-            or class body.
+        FingerprintError: If it is no such thing or not defined in a module or class body.
     """
     if isinstance(function, (classmethod, staticmethod)):
         function = function.__func__

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import wrapt
@@ -29,18 +30,14 @@ class _Switch:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapping:
-    """A wrapper of ours in an attribute of upstream.
+    """A wrapper of ours in an attribute of upstream, and the attribute as it was found.
 
-    Attributes:
-        patch: Its declaration.
-        target: The attribute as it was found.
-        wrapper: A plain wrapt wrapper; a subclass would double the price of each call.
-        switch: While it is off, the wrapper calls straight through.
+    While the switch is off, the wrapper calls straight through.
     """
 
     patch: Patch
     target: Target
-    wrapper: wrapt.FunctionWrapper[..., Any]
+    wrapper: wrapt.FunctionWrapper[..., Any]  # A subclass would double the price of each call.
     switch: _Switch
 
     @property
@@ -67,16 +64,17 @@ class _Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class _Hooking:
-    """An official hook of upstream in use."""
+    """A hook of upstream in use; without `undo`, a wrapper that waits for an import of upstream."""
 
     patch: Patch
-    undo: Callable[[], None]
+    undo: Callable[[], None] | None = None
 
     def state(self) -> State:
-        return State.APPLIED
+        return State.WAITING if self.undo is None else State.APPLIED
 
     def revert(self) -> State:
-        self.undo()
+        if self.undo is not None:
+            self.undo()
         return State.INERT
 
 
@@ -91,9 +89,6 @@ class PatchBook:
 
     def apply(self, plan: FeaturePlan) -> tuple[str, ...]:
         """Install a feature. Atomic: if this raises, nothing of it is in place.
-
-        Args:
-            plan: Has to fit.
 
         Returns:
             The ids of the patches that were not in effect before; none on a second call.
@@ -137,10 +132,6 @@ class PatchBook:
                     self._revert(patch_id)
             return states
 
-    def state(self, finding: Finding) -> State:
-        """Where a planned patch stands at this moment."""
-        return self.bring_up_to_date(finding).state
-
     def bring_up_to_date(self, finding: Finding) -> Finding:
         """What was planned, with the state at this moment."""
         failure = self._failures.get(finding.patch.id)
@@ -159,9 +150,19 @@ class PatchBook:
             return not was_on
         if patch.install is not None:
             self._entries[patch.id] = _Hooking(patch, undo=patch.install())
+        elif patch.wrapper is not None and patch.when_imported:
+            self._entries[patch.id] = waiting = _Hooking(patch)
+            end_waiting = partial(self._end_waiting, waiting, patch.wrapper)
+            # At once, where the module is there already.
+            wrapt.register_post_import_hook(end_waiting, patch.target.partition(":")[0])
         elif patch.wrapper is not None:
             self._entries[patch.id] = _wrap(patch, patch.wrapper)
         return True
+
+    def _end_waiting(self, waiting: _Hooking, wrapper: Wrapper, _module: object) -> None:
+        # Not if it was taken back meanwhile. Without the lock: whoever holds that may import.
+        if self._entries.get(waiting.patch.id) is waiting:
+            self._entries[waiting.patch.id] = _wrap(waiting.patch, wrapper)
 
     def _revert(self, patch_id: str) -> State:
         state = self._entries[patch_id].revert()
@@ -174,20 +175,16 @@ def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
     # Looked up again and not taken from the plan: an earlier patch may have the same target.
     target = resolve(patch.target)
     switch = _Switch()
-    function = wrapt.FunctionWrapper(target.found, _call_form(wrapper, switch))
-    setattr(target.parent, target.attribute, function)
-    return _Wrapping(patch, target, function, switch)
 
-
-def _call_form(wrapper: Wrapper, switch: _Switch) -> Callable[..., Any]:
-    """wrapt's form of a wrapper. Python binds the arguments, by position and by name, once."""
-
+    # wrapt's form of a wrapper. Python binds the arguments, by position and by name, once.
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not switch.is_on:
             return wrapped(*args, **kwargs)
         return wrapper(wrapped, instance, *args, **kwargs)
 
-    return call
+    function = wrapt.FunctionWrapper(target.found, call)
+    setattr(target.parent, target.attribute, function)
+    return _Wrapping(patch, target, function, switch)
 
 
 BOOK = PatchBook()

@@ -26,12 +26,9 @@ class InstanceMethods:
         self._layers: WeakSet[_Layer] = WeakSet()
 
     def replace(self, owner: Any, replacement: Callable[..., Any]) -> None:
-        """Have calls of one method of an object go to a function.
+        """Have calls of one method of an object go to a function of the same name.
 
-        Args:
-            owner: Has a ``__dict__``.
-            replacement: Has the name of the method. It is called with what lay there before,
-                bound, in front of the arguments of the call.
+        It is called with what lay there before, bound, in front of the arguments of the call.
         """
         self._layers.add(_Layer(owner, replacement))
 

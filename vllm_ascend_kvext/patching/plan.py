@@ -5,16 +5,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
-from vllm_ascend_kvext.compat import (
-    VLLM,
-    VLLM_ASCEND,
-    Upstream,
-    package_folder,
-    version_in,
-)
+from vllm_ascend_kvext.compat import VLLM, VLLM_ASCEND, Upstream, package_folder, version_in
 from vllm_ascend_kvext.errors import FingerprintError, PatchError
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.fingerprint import (
@@ -23,12 +18,7 @@ from vllm_ascend_kvext.patching.fingerprint import (
     forget_sources,
 )
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.patching.target import (
-    MissingTargetError,
-    describe,
-    resolve,
-    wrapper_chain,
-)
+from vllm_ascend_kvext.patching.target import MissingTargetError, describe, resolve, wrapper_chain
 
 
 class State(enum.Enum):
@@ -36,6 +26,8 @@ class State(enum.Enum):
 
     APPLIED = "applied"
     """In effect."""
+    WAITING = "waiting"
+    """Comes into effect when upstream imports the target's module."""
     INERT = "inert"
     """Fits, and is not installed."""
     SKIPPED_VERSION = "skipped_version"
@@ -52,13 +44,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One patch against the upstream at hand.
+    """One patch against the upstream at hand: INERT if it fits, otherwise why not.
 
-    Attributes:
-        patch: The declaration.
-        state: INERT if it fits, otherwise why not.
-        reason: Where, expected and found, if it does not fit.
-        fingerprints: Those of the functions it fits, in the order of the declaration.
+    The reason says where, expected and found. The fingerprints are those of the functions it fits,
+    in the order of the declaration.
     """
 
     patch: Patch
@@ -120,10 +109,20 @@ class _DriftError(PatchError):
     """A function differs from the one that was read."""
 
     def __init__(self, name: str, expected: frozenset[str], found: str) -> None:
-        wanted = (
-            " or ".join(sorted(expected)) or "a fingerprint of this version, and none is stored"
-        )
+        stored = " or ".join(sorted(expected))
+        wanted = stored or "a fingerprint of this version, and none is stored"
         super().__init__(f"{name}: expected {wanted}; found {found}")
+
+
+def _require_known(name: str, expected: frozenset[str], take: Callable[[], str], place: str) -> str:
+    """The fingerprint of a function, which has to be one of those that are expected."""
+    try:
+        found = take()
+    except FingerprintError as error:
+        raise _DriftError(name, expected, f"{place}: {error}") from error
+    if found not in expected:
+        raise _DriftError(name, expected, f"{found} ({place})")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +140,11 @@ class _Check:
         ):
             return Finding(patch, State.SKIPPED_VERSION, "for vLLM-Ascend only")
         try:
-            resolve(patch.target)
-            fingerprints = [self._live(name, patch) for name in patch.fingerprinted]
+            if patch.when_imported:
+                fingerprints = [self._of_source(name) for name in patch.fingerprinted]
+            else:
+                resolve(patch.target)
+                fingerprints = [self._live(name, patch) for name in patch.fingerprinted]
             fingerprints += [self._of_vllm_ascend(name) for name in patch.ascend]
         except MissingTargetError as error:
             return Finding(patch, State.MISSING_TARGET, str(error))
@@ -152,20 +154,21 @@ class _Check:
 
     def _live(self, name: str, patch: Patch) -> str:
         """The function in place has to be the one of vLLM, or one of vLLM-Ascend's for it."""
-        if patch.is_for_vllm_ascend:
-            expected = self._expected_of_vllm_ascend(name)
-        else:
-            expected = self.store.expected(VLLM, self.upstream.vllm or "", name)
+        expected = self._expected(name)
         for replacement in patch.ascend:
-            expected |= self._expected_of_vllm_ascend(replacement)
+            expected |= self._expected(replacement)
         function = wrapper_chain(resolve(name).found)[-1]
-        try:
-            found = fingerprint_live(function)
-        except FingerprintError as error:
-            raise _DriftError(name, expected, f"{describe(function)}: {error}") from error
-        if found not in expected:
-            raise _DriftError(name, expected, f"{found} ({describe(function)})")
-        return found
+        take = partial(fingerprint_live, function)
+        return _require_known(name, expected, take, describe(function))
+
+    def _of_source(self, name: str) -> str:
+        """The installed file has to say what it said when it was read."""
+        package = name.partition(".")[0]
+        folder = package_folder(package)
+        if folder is None:
+            raise MissingTargetError(f"{package} is not installed.")
+        take = partial(fingerprint_source, folder.parent, name)
+        return _require_known(name, self._expected(name), take, f"in {folder}")
 
     def _of_vllm_ascend(self, name: str) -> str:
         """The installed file has to say what it said when it was read, or lack it as it did then.
@@ -175,16 +178,14 @@ class _Check:
         folder = package_folder("vllm_ascend")
         if self.upstream.vllm_ascend is None or folder is None:
             return ""
-        expected = self._expected_of_vllm_ascend(name)
-        try:
-            found = fingerprint_source(folder.parent, name)
-        except FingerprintError as error:
-            if expected:
-                raise _DriftError(name, expected, str(error)) from error
-            return ""
-        if found not in expected:
-            raise _DriftError(name, expected, f"{found} (in {folder})")
-        return found
+        if not self._expected(name):
+            try:
+                fingerprint_source(folder.parent, name)
+            except FingerprintError:
+                return ""
+        return self._of_source(name)
 
-    def _expected_of_vllm_ascend(self, name: str) -> frozenset[str]:
-        return self.store.expected(VLLM_ASCEND, self.upstream.vllm_ascend or "", name)
+    def _expected(self, name: str) -> frozenset[str]:
+        if name.startswith("vllm_ascend."):
+            return self.store.expected(VLLM_ASCEND, self.upstream.vllm_ascend or "", name)
+        return self.store.expected(VLLM, self.upstream.vllm or "", name)

@@ -16,16 +16,11 @@ from packaging.version import InvalidVersion, Version
 STORE_FILE = Path(__file__).with_name("fingerprints.json")
 
 Fingerprints = Mapping[str, str]
-"""``module:qualname`` to fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FingerprintStore:
-    """Fingerprints by distribution and version.
-
-    Attributes:
-        distributions: ``{"vllm": {"0.23.0": {"module:qualname": fingerprint}}}``.
-    """
+    """Fingerprints as ``{"vllm": {"0.23.0": {"module:qualname": fingerprint}}}``."""
 
     distributions: Mapping[str, Mapping[str, Fingerprints]] = field(default_factory=dict)
 
@@ -44,8 +39,7 @@ class FingerprintStore:
 
     def has_release(self, distribution: str, version: str) -> bool:
         """Whether a version with the same release number is stored."""
-        release = _release(version)
-        return release is not None and release in map(_release, self.versions(distribution))
+        return any(_same_release(version, stored) for stored in self.versions(distribution))
 
     def expected(self, distribution: str, version: str, name: str) -> frozenset[str]:
         """The fingerprints that fit an installed version.
@@ -53,11 +47,10 @@ class FingerprintStore:
         Versions with the same release number (0.23.0, 0.23.0.post1, a local build) share their
         fingerprints: equal code is equal, whoever built it.
         """
-        release = _release(version)
         return frozenset(
             fingerprints[name]
             for stored, fingerprints in self.distributions.get(distribution, {}).items()
-            if name in fingerprints and release is not None and _release(stored) == release
+            if name in fingerprints and _same_release(version, stored)
         )
 
     def replacing(
@@ -68,8 +61,9 @@ class FingerprintStore:
         return FingerprintStore({**self.distributions, distribution: versions})
 
 
-def _release(version: str) -> tuple[int, ...] | None:
+def _same_release(one: str, other: str) -> bool:
     try:
-        return (*Version(version).release, 0, 0)[:3]
+        first, second = Version(one), Version(other)
     except InvalidVersion:
-        return None
+        return False
+    return (first.major, first.minor, first.micro) == (second.major, second.minor, second.micro)

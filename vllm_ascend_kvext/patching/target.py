@@ -25,14 +25,10 @@ class MissingTargetError(PatchError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An attribute of an upstream module or class.
+    """An attribute of an upstream module or class, the parent.
 
-    Attributes:
-        parent: The module or class that the name's last part is looked up on.
-        attribute: The last part of the name.
-        found: The attribute as it lies in ``vars()`` of the parent or of the base class that has
-            it: a classmethod object, not the method bound to the class.
-        was_local: Whether it lies in the parent's own ``vars()``.
+    `found` is the attribute as it lies in ``vars()`` of the parent (`was_local`) or of the base
+    class that has it: a classmethod object, not the method bound to the class.
     """
 
     parent: Any

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How groups agree on one hit: each accepts a length, or offers a shorter one, until none does.
 
-The rule of vLLM's ``HybridKVCacheCoordinator.find_longest_cache_hit``, and nothing else. What one
-group finds is the caller's to say: blocks in a table (`vllm_ascend_kvext.prefix_cache.lookup`), or
-what a cache that holds everything would have (`vllm_ascend_kvext.retention.geometry`).
+The rule of vLLM's ``HybridKVCacheCoordinator.find_longest_cache_hit``. What one group finds is the
+caller's to say: blocks in a table (`prefix_cache.lookup`), or all there could be (`geometry`).
 """
 
 from __future__ import annotations
@@ -15,21 +14,14 @@ from vllm_ascend_kvext.groups.model import GroupKind
 
 
 class SearchedGroup(Protocol):
-    """What the rule has to know of a group.
-
-    Attributes:
-        kind: A group that reads everything is searched once, and then cut.
-        block_tokens: Tokens per block.
-        looks_ahead: Whether a block past the hit has to be found too (EAGLE, MTP).
-        margin_tokens: How far past a length it may search for that block.
-    """
+    """What the rule has to know of a group; see `LookupGroups` and `GroupGeometry`."""
 
     @property
     def kind(self) -> GroupKind: ...
     @property
     def block_tokens(self) -> int: ...
     @property
-    def looks_ahead(self) -> bool: ...
+    def use_eagle(self) -> bool: ...
     @property
     def margin_tokens(self) -> int: ...
 
@@ -55,7 +47,7 @@ def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Fi
             if group.kind is GroupKind.FULL and not is_first_round:
                 tokens = tokens // group.block_tokens * group.block_tokens
                 continue
-            drops_block = group.looks_ahead and index not in has_dropped
+            drops_block = group.use_eagle and index not in has_dropped
             limit = min(tokens + group.margin_tokens, max_tokens) if drops_block else tokens
             found_tokens = find(index, limit, drops_block)
             if drops_block:

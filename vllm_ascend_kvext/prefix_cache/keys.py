@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
-Knows nothing of blocks or pools. A request is hashed once, at the smallest block size of all
-groups; a block of a larger size spans several of these hashes, and its key is
-all of them, one after the other.
+A request is hashed once, at the smallest block size of all groups; the key of a larger block is all
+hashes that it spans, one after the other.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ GROUP_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """The keys of one group.
-
-    Attributes:
-        hashes_per_block: Hashes of a request that one block spans.
-        suffix: The group id, as it ends every key.
-    """
+    """The keys of one group: the hashes that a block spans, and the group id as ``suffix``."""
 
     hashes_per_block: int
     suffix: bytes
@@ -44,12 +38,7 @@ class GroupKeys:
         return b"".join(hashes[stop - per_block : stop]) + self.suffix
 
     def of(self, hashes: Sequence[bytes], blocks: range) -> list[bytes]:
-        """The keys of several blocks, in their order.
-
-        Args:
-            hashes: They have to reach to the end of every block.
-            blocks: Indices; the step may be any, negative ones included.
-        """
+        """The keys of several blocks, in their order; there has to be a hash for each."""
         suffix = self.suffix
         per_block = self.hashes_per_block
         if per_block == 1:

@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Up to which number of tokens a step of a running request changes no block of it.
 
-Knows lengths only. A limit is the smallest number of tokens at which something happens:
-
-    blocks     0         1         2         3
-    tokens     |---------|---------|---------|----      block_tokens = 10
-                     ^ window_tokens = 15 before ...  ^ 35 computed tokens
-
-With 3 blocks held, 31 tokens need one more (``next_slot_tokens``). Block 0 has left the window at
-24 computed tokens, block 1 leaves it at 34 (``next_skip_tokens``). With 2 blocks cached, the next
-one is cached at 30 tokens (``next_cache_tokens``).
+Knows lengths only. A limit is the smallest number of tokens at which something happens: a block
+more is needed (with 3 blocks of 10 tokens, at 31), leaves the window, or is cached.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ class GroupLimits:
         window_tokens: The sliding window; 0 where nothing is ever skipped. A state is read where
             the last computed token left it, which is where a window of 2 tokens reads.
         unit_tokens: Blocks are cached up to multiples of it; 1 for every block that is full.
-        looks_ahead: Whether the block past such a multiple is cached with it.
+        use_eagle: Whether the block past such a multiple is cached with it.
         row_tokens: Tokens that share one row of a block; more than 1 in compressed groups, which
             hold a row only once all its tokens are there.
         draft_blocks: Blocks held beyond those of the tokens: states behind draft tokens.
@@ -39,7 +32,7 @@ class GroupLimits:
     block_tokens: int
     window_tokens: int
     unit_tokens: int
-    looks_ahead: bool
+    use_eagle: bool
     row_tokens: int = 1
     draft_blocks: int = 0
 
@@ -66,11 +59,12 @@ class GroupLimits:
         """The smallest number of tokens at which one block more is cached."""
         target = (num_cached_blocks + 1) * self.block_tokens
         unit = self.unit_tokens
-        if not self.looks_ahead:
+        if not self.use_eagle:
             return -(-target // unit) * unit
         return max(target, -(-(target - self.block_tokens) // unit) * unit, unit)
 
 
+@dataclass(slots=True)
 class RequestLimits:
     """Where the next thing happens to a running request, per group and at all, in tokens.
 
@@ -78,22 +72,13 @@ class RequestLimits:
     which it was computed: a table is given up when a request is freed, by whomever.
     """
 
-    __slots__ = (
-        "next_cache_tokens",
-        "next_skip_tokens",
-        "next_slot_tokens",
-        "skip_tokens",
-        "slot_tokens",
-        "table",
-        "until_tokens",
-    )
-
-    def __init__(self, table: object, num_groups: int) -> None:
-        self.table = table
-        self.slot_tokens = [0] * num_groups
-        self.skip_tokens = [NEVER_TOKENS] * num_groups
-        self.next_slot_tokens = self.next_skip_tokens = 0
-        self.next_cache_tokens = self.until_tokens = 0
+    table: object
+    slot_tokens: list[int]
+    skip_tokens: list[int]
+    next_cache_tokens: int
+    next_slot_tokens: int = 0
+    next_skip_tokens: int = 0
+    until_tokens: int = 0
 
     def update(self) -> None:
         """Take in what was changed for single groups."""

@@ -30,23 +30,20 @@ Hit = tuple[tuple[list[Any], ...], int]
 
 @dataclass(frozen=True, slots=True)
 class LookupGroups:
-    """Groups with one spec, which are looked up as one.
+    """Groups with one spec, of kind `FULL`, `WINDOW` or `STATE`, which are looked up as one.
 
     Attributes:
-        kind: What a hit reads of them: `FULL`, `WINDOW` or `STATE`.
-        block_tokens: Tokens per block.
         unit_blocks: A hit is a multiple of this many blocks.
-        window_blocks: Blocks that a window reaches back; for `GroupKind.WINDOW`.
-        looks_ahead: Whether one block past the hit has to be cached too (EAGLE, MTP).
-        group_ids: Ids of the groups.
-        keys: Keys of each group, in the same order.
+        window_blocks: Blocks that a window reaches back.
+        use_eagle: Whether one block past the hit has to be cached too (EAGLE, MTP).
+        keys: Keys of each group, in the order of ``group_ids``.
     """
 
     kind: GroupKind
     block_tokens: int
     unit_blocks: int
     window_blocks: int
-    looks_ahead: bool
+    use_eagle: bool
     group_ids: tuple[int, ...]
     keys: tuple[GroupKeys, ...]
 
@@ -64,9 +61,8 @@ class LookupGroups:
     ) -> list[list[Any]]:
         """The blocks of the longest hit up to ``max_tokens``, per group.
 
-        Args:
-            drops_block: Whether the last block found is not part of the hit.
-            null: Stands for blocks that the hit does not need.
+        With ``drops_block``, the last block found is not part of the hit. ``null`` stands for
+        blocks that the hit does not need.
         """
         if self.kind is GroupKind.FULL:
             found = leading_blocks(get, self.keys, hashes, self.blocks_within(hashes, max_tokens))
@@ -111,11 +107,9 @@ class LookupGroups:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """All groups of a model.
+    """All groups of a model, in upstream's order: those that read everything come first.
 
     Attributes:
-        groups: In upstream's order: those that read everything come first.
-        num_groups: How many ids they have.
         null: Stands for blocks that the hit does not need.
         cheapest_first: All groups, first the one that reads everything, then the others by the
             cost of a key; empty where upstream's order has to be kept.
@@ -131,8 +125,8 @@ class Lookup:
         num_groups = sum(len(group.group_ids) for group in groups)
         cheapest_first: tuple[LookupGroups, ...] = ()
         num_full = sum(group.kind is GroupKind.FULL for group in groups)
-        looks_ahead = any(group.looks_ahead for group in groups)
-        if num_full == 1 and groups[0].kind is GroupKind.FULL and not looks_ahead:
+        use_eagle = any(group.use_eagle for group in groups)
+        if num_full == 1 and groups[0].kind is GroupKind.FULL and not use_eagle:
             sparse = sorted(groups[1:], key=lambda group: group.keys[0].hashes_per_block)
             if sparse:
                 cheapest_first = (groups[0], *sparse)

@@ -2,7 +2,7 @@
 """Steps of running requests: nothing is done in those in which nothing changes.
 
 Most steps of a decode need no block, free none and cache none. Each request carries the number of
-tokens up to which that holds. Knows of the block manager what the protocols say.
+tokens up to which that holds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_ascend_kvext.prefix_cache.limits import NEVER_TOKENS, GroupLimits, RequestLimits
+from vllm_ascend_kvext.upstream_types import BlockManager, GroupManager
 
 
 class CachingRule(Protocol):
@@ -24,48 +25,9 @@ class CachingRule(Protocol):
         """A step below that number was scheduled: caching was not called for it."""
 
 
-class GroupManager(Protocol):
-    """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
-
-    req_to_blocks: dict[str, list[Any]]
-    num_cached_block: dict[str, int]
-
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[Any]: ...
-
-
-class Coordinator(Protocol):
-    """``vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator``."""
-
-    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
-
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None: ...
-
-
-class BlockManager(Protocol):
-    """``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
-
-    block_pool: Any
-    enable_caching: bool
-    max_model_len: int
-    empty_kv_cache_blocks: Any
-
-    @property
-    def coordinator(self) -> Coordinator: ...
-
-    def create_kv_cache_blocks(self, blocks: tuple[list[Any], ...]) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepGroup:
-    """One group of a block manager.
-
-    Attributes:
-        manager: Upstream's manager of its blocks.
-        limits: When it needs attention.
-        null: Stands in its tables where no block is held.
-    """
+    """One group of a block manager; ``null`` is in its tables where no block is held."""
 
     manager: GroupManager
     limits: GroupLimits
@@ -74,13 +36,7 @@ class StepGroup:
 
 @dataclass(slots=True)
 class StepCounts:
-    """How many steps of running requests went which way.
-
-    Attributes:
-        quiet: Nothing changed, and nothing was done.
-        partial: Only what changed was done.
-        upstream: Upstream did all of it; the first step of each request among them.
-    """
+    """In how many steps nothing was done, only what changed, and everything, by upstream."""
 
     quiet: int = 0
     partial: int = 0
@@ -92,13 +48,10 @@ class Steps:
     """Steps of running requests on one block manager.
 
     Attributes:
-        block_manager: Upstream's.
         groups: All its groups; none if there is one whose steps are not known here.
-        tables: Block tables of the first group.
         does_partial_steps: Whether `take_partial_step` does all that there is to a step: not where
             vLLM-Ascend 0.23.0 puts a function around upstream's, and not where states move.
         rule: What decides instead of upstream when something is cached, if anything does.
-        counts: What became of the steps.
     """
 
     block_manager: BlockManager
@@ -146,13 +99,18 @@ class Steps:
         table = self.tables.get(request_id)
         if table is None:
             return None
-        limits = RequestLimits(table, len(self.groups))
-        computed_tokens = request.num_computed_tokens
-        for index, group in enumerate(self.groups):
-            num_blocks = len(group.manager.req_to_blocks[request_id])
-            limits.slot_tokens[index] = group.limits.next_slot_tokens(num_blocks)
-            limits.skip_tokens[index] = _next_skip_tokens(group, request_id, computed_tokens)
-        limits.next_cache_tokens = self._next_cache_tokens(request)
+        limits = RequestLimits(
+            table,
+            [
+                group.limits.next_slot_tokens(len(group.manager.req_to_blocks[request_id]))
+                for group in self.groups
+            ],
+            [
+                _next_skip_tokens(group, request_id, request.num_computed_tokens)
+                for group in self.groups
+            ],
+            self._next_cache_tokens(request),
+        )
         limits.update()
         return limits
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
 from vllm_ascend_kvext.retention.hints import hinted_boundaries
-from vllm_ascend_kvext.retention.protocols import Request
 from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
+from vllm_ascend_kvext.upstream_types import Request
 
 
 class SharedTokens(NamedTuple):
@@ -29,13 +29,7 @@ class SharedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks for at its admission.
-
-    Attributes:
-        hit_tokens: What it need not compute.
-        shared: How much of its prompt was computed before.
-        boundaries: Past the hit, in tokens, with the reason to keep each.
-    """
+    """What a request asks for at its admission: ``boundaries`` past its hit, each with a reason."""
 
     hit_tokens: int
     shared: SharedTokens

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix-cache lookup can hit, and which blocks it reads to do so.
+"""What a prefix-cache lookup can hit, and which blocks it reads to do so, where all is cached.
 
-The lookup of vLLM (``HybridKVCacheCoordinator.find_longest_cache_hit`` and the ``Unitary`` one)
-lowers one length until every group accepts it (`common_hit_tokens`). This module says what each
-group accepts where a cache holds everything. It knows no blocks, no hashes and no requests.
-
-Terms: a *boundary* is a token count at which a lookup can end; the *tail* of a boundary is the run
-of blocks that a sliding-window group has to have cached for it; a group that *looks ahead* (an
-EAGLE/MTP group) must match one block past the boundary, which the lookup then drops.
+A *boundary* is a token count at which a lookup can end; the *tail* of a boundary is the run of
+blocks that a sliding-window group has to have cached for it; a group that *looks ahead* (EAGLE,
+MTP) must match one block past the boundary, which the lookup then drops. Knows no blocks and no
+requests.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class GroupGeometry:
             never looks ahead); any other group is left to upstream, which caches all its blocks.
         block_tokens: Tokens that one block covers: on Ascend, rows times compress ratio.
         window_tokens: Sliding window; 0 unless ``kind`` is ``WINDOW``.
-        looks_ahead: Whether it is an EAGLE/MTP group.
+        use_eagle: Whether it is an EAGLE/MTP group.
         margin_tokens: How far past the candidate the coordinator lets a group that looks ahead
             search. Upstream passes ``spec.block_size``, which on Ascend counts rows.
         num_groups: How many KV cache groups have this spec.
@@ -38,7 +35,7 @@ class GroupGeometry:
     kind: GroupKind
     block_tokens: int
     window_tokens: int = 0
-    looks_ahead: bool = False
+    use_eagle: bool = False
     margin_tokens: int = 0
     num_groups: int = 1
 
@@ -55,15 +52,12 @@ class GroupGeometry:
     @property
     def drops_last_block(self) -> bool:
         """Whether its lookup drops the look-ahead block; the Mamba lookup never does."""
-        return self.looks_ahead and self.kind in (GroupKind.FULL, GroupKind.WINDOW)
+        return self.use_eagle and self.kind in (GroupKind.FULL, GroupKind.WINDOW)
 
     def longest_hit_tokens(self, max_tokens: int, unit_tokens: int, drop: bool) -> int:
-        """The hit of this group alone when all its blocks are cached.
+        """The hit of this group alone, within ``max_tokens``, when all its blocks are cached.
 
-        Args:
-            max_tokens: Upper bound of the search, before the look-ahead block is dropped.
-            unit_tokens: Alignment of the result.
-            drop: Whether to drop the last matched block.
+        With ``drop``, the last matched block only looks ahead.
         """
         num_blocks = max_tokens // self.block_tokens
         if not drop:
@@ -83,7 +77,7 @@ class GroupGeometry:
         if self.kind is GroupKind.STATE:
             return range(end_block - 1, end_block)
         start_block = max(0, end_block - self.window_blocks)
-        if self.looks_ahead:
+        if self.use_eagle:
             if self.is_clipped(boundary_tokens, unit_tokens):
                 end_block += unit_tokens // self.block_tokens
             end_block += 1
@@ -104,8 +98,6 @@ class HitGeometry:
         unit_tokens: The granularity of its hits; a multiple of every ``block_tokens``.
 
     Attributes:
-        has_states: Whether there is a group of states, which exist only where a step ended.
-        looks_ahead: Whether there is a group that does.
         step_tokens: Hits change at multiples of it.
         steady_tokens: A boundary. From here on no window is clipped by the start of the prompt, so
             that everything repeats with a period of one unit.
@@ -117,8 +109,8 @@ class HitGeometry:
         self.unit_tokens = unit_tokens
         self.has_states = any(group.kind is GroupKind.STATE for group in groups)
         self._sparse_groups = [(i, group) for i, group in enumerate(groups) if group.is_sparse]
-        self._groups_ahead = [group for group in groups if group.looks_ahead]
-        self.looks_ahead = bool(self._groups_ahead)
+        self._groups_ahead = [group for group in groups if group.use_eagle]
+        self.use_eagle = bool(self._groups_ahead)
         self.step_tokens = math.gcd(*(group.block_tokens for group in groups))
         widest_tokens = max(group.window_blocks * group.block_tokens for group in groups)
         self.steady_tokens = _floor(widest_tokens, unit_tokens) + unit_tokens
@@ -141,7 +133,7 @@ class HitGeometry:
         return self._opens_at(boundary_tokens)
 
     @property
-    def least_prompt_tokens(self) -> int:
+    def min_prompt_tokens(self) -> int:
         """The shortest prompt that hits when it comes again.
 
         Its last token is always computed, so the lookup looks at one token less.
@@ -153,11 +145,7 @@ class HitGeometry:
         return self.reachable_tokens(self.opens_at_tokens(boundary_tokens)) == boundary_tokens
 
     def tails(self, boundary_tokens: int) -> tuple[range, ...]:
-        """The blocks that each sparse group has to have cached for a hit at a boundary.
-
-        Returns:
-            One range of block indices per group; empty for groups of another kind.
-        """
+        """Per group the blocks that it has to have cached for a hit; empty if it is not sparse."""
         tails = [range(0)] * len(self.groups)
         if boundary_tokens <= 0:
             return tuple(tails)
@@ -173,11 +161,9 @@ class HitGeometry:
         return tuple(tails)
 
     def full_tokens(self, boundary_tokens: int) -> tuple[int, ...]:
-        """How far each group of kind ``FULL`` has to be cached for a hit at ``boundary_tokens``.
+        """How far each group has to be cached for a hit at a boundary; 0 for those not ``FULL``.
 
-        Returns:
-            One token count per group; 0 for groups of another kind. More than the boundary where
-            this group, or one that is looked up after it, looks ahead.
+        More than the boundary where the group, or one that is looked up after it, looks ahead.
         """
         if boundary_tokens <= 0:
             return (0,) * len(self.groups)
@@ -186,17 +172,6 @@ class HitGeometry:
         return tuple(
             tokens + shift if group.kind is GroupKind.FULL else 0
             for group, tokens in zip(self.groups, self._full(steady), strict=True)
-        )
-
-    def next_skip_tokens(self, computed_tokens: int) -> int:
-        """The number of computed tokens at which the next block leaves a window."""
-        return min(
-            _floor(max(0, computed_tokens - group.window_tokens + 1), group.block_tokens)
-            + group.block_tokens
-            + group.window_tokens
-            - 1
-            for group in self.groups
-            if group.kind is GroupKind.WINDOW
         )
 
     @property
@@ -233,7 +208,7 @@ class HitGeometry:
         for index, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
                 continue
-            needed = boundary_tokens + group.looks_ahead * group.block_tokens
+            needed = boundary_tokens + group.use_eagle * group.block_tokens
             if needed < cached[index]:
                 trial = (*cached[:index], needed, *cached[index + 1 :])
                 if self._look_up(opening, trial)[0] == boundary_tokens:
@@ -243,14 +218,10 @@ class HitGeometry:
     def _look_up(
         self, limit_tokens: int, cached_tokens: tuple[int, ...] | None = None
     ) -> tuple[int, tuple[int, ...]]:
-        """The lookup of a cache that holds everything, or that much.
+        """The hit within ``limit_tokens``, and how far each group was read at first.
 
         Args:
-            limit_tokens: The tokens that the lookup may look at.
             cached_tokens: How far each ``FULL`` group is cached; everything if omitted.
-
-        Returns:
-            The hit, and how far each group was read at first.
         """
         read: list[int] = []
 

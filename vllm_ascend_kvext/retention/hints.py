@@ -15,30 +15,29 @@ from typing import Any
 
 from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
 from vllm_ascend_kvext.retention.geometry import HitGeometry
-from vllm_ascend_kvext.retention.protocols import Prompt
+from vllm_ascend_kvext.upstream_state import RequestState
+from vllm_ascend_kvext.upstream_types import Request
 
 HINT_ARGUMENT = "kvext_checkpoint_tokens"
-MOST_HINTS = 16
-
-_REPORTED = "_kvext_hints_reported"
+MAX_HINTS = 16
 
 logger = logging.getLogger("vllm.ascend_kvext.retention")
 
 
-def hinted_boundaries(request: Prompt, geometry: HitGeometry) -> list[int]:
+def hinted_boundaries(request: Request, geometry: HitGeometry) -> list[int]:
     """The boundaries, in tokens, at or below the positions that a request names."""
     usable, _ = _split(request, geometry)
     return sorted({geometry.reachable_tokens(position) for position in usable})
 
 
-def report_unusable_hints(request: Prompt, geometry: HitGeometry) -> None:
+def report_unusable_hints(request: Request, geometry: HitGeometry) -> None:
     """Log what leaves no checkpoint within a request's prompt: a hint never fails a request.
 
     Once per request, whoever asks: retention and connector read the same hints.
     """
     usable, hints = _split(request, geometry)
-    if len(usable) < len(hints) and not getattr(request, _REPORTED, False):
-        setattr(request, _REPORTED, True)
+    if len(usable) < len(hints) and not RequestState.of(request).has_reported_hints:
+        RequestState.of(request).has_reported_hints = True
         num_tokens = request.num_prompt_tokens
         logger.warning(
             "Request %s: %s: expected at most %d numbers of tokens between %d, the first that can "
@@ -46,7 +45,7 @@ def report_unusable_hints(request: Prompt, geometry: HitGeometry) -> None:
             "found %s. It leaves checkpoints at %s, and was computed as usual: correct the others.",
             request.request_id,
             HINT_ARGUMENT,
-            MOST_HINTS,
+            MAX_HINTS,
             bisect_right(range(num_tokens + 1), 0, key=geometry.reachable_tokens),
             num_tokens,
             shown(hints),
@@ -54,7 +53,7 @@ def report_unusable_hints(request: Prompt, geometry: HitGeometry) -> None:
         )
 
 
-def _split(request: Prompt, geometry: HitGeometry) -> tuple[list[int], list[Any]]:
+def _split(request: Request, geometry: HitGeometry) -> tuple[list[int], list[Any]]:
     """The hints of a request that are at or behind a boundary, and all of them."""
     hints = read_argument(getattr(request.sampling_params, "extra_args", None), HINT_ARGUMENT)
     if hints is None:
@@ -62,7 +61,7 @@ def _split(request: Prompt, geometry: HitGeometry) -> tuple[list[int], list[Any]
     hints = list(hints) if isinstance(hints, list | tuple) else [hints]
     usable = [
         position
-        for position in hints[:MOST_HINTS]
+        for position in hints[:MAX_HINTS]
         if is_integer(position)
         and 0 < position <= request.num_prompt_tokens
         and geometry.reachable_tokens(position) > 0

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundaries are worth keeping: the one place where all ideas about that meet.
+"""Which boundaries are worth keeping.
 
 Pure functions of lengths. Knows no blocks: `HitGeometry` turns a boundary into blocks,
-`IntervalRetention` and `AdaptiveRetention` cache them. Which give way when blocks run short, the
-compiled `RetainedCache` decides.
+`CheckpointRetention` caches them. Which give way when blocks run short, the compiled
+`RetainedCache` decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.retention.geometry import HitGeometry
-from vllm_ascend_kvext.retention.ladder import ladder_boundaries
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 GRID_SHARE = 4
@@ -34,9 +33,8 @@ class RetentionPolicy:
     """What `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION` mean.
 
     Attributes:
-        geometry: What a lookup can hit.
-        interval_tokens: A positive multiple of ``geometry.unit_tokens`` keeps every multiple of
-            it; 0 keeps none for that reason.
+        interval_tokens: A multiple of ``geometry.unit_tokens``, each of whose multiples is kept; 0
+            for none.
         is_adaptive: Whether boundaries are also kept for what requests ask for.
         ladder_budget: Blocks that the rungs of a prompt may take, per full-attention block of it.
         grid_tokens: The distance of checkpoints that nobody asked for; 0 if there are none.
@@ -65,8 +63,6 @@ class RetentionPolicy:
         """The boundaries of a request that are known when it is admitted.
 
         Args:
-            num_prompt_tokens: Length of its prompt.
-            hit_tokens: What it need not compute.
             demand: Boundaries that it, or other requests, have asked for; they go first.
             is_worth_trying: Whether a boundary that nobody asked for may turn out useful.
         """
@@ -117,41 +113,52 @@ class RetentionPolicy:
         return geometry.unit_tokens << max(0, math.ceil(math.log2(grid_units)))
 
 
-def parse_interval(text: str, unit_tokens: int, check_unit: bool = True) -> int:
-    """Validate an interval given as text.
+def ladder_boundaries(
+    geometry: HitGeometry, top_tokens: int, after_tokens: int, budget_blocks: float
+) -> Iterator[tuple[int, int]]:
+    """Boundaries at growing distances before the end of a prompt, nearest first.
+
+    Who edits the last message, strips the reasoning from an answer or asks another question about
+    the same document shares all but the end of a prompt. Boundaries at distances that double lose
+    at most as many tokens as the part that differs.
 
     Args:
-        text: The value of ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``.
-        unit_tokens: The granularity of prefix-cache hits.
-        check_unit: Whether a multiple of the unit is required.
+        top_tokens: The replay boundary of the prompt, whose tails are kept anyway.
+        after_tokens: What the request hit: below it nothing is computed.
+        budget_blocks: Blocks that the tails of all rungs may take besides those of the top.
 
-    Returns:
-        The interval in tokens.
+    Yields:
+        The rung, counted from 0, and its boundary in tokens.
+    """
+    above = geometry.tails(top_tokens)
+    distance_tokens = geometry.unit_tokens
+    rung = 0
+    while (boundary := top_tokens - distance_tokens) > after_tokens:
+        tails = geometry.tails(boundary)
+        budget_blocks -= sum(
+            group.num_groups * max(0, min(tail.stop, upper.start) - tail.start)
+            for group, tail, upper in zip(geometry.groups, tails, above, strict=True)
+        )
+        if budget_blocks < 0:
+            return
+        if geometry.is_boundary(boundary):
+            yield rung, boundary
+        above = tails
+        distance_tokens *= 2
+        rung += 1
+
+
+def check_interval(interval_tokens: int, unit_tokens: int) -> None:
+    """Refuse an interval that this model's prefix cache cannot hit at.
 
     Raises:
-        ValueError: If it is not an integer, is negative, or is not a multiple of the unit.
+        ValueError: If it is negative, or no multiple of ``unit_tokens``.
     """
-    try:
-        interval_tokens = int(text)
-    except ValueError:
-        problem, nearby_tokens = "not an integer", _integer_near(text)
-    else:
-        if interval_tokens >= 0 and not (check_unit and interval_tokens % unit_tokens):
-            return interval_tokens
-        problem = "negative" if interval_tokens < 0 else f"not a multiple of {unit_tokens}"
-        nearby_tokens = max(0, interval_tokens)
-    below = nearby_tokens // unit_tokens * unit_tokens
-    raise ValueError(
-        f"VLLM_PREFIX_CACHE_RETENTION_INTERVAL={text!r} is {problem}. Expected 0 or a multiple of "
-        f"{unit_tokens} tokens, the unit at which this model's prefix cache can hit. "
-        f"The nearest valid values are {below} and {below + unit_tokens}; "
-        "unset the variable to cache densely."
-    )
-
-
-def _integer_near(text: str) -> int:
-    """The non-negative integer below a number; 0 where the text is no finite number."""
-    try:
-        return max(0, math.floor(float(text)))
-    except (ValueError, OverflowError):
-        return 0
+    if interval_tokens < 0 or interval_tokens % unit_tokens:
+        below = max(0, interval_tokens) // unit_tokens * unit_tokens
+        raise ValueError(
+            f"VLLM_PREFIX_CACHE_RETENTION_INTERVAL='{interval_tokens}' is not a multiple of "
+            f"{unit_tokens}. Expected 0 or a multiple of {unit_tokens} tokens, the unit at which "
+            f"this model's prefix cache can hit. The nearest valid values are {below} and "
+            f"{below + unit_tokens}; unset the variable to cache densely."
+        )

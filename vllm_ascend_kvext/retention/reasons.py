@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a checkpoint is kept.
-
-How useful checkpoints turn out that are kept for a reason, `UseRates` of ``csrc/retention`` knows.
-"""
+"""Why a checkpoint is kept. How useful it turns out, ``csrc/retention/use_rates.h`` knows."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ STEPS_END_AT = frozenset({Origin.JUNCTION, Origin.WANTED, Origin.HINT})
 
 
 class Reason(NamedTuple):
-    """What checkpoints are judged by until they are of use.
-
-    Attributes:
-        origin: What suggested the boundary.
-        step: Rung of the ladder; 0 for other origins.
-    """
+    """What checkpoints are judged by until they are of use; ``step`` is the rung of a ladder."""
 
     origin: Origin
     step: int = 0

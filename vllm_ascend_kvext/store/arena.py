@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places in the host buffer: best fit, free neighbours joined.
 
-The smallest hole that is large enough is taken, the lowest of several; what is freed is joined with
-the holes beside it. Sizes are exact: nothing is lost inside a place but the rounding to 64 bytes.
+The smallest gap that is large enough is taken, the lowest of several; sizes are rounded to 64
+bytes. A call takes O(log n) comparisons with n gaps, and moves up to n pointers of a sorted list.
 
-What it costs: a call takes O(log n) comparisons with n holes, and moves up to n pointers of a
-sorted list. `window_around` takes time in proportion to the square of the parts of a window, of
-which there are few unless sizes differ by orders of magnitude.
-
-What it can waste: an adversary can make best fit need the live bytes times the ratio of the largest
-to the smallest size (J. M. Robson, "Worst case fragmentation of first fit and best fit storage
-allocation strategies", The Computer Journal 20, 1977). Programs waste little (M. S. Johnstone and
-P. R. Wilson, "The memory fragmentation problem: solved?", 1998). In a cache no arrangement is
-final: `window_around` names neighbours whose release makes one hole, so that a large place can be
-had however small the holes are. Knows no entries and no order among them.
+Best fit can waste much (J. M. Robson, "Worst case fragmentation of first fit and best fit storage
+allocation strategies", The Computer Journal 20, 1977), and wastes little with most programs (M. S.
+Johnstone and P. R. Wilson, "The memory fragmentation problem: solved?", 1998). In a cache no
+arrangement is final: `Arena.window_around` names neighbours whose release makes one gap.
 """
 
 from __future__ import annotations
@@ -22,12 +16,14 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_ascend_kvext.store.errors import ArenaError
-from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
+from vllm_ascend_kvext.store.errors import TierError
+
+ALIGNMENT_BYTES = 64
+"""A multiple of what the transfer op asks for (``HOST_ALIGNMENT_BYTES``)."""
 
 
 class _Part(NamedTuple):
-    """A place or a hole."""
+    """A place or a gap."""
 
     offset_bytes: int
     num_bytes: int
@@ -41,109 +37,76 @@ class Arena:
         capacity_bytes: Size of the buffer; what is over a multiple of 64 is not used.
 
     Raises:
-        ArenaError: If it is less than 64.
+        TierError: If it is less than 64.
     """
 
-    __slots__ = ("_begins", "_by_size", "_holes", "_places", "capacity_bytes", "used_bytes")
+    __slots__ = ("_begins", "_by_size", "_gaps", "_places", "capacity_bytes", "used_bytes")
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < HOST_ALIGNMENT_BYTES:
-            raise ArenaError(
-                f"host arena: expected a capacity of at least {HOST_ALIGNMENT_BYTES} bytes, found "
+        if capacity_bytes < ALIGNMENT_BYTES:
+            raise TierError(
+                f"host arena: expected a capacity of at least {ALIGNMENT_BYTES} bytes, found "
                 f"{capacity_bytes}; give it more host memory or leave the tier out"
             )
-        self.capacity_bytes = capacity_bytes - capacity_bytes % HOST_ALIGNMENT_BYTES
+        self.capacity_bytes = capacity_bytes - capacity_bytes % ALIGNMENT_BYTES
         self.used_bytes = 0
         self._places: dict[int, int] = {}
-        self._holes: dict[int, int] = {}
-        # Where the place or hole begins that ends here: neighbours are found by it.
+        self._gaps: dict[int, int] = {}
+        # Where the place or gap begins that ends here: neighbours are found by it.
         self._begins: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
-        self._add_hole(0, self.capacity_bytes)
+        self._add_gap(0, self.capacity_bytes)
 
     @property
-    def num_holes(self) -> int:
-        return len(self._holes)
-
-    @property
-    def largest_hole_bytes(self) -> int:
+    def largest_gap_bytes(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 
     def place_bytes(self, num_bytes: int) -> int:
-        """What a place for so many bytes takes.
-
-        Raises:
-            ArenaError: If there can be no such place.
-        """
-        if not 0 < num_bytes <= self.capacity_bytes:
-            raise ArenaError(
-                f"host arena: expected a size from 1 to its capacity of {self.capacity_bytes} "
-                f"bytes, found {num_bytes}; leave out what is empty, and do not store what is "
-                "larger than the tier"
-            )
-        return num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES
+        """What a place for so many bytes takes."""
+        assert 0 < num_bytes <= self.capacity_bytes
+        return num_bytes + -num_bytes % ALIGNMENT_BYTES
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Take a place; None, and nothing has changed, if no hole is large enough.
-
-        Returns:
-            Its offset in bytes, a multiple of 64.
-
-        Raises:
-            ArenaError: If the size is not positive or above the capacity.
-        """
+        """Take a place, and return its offset, a multiple of 64; None if no gap is large enough."""
         size_bytes = self.place_bytes(num_bytes)
         index = bisect_left(self._by_size, (size_bytes, 0))
         if index == len(self._by_size):
             return None
-        hole_bytes, offset_bytes = self._by_size[index]
-        self._remove_hole(offset_bytes)
-        if hole_bytes > size_bytes:
-            self._add_hole(offset_bytes + size_bytes, hole_bytes - size_bytes)
+        gap_bytes, offset_bytes = self._by_size[index]
+        self._remove_gap(offset_bytes)
+        if gap_bytes > size_bytes:
+            self._add_gap(offset_bytes + size_bytes, gap_bytes - size_bytes)
         self._places[offset_bytes] = size_bytes
         self._begins[offset_bytes + size_bytes] = offset_bytes
         self.used_bytes += size_bytes
         return offset_bytes
 
     def free(self, offset_bytes: int) -> None:
-        """Give a place back.
-
-        Raises:
-            ArenaError: If no place begins there.
-        """
-        size_bytes = self._size_of_place(offset_bytes)
-        del self._places[offset_bytes]
+        """Give a place back; a KeyError if none begins there."""
+        size_bytes = self._places.pop(offset_bytes)
         self.used_bytes -= size_bytes
         begin, end = offset_bytes, offset_bytes + size_bytes
         del self._begins[end]
         before = self._begins.get(begin, -1)
-        if before in self._holes:
-            self._remove_hole(before)
+        if before in self._gaps:
+            self._remove_gap(before)
             begin = before
-        if end in self._holes:
-            end += self._remove_hole(end)
-        self._add_hole(begin, end - begin)
+        if end in self._gaps:
+            end += self._remove_gap(end)
+        self._add_gap(begin, end - begin)
 
     def window_around(
         self, offset_bytes: int, num_bytes: int, may_free: Callable[[int], bool]
     ) -> list[int] | None:
-        """Which places to free, this one among them, for a hole of so many bytes.
+        """Offsets of the places to free for a gap of so many bytes, ascending, this one included.
 
-        Of all ways to do it the one that frees the fewest bytes, the lowest of several.
-
-        Args:
-            offset_bytes: Of a place.
-            num_bytes: What the hole is to hold.
-            may_free: Whether another place, known by its offset, may be freed, too.
-
-        Returns:
-            Offsets in ascending order; None if places stand in the way that may not be freed.
-
-        Raises:
-            ArenaError: If no place begins there, or the size is not possible.
+        None if places stand in the way that may not be freed. Of all ways to do it the one that
+        frees the fewest bytes, the lowest of several. ``may_free`` says of the offset of another
+        place whether it may go, too. Takes time in proportion to the square of the parts of a
+        window, which are few unless sizes differ by orders of magnitude.
         """
         size_bytes = self.place_bytes(num_bytes)
-        center = _Part(offset_bytes, self._size_of_place(offset_bytes), True)
+        center = _Part(offset_bytes, self._places[offset_bytes], True)
         if center.num_bytes >= size_bytes:
             return [offset_bytes]
         lacking_bytes = size_bytes - center.num_bytes
@@ -181,27 +144,16 @@ class Arena:
     def _part_at(self, offset_bytes: int) -> _Part:
         size_bytes = self._places.get(offset_bytes)
         if size_bytes is None:
-            return _Part(offset_bytes, self._holes[offset_bytes], False)
+            return _Part(offset_bytes, self._gaps[offset_bytes], False)
         return _Part(offset_bytes, size_bytes, True)
 
-    def _size_of_place(self, offset_bytes: int) -> int:
-        size_bytes = self._places.get(offset_bytes)
-        if size_bytes is None:
-            found = "a hole" if offset_bytes in self._holes else "neither a place nor a hole"
-            raise ArenaError(
-                f"host arena: expected the offset of one of its {len(self._places)} places, found "
-                f"{offset_bytes}, where {found} begins; free each place once, by the offset that "
-                "allocate returned"
-            )
-        return size_bytes
-
-    def _add_hole(self, offset_bytes: int, num_bytes: int) -> None:
-        self._holes[offset_bytes] = num_bytes
+    def _add_gap(self, offset_bytes: int, num_bytes: int) -> None:
+        self._gaps[offset_bytes] = num_bytes
         self._begins[offset_bytes + num_bytes] = offset_bytes
         insort(self._by_size, (num_bytes, offset_bytes))
 
-    def _remove_hole(self, offset_bytes: int) -> int:
-        num_bytes = self._holes.pop(offset_bytes)
+    def _remove_gap(self, offset_bytes: int) -> int:
+        num_bytes = self._gaps.pop(offset_bytes)
         del self._begins[offset_bytes + num_bytes]
         del self._by_size[bisect_left(self._by_size, (num_bytes, offset_bytes))]
         return num_bytes

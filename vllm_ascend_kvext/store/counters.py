@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Annotated
 
+from vllm_ascend_kvext.counted import Counted, zeros
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.store.lookup import Shortfall
-
-Key = TypeVar("Key", bound=enum.Enum)
 
 
 class Refusal(enum.Enum):
@@ -52,39 +51,49 @@ class Removal(enum.Enum):
     """The prefix cache was reset."""
 
 
-def _zeros(keys: Iterable[Key]) -> dict[Key, int]:
-    return dict.fromkeys(keys, 0)
-
-
 @dataclass(slots=True)
 class TierCounters:
-    """Counts of one tier.
+    """Counts of one tier."""
 
-    Attributes:
-        entries_held: Places taken at this moment, those included whose transfers have not ended.
-            Goes down, too.
-        bytes_held: What these places take.
-        stored_entries: By kind: stores that ended well.
-        stored_bytes: By kind.
-        removed_entries: By reason.
-        removed_bytes: By reason.
-        refused_stores: By reason.
-        failed_stores: Stores that ended badly.
-        failed_loads: Loads that ended badly.
-        hit_entries: By kind: loads of an entry that ended well.
-        hit_bytes: By kind.
-        shortfalls: By reason: requests that found less than they might have.
-    """
-
-    entries_held: int = 0
-    bytes_held: int = 0
-    stored_entries: dict[Kind, int] = field(default_factory=lambda: _zeros(Kind))
-    stored_bytes: dict[Kind, int] = field(default_factory=lambda: _zeros(Kind))
-    removed_entries: dict[Removal, int] = field(default_factory=lambda: _zeros(Removal))
-    removed_bytes: dict[Removal, int] = field(default_factory=lambda: _zeros(Removal))
-    refused_stores: dict[Refusal, int] = field(default_factory=lambda: _zeros(Refusal))
-    failed_stores: int = 0
-    failed_loads: int = 0
-    hit_entries: dict[Kind, int] = field(default_factory=lambda: _zeros(Kind))
-    hit_bytes: dict[Kind, int] = field(default_factory=lambda: _zeros(Kind))
-    shortfalls: dict[Shortfall, int] = field(default_factory=lambda: _zeros(Shortfall))
+    entries_held: Annotated[
+        int,
+        Counted(
+            "Entries in host memory, those on their way there included.",
+            name="host_entries",
+            is_gauge=True,
+        ),
+    ] = 0
+    bytes_held: Annotated[
+        int,
+        Counted("Host memory that they take on each worker.", name="host_bytes", is_gauge=True),
+    ] = 0
+    stored_entries: Annotated[
+        dict[Kind, int], Counted("Entries stored in host memory, by what they hold.", "kind")
+    ] = field(default_factory=partial(zeros, Kind))
+    stored_bytes: Annotated[
+        dict[Kind, int], Counted("Host memory that they took on each worker.", "kind")
+    ] = field(default_factory=partial(zeros, Kind))
+    removed_entries: Annotated[
+        dict[Removal, int],
+        Counted("Entries that are not in host memory any more, by reason.", "reason"),
+    ] = field(default_factory=partial(zeros, Removal))
+    removed_bytes: Annotated[
+        dict[Removal, int], Counted("Host memory that they took on each worker.", "reason")
+    ] = field(default_factory=partial(zeros, Removal))
+    refused_stores: Annotated[
+        dict[Refusal, int], Counted("Stores that were not made, by reason.", "reason")
+    ] = field(default_factory=partial(zeros, Refusal))
+    failed_stores: Annotated[
+        int,
+        Counted(
+            "Stores and loads that failed, in whole or in part; what loads lack is computed.",
+            *("direction", "store", "transfer_failures"),
+        ),
+    ] = 0
+    failed_loads: Annotated[int, Counted("", "direction", "load", "transfer_failures")] = 0
+    shortfalls: Annotated[
+        dict[Shortfall, int],
+        Counted(
+            "Requests that found less in host memory than they might have, by reason.", "reason"
+        ),
+    ] = field(default_factory=partial(zeros, Shortfall))

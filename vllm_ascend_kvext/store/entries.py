@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that is stored, and what can be the matter with it.
+"""One thing that is stored, what can be the matter with it, and how it is loaded.
 
 An entry's life; a transfer is its own store, or a load that has pinned it::
 
@@ -16,18 +16,14 @@ place until they end.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-Worth = tuple[int, int, int, int, int]
-"""What gives way first compares as least: see ``eviction``. Begins with a rank."""
-
-ORPHAN, NEVER_HIT, HIT = range(3)
-"""Ranks: tails whose rows are gone, what was never loaded, what was."""
+from vllm_ascend_kvext.store.prefix import Prefix
 
 
 class Kind(enum.IntEnum):
-    """What an entry holds. Of one boundary the lower kind gives way first."""
+    """What an entry holds. At one boundary the lower kind gives way first."""
 
     TAILS = 0
     """Window tails and states at a boundary."""
@@ -48,10 +44,7 @@ class EntryState(enum.Enum):
 class Piece(NamedTuple):
     """What can be stored of a prefix.
 
-    Attributes:
-        kind: Rows or tails.
-        first_tokens: Where its rows begin; for tails the boundary.
-        end_tokens: Where its rows end; for tails the boundary.
+    Tails begin and end at their boundary.
     """
 
     kind: Kind
@@ -73,23 +66,14 @@ class Entry:
 
     Attributes:
         number: Counts up; no two entries of a tier have the same.
-        piece: What it holds.
-        keys: Of the boundaries at which it can be found, ascending: each unit of its rows.
-        offset_bytes: Where its place in the host buffer begins.
-        num_bytes: What the place takes.
+        keys: The keys by which it can be found, ascending: one for each unit of its rows.
         use: The latest use; see ``HostTier.next_use``.
-        state: See `EntryState`.
+        chunk_key: The key of its chunk's first unit, by which ``reuse`` knows the chunk however
+            many of its tokens there are.
+        key_before: The key of the rows without which it is of no use; None if it needs none.
         is_being_written: Whether its store has not ended, wanted or not.
         num_pins: Loads in progress.
-        is_hit: Whether it has been loaded, and not lost that rank since.
-        was_loaded: Whether it has been loaded since it was stored.
-        was_hit: Whether the latest load was one that gives that rank.
-        saved_tokens: That need not be computed while it is there; see the module of that name.
-        chunk_key: By which its chunk is known to ``reuse``.
-        row_map: What the store reported: opaque here.
         num_leading_keys: How many of the keys lead to it, and not to a longer entry.
-        num_spared: How often it was the turn of this entry to give way, and others did.
-        queued: Under which worth the eviction order has it; None if it has not.
     """
 
     number: int
@@ -98,18 +82,13 @@ class Entry:
     offset_bytes: int
     num_bytes: int
     use: int
+    chunk_key: bytes
+    key_before: bytes | None
     state: EntryState = EntryState.STORING
     is_being_written: bool = True
     num_pins: int = 0
-    is_hit: bool = False
-    was_loaded: bool = False
-    was_hit: bool = False
-    saved_tokens: int = 0
-    chunk_key: bytes = b""
     row_map: Any = None
     num_leading_keys: int = 0
-    num_spared: int = 0
-    queued: Worth | None = field(default=None, repr=False)
 
     @property
     def key(self) -> bytes:
@@ -119,3 +98,40 @@ class Entry:
     @property
     def is_evictable(self) -> bool:
         return self.state is EntryState.STORED and not self.num_pins
+
+
+class Loadable(Protocol):
+    """What is read together, for one request."""
+
+    @property
+    def prefix(self) -> Prefix:
+        """The prefix of the request."""
+
+    @property
+    def boundary_tokens(self) -> int:
+        """Where the request resumes: its rows up to there are renewed."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything that is read."""
+
+
+class LoadOutcome(enum.Enum):
+    """How a load ended."""
+
+    LOADED = "loaded"
+    """The bytes are in the request's pages: a hit."""
+
+    CANCELLED = "cancelled"
+    """It was not needed, or its request is gone; nothing is known against the bytes."""
+
+    FAILED = "failed"
+    """A worker could not read some of them: these are not offered again."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Entries that are pinned until the load ends."""
+
+    entries: tuple[Entry, ...]
+    has_ended: bool = False

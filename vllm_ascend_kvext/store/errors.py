@@ -6,9 +6,5 @@ from __future__ import annotations
 from vllm_ascend_kvext.errors import KvextError
 
 
-class ArenaError(KvextError, ValueError):
-    """A size or an offset that the arena cannot take; nothing has changed."""
-
-
 class TierError(KvextError, ValueError):
     """A call that does not fit what the tier holds; nothing has changed."""

@@ -1,245 +1,241 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gives way when a place is needed.
 
-The order, what gives way first first:
+What is expected to bring the fewest hits for its time goes first, see ``reuse``; of what is equal,
+the least recently used. What was used last goes after all others: of what has just become popular,
+too few requests have been seen to expect more (as the window of W-TinyLFU: G. Einziger, R. Friedman
+and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on Storage 13,
+2017). Tails whose rows are gone go before everything: nothing can resume there until the rows are
+stored again.
 
-1. Tails whose rows are gone: nothing can resume there until the rows are stored again.
-2. Entries that were never loaded: most of what is stored never is.
-3. Entries that were loaded. They keep this rank while all of them together take no more than a
-   share of the tier; beyond it, the least recently used of them count as never loaded. Without the
-   share, what was of use long ago would fill the tier for good (the segmented LRU of R. Karedla,
-   J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", 1994).
-   How large it is, is learned: see ``protected_share``.
-   What was loaded behind a hole does not get it: it saves less than a prefix that is whole, and
-   would push such prefixes out.
+Where a load stops at the first hole, a prefix gives way from its end on: rows stay as long as rows
+or tails behind them are stored, or on their way. So nothing is kept that nobody can reach. Where
+holes are computed, each chunk goes by its own worth. What is being stored or loaded never gives
+way. A new entry pushes out only what is worth less than itself.
 
-Within a rank, a rule decides. With `worth.LatestUse`, the least recently used goes first; of one
-use, the end of the prefix goes before its beginning, which more prompts share. With `reuse.Reuse`,
-what is expected to bring the fewest hits for its time goes first. Of what is equal, a boundary's
-tails go before its rows. An entry that is being stored or loaded never gives way. Rows behind a gap
-stay where they are in the order, for holes can be filled.
+The order is looked for among a random sample of the ends, as LHD does: what an entry is worth
+changes while it waits, and a sample needs no order that would have to be kept up. Up to
+`NUM_SAMPLED` ends, the sample is all of them.
 
-A new entry may push out what is worth less than itself, as it will be worth when it is stored. So
-it never takes the place of an entry of rank 3, nor, with `worth.LatestUse`, of its own prefix.
-
-Entries differ in size, so the first in the order need not make a hole that is large enough:
-
-- The order is followed until some entry, with holes and earlier entries beside it, does.
-- After `MOST_TRIED` entries without one, the first that is large enough by itself goes.
-- If there is none, one of the tried goes together with any lesser neighbours, or these go alone if
-  they are enough.
-
-Only what lies in that hole goes, and what has been spared `MOST_SPARED` times so: small entries
-that lie alone among large ones would stay for good, and be tried again every time.
-
-Nothing is changed before a hole is found: all or nothing. Costs O(log n) for each entry that is
-tried, amortised, and the neighbours looked at. At most `MOST_TRIED_IN_ALL` are tried: where none of
-them can make a hole, because what lies beside them has to stay, the store is refused.
+Entries differ in size, so the first in the order need not make a gap that is large enough. It is
+followed until what went makes one; after `MAX_TRIED` entries without one, the first that is large
+enough by itself goes, too, or else one together with lesser neighbours. Nothing is changed before a
+gap is found: all or nothing.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.store.arena import Arena
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Worth
-from vllm_ascend_kvext.store.protected_share import ProtectedShare
-from vllm_ascend_kvext.store.worth import WorthRule
-from vllm_ascend_kvext.store.worth_queue import WorthQueue
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import Entry, Kind
+from vllm_ascend_kvext.store.index import Index
+from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.reuse import Reuse
 
-MOST_TRIED = 8
+NUM_SAMPLED = 64
+"""Entries that are compared for one store: the one that goes is among the least 5 % nearly always
+(all but 4 of 100 times)."""
+
+RECENT_SHARE = 1 / 6
+"""Of the tier: what was used since so much was asked to be stored goes after all others. Of the
+traces of ``benchmarks/holes``, a smaller share costs more where other documents become popular
+(1.05 times the tokens of LRU with 1/8), and a larger one where contexts are compacted."""
+
+MAX_TRIED = 8
 """Entries that are tried in order before one goes out of order."""
 
-MOST_TRIED_IN_ALL = 128
-"""Entries that are tried for one store."""
 
-MOST_MOVED = 256
-"""Entries that are queued anew for one store, once the rule has learned: a millisecond or less."""
-
-MOST_SPARED = 8
-"""How often an entry is tried, and stays, while others go."""
-
-
-class Choice(NamedTuple):
-    """What has to go; None if that is not possible.
+class Worth(NamedTuple):
+    """What an entry is worth; what gives way first compares as least.
 
     Attributes:
-        victims: What lies in the hole, and what has been spared too often.
-        spared: Whose turn it was.
-        is_outbid: Where nothing can go: whether entries that are worth more are the reason.
+        is_recent: Whether it is among what was used last.
+        density: Expected hits for the time it stays; below 0 for tails without rows.
+        use: The latest use.
+        nearness: The end in tokens, negated: of one use, the end of a prefix goes first.
+        kind: Of one boundary, tails go first.
+        number: The number of the entry.
     """
 
-    victims: list[Entry] | None
-    spared: list[Entry]
-    is_outbid: bool
+    is_recent: bool
+    density: float
+    use: int
+    nearness: int
+    kind: Kind
+    number: int
 
 
 class EvictionOrder:
     """The entries that may have to go.
 
     Args:
-        share: What entries that were loaded may take together and keep their rank.
-        rule: What an entry is worth.
+        arena: The places of the tier.
+        index: The index of the tier.
+        geometry: Where prefixes are cut.
+        reuse: What is known of when chunks are asked for again.
+        ends_first: Whether rows wait for what lies behind them.
     """
 
-    __slots__ = ("_version", "hit_bytes", "queue", "rule", "share")
-
-    def __init__(self, share: ProtectedShare, rule: WorthRule) -> None:
-        self.share = share
-        self.rule = rule
-        self.queue = WorthQueue(rule.worth_of)
-        self._version = rule.version
-        self.hit_bytes = 0
-
-    def add(self, entry: Entry) -> None:
-        """An entry may have to go, or may be worth less than before."""
-        if entry.is_evictable:
-            self.queue.add(entry)
-
-    def note_hit(self, entry: Entry) -> None:
-        """An entry has been loaded."""
-        if entry.state is not EntryState.STORED:
-            return
-        if not entry.is_hit:
-            entry.is_hit = True
-            entry.num_spared = 0
-            self.hit_bytes += entry.num_bytes
-
-    def shrink_hits(self) -> None:
-        """See to it that entries of the highest rank take no more than their share."""
-        while self.hit_bytes > self.share.num_bytes:
-            entry = self.queue.first(is_hit=True)
-            if entry is None:
-                break  # the others are being loaded, and come here when that ends
-            self._forget_hit(entry)
-            self.queue.add(entry)
-
-    def forget(self, entry: Entry) -> None:
-        """An entry is not STORED any more."""
-        self._forget_hit(entry)
-        self.queue.discard(entry)
-
-    def choose(
-        self, arena: Arena, entries: Mapping[int, Entry], num_bytes: int, below: Worth
-    ) -> Choice:
-        """What has to go for a place of so many bytes; changes nothing.
-
-        Args:
-            entries: By the offset of their place.
-            below: What is worth this or more stays.
-        """
-        if self._version != self.rule.version:
-            self._version = self.rule.version
-            self.queue.renew()
-        self.queue.move(MOST_MOVED)
-        search = _Search(arena, entries, num_bytes, below, self)
-        window = search.find_window()
-        is_outbid = window is None and any(self.queue.first(is_hit) for is_hit in (False, True))
-        for entry in search.tried:
-            self.add(entry)
-        if window is None:
-            return Choice(None, [], is_outbid)
-        victims = [entries[offset] for offset in window]
-        spared = [entry for entry in search.spared if entry not in victims]
-        victims += [entry for entry in spared if entry.num_spared >= MOST_SPARED]
-        return Choice(victims, spared, False)
-
-    def take(self, below: Worth, at_least_bytes: int = 0) -> Iterator[Entry]:
-        """Entries in order that were never loaded; they are not queued any more."""
-        while (entry := self.queue.first(False, at_least_bytes)) is not None:
-            assert entry.queued is not None
-            if entry.queued >= below:
-                return
-            self.queue.discard(entry)
-            yield entry
-
-    def is_lesser(self, entry: Entry, below: Worth) -> bool:
-        """Whether an entry may go for something that is worth so much."""
-        return entry.is_evictable and self.rule.worth_of(entry) < below
-
-    def greatest_worth(self, entries: Iterable[Entry]) -> Worth:
-        return max(self.rule.worth_of(entry) for entry in entries)
-
-    def _forget_hit(self, entry: Entry) -> None:
-        if entry.is_hit:
-            entry.is_hit = False
-            self.hit_bytes -= entry.num_bytes
-
-
-class _Search:
-    """For entries that make a hole; see the module's words on sizes."""
+    __slots__ = (
+        "_arena",
+        "_behind",
+        "_blocked",
+        "_ends",
+        "_ends_first",
+        "_geometry",
+        "_index",
+        "_latest",
+        "_latest_bytes",
+        "_places",
+        "_random",
+        "_recent_bytes",
+        "_reuse",
+    )
 
     def __init__(
-        self,
-        arena: Arena,
-        entries: Mapping[int, Entry],
-        num_bytes: int,
-        below: Worth,
-        order: EvictionOrder,
+        self, arena: Arena, index: Index, geometry: TierGeometry, reuse: Reuse, ends_first: bool
     ) -> None:
         self._arena = arena
-        self._entries = entries
-        self._num_bytes = num_bytes
-        self._below = below
-        self._order = order
-        self._offsets: set[int] = set()
-        self.tried: list[Entry] = []
-        self.spared: list[Entry] = []
+        self._index = index
+        self._geometry = geometry
+        self._reuse = reuse
+        self._ends_first = ends_first
+        self._random = random.Random(0)
+        # Uses that stored something, and how many bytes: as many as fill the share, one at least.
+        self._recent_bytes = RECENT_SHARE * arena.capacity_bytes
+        self._latest: deque[list[int]] = deque([[0, 0]])
+        self._latest_bytes = 0
+        # How many entries lie just behind a boundary, and the rows before it that wait for these.
+        self._behind: Counter[bytes] = Counter()
+        self._blocked: dict[bytes, dict[Entry, None]] = {}
+        # What may go, in any order, and perhaps what may not; that is seen when it is sampled.
+        self._ends: list[Entry] = []
+        self._places: dict[Entry, int] = {}
 
-    def find_window(self) -> list[int] | None:
-        """Offsets of places. What was tried is not queued any more."""
-        while len(self.tried) < MOST_TRIED_IN_ALL:
-            num_tried = len(self.tried)
-            window = self._try(self._order.take(self._below))
-            self.spared += self.tried[num_tried:]
-            if window is None and len(self.tried) == num_tried + MOST_TRIED:
-                window = self._try(self._order.take(self._below, self._num_bytes))
-            if window is None:
-                window = self._widen(self.tried[num_tried:])
-            if window is not None or len(self.tried) == num_tried:
-                return window
-        return None
+    def begin(self, entry: Entry) -> None:
+        """An entry is going to be stored."""
+        if self._latest[-1][0] < entry.use:
+            self._latest.append([entry.use, 0])
+        self._latest[-1][1] += entry.num_bytes
+        self._latest_bytes += entry.num_bytes
+        while self._latest_bytes > self._recent_bytes and len(self._latest) > 1:
+            self._latest_bytes -= self._latest.popleft()[1]
+        if entry.key_before is not None:
+            self._behind[entry.key_before] += 1
 
-    def _try(self, candidates: Iterator[Entry]) -> list[int] | None:
-        """A window of nothing but what was tried."""
-        for entry in itertools.islice(candidates, MOST_TRIED):
-            self.tried.append(entry)
-            self._offsets.add(entry.offset_bytes)
-            window = self._arena.window_around(
-                entry.offset_bytes, self._num_bytes, self._offsets.__contains__
+    def add(self, entry: Entry) -> None:
+        """An entry may have to go from now on."""
+        if entry.is_evictable and entry not in self._places:
+            self._places[entry] = len(self._ends)
+            self._ends.append(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """An entry leaves, stored or not."""
+        if entry in self._places:
+            self._discard(self._places[entry])
+        key = entry.key_before
+        if key is None:
+            return
+        self._behind[key] -= 1
+        if not self._behind[key]:
+            del self._behind[key]
+            for waiting in self._blocked.pop(key, ()):
+                self.add(waiting)
+
+    def choose(self, entries: Mapping[int, Entry], new: Entry, now: int) -> list[Entry] | Refusal:
+        """What has to go for a new entry, in order; changes nothing that is stored.
+
+        Args:
+            entries: The entries by the offset of their place.
+            new: The entry that has no place yet. What is worth as much or more stays.
+            now: The latest use of all.
+        """
+        sample = self._sample()
+        recent_use = self._latest[0][0]
+        if self._latest_bytes > self._recent_bytes:  # by the latest use alone
+            recent_use += 1
+
+        def worth(entry: Entry) -> Worth:
+            return self._worth_of(entry, recent_use, now)
+
+        below = worth(new)
+        worths = sorted((worth(entry), entry) for entry in sample)
+        lesser = [entry for its_worth, entry in worths if its_worth < below]
+        tried: set[int] = set()
+        for number, entry in enumerate(lesser[:MAX_TRIED], 1):
+            tried.add(entry.offset_bytes)
+            if self._arena.window_around(entry.offset_bytes, new.num_bytes, tried.__contains__):
+                return lesser[:number]
+
+        def may_go(offset_bytes: int) -> bool:
+            entry = entries[offset_bytes]
+            # What the same request uses is the beginning of its prefix.
+            return (
+                entry.is_evictable
+                and entry.use < new.use
+                and worth(entry) < below
+                and not self._is_blocked(entry)
             )
+
+        large = [entry for entry in lesser[MAX_TRIED:] if entry.num_bytes >= new.num_bytes]
+        for entry in large[:1] or lesser:
+            window = self._arena.window_around(entry.offset_bytes, new.num_bytes, may_go)
             if window is not None:
-                return window
-        return None
+                others = (entries[offset_bytes] for offset_bytes in window)
+                return list(dict.fromkeys([*lesser[:MAX_TRIED], *others]))
+        return Refusal.WORTH_LESS if sample else Refusal.NO_ROOM
 
-    def _widen(self, tried: list[Entry]) -> list[int] | None:
-        """The window of lesser entries around a tried one in which none is worth much."""
-        windows = [
-            self._shrink(entry.offset_bytes, window)
-            for entry in tried
-            if (
-                window := self._arena.window_around(
-                    entry.offset_bytes, self._num_bytes, self._is_lesser
-                )
-            )
-        ]
-        return min(windows, key=self._greatest_worth, default=None)
+    def _worth_of(self, entry: Entry, recent_use: int, now: int) -> Worth:
+        """What an entry is worth that is stored, or going to be."""
+        is_recent, density = False, -1.0
+        if not self._is_orphan(entry):
+            is_recent = entry.use >= recent_use
+            density = self._reuse.density(entry.chunk_key, entry.use, now)
+        piece = entry.piece
+        return Worth(is_recent, density, entry.use, -piece.end_tokens, piece.kind, entry.number)
 
-    def _shrink(self, center: int, window: list[int]) -> list[int]:
-        """Without the entry that it was found around, where the others are enough."""
-        while len(window) > 1 and center in (window[0], window[-1]):
-            others = set(window) - {center}
-            beside = window[1] if center == window[0] else window[-2]
-            smaller = self._arena.window_around(beside, self._num_bytes, others.__contains__)
-            if smaller is None:
-                return window
-            center, window = beside, smaller
-        return window
+    def _sample(self) -> list[Entry]:
+        """Some of the ends."""
+        ends, found = self._ends, 0
+        while found < min(NUM_SAMPLED, len(ends)):
+            chosen = found + int(self._random.random() * (len(ends) - found))
+            entry = ends[chosen]
+            if not entry.is_evictable or self._is_blocked(entry):
+                self._discard(chosen)
+                continue
+            self._put(chosen, ends[found])
+            self._put(found, entry)
+            found += 1
+        return ends[:found]
 
-    def _is_lesser(self, offset_bytes: int) -> bool:
-        return self._order.is_lesser(self._entries[offset_bytes], self._below)
+    def _is_blocked(self, entry: Entry) -> bool:
+        """Whether something lies behind some rows. If so, they are added when that has gone."""
+        behind = self._behind
+        is_rows = entry.piece.kind is Kind.ROWS
+        if not self._ends_first or not is_rows or behind.keys().isdisjoint(entry.keys):
+            return False
+        key = next(key for key in entry.keys if key in behind)
+        self._blocked.setdefault(key, {})[entry] = None
+        return True
 
-    def _greatest_worth(self, window: list[int]) -> Worth:
-        return self._order.greatest_worth(self._entries[offset] for offset in window)
+    def _is_orphan(self, entry: Entry) -> bool:
+        return (
+            entry.piece.kind is Kind.TAILS
+            and self._geometry.needs_rows
+            and self._index.present(Kind.ROWS, entry.key) is None
+        )
+
+    def _put(self, place: int, entry: Entry) -> None:
+        self._ends[place] = entry
+        self._places[entry] = place
+
+    def _discard(self, place: int) -> None:
+        del self._places[self._ends[place]]
+        last = self._ends.pop()
+        if place < len(self._ends):
+            self._put(place, last)

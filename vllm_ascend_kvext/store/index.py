@@ -94,11 +94,7 @@ class Index:
         return useless
 
     def drop(self, entry: Entry) -> list[bytes]:
-        """An entry leaves, stored or not.
-
-        Returns:
-            Those of its keys that lead to no stored entry.
-        """
+        """An entry leaves, stored or not; returns its keys that lead to no stored entry now."""
         kind = entry.piece.kind
         is_stored = entry.state is EntryState.STORED
         table = (self._stored if is_stored else self._storing)[kind]

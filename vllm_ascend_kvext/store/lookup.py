@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prefix can be loaded, and why not more.
+"""How much of a prefix is stored, and why not more.
 
-Changes nothing. Takes time in proportion to the chunks of the prefix, times the units of a chunk
-where tails are looked for; how much is stored does not matter.
+Whoever reads a prefix walks back from a boundary: the entry that its key leads to begins at an
+earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk. Changes
+nothing. Takes time in proportion to the chunks of the prefix, and to the units of those chunks
+whose neighbour is there; looking for all tails, to the units of the range.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_ascend_kvext.store.entries import Entry, Kind
 from vllm_ascend_kvext.store.index import Index
-from vllm_ascend_kvext.store.pieces import chain_to
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
@@ -46,98 +47,59 @@ Lost = RememberedKeys[Shortfall]
 """Why a key leads nowhere: EVICTED or FAILED."""
 
 
-class PlacedRows(NamedTuple):
-    """Rows of another prefix that are loaded to a place of their own.
-
-    Attributes:
-        entry: That has them.
-        first_tokens: Where they go.
-        end_tokens: Where they end there.
-        entry_tokens: Of the entry's prefix, before the first of them.
-    """
-
-    entry: Entry
-    first_tokens: int
-    end_tokens: int
-    entry_tokens: int
-
-
-class LoadedRows(NamedTuple):
-    """Rows of an entry that a hit loads.
-
-    Attributes:
-        entry: It may have more of them.
-        first_tokens: Tokens before them.
-        end_tokens: Tokens up to their end.
-    """
+class StoredRows(NamedTuple):
+    """Rows of one entry, which may have more, at tokens of the prefix that was looked up."""
 
     entry: Entry
     first_tokens: int
     end_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What can be loaded.
+class StoredRun(NamedTuple):
+    """Rows without a gap.
 
     Attributes:
-        prefix: That was looked up.
-        after_tokens: What the device has.
-        boundary_tokens: Where the request can resume; ``after_tokens`` if nothing can be loaded.
-        entries: To load for it: rows in ascending order, then the tails.
-        shortfall: Why it is not more; None if there is no later boundary within the limit.
-        holes: First and end token of what is computed before the boundary, ascending.
-        hole_tails: To load for each hole: the tails at its first token; None where it needs none.
-        gap_tokens: Where it would end if nothing behind what is missing were loaded; None if
-            nothing is missing.
-        placed: Rows that are not of this prefix; ascending. What lies between and before them, from
-            the end of the rows on, is in ``holes``.
-        heads: Rows of the same prefixes as those, in ``holes``: they are loaded all the same, to be
-            looked at before they are computed.
-        exact_tokens: Where the rows of this prefix end, if some are placed.
-        exact_tails: The tails there; None if it needs none.
-        left_out: Entries that are there, and whose rows are computed because that is faster.
+        first_tokens: Where they begin; the first entry may begin before.
     """
 
-    prefix: Prefix
-    after_tokens: int
-    boundary_tokens: int
+    first_tokens: int
+    end_tokens: int
     entries: tuple[Entry, ...]
-    shortfall: Shortfall | None
-    holes: tuple[tuple[int, int], ...] = ()
-    hole_tails: tuple[Entry | None, ...] = ()
-    gap_tokens: int | None = None
-    placed: tuple[PlacedRows, ...] = ()
-    heads: tuple[PlacedRows, ...] = ()
-    exact_tokens: int = 0
-    exact_tails: Entry | None = None
-    left_out: tuple[Entry, ...] = ()
 
     @property
-    def all_entries(self) -> tuple[Entry, ...]:
-        """Everything that is read for it; what is read twice is there once."""
-        tails = [entry for entry in (*self.hole_tails, self.exact_tails) if entry is not None]
-        placed = [rows.entry for rows in (*self.placed, *self.heads)]
-        return tuple(dict.fromkeys((*self.entries, *tails, *placed)))
-
-    @property
-    def loaded_rows(self) -> Iterator[LoadedRows]:
-        """What is loaded of each entry with rows, ascending. Of holes, nothing is.
+    def rows(self) -> Iterator[StoredRows]:
+        """What is read of each entry.
 
         Rows that a later entry has, too, are those of another prefix in the earlier one::
 
             found by the key at 8      rows 0 ── 8 ── 16    of another request
             found by the key at 24          rows 8 ──────── 24
         """
-        rows = [entry for entry in self.entries if entry.piece.kind is Kind.ROWS]
-        for entry, following in itertools.zip_longest(rows, rows[1:]):
-            first_tokens, end_tokens = entry.piece.first_tokens, entry.piece.end_tokens
-            if following is not None:
-                end_tokens = min(end_tokens, following.piece.first_tokens)
-            first_tokens = max(first_tokens, self.after_tokens)
-            end_tokens = min(end_tokens, self.boundary_tokens)
-            for run in _between(self.holes, first_tokens, end_tokens):
-                yield LoadedRows(entry, *run)
+        for entry, following in itertools.zip_longest(self.entries, self.entries[1:]):
+            first = max(entry.piece.first_tokens, self.first_tokens)
+            end = entry.piece.end_tokens if following is None else following.piece.first_tokens
+            if first < min(end, self.end_tokens):
+                yield StoredRows(entry, first, min(end, self.end_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How much of a prefix can be loaded without a gap.
+
+    Attributes:
+        boundary_tokens: Where the request can resume; ``after_tokens`` if nothing can be loaded.
+        rows: Rows to load, ascending, from ``after_tokens`` to ``boundary_tokens``. Empty if the
+            model has no full attention.
+        tails: The tails at the boundary; None if the model has none, or nothing can be loaded.
+        shortfall: Why it is not more; None if there is no later boundary within the limit.
+    """
+
+    prefix: Prefix
+    after_tokens: int
+    boundary_tokens: int
+    rows: tuple[StoredRows, ...] = ()
+    tails: Entry | None = None
+    shortfall: Shortfall | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -145,138 +107,142 @@ class Hit:
         return self.boundary_tokens - self.after_tokens
 
     @property
-    def prefix_entries(self) -> tuple[Entry, ...]:
-        """What would be read if nothing behind what is missing were loaded."""
-        gap_tokens = self.gap_tokens
-        if gap_tokens is None:
-            return self.all_entries
-        # Rows may go on behind it; tails at it begin and end there.
-        return tuple(
-            entry
-            for entry in self.all_entries
-            if entry.piece.first_tokens < gap_tokens or entry.piece.end_tokens == gap_tokens
-        )
-
-    @property
-    def hole_tokens(self) -> int:
-        """Those of them that are missing."""
-        return sum(end - first for first, end in self.holes)
-
-    @property
-    def loaded_tokens(self) -> int:
-        return self.num_tokens - self.hole_tokens
-
-    @property
-    def behind_hole_tokens(self) -> int:
-        """Tokens behind the first hole that are loaded."""
-        if not self.holes:
-            return 0
-        return self.boundary_tokens - self.holes[0][0] - self.hole_tokens
-
-
-def find_hit(
-    index: Index,
-    lost: dict[Kind, Lost],
-    geometry: TierGeometry,
-    prefix: Prefix,
-    limit_tokens: int,
-    after_tokens: int = 0,
-) -> Hit:
-    """The last boundary up to which everything is STORED.
-
-    Args:
-        lost: What has gone.
-        limit_tokens: The boundary is no later.
-        after_tokens: What the device has: rows before it are not needed.
-    """
-    limit_tokens = geometry.floor(min(limit_tokens, prefix.num_tokens))
-    if limit_tokens <= after_tokens:
-        return Hit(prefix, after_tokens, after_tokens, (), Shortfall.BELOW_UNIT)
-    search = _Search(index, lost, geometry, prefix, limit_tokens, after_tokens)
-    rows: list[Entry] = []
-    end_tokens, shortfall = limit_tokens, None
-    if geometry.needs_rows:
-        rows, end_tokens, shortfall = search.find_rows()
-    if not geometry.needs_tails:
-        return Hit(prefix, after_tokens, end_tokens, tuple(rows), shortfall)
-    tails, no_tails = search.find_tails(end_tokens)
-    if tails is None:
-        return Hit(prefix, after_tokens, after_tokens, (), no_tails or shortfall)
-    boundary_tokens = tails.piece.end_tokens
-    needed = [entry for entry in rows if entry.piece.first_tokens < boundary_tokens]
-    return Hit(prefix, after_tokens, boundary_tokens, (*needed, tails), no_tails or shortfall)
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything that is read."""
+        rows = [rows.entry for rows in self.rows]
+        return tuple(rows) if self.tails is None else (*rows, self.tails)
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class Lookup:
+    """Looks at one prefix."""
+
     index: Index
-    lost: dict[Kind, Lost]
     geometry: TierGeometry
     prefix: Prefix
-    limit_tokens: int
-    after_tokens: int
 
-    def find_rows(self) -> tuple[list[Entry], int, Shortfall | None]:
-        """Rows without a gap, where they end, and why there."""
-        chunk_tokens, unit_tokens = self.geometry.chunk_tokens, self.geometry.unit_tokens
-        rows: list[Entry] = []
-        position = self.after_tokens
-        while position < self.limit_tokens:
-            chunk_end = position - position % chunk_tokens + chunk_tokens
-            target = min(chunk_end, self.limit_tokens)
-            chain = chain_to(self.index, self.prefix, target, position)
-            if chain is None:
-                first = self.geometry.floor(position)
-                for boundary in range(target - unit_tokens, first, -unit_tokens):
-                    chain = chain_to(self.index, self.prefix, boundary, position)
-                    if chain is not None:
-                        rows += chain
-                        position = boundary
-                        break
-                reason = self.reason(Kind.ROWS, position, target)
-                return rows, position, reason or Shortfall.NEVER_STORED
-            rows += chain
-            position = target
-        return rows, position, None
+    def find_hit(self, lost: Mapping[Kind, Lost], limit_tokens: int, after_tokens: int) -> Hit:
+        """The last boundary up to which everything is STORED.
 
-    def find_tails(self, end_tokens: int) -> tuple[Entry | None, Shortfall | None]:
-        """The last tails at or before a boundary, and why there are none behind them."""
-        end_tokens = self.geometry.floor(end_tokens)
-        first = self.geometry.floor(self.after_tokens)
-        for boundary in range(end_tokens, first, -self.geometry.unit_tokens):
-            tails = self.index.stored(Kind.TAILS, self.prefix.key_at(boundary))
-            if tails is not None:
+        Args:
+            after_tokens: What the device has: rows before it are not needed.
+        """
+        limit_tokens = self._limit(limit_tokens)
+        nothing = Hit(self.prefix, after_tokens, after_tokens, shortfall=Shortfall.BELOW_UNIT)
+        if limit_tokens <= after_tokens:
+            return nothing
+        run = StoredRun(after_tokens, limit_tokens, ())
+        shortfall: Shortfall | None = None
+        if self.geometry.needs_rows:
+            run = self.first_run(limit_tokens, after_tokens)
+            end_tokens = run.end_tokens
+            if end_tokens < limit_tokens:
+                chunk_end = self.geometry.chunk_end(end_tokens)
+                missed = self._boundaries(end_tokens, min(chunk_end, limit_tokens))
+                shortfall = self._why_lost(lost, Kind.ROWS, missed) or Shortfall.NEVER_STORED
+        if not self.geometry.needs_tails:
+            return Hit(self.prefix, *run[:2], tuple(run.rows), shortfall=shortfall)
+        boundaries = self._boundaries(after_tokens, run.end_tokens)
+        num_before = self.index.upto_stored(Kind.TAILS, self.prefix.keys_at(boundaries))
+        if missed := boundaries[num_before:]:
+            shortfall = self._why_lost(lost, Kind.TAILS, missed) or Shortfall.NO_TAIL
+        if not num_before:
+            return replace(nothing, shortfall=shortfall)
+        boundary = boundaries[num_before - 1]
+        tails = self.index.stored(Kind.TAILS, self.prefix.key_at(boundary))
+        rows = tuple(run._replace(end_tokens=boundary).rows)
+        return Hit(self.prefix, after_tokens, boundary, rows, tails, shortfall)
+
+    def first_run(
+        self, limit_tokens: int, after_tokens: int, with_storing: bool = False
+    ) -> StoredRun:
+        """The rows from a token on without a gap; empty if the first is not there."""
+        limit_tokens = self._limit(limit_tokens)
+        entries: list[Entry] = []
+        position = after_tokens
+        while position < limit_tokens:
+            target = min(self.geometry.chunk_end(position), limit_tokens)
+            runs = self.runs_of_chunk(position, target, with_storing)
+            if not runs or runs[0].first_tokens > position:
                 break
-        else:
-            tails, boundary = None, first
-        if boundary == end_tokens:
-            return tails, None
-        return tails, self.reason(Kind.TAILS, boundary, end_tokens) or Shortfall.NO_TAIL
+            entries += runs[0].entries
+            position = runs[0].end_tokens
+            if position < target:
+                break
+        return StoredRun(after_tokens, position, tuple(entries))
 
-    def reason(self, kind: Kind, after_tokens: int, upto_tokens: int) -> Shortfall | None:
-        """What is known of the longest prefix in a range of boundaries."""
+    def find_runs(self, limit_tokens: int, after_tokens: int) -> list[StoredRun]:
+        """The stored rows, in ascending order.
+
+        Rows in the middle of a chunk whose neighbours are not stored either may be left out: a
+        prompt that nobody has stored costs one question per chunk.
+        """
+        limit_tokens = self._limit(limit_tokens)
+        runs: list[StoredRun] = []
+        position = run_end = after_tokens
+        while position < limit_tokens:
+            target = min(self.geometry.chunk_end(position), limit_tokens)
+            is_at_gap = position != run_end
+            if not is_at_gap or self.index.stored(Kind.ROWS, self.prefix.key_at(target)):
+                for run in self.runs_of_chunk(position, target):
+                    if runs and run_end == run.first_tokens:
+                        first_tokens, _, entries = runs.pop()
+                        run = StoredRun(first_tokens, run.end_tokens, entries + run.entries)
+                    runs.append(run)
+                    run_end = run.end_tokens
+            position = target
+        return runs
+
+    def find_all_tails(self, limit_tokens: int, after_tokens: int) -> list[Entry]:
+        """The stored tails, in ascending order; those at ``after_tokens`` are among them."""
+        boundaries = self._boundaries(max(0, after_tokens - 1), self._limit(limit_tokens))
+        return self.index.all_stored(Kind.TAILS, self.prefix.keys_at(boundaries))
+
+    def runs_of_chunk(
+        self, first_tokens: int, end_tokens: int, with_storing: bool = False
+    ) -> list[StoredRun]:
+        """The rows of a part of one chunk; walks back from its end."""
+        find = self.index.present if with_storing else self.index.stored
+        upto = self.index.upto_present if with_storing else self.index.upto_stored
+        runs: list[StoredRun] = []
+        entries: list[Entry] = []
+        boundary = run_end = end_tokens
+        while boundary > first_tokens:
+            entry = find(Kind.ROWS, self.prefix.key_at(boundary))
+            if entry is not None:
+                entries.append(entry)
+                boundary = entry.piece.first_tokens
+                continue
+            if entries:
+                runs.append(StoredRun(boundary, run_end, tuple(entries[::-1])))
+                entries = []
+            # One slice of keys takes less time than a question per boundary.
+            boundaries = self._boundaries(first_tokens, boundary - self.geometry.unit_tokens)
+            num_before = upto(Kind.ROWS, self.prefix.keys_at(boundaries))
+            boundary = run_end = boundaries[num_before - 1] if num_before else first_tokens
+        if entries:
+            runs.append(StoredRun(max(boundary, first_tokens), run_end, tuple(entries[::-1])))
+        return runs[::-1]
+
+    def _limit(self, limit_tokens: int) -> int:
+        return self.geometry.floor(min(limit_tokens, self.prefix.num_tokens))
+
+    def _boundaries(self, after_tokens: int, upto_tokens: int) -> range:
+        """Those behind a token, up to a boundary."""
         unit_tokens = self.geometry.unit_tokens
-        for boundary in range(upto_tokens, self.geometry.floor(after_tokens), -unit_tokens):
+        return range(self.geometry.floor(after_tokens) + unit_tokens, upto_tokens + 1, unit_tokens)
+
+    def _why_lost(
+        self, lost: Mapping[Kind, Lost], kind: Kind, boundaries: range
+    ) -> Shortfall | None:
+        """What is known of the longest prefix that ends at some boundaries."""
+        for boundary in reversed(boundaries):
             key = self.prefix.key_at(boundary)
             if self.index.stored(kind, key) is not None:
                 continue
             if self.index.storing(kind, key) is not None:
                 return Shortfall.BEING_STORED
-            reason = self.lost[kind].get(key)
+            reason = lost[kind].get(key)
             if reason is not None:
                 return reason
         return None
-
-
-def _between(
-    holes: Sequence[tuple[int, int]], first_tokens: int, end_tokens: int
-) -> Iterator[tuple[int, int]]:
-    """What is left of a range without the holes, which are ascending."""
-    for first, end in holes:
-        if end <= first_tokens:
-            continue
-        if first_tokens < min(first, end_tokens):
-            yield first_tokens, min(first, end_tokens)
-        first_tokens = max(first_tokens, end)
-    if first_tokens < end_tokens:
-        yield first_tokens, end_tokens

@@ -78,8 +78,6 @@ class TierGeometry:
         chunk_tokens: Rows are stored by chunks of so many tokens, or by pieces of one.
         unit_tokens: Pieces begin and end, and requests resume, at multiples of it: the layout's
             row unit. Divides ``chunk_tokens``.
-        needs_rows: Whether the model has full-attention groups.
-        needs_tails: Whether it has windows or states.
 
     Raises:
         TierError: If the numbers do not fit each other.
@@ -109,3 +107,7 @@ class TierGeometry:
         """Where the chunk begins that has the token before a boundary."""
         last = boundary_tokens - 1
         return last - last % self.chunk_tokens
+
+    def chunk_end(self, tokens: int) -> int:
+        """Where the chunk ends that has the token behind some tokens."""
+        return tokens - tokens % self.chunk_tokens + self.chunk_tokens

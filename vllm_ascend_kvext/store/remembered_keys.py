@@ -6,27 +6,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from vllm_ascend_kvext.store.errors import TierError
-
 Value = TypeVar("Value")
 
 
 class RememberedKeys(Generic[Value]):
-    """Keys and what is known of them. Every call takes constant time.
+    """Keys and what is known of them, so many at most. Every call takes constant time."""
 
-    Args:
-        most: How many keys are remembered.
+    __slots__ = ("_max_keys", "_values")
 
-    Raises:
-        TierError: If it is negative.
-    """
-
-    __slots__ = ("_most", "_values")
-
-    def __init__(self, most: int) -> None:
-        if most < 0:
-            raise TierError(f"remembered keys: expected 0 or more, found {most}; 0 remembers none")
-        self._most = most
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
         self._values: OrderedDict[bytes, Value] = OrderedDict()
 
     def __len__(self) -> int:
@@ -39,7 +28,7 @@ class RememberedKeys(Generic[Value]):
         """Remember a key, as the latest."""
         self._values[key] = value
         self._values.move_to_end(key)
-        if len(self._values) > self._most:
+        if len(self._values) > self._max_keys:
             self._values.popitem(last=False)
 
     def clear(self) -> None:

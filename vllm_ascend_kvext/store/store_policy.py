@@ -30,12 +30,7 @@ class StorePolicy(enum.Enum):
 
 
 class StoreChooser:
-    """Applies a policy. Every call takes constant time.
-
-    Args:
-        policy: Which one.
-        remembered_keys: Of how many keys it is known that one request has seen them.
-    """
+    """Applies a policy. Every call takes constant time."""
 
     __slots__ = ("_seen", "policy")
 
@@ -49,13 +44,6 @@ class StoreChooser:
         """A request computes or hits a prefix.
 
         A request that comes back after a preemption is the same one, and no second touch.
-
-        Args:
-            key: Of the prefix; of one request, each key once is enough.
-            request_id: Not empty.
-
-        Returns:
-            Whether another request did so before, as far as is remembered.
         """
         seen_by = self._seen.get(key)
         is_second = seen_by is not None and seen_by != request_id

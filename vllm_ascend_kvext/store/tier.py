@@ -18,23 +18,27 @@ same ones. Moves no bytes; does not know what a worker is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
+from vllm_ascend_kvext.store.entries import (
+    Entry,
+    EntryState,
+    Kind,
+    Load,
+    Loadable,
+    LoadOutcome,
+    Piece,
+)
 from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.eviction import EvictionOrder
 from vllm_ascend_kvext.store.index import Index
-from vllm_ascend_kvext.store.loads import Load, LoadOutcome
-from vllm_ascend_kvext.store.lookup import Hit, Lost, Shortfall, find_hit
-from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces, present_tokens
+from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall, StoredRun
+from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
-from vllm_ascend_kvext.store.protected_share import ProtectedShare
 from vllm_ascend_kvext.store.reuse import Reuse
-from vllm_ascend_kvext.store.runs import StoredRun, find_all_tails, find_runs
-from vllm_ascend_kvext.store.worth import EvictionRule, LatestUse, WorthRule
 
 _NOWHERE = -1
 """In place of an offset."""
@@ -52,48 +56,32 @@ class HostTier:
     """What one host buffer holds.
 
     Args:
-        capacity_bytes: Size of the buffer.
-        geometry: Where prefixes are cut, and what a resume needs.
-        protected_share: Of the capacity: what entries that were loaded may take and still give way
-            last, to begin with; see that module. From 0 to 1.
-        remembered_keys: Of how many keys of each kind it is known that they were evicted or failed.
+        remembered_keys: Of how many keys of each kind it is known that they were evicted or failed,
+            and of how many chunks when they were asked for.
         on_removed: Told of every entry that was stored and is not there any more.
-        eviction: What gives way first.
+        evicts_ends_first: Whether rows stay as long as rows or tails behind them do: where a load
+            stops at the first gap, nothing can reach these.
 
     Raises:
-        ArenaError: If the capacity is too small to hold anything.
-        TierError: If the share is not from 0 to 1.
-
-    Attributes:
-        geometry: As given.
-        counters: See `TierCounters`.
+        TierError: If the capacity is too small to hold anything.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
         geometry: TierGeometry,
-        protected_share: float = 0.75,
         remembered_keys: int = 1 << 16,
         on_removed: OnRemoved | None = None,
-        eviction: EvictionRule = EvictionRule.LATEST_USE,
+        evicts_ends_first: bool = True,
     ) -> None:
-        if not 0 <= protected_share <= 1:
-            raise TierError(
-                f"host tier: expected a protected share from 0 to 1, found {protected_share}; "
-                "0.75 is the default"
-            )
         self.geometry = geometry
         self.counters = TierCounters()
         self._arena = Arena(capacity_bytes)
         self._index = Index()
-        self._rule: WorthRule
-        if eviction is EvictionRule.REUSE:
-            self._rule = Reuse(self._index, geometry, self.capacity_bytes, remembered_keys)
-        else:
-            self._rule = LatestUse(self._index, geometry)
-        share = ProtectedShare(self.capacity_bytes, protected_share)
-        self._order = EvictionOrder(share, self._rule)
+        self._reuse = Reuse(remembered_keys)
+        self._order = EvictionOrder(
+            self._arena, self._index, geometry, self._reuse, evicts_ends_first
+        )
         self._lost: dict[Kind, Lost] = {kind: Lost(remembered_keys) for kind in Kind}
         self._entries: dict[int, Entry] = {}
         self._on_removed = on_removed
@@ -105,7 +93,7 @@ class HostTier:
         return self._arena.capacity_bytes
 
     def next_use(self) -> int:
-        """A moment, later than those before: what is used at one gives way after what is older.
+        """A moment, later than those before, by which ages are told.
 
         A request takes one when it is admitted, and another when it ends.
         """
@@ -116,51 +104,46 @@ class HostTier:
         """A request has ended. Call it once, before what it leaves is stored.
 
         Args:
-            prefix: Of the request.
-            prompt_tokens: What it asked for.
+            prompt_tokens: Length of the prompt, which it asked for.
             end_tokens: Up to where there are keys, and its answer may be asked for.
         """
-        self._rule.note_ended(prefix, prompt_tokens, end_tokens)
+        unit_tokens, chunk_tokens = self.geometry.unit_tokens, self.geometry.chunk_tokens
+        # A chunk is known by its first unit, however many of its tokens there are.
+        keys = prefix.keys_at(range(unit_tokens, end_tokens + 1, chunk_tokens))
+        num_asked = len(range(unit_tokens, prompt_tokens + 1, chunk_tokens))
+        self._reuse.note_ended(keys[:num_asked], keys[num_asked:], self._latest_use)
 
     # Loads.
 
     def look_up(self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0) -> Hit:
-        """The last boundary within a limit at which a request can resume; changes nothing.
-
-        Args:
-            prefix: Of the request.
-            limit_tokens: The boundary is no later.
-            after_tokens: What the device has already.
-        """
-        return find_hit(self._index, self._lost, self.geometry, prefix, limit_tokens, after_tokens)
+        """The last boundary within a limit at which a request can resume; changes nothing."""
+        return self._lookup(prefix).find_hit(self._lost, limit_tokens, after_tokens)
 
     def find_runs(
         self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
     ) -> list[StoredRun]:
-        """All stored rows in a range, with gaps between them; changes nothing. See ``runs``."""
-        return find_runs(self._index, self.geometry, prefix, limit_tokens, after_tokens)
+        """All stored rows in a range, with gaps between them; changes nothing."""
+        return self._lookup(prefix).find_runs(limit_tokens, after_tokens)
 
     def find_all_tails(
         self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
     ) -> list[Entry]:
-        """All stored tails of a range of boundaries, ascending; changes nothing. See ``runs``."""
-        return find_all_tails(self._index, self.geometry, prefix, limit_tokens, after_tokens)
+        """All stored tails of a range of boundaries, ascending; changes nothing."""
+        return self._lookup(prefix).find_all_tails(limit_tokens, after_tokens)
 
-    def begin_load(self, hit: Hit, use: int) -> Load | None:
+    def begin_load(self, found: Loadable, use: int) -> Load | None:
         """Pin what was found. None, and nothing is pinned, if some of it is not there any more.
 
-        Args:
-            hit: Of a lookup.
-            use: Of the request.
+        ``use`` is that of the request's admission.
         """
-        entries = hit.all_entries
+        entries = found.entries
         if not all(entry.state is EntryState.STORED for entry in entries):
             return None
-        self.renew(hit.prefix, hit.boundary_tokens, use)
+        self.renew(found.prefix, found.boundary_tokens, use)
         for entry in entries:
             entry.num_pins += 1
             entry.use = max(entry.use, use)
-        return Load(entries, frozenset(hit.prefix_entries), hit.left_out)
+        return Load(entries)
 
     def end_load(
         self,
@@ -171,8 +154,6 @@ class HostTier:
         """A load is over on all workers: its entries may go.
 
         Args:
-            load: Of `begin_load`.
-            outcome: How it ended.
             unreadable: Entries that are not offered again; by default all of them if it FAILED,
                 and none else.
 
@@ -191,25 +172,12 @@ class HostTier:
         for entry in load.entries:
             has_failed = entry in unreadable
             entry.num_pins -= 1
-            if outcome is LoadOutcome.LOADED and not has_failed:
-                self.counters.hit_entries[entry.piece.kind] += 1
-                self.counters.hit_bytes[entry.piece.kind] += entry.num_bytes
-                entry.was_loaded = True
-                entry.was_hit = entry in load.hits
-                if entry.was_hit:
-                    self._order.note_hit(entry)
             if entry.state is EntryState.LEAVING:
                 self._release_if_idle(entry)
             elif has_failed:
                 self._remove(entry, Removal.LOAD_FAILED)
             else:
                 self._order.add(entry)
-        for entry in load.left_out if outcome is LoadOutcome.LOADED else ():
-            if entry.state is EntryState.STORED:
-                entry.was_hit = True
-                self._order.note_hit(entry)
-                self._order.add(entry)
-        self._order.shrink_hits()
 
     def renew(self, prefix: Prefix, upto_tokens: int, use: int) -> None:
         """Rows of a prefix are of use, even if the device has them and nothing is loaded.
@@ -219,46 +187,30 @@ class HostTier:
         """
         if not self.geometry.needs_rows:
             return
+        lookup = self._lookup(prefix)
         boundary = self.geometry.floor(min(upto_tokens, prefix.num_tokens))
         while boundary > 0:
-            entry = self._index.present(Kind.ROWS, prefix.key_at(boundary))
-            if entry is None:
-                boundary = self._present_before(prefix, boundary)
-                continue
-            if entry.use >= use:
-                break
-            entry.use = use
-            boundary = entry.piece.first_tokens
-
-    def _present_before(self, prefix: Prefix, boundary_tokens: int) -> int:
-        """The last boundary of the same chunk whose rows are there, or where the chunk begins."""
-        unit_tokens = self.geometry.unit_tokens
-        first_tokens = self.geometry.chunk_start(boundary_tokens)
-        keys = prefix.keys_at(range(first_tokens + unit_tokens, boundary_tokens, unit_tokens))
-        return first_tokens + unit_tokens * self._index.upto_present(Kind.ROWS, keys)
-
-    def count_shortfall(self, shortfall: Shortfall | None) -> None:
-        """Count why a request did not load more; once for each request."""
-        if shortfall is not None:
-            self.counters.shortfalls[shortfall] += 1
+            chunk_first = self.geometry.chunk_start(boundary)
+            runs = lookup.runs_of_chunk(chunk_first, boundary, with_storing=True)
+            for entry in reversed([entry for run in runs for entry in run.entries]):
+                if entry.use >= use:
+                    return
+                entry.use = use
+            boundary = chunk_first
 
     # Stores.
-
-    def count_refusal(self, refusal: Refusal) -> None:
-        """Count a store that the tier was not asked for."""
-        self.counters.refused_stores[refusal] += 1
 
     def missing_pieces(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> list[Piece]:
         """What to store so that rows can be read up to a boundary; see ``pieces``."""
         if not self.geometry.needs_rows:
             return []
-        return missing_pieces(self._index, self.geometry, prefix, first_tokens, end_tokens)
+        return missing_pieces(self._lookup(prefix), first_tokens, end_tokens)
 
     def present_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
         """Up to which boundary the rows of a prefix are there, those being stored included."""
         if not self.geometry.needs_rows:
             return 0
-        return present_tokens(self._index, self.geometry, prefix, limit_tokens)
+        return self._lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
 
     def begin_store(
         self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
@@ -268,8 +220,8 @@ class HostTier:
         Args:
             prefix: Has keys up to the piece's end.
             piece: Rows within one chunk, or tails.
-            num_bytes: What they take in host memory.
-            use: Of the request.
+            num_bytes: What they take in host memory, more than 0.
+            use: The latest use by the request.
 
         Returns:
             The entry, whose place begins at ``offset_bytes``; or why there is none. Nothing is
@@ -277,7 +229,6 @@ class HostTier:
 
         Raises:
             TierError: If a piece is not cut at units, or reaches into a second chunk.
-            ArenaError: If the size is not positive.
         """
         keys = keys_of(self.geometry, prefix, piece)
         refusal = self._why_not_needed(piece, keys[-1])
@@ -286,14 +237,22 @@ class HostTier:
         if refusal is not None:
             self.counters.refused_stores[refusal] += 1
             return refusal
+        chunk_first = self.geometry.chunk_start(piece.end_tokens)
+        needs_before = self.geometry.needs_rows and piece.first_tokens
         entry = Entry(
-            self._num_entries, piece, keys, _NOWHERE, self._arena.place_bytes(num_bytes), use
+            self._num_entries,
+            piece,
+            keys,
+            _NOWHERE,
+            self._arena.place_bytes(num_bytes),
+            use,
+            chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),
+            key_before=prefix.key_at(piece.first_tokens) if needs_before else None,
         )
-        self._rule.note_wanted(entry, prefix)
-        self._order.share.note_wanted(entry)
-        self._order.shrink_hits()
+        self._order.begin(entry)
         refusal = self._make_room(prefix, entry)
         if refusal is not None:
+            self._order.forget(entry)
             self.counters.refused_stores[refusal] += 1
             return refusal
         offset_bytes = self._arena.allocate(entry.num_bytes)
@@ -302,16 +261,11 @@ class HostTier:
         self._num_entries += 1
         self._entries[offset_bytes] = entry
         self._index.begin(entry)
-        self._add_tails_of(entry.keys, piece.kind)  # they have their rows back
         self._count_held()
         return entry
 
     def finish_store(self, entry: Entry, row_map: Any = None) -> bool:
-        """The bytes are in place, on all workers.
-
-        Args:
-            entry: Of `begin_store`.
-            row_map: What loads are planned against.
+        """The bytes are in place, on all workers; loads are planned against the row map.
 
         Returns:
             Whether it can be found; not if the tier was cleared meanwhile, or if longer pieces of
@@ -351,31 +305,30 @@ class HostTier:
                 self._leave(entry)
         for lost in self._lost.values():
             lost.clear()
-        self._rule.clear()
-        self._order.share.clear()
+        self._reuse.clear()
+
+    def _lookup(self, prefix: Prefix) -> Lookup:
+        return Lookup(self._index, self.geometry, prefix)
 
     def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
-        stored = self._index.stored(piece.kind, key)
-        if stored is not None and stored.piece.first_tokens <= piece.first_tokens:
-            return Refusal.ALREADY_STORED
-        storing = self._index.storing(piece.kind, key)
-        if storing is not None and storing.piece.first_tokens <= piece.first_tokens:
-            return Refusal.BEING_STORED
+        for find, refusal in (
+            (self._index.stored, Refusal.ALREADY_STORED),
+            (self._index.storing, Refusal.BEING_STORED),
+        ):
+            found = find(piece.kind, key)
+            if found is not None and found.piece.first_tokens <= piece.first_tokens:
+                return refusal
         return None
 
     def _make_room(self, prefix: Prefix, entry: Entry) -> Refusal | None:
-        """Evict what is worth less, unless there is a hole; nothing if that is not enough."""
+        """Evict what is worth less, unless there is a gap; nothing if that is not enough."""
         self.renew(prefix, entry.piece.end_tokens, entry.use)
-        if entry.num_bytes <= self._arena.largest_hole_bytes:
+        if entry.num_bytes <= self._arena.largest_gap_bytes:
             return None
-        worth = self._rule.worth_of(entry)
-        choice = self._order.choose(self._arena, self._entries, entry.num_bytes, worth)
-        if choice.victims is None:
-            return Refusal.WORTH_LESS if choice.is_outbid else Refusal.NO_ROOM
-        for spared in choice.spared:
-            spared.num_spared += 1
-        for victim in choice.victims:
-            self._order.share.note_evicted(victim)
+        chosen = self._order.choose(self._entries, entry, self._latest_use)
+        if isinstance(chosen, Refusal):
+            return chosen
+        for victim in chosen:
             self._remove(victim, Removal.EVICTED)
         return None
 
@@ -403,22 +356,13 @@ class HostTier:
     def _leave(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
         """Nobody finds the entry any more; its place is held until its last transfer ends."""
         kind = entry.piece.kind
-        if entry.state is EntryState.STORED:
-            self._order.forget(entry)
+        self._order.forget(entry)
         lost_keys = self._index.drop(entry)
         entry.state = EntryState.LEAVING
         if shortfall is not None:
             for key in lost_keys:
                 self._lost[kind].put(key, shortfall)
-        self._add_tails_of(lost_keys, kind)  # worth less without its rows
         self._release_if_idle(entry)
-
-    def _add_tails_of(self, keys: Iterable[bytes], kind: Kind) -> None:
-        """Rows before some boundaries come or go: that changes the rank of tails at them."""
-        for key in keys if kind is Kind.ROWS else ():
-            tails = self._index.stored(Kind.TAILS, key)
-            if tails is not None:
-                self._order.add(tails)
 
     def _release_if_idle(self, entry: Entry) -> None:
         if entry.num_pins or entry.is_being_written:

@@ -9,8 +9,6 @@ records an event, and whoever copies lets a stream of its own wait for it::
     compute stream    kernels kernels kernels [event] kernels of the next step
     copy stream                               [wait_event] copies
     copying thread                run(): enqueued .............. synchronize, returns
-
-Knows no pages and no jobs.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.transfer.ascend.device import npu
 from vllm_ascend_kvext.transfer.errors import BackendError
@@ -27,23 +25,18 @@ if TYPE_CHECKING:
     import torch
 
 
-class ComputeFence(Protocol):
-    """Lets copies wait for the kernels that have been enqueued so far."""
+class ComputeFence:
+    """Lets copies wait for the kernels that have been enqueued so far.
 
-    def record(self) -> object:
-        """Mark what the current stream of this thread has been given so far.
+    As it is, for a model that runs on CPUs: a step has computed when it returns.
+    """
 
-        Returns:
-            For `run`, of any thread.
-        """
-        ...
+    def record(self) -> Any:
+        """Mark what this thread's current stream has been given so far, for `run` of any thread."""
+        return None
 
-    def run(self, recorded: object, copy: Callable[[], None]) -> float:
+    def run(self, recorded: Any, copy: Callable[[], None]) -> float:
         """Copy after what was recorded, and return when the bytes have arrived.
-
-        Args:
-            recorded: What `record` has returned.
-            copy: Copies, or enqueues copies on the current stream.
 
         Returns:
             Seconds that the copies took, without waiting for kernels.
@@ -51,41 +44,28 @@ class ComputeFence(Protocol):
         Raises:
             Exception: What ``copy`` raises; nothing that it has enqueued is under way any more.
         """
-        ...
-
-
-class HostFence:
-    """Of a model that runs on CPUs: a step has computed when it returns."""
-
-    def record(self) -> object:
-        return None
-
-    def run(self, recorded: object, copy: Callable[[], None]) -> float:
         begun_s = time.perf_counter()
         copy()
         return time.perf_counter() - begun_s
 
 
-class AscendFence:
+class AscendFence(ComputeFence):
     """Of a model that runs on one NPU. It has not run on an NPU: tests use a stand-in.
 
     Every thread that copies has a stream of its own, so that none waits for copies of another.
-
-    Args:
-        device: The NPU that has the pages.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._of_thread = threading.local()
 
-    def record(self) -> object:
+    def record(self) -> Any:
         with npu().device(self._device):
             event = npu().Event()
             event.record(npu().current_stream())
         return event
 
-    def run(self, recorded: object, copy: Callable[[], None]) -> float:
+    def run(self, recorded: Any, copy: Callable[[], None]) -> float:
         stream = self._stream()
         begin, end = (npu().Event(enable_timing=True) for _ in range(2))
         with npu().stream(stream):
@@ -109,13 +89,9 @@ class AscendFence:
 
 
 def fence_of(device: torch.device) -> ComputeFence:
-    """The fence for pages on a device.
-
-    Raises:
-        BackendError: If no backend serves the device.
-    """
+    """The fence for pages on a device; raises `BackendError` if no backend serves it."""
     if device.type == "cpu":
-        return HostFence()
+        return ComputeFence()
     if device.type == "npu":
         return AscendFence(device)
     raise BackendError(

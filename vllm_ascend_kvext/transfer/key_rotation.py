@@ -12,29 +12,25 @@ group number of its own, and every group has its shift.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.native import native
+from vllm_ascend_kvext.transfer.backend import STREAMING_WHERE_IT_PAYS
 from vllm_ascend_kvext.transfer.errors import BackendError
-from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.placement import CALLING_THREAD, CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools, require_bytes
 from vllm_ascend_kvext.transfer.schema import Direction, Frequencies, Table
 
 if TYPE_CHECKING:
     import torch
 
-_STREAMING_WHERE_IT_PAYS = -1
-
 
 class KeyRotation(NamedTuple):
     """Which planes of a transfer are keys, and by how much they turn.
 
-    Attributes:
-        rotations: Shape ``[num_rotations, 8]``, see `RotationColumn`.
-        shifts: Shape ``[num_shifts, 2]``, see `ShiftColumn`.
-        frequencies: Radians per position, 0 to 2 pi. dtype: float64, shape:
-            ``[num_frequencies]``, contiguous.
+    Shapes: ``rotations`` is ``[num_rotations, 8]``, see `RotationColumn`; ``shifts``
+    ``[num_shifts, 2]``, see `ShiftColumn`. Frequencies are radians per position, 0 to 2 pi. dtype:
+    float64, shape: ``[num_frequencies]``, contiguous.
     """
 
     rotations: Table
@@ -43,14 +39,13 @@ class KeyRotation(NamedTuple):
 
 
 def rotated_page_transfer(
-    pools: Pools | Sequence[torch.Tensor],
+    pools: Pools,
     host: torch.Tensor,
     planes: Table,
     runs: Table,
     direction: Direction,
     rotation: KeyRotation,
     *,
-    num_threads: int | None = None,
     placement: CopyPlacement | None = None,
 ) -> None:
     """Do what `page_transfer` does, and rotate keys in the same pass.
@@ -58,23 +53,12 @@ def rotated_page_transfer(
     Angles are computed in float64, once per shift; keys are rotated in float32 and rounded once.
     Both directions turn keys by the shift: what went one way comes back with the negative one.
 
-    Args:
-        pools: What `Pools.of` has registered, or the tensors; in host memory.
-        host: The host buffer. dtype: uint8, shape: [num_bytes], contiguous.
-        planes: See `PlaneColumn`. shape: [num_planes, 9].
-        runs: See `RunColumn`; sorted by group. None of them moves nothing. shape: [num_runs, 5].
-        direction: Which way.
-        rotation: The planes that are keys, and the shifts of their groups.
-        num_threads: None takes those of the placement.
-        placement: The CPUs of the copy; None is what `default_placement` says.
+    Arguments are those of `page_transfer`; the pools are in host memory.
 
     Raises:
-        DescriptorError: A tensor or table is wrong, or the pools are not where they were
-            registered; nothing has been written.
+        DescriptorError: As of `page_transfer`, or for `rotation`; nothing has been written.
         BackendError: The pools are on a device; nothing has been written.
     """
-    if not isinstance(pools, Pools):
-        pools = Pools.of(pools)
     pools.require_current()
     require_bytes("host", host)
     on_devices = [device for device in pools.device_types if device != "cpu"]
@@ -83,7 +67,7 @@ def rotated_page_transfer(
             f"pools: expected all of them on cpu, found {', '.join(on_devices)}: keys are rotated "
             "in host memory only. Rotate into a host buffer, and move that with page_transfer."
         )
-    placement = placement or default_placement()
+    placement = placement or CALLING_THREAD
     native().rotated_page_transfer(
         pools.table,
         host.data_ptr(),
@@ -92,8 +76,8 @@ def rotated_page_transfer(
         runs,
         direction,
         *rotation,
-        placement.num_threads if num_threads is None else num_threads,
-        _STREAMING_WHERE_IT_PAYS,
+        placement.num_threads,
+        STREAMING_WHERE_IT_PAYS,
         placement.cpus,
         placement.niceness,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op: every group, plane and run of a request in one call.
+"""The transfer op: every group, plane and run of a request in one call, by the backend that fits.
 
 Several chunks of a request go in one call, each wherever it lies in the host buffer: the planes are
 named once per chunk, with that chunk's ``HOST_OFFSET_BYTES`` and a group number of its own.
@@ -8,61 +8,61 @@ named once per chunk, with that chunk's ``HOST_OFFSET_BYTES`` and a group number
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.settings import parse_is_bundled
-from vllm_ascend_kvext.transfer.backend import Backend, Transfer
-from vllm_ascend_kvext.transfer.choice import choose_backend
-from vllm_ascend_kvext.transfer.explode import explode
-from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.backend import Backend, CpuBackend, Transfer
+from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.transfer.placement import CALLING_THREAD, CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools, require_bytes
-from vllm_ascend_kvext.transfer.schema import Direction, Table
+from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn, Table
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("vllm.ascend_kvext.transfer")
+
+# Below this a descriptor of the DMA engine costs more than the bytes it moves. An estimate: it has
+# not been measured on an NPU.
+MIN_MEAN_RUN_BYTES_FOR_DMA = 16 * 1024
+
+_CPU = CpuBackend()
+
 
 def page_transfer(
-    pools: Pools | Sequence[torch.Tensor],
+    pools: Pools,
     host: torch.Tensor,
     planes: Table,
     runs: Table,
     direction: Direction,
     *,
     backend: Backend | None = None,
-    num_threads: int | None = None,
     placement: CopyPlacement | None = None,
-    is_bundled: bool | None = None,
+    is_bundled: bool = True,
+    uses_kernel: bool = False,
 ) -> None:
     """Move every run of every group through every plane, between pages and one host buffer.
 
     Args:
-        pools: What `Pools.of` has registered, or the tensors, at a microsecond each.
         host: The host buffer. dtype: uint8, shape: [num_bytes], contiguous.
         planes: See `PlaneColumn`. shape: [num_planes, 9].
         runs: See `RunColumn`; sorted by group. None of them moves nothing. shape: [num_runs, 5].
-        direction: Which way.
         backend: None chooses by the pools' device and the mean run size.
-        num_threads: Of a copy on the host; None takes those of the placement.
-        placement: The CPUs of a copy on the host; None is what `default_placement` says.
-        is_bundled: False makes one call of the backend per plane, with the same result. None is
-            what ``VLLM_ASCEND_KVEXT_BUNDLE`` said when this process first asked.
+        placement: The CPUs of a copy on the host; None leaves it to the calling thread.
+        is_bundled: False makes one call of the backend per plane, with the same result.
+        uses_kernel: Whether the AscendC kernel may serve an NPU, see `choose_backend`.
 
     Raises:
         DescriptorError: A tensor or table is wrong, or the pools are not where they were
             registered; nothing has been written.
         BackendError: The backend cannot run here, or its device refused.
-        SettingsError: ``VLLM_ASCEND_KVEXT_BUNDLE`` has a wrong value.
     """
-    if not isinstance(pools, Pools):
-        pools = Pools.of(pools)
     pools.require_current()
     require_bytes("host", host)
-    if num_threads is not None:
-        placement = (placement or default_placement())._replace(num_threads=num_threads)
     transfer = Transfer(
         pools.table,
         planes,
@@ -70,24 +70,80 @@ def page_transfer(
         host.data_ptr(),
         host.numel(),
         direction,
-        placement,
+        placement or CALLING_THREAD,
         pools.tensors,
         host,
     )
-    if is_bundled is None:
-        is_bundled = _is_bundled_by_default()
     if not is_bundled or not len(runs):
         native().validate(*transfer.descriptors)
         if not len(runs):
             return
-    backend = backend or choose_backend(transfer, pools.device_types)
-    if is_bundled:
-        backend.run(transfer)
-    else:
-        for part in explode(transfer):
-            backend.run(part)
+    backend = backend or choose_backend(transfer, pools.device_types, uses_kernel=uses_kernel)
+    for part in [transfer] if is_bundled else _by_plane(transfer):
+        backend.run(part)
+
+
+def _by_plane(transfer: Transfer) -> Iterator[Transfer]:
+    """Transfers of one plane each that together do the same: to find a plane at fault.
+
+    The transfer must have been found valid: overlaps between planes cannot be seen in the parts.
+    """
+    groups = transfer.runs[:, RunColumn.GROUP]
+    for index, group in enumerate(transfer.planes[:, PlaneColumn.GROUP]):
+        first, last = np.searchsorted(groups, (group, group + 1))
+        if first < last:
+            yield transfer._replace(
+                planes=transfer.planes[index : index + 1], runs=transfer.runs[first:last]
+            )
+
+
+def choose_backend(
+    transfer: Transfer, device_types: Sequence[str], *, uses_kernel: bool = False
+) -> Backend:
+    """The backend for where the pools are and how large the runs are.
+
+    Args:
+        transfer: What is to move.
+        device_types: Where its pools are, without repetition.
+        uses_kernel: Whether small runs on an NPU are for the AscendC kernel. Where it cannot be
+            had, one WARNING says why, and the DMA engines serve them.
+
+    Raises:
+        DescriptorError: A table is wrong.
+        BackendError: The pools are on a device that no backend serves, or on several.
+    """
+    if device_types in (("cpu",), ()):
+        return _CPU
+    if tuple(device_types) != ("npu",):
+        raise BackendError(
+            f"pools: expected all of them on cpu or all on npu, found {', '.join(device_types)}. "
+            "Pass the backend that serves them."
+        )
+    from vllm_ascend_kvext.transfer.ascend.dma import AscendDmaBackend
+    from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
+
+    run_bytes = mean_run_bytes(transfer)
+    if not uses_kernel or run_bytes >= MIN_MEAN_RUN_BYTES_FOR_DMA:
+        return AscendDmaBackend()
+    try:
+        kernel = AscendKernelBackend()
+    except BackendError as error:
+        _warn_once(f"it cannot be had: {error}")
+        return AscendDmaBackend()
+    if not kernel.can_reach(transfer):
+        _warn_once("the host buffer is not mapped for the device. Call map_host on it, once.")
+        return AscendDmaBackend()
+    return kernel
+
+
+def mean_run_bytes(transfer: Transfer) -> float:
+    """Mean bytes of a run in one plane; 0 where nothing moves. Raises if a table is wrong."""
+    num_bytes, num_plane_runs = native().validate(*transfer.descriptors)
+    return num_bytes / num_plane_runs if num_plane_runs else 0.0
 
 
 @functools.cache
-def _is_bundled_by_default() -> bool:
-    return parse_is_bundled(os.environ)
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "The AscendC kernel is asked for, and the DMA engines are used instead: %s", reason
+    )

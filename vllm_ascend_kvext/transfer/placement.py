@@ -5,32 +5,30 @@ A worker of vLLM's CPU platform runs the model on CPUs that OpenMP binds it to, 
 among them. A thread that is started there inherits that one CPU, so a copy would take the model's
 time. Copies therefore run on CPUs that are named: by the caller, or by `default_placement`.
 
-    CPUs of the process                 0 1 2 3 4 5 6 7
-    that OpenMP binds the model to      0 1 2 3 4 5
-    that copies run on                              6 7
-
-The default never leaves the CPUs that the process was started with, such as those of ``taskset``.
-Linux does not keep that set once OpenMP has bound the main thread. A worker's is its parent's,
-unless a command such as ``numactl`` was put between the two: then name the CPUs. Of a process that
-no Python process has started, only those are known that its threads still have, or that it had when
-this module was imported.
+The default never leaves the CPUs that the process was started with. Linux does not keep that set
+once OpenMP has bound the main thread: a worker's is its parent's, unless a command such as
+``numactl`` stands between the two; of other processes it is what threads still have, or what the
+process had when this module was imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
+from vllm_ascend_kvext.transfer.cpus import (
+    CpuTopology,
+    ModelCpus,
+    is_main_thread_bound,
+    model_cpus,
+)
 from vllm_ascend_kvext.transfer.errors import PlacementError
-from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")
 
@@ -38,7 +36,7 @@ _IMPORTED_IN = os.getpid()
 _CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(_IMPORTED_IN))
 
 # Two threads come close to what one socket's memory gives to copies.
-_MOST_DEFAULT_THREADS = 4
+_MAX_DEFAULT_THREADS = 4
 # Where the model has every CPU: a tenth of the time of a thread that never sleeps.
 _NICENESS_BESIDE_MODEL = 10
 
@@ -46,10 +44,7 @@ _NICENESS_BESIDE_MODEL = 10
 class CopyPlacement(NamedTuple):
     """Where copies run; made by `on`, which has asked the kernel for the CPUs.
 
-    Attributes:
-        cpus: Numbers, ascending.
-        num_threads: Threads of one copy.
-        niceness: As of ``nice``: 0 is the default, 19 gives way to everything.
+    CPUs ascend. A niceness of 0 is the default, one of 19 gives way to everything.
     """
 
     cpus: tuple[int, ...]
@@ -70,10 +65,10 @@ class CopyPlacement(NamedTuple):
         if not ascending:
             raise PlacementError(
                 "cpus: expected at least one CPU for copies, found none. Name CPUs that the "
-                "process may use, or leave the choice to default_placement()."
+                "process may use, or none at all."
             )
         if num_threads is None:
-            num_threads = min(_MOST_DEFAULT_THREADS, len(ascending))
+            num_threads = min(_MAX_DEFAULT_THREADS, len(ascending))
         try:
             native().require_cpus(ascending, niceness)
         except (ValueError, TypeError) as error:
@@ -81,14 +76,17 @@ class CopyPlacement(NamedTuple):
         return cls(ascending, num_threads, niceness)
 
 
-@functools.cache
-def default_placement() -> CopyPlacement:
-    """CPUs of the process that the model does not run on; decided once, and logged.
+CALLING_THREAD = CopyPlacement((), 1)
+"""Copies on whatever CPU the caller has."""
+
+
+def default_placement(environ: Mapping[str, str]) -> CopyPlacement:
+    """CPUs of the process that the model does not run on; logs what it decides.
 
     Where the model has every CPU, one thread of low priority runs beside it.
     """
-    process_cpus = _given_cpus(_process_cpus())
-    model = model_cpus(os.environ, process_cpus)
+    process_cpus = _given_cpus(_process_cpus(environ))
+    model = model_cpus(environ, process_cpus)
     free_cpus = choose_cpus(process_cpus, model, CpuTopology.of_this_machine())
     if free_cpus:
         placement = CopyPlacement.on(free_cpus)
@@ -121,9 +119,9 @@ def choose_cpus(
     return (free - topology.same_core(model.cpus)) or free
 
 
-def _process_cpus() -> frozenset[int]:
+def _process_cpus(environ: Mapping[str, str]) -> frozenset[int]:
     """What the process was started with, or the part of it that is known."""
-    if not is_main_thread_bound(os.environ):
+    if not is_main_thread_bound(environ):
         return frozenset(os.sched_getaffinity(os.getpid()))
     cpus = _cpus_of_threads()
     if os.getpid() == _IMPORTED_IN:  # Else what a fork has copied from its parent.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of 130,000 parameters that answer questions about documents, and what blending costs them.
 
-`task.py` has the documents, `model.py` the models in plain torch, `train.py` their training,
-`spans.py` blended prompts in plain torch, `table.py` the comparison, `weights/` trained weights.
+`task.py` has the documents, `model.py` the models, `weights/` what they were trained to.
 """

@@ -32,39 +32,32 @@ FACTS_PER_DOCUMENT = 3
 FACT_TOKENS = 4
 NOISE_PER_DOCUMENT = 2
 DOCUMENT_TOKENS = 1 + FACTS_PER_DOCUMENT * FACT_TOKENS + NOISE_PER_DOCUMENT
-QUESTION_TOKENS = 2
-MOST_DOCUMENTS = 8
+NUM_DOCUMENTS = 8
+"""In a prompt that is asked."""
+
 SHARE_OF_REFERENCES = 0.4
 """Of the facts that have a document before them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """Prompts of one shape, each with questions about its documents.
+class Asked:
+    """Prompts with one question each, about a fact that refers to an earlier document.
 
     Attributes:
-        documents: int64, shape: [prompts, documents, DOCUMENT_TOKENS].
-        keys: What may be asked, shape: [prompts, facts].
-        answers: To each key, shape: [prompts, facts].
-        is_reference: Whether the fact refers to an earlier document, shape: [prompts, facts].
+        tokens: Beginning of sequence, documents and question, shape: [prompts, tokens].
+        answers: The tokens that answer them, shape: [prompts].
     """
 
-    documents: np.ndarray
-    keys: np.ndarray
+    tokens: np.ndarray
     answers: np.ndarray
-    is_reference: np.ndarray
-
-    @property
-    def contexts(self) -> np.ndarray:
-        """Beginning of sequence and documents, shape: [prompts, tokens]."""
-        num_prompts = len(self.documents)
-        bos = np.full((num_prompts, 1), BOS)
-        return np.concatenate([bos, self.documents.reshape(num_prompts, -1)], axis=1)
 
 
-def make_prompts(rng: np.random.Generator, num_prompts: int, num_documents: int) -> Prompts:
-    """Random prompts; no key occurs in two facts of a prompt."""
-    num_facts = num_documents * FACTS_PER_DOCUMENT
+def ask_references(rng: np.random.Generator, num_prompts: int) -> Asked:
+    """Random prompts; those of them that have no reference are left out.
+
+    No key occurs in two facts of a prompt.
+    """
+    num_facts = NUM_DOCUMENTS * FACTS_PER_DOCUMENT
     keys = _distinct(rng, num_prompts, NUM_KEYS)[:, :num_facts] + FIRST_KEY
     values = rng.integers(FIRST_VALUE, FIRST_VALUE + NUM_VALUES, (num_prompts, num_facts))
     document_of = np.arange(num_facts) // FACTS_PER_DOCUMENT
@@ -77,8 +70,13 @@ def make_prompts(rng: np.random.Generator, num_prompts: int, num_documents: int)
     answers = np.where(is_reference, np.take_along_axis(values, targets, 1), values)
     said = np.where(is_reference, np.take_along_axis(keys, targets, 1), values)
     relation = np.where(is_reference, SAME, IS)
-    facts = np.stack([relation, keys, said, np.full_like(keys, END)], axis=2)
-    return Prompts(_documents(rng, facts), keys, answers, is_reference)
+    documents = _documents(rng, np.stack([relation, keys, said, np.full_like(keys, END)], axis=2))
+    chosen = np.where(is_reference, rng.random(keys.shape), -1.0).argmax(axis=1)[:, None]
+    start, ask = (np.full((num_prompts, 1), token) for token in (BOS, ASK))
+    asked_keys = np.take_along_axis(keys, chosen, 1)
+    tokens = np.concatenate([start, documents.reshape(num_prompts, -1), ask, asked_keys], axis=1)
+    has_reference = is_reference.any(axis=1)
+    return Asked(tokens[has_reference], np.take_along_axis(answers, chosen, 1)[has_reference, 0])
 
 
 def _documents(rng: np.random.Generator, facts: np.ndarray) -> np.ndarray:
@@ -98,32 +96,6 @@ def _documents(rng: np.random.Generator, facts: np.ndarray) -> np.ndarray:
     places = first[is_fact].reshape(shape[0], FACTS_PER_DOCUMENT, 1) + np.arange(FACT_TOKENS)
     documents[rows, places.reshape(shape[0], -1)] = facts.reshape(shape[0], -1)
     return documents.reshape(len(facts), num_documents, DOCUMENT_TOKENS)
-
-
-def make_repeats(
-    rng: np.random.Generator, num_prompts: int, periods: tuple[int, int], num_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens that repeat, each prompt with a period of its own.
-
-    With one period for all, a model learns to read at a distance, and not to look for its token.
-
-    Args:
-        rng: Draws.
-        num_prompts: How many.
-        periods: The shortest, and the longest.
-        num_tokens: Of a prompt, behind its beginning-of-sequence token.
-
-    Returns:
-        Tokens, shape: [prompts, 1 + num_tokens], and which of them the tokens before them tell.
-    """
-    period = rng.integers(periods[0], periods[1] + 1, (num_prompts, 1))
-    base = rng.integers(FIRST_NOISE, VOCABULARY_TOKENS, (num_prompts, periods[1]))
-    place = np.arange(num_tokens)[None, :]
-    tokens = np.take_along_axis(base, place % period, 1)
-    bos = np.full((num_prompts, 1), BOS)
-    # The first one of the second round cannot be known.
-    is_told = np.concatenate([bos < 0, place > period], axis=1)
-    return np.concatenate([bos, tokens], axis=1), is_told
 
 
 def _distinct(rng: np.random.Generator, num_rows: int, num_choices: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's functions on a host: the kernel runs before the launch returns, one core after the
-// other. Results must not depend on which core is first, so that is the caller's to choose.
+// The launcher's functions on a host: the kernel runs before the launch returns.
 #include <string>
 #include <vector>
 
@@ -26,7 +25,6 @@ struct Region {
 struct Settings {
   std::vector<Region> regions;
   int64_t num_cores = 1;
-  bool is_last_core_first = false;
 };
 
 Settings settings;
@@ -39,17 +37,16 @@ void RunCores(uint32_t num_cores, void* table) {
     memory.Register(region.is_mapped ? address + kMappingOffset : address, region.bytes,
                     region.num_bytes, region.is_writable);
   }
-  kvext_shim::RunCores(memory, num_cores, settings.is_last_core_first,
+  kvext_shim::RunCores(memory, num_cores,
                        [table] { kvext_page_transfer(static_cast<uint8_t*>(table)); });
 }
 
 }  // namespace
 
 // Begins a launch: nothing is registered.
-KVEXT_EXPORT void kvext_shim_reset(int64_t num_cores, int32_t is_last_core_first) {
+KVEXT_EXPORT void kvext_shim_reset(int64_t num_cores) {
   settings = {};
   settings.num_cores = num_cores;
-  settings.is_last_core_first = is_last_core_first != 0;
 }
 
 // Lets the kernel read the region, or write every byte of it at most once.

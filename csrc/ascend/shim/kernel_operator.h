@@ -78,7 +78,6 @@ class LocalTensor {
   }
 
   int64_t first_byte() const { return first_byte_; }
-  kvext_shim::Buffer* buffer() const { return buffer_; }
 
  private:
   kvext_shim::Buffer* buffer_ = nullptr;
@@ -146,16 +145,13 @@ class TPipe {
                   uint32_t num_bytes) {
     kvext_shim::Core& core = kvext_shim::ThisCore();
     for (uint8_t i = 0; i < count; ++i) {
-      if (static_cast<int64_t>(core.buffers.size()) == kvext_shim::kMaxQueueBuffers) {
-        kvext_shim::Fail("TPipe: more than ", kvext_shim::kMaxQueueBuffers, " buffers");
-      }
       core.buffers.push_back(core.unified_buffer.Allocate(num_bytes));
       queue.Own(&core.buffers.back());
     }
   }
 };
 
-// Strides are gaps: in bytes on the global side, in data blocks on the local side.
+// Of one block: the kernel needs no more, so the shim knows neither several nor gaps between them.
 struct DataCopyExtParams {
   uint16_t blockCount;
   uint32_t blockLen;
@@ -173,9 +169,8 @@ struct DataCopyPadExtParams {
 };
 
 inline void CheckShape(const DataCopyExtParams& shape) {
-  if (shape.blockCount < 1 || shape.blockCount > kvext_shim::kMaxBlocks) {
-    kvext_shim::Fail("DataCopyPad: blockCount ", shape.blockCount, ", expected 1 to ",
-                     kvext_shim::kMaxBlocks);
+  if (shape.blockCount != 1 || shape.srcStride != 0 || shape.dstStride != 0) {
+    kvext_shim::Fail("DataCopyPad: the shim knows single blocks only");
   }
   if (shape.blockLen < 1 || shape.blockLen > kvext_shim::kMaxBlockBytes) {
     kvext_shim::Fail("DataCopyPad: blockLen ", shape.blockLen, ", expected 1 to ",
@@ -193,16 +188,9 @@ void DataCopyPad(const LocalTensor<T>& to, const GlobalTensor<T>& from,
   }
   kvext_shim::Core& core = kvext_shim::ThisCore();
   kvext_shim::Buffer& buffer = to.At(kvext_shim::Stage::kFilling, "DataCopyPad");
-  const int64_t pitch =
-      kvext_shim::RoundUp(shape.blockLen) + shape.dstStride * kvext_shim::kDataBlockBytes;
-  for (int64_t block = 0; block < shape.blockCount; ++block) {
-    const uint64_t offset =
-        static_cast<uint64_t>(block) * (uint64_t{shape.blockLen} + shape.srcStride);
-    from.CheckSize(offset + shape.blockLen);
-    uint8_t* bytes =
-        core.unified_buffer.Fill(buffer, to.first_byte() + block * pitch, shape.blockLen);
-    core.memory->Read(from.address() + offset, shape.blockLen, bytes);
-  }
+  from.CheckSize(shape.blockLen);
+  uint8_t* bytes = core.unified_buffer.Fill(buffer, to.first_byte(), shape.blockLen);
+  core.memory->Read(from.address(), shape.blockLen, bytes);
 }
 
 // The unified buffer to global memory.
@@ -212,16 +200,9 @@ void DataCopyPad(const GlobalTensor<T>& to, const LocalTensor<T>& from,
   CheckShape(shape);
   kvext_shim::Core& core = kvext_shim::ThisCore();
   kvext_shim::Buffer& buffer = from.At(kvext_shim::Stage::kDraining, "DataCopyPad");
-  const int64_t pitch =
-      kvext_shim::RoundUp(shape.blockLen) + shape.srcStride * kvext_shim::kDataBlockBytes;
-  for (int64_t block = 0; block < shape.blockCount; ++block) {
-    const uint64_t offset =
-        static_cast<uint64_t>(block) * (uint64_t{shape.blockLen} + shape.dstStride);
-    to.CheckSize(offset + shape.blockLen);
-    const uint8_t* bytes =
-        core.unified_buffer.Drain(buffer, from.first_byte() + block * pitch, shape.blockLen);
-    core.memory->Write(to.address() + offset, shape.blockLen, bytes);
-  }
+  to.CheckSize(shape.blockLen);
+  core.memory->Write(to.address(), shape.blockLen,
+                     core.unified_buffer.Drain(buffer, from.first_byte(), shape.blockLen));
 }
 
 }  // namespace AscendC

@@ -20,11 +20,7 @@ namespace kvext_shim {
 
 constexpr int64_t kUnifiedBufferBytes = 192 * 1024;
 constexpr int64_t kDataBlockBytes = 32;
-constexpr int64_t kMaxBlocks = 4095;
 constexpr int64_t kMaxBlockBytes = 2097151;
-constexpr int64_t kMaxQueueBuffers = 64;
-// What memory holds where the hardware leaves it undefined.
-constexpr uint8_t kUndefined = 0xA5;
 
 class Violation : public std::runtime_error {
  public:
@@ -114,7 +110,7 @@ struct Buffer {
 // One core's unified buffer. A byte is valid once something has been read into it for this use.
 class UnifiedBuffer {
  public:
-  UnifiedBuffer() : bytes_(kUnifiedBufferBytes, kUndefined), is_valid_(kUnifiedBufferBytes) {}
+  UnifiedBuffer() : bytes_(kUnifiedBufferBytes), is_valid_(kUnifiedBufferBytes) {}
 
   Buffer Allocate(int64_t num_bytes) {
     if (num_bytes <= 0 || num_bytes % kDataBlockBytes != 0) {
@@ -125,11 +121,8 @@ class UnifiedBuffer {
       Fail("unified buffer: InitBuffer of ", num_bytes, " bytes with ",
            kUnifiedBufferBytes - used_bytes_, " of ", kUnifiedBufferBytes, " left");
     }
-    Buffer buffer;
-    buffer.begin = used_bytes_;
-    buffer.num_bytes = num_bytes;
     used_bytes_ += num_bytes;
-    return buffer;
+    return {used_bytes_ - num_bytes, num_bytes};
   }
 
   void Invalidate(const Buffer& buffer) {
@@ -139,7 +132,6 @@ class UnifiedBuffer {
   uint8_t* Fill(const Buffer& buffer, int64_t at, int64_t num_bytes) {
     Check(buffer, at, num_bytes);
     const int64_t first = buffer.begin + at;
-    std::fill_n(bytes_.begin() + first, RoundUp(num_bytes), kUndefined);
     std::fill_n(is_valid_.begin() + first, RoundUp(num_bytes), uint8_t{0});
     std::fill_n(is_valid_.begin() + first, num_bytes, uint8_t{1});
     return &bytes_[first];

@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "kvext/checked_transfer.h"
 #include "kvext/placement.h"
@@ -29,13 +27,5 @@ void rotated_page_transfer(const CheckedRotation& rotation, const CopyOptions& o
 
 // One plain copy with the same threads, front to back: what a transfer is measured against.
 void copy(void* destination, const void* source, int64_t num_bytes, const CopyOptions& options);
-
-struct Description {
-  std::vector<std::string> instruction_sets;  // that this build has kernels for and this CPU runs
-  std::string kernel;                         // the one that is used
-  std::string rotation_kernel;
-};
-
-Description describe();
 
 }  // namespace kvext

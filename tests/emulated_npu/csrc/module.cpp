@@ -106,9 +106,7 @@ PYBIND11_MODULE(_emulated_npu, m) {
   m.def("device_count", [] { return static_cast<int>(num_devices()); });
 
   m.def("set_seed", [](std::optional<uint64_t> seed) { Scheduler::get().seed(seed); });
-  m.def("seed", [] { return Scheduler::get().seed(); });
   m.def("num_in_flight", [] { return Scheduler::get().num_pending(); });
-  m.def("num_run", [] { return Scheduler::get().num_run(); });
   m.def("synchronize_all", [] { Scheduler::get().synchronize_device(); });
   m.def("synchronize_current_stream", &synchronize_current_stream);
   m.def("current_stream", [](int device) {

@@ -82,10 +82,6 @@ void Scheduler::seed(std::optional<uint64_t> seed) {
   num_transient_ = 0;
 }
 
-std::optional<uint64_t> Scheduler::seed() const {
-  return is_late_ ? std::optional<uint64_t>(seed_) : std::nullopt;
-}
-
 // ------------------------------------------------------------------ streams
 
 c10::Stream Scheduler::new_stream(c10::Device device) {
@@ -132,7 +128,6 @@ void Scheduler::enqueue(c10::Stream stream, Task task) {
     TaskScope scope;
     if (task.run) task.run();
     reach(task.reaches);
-    ++num_run_;
     return;
   }
   uint64_t count = 0;
@@ -255,7 +250,6 @@ void Scheduler::execute(Task& task, int64_t stream) {
     has_failed_ = true;
   }
   reach(task.reaches);
-  ++num_run_;
 }
 
 void Scheduler::run_some(uint64_t count) {

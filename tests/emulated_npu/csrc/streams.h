@@ -48,7 +48,6 @@ class Scheduler {
 
   // Chooses the schedule; nothing for a synchronous device. Runs what is pending first.
   void seed(std::optional<uint64_t> seed);
-  std::optional<uint64_t> seed() const;
   bool is_late() const { return is_late_; }
 
   c10::Stream new_stream(c10::Device device);
@@ -73,7 +72,6 @@ class Scheduler {
   bool query(const MarkerPtr& marker);
 
   size_t num_pending();
-  uint64_t num_run() const { return num_run_; }
 
  private:
   struct Queue {
@@ -112,7 +110,6 @@ class Scheduler {
   int64_t num_transient_ = 0;
   std::atomic<bool> is_late_{false};
   std::atomic<bool> has_failed_{false};
-  std::atomic<uint64_t> num_run_{0};
   uint64_t seed_ = 0;
   std::string failure_;
 };

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from support.blending.reused import Reused
-
 _ATTENTION = "keys and values by position"
 
 
@@ -31,15 +29,24 @@ _ATTENTION = "keys and values by position"
 class _Rows:
     """Of one layer, by position: of a token that is not there, nothing is known.
 
-    Attributes:
-        keys: Rotated. dtype: float64, shape: [key heads, tokens, head elements].
-        values: The same.
-        are_known: shape: [tokens].
+    Rotated keys, and values: dtype: float64, shape: [key heads, tokens, head elements].
+    ``are_known``: shape: [tokens].
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     are_known: torch.Tensor
+
+
+class Reused(NamedTuple):
+    """Tokens of a prompt whose keys and values are those of a ``segment`` computed alone.
+
+    The segment is given by its first and end token in the prompt.
+    """
+
+    first_tokens: int
+    end_tokens: int
+    segment: tuple[int, int]
 
 
 class _Turns(NamedTuple):
@@ -50,32 +57,23 @@ class _Turns(NamedTuple):
 
 
 class Oracle:
-    """One model.
+    """One model; prompts with what follows them have at most ``max_tokens``."""
 
-    Args:
-        folder: Of its configuration and its weights.
-        sink_ids: Token ids that segments are computed behind.
-        most_tokens: Of a prompt with what follows it.
-    """
-
-    def __init__(self, folder: Path, sink_ids: Sequence[int], most_tokens: int) -> None:
+    def __init__(self, folder: Path, sink_ids: Sequence[int], max_tokens: int) -> None:
         AttentionInterface.register(_ATTENTION, _attend)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._model.set_attn_implementation(_ATTENTION)
         self._sink_ids = list(sink_ids)
         self._layers = [layer.self_attn for layer in self._model.model.layers]
         self._alone: dict[tuple[int, ...], list[_Rows]] = {}
-        self._turns = self._read_turns(most_tokens)
+        self._turns = self._read_turns(max_tokens)
 
     def log_probabilities(
         self, prompt: Sequence[int], reply: Sequence[int], reused: Sequence[Reused] = ()
     ) -> torch.Tensor:
         """Of each token of a reply that is given, and of all others in its place.
 
-        Args:
-            prompt: Token ids.
-            reply: The same, behind the prompt. Only the last of them is not computed.
-            reused: Disjoint; all else is computed.
+        What is ``reused`` is disjoint; all else is computed but the last token of the reply.
 
         Returns:
             dtype: float32, shape: [reply tokens, vocabulary].
@@ -87,6 +85,22 @@ class Oracle:
         missing = (~rows[0].are_known).nonzero().flatten()
         logits = self._compute(torch.tensor(token_ids)[missing], missing, rows)
         return torch.log_softmax(logits[-len(reply) :].float(), dim=-1)
+
+    def scores(
+        self, prompt: Sequence[int], reused: Sequence[Reused], num_asked: int, layer: int
+    ) -> torch.Tensor:
+        """How much the last tokens of a prompt attend to each token at a layer, over all heads.
+
+        Returns:
+            dtype: float64, shape: [prompt tokens].
+        """
+        rows = self._no_rows(len(prompt))
+        for each in reused:
+            self._place(rows, prompt, each)
+        missing = (~rows[0].are_known).nonzero().flatten()
+        self._compute(torch.tensor(prompt)[missing], missing, rows)
+        found: torch.Tensor = self._layers[layer].weights[:, -num_asked:].sum(dim=(0, 1))
+        return found
 
     def _place(self, rows: Sequence[_Rows], prompt: Sequence[int], reused: Reused) -> None:
         first, end = reused.segment
@@ -207,5 +221,5 @@ def _attend(
     if s_aux is not None:
         sinks = s_aux.double()[:, None, None].expand(-1, len(positions), 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : len(seen)]
+    module.weights = weights = scores.softmax(dim=-1)[..., : len(seen)]
     return (weights @ values.nan_to_num()).to(query.dtype).transpose(0, 1)[None], None

@@ -19,28 +19,14 @@ from support.scheduler.token_stream import TokenStream, mix
 
 
 class Moved(NamedTuple):
-    """The row of a reused token.
-
-    Attributes:
-        digest: That it had where it was computed.
-        shift_tokens: By how many positions it was moved.
-    """
+    """The row of a reused token: the digest that it had where it was computed, and its move."""
 
     digest: int
     shift_tokens: int
 
 
 class BlendedStream(TokenStream):
-    """A stream some of whose rows may be placed.
-
-    Args:
-        prompt: Token ids.
-        seed: Whatever else the KV depends on.
-
-    Attributes:
-        placed: The reused rows, by position.
-        shifts: By token: by how many positions its row was moved.
-    """
+    """A stream some of whose rows may be placed; ``shifts`` are their moves in positions."""
 
     def __init__(self, prompt: Sequence[int], seed: str = "") -> None:
         self.shifts: list[int] = []

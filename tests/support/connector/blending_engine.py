@@ -8,7 +8,8 @@ not from what is stored. Where it begins again, or its load fails, all of it is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
@@ -19,15 +20,27 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.blending.token_rows import SegmentRows
+from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
+
+
+class Reused(NamedTuple):
+    """The rows of segments that a request has loaded behind ``exact_tokens``, ascending."""
+
+    exact_tokens: int
+    placed: tuple[SegmentRows, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(rows.num_tokens for rows in self.placed)
 
 
 class BlendingEngine(SimulatedEngine):
-    """As `SimulatedEngine`, with ``offloading`` that blends, and names a ``segment_sink``.
+    """As `SimulatedEngine`; if its ``offloading`` blends, it names a ``segment_sink``.
 
     Attributes:
         sink_ids: What segments are computed behind.
-        reused: What requests have loaded, those of which something is reused.
+        reused: By request, as long as something of it is reused.
         num_loaded_tokens: Of all requests.
         own_plans: Requests that nobody has sent: by them, segments are learned.
     """
@@ -35,18 +48,25 @@ class BlendingEngine(SimulatedEngine):
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
         super().__init__(layout, options, script)
         assert options.offloading is not None
-        self.sink_ids: list[int] = list(options.offloading["segment_sink"])
-        self.reused: dict[str, Hit] = {}
+        self.sink_ids: list[int] = list(options.offloading.get("segment_sink", ()))
+        self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0
         self.own_plans: list[RequestPlan] = []
         self._plans: dict[str, RequestPlan] = {}
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
-        self._allocated, self._note_output = side.allocated, side.note_output
-        side.allocated = self._learn_hit  # type: ignore[method-assign]
-        side.note_output = self._learn_results  # type: ignore[method-assign]
+        self._allocated, self._plan_step = side.update_state_after_alloc, side.build_connector_meta
+        self._note_output = side.update_connector_output
+        side.update_state_after_alloc = self._learn_admission  # type: ignore[method-assign]
+        side.build_connector_meta = self._learn_loads  # type: ignore[method-assign]
+        side.update_connector_output = self._learn_results  # type: ignore[method-assign]
         self._queue_request = self.scheduler.add_request
         self.scheduler.add_request = self._expect_own  # type: ignore[method-assign]
+
+    def choose(self, **options: int) -> None:
+        """Have other ``BlendOptions``, those included that users cannot choose."""
+        segments = self.side.segments
+        segments.options = replace(segments.options, **options)
 
     def add_request(self, plan: RequestPlan) -> Request:
         """The request's prompt may have been changed: see ``connector.segment_stores``."""
@@ -77,33 +97,45 @@ class BlendingEngine(SimulatedEngine):
         self.own_plans.append(plan)
         self._expect(request, plan)
 
-    def _learn_hit(self, request: Request, block_ids: Any, num_tokens: int) -> None:
+    def _learn_admission(self, request: Request, block_ids: Any, num_tokens: int) -> None:
         self._allocated(request, block_ids, num_tokens)
-        if num_tokens:
-            hit = self.parts.loads._under_way[request.request_id].hit
-            assert num_tokens == hit.loaded_tokens + sum(end - first for first, end in hit.holes)
-            self.num_loaded_tokens += hit.loaded_tokens
-            self._place(request.request_id, hit)
-        elif not request.num_computed_tokens:  # Else it goes on with what it has loaded.
-            self._place(request.request_id, None)
+        if not num_tokens and not request.num_computed_tokens:
+            self._place(request.request_id, None)  # Else it goes on with what it has loaded.
+
+    def _learn_loads(self, *args: Any) -> ConnectorMetadata:
+        jobs = self._plan_step(*args)
+        for load in jobs.loads:
+            self.num_loaded_tokens += loaded_tokens(load)
+            exact_tokens = load.tokens.first_tokens if load.holes else load.tokens.end_tokens
+            reused = Reused(exact_tokens, load.segments) if load.segments else None
+            self._place(load.request_id, reused)
+        return jobs
 
     def _learn_results(self, results: Any, finished_load_ids: Iterable[str]) -> frozenset[str]:
         for request_id in results.failed_loads if results is not None else ():
             self._place(request_id, None)
         return self._note_output(results, finished_load_ids)
 
-    def _place(self, request_id: str, hit: Hit | None) -> None:
+    def _place(self, request_id: str, reused: Reused | None) -> None:
         placed: dict[int, Moved] = {}
         self.reused.pop(request_id, None)
-        if hit is not None and hit.placed:
-            self.reused[request_id] = hit
+        if reused is not None:
+            self.reused[request_id] = reused
             seed = self._plans[request_id].seed
             tokens = self.requests[request_id].all_token_ids
-            for rows in hit.placed:
-                start = rows.first_tokens - rows.entry_tokens
+            for rows in reused.placed:
+                # It was computed behind the sink, and is moved from there.
+                start = rows.shift_tokens + len(self.sink_ids)
                 alone = TokenStream([*self.sink_ids, *tokens[start : rows.end_tokens]], seed)
                 for position in range(rows.first_tokens, rows.end_tokens):
                     index = len(self.sink_ids) + position - start
                     placed[position] = Moved(alone.digests[index], position - index)
         if placed or self._streams[request_id].placed:
             self._streams[request_id].place(placed)
+
+
+def loaded_tokens(load: LoadJob) -> int:
+    """Tokens that a load brings, of the request's own prefix and of segments."""
+    left_out = {token for hole in load.holes for token in range(*hole)}
+    own_tokens = len(set(range(*load.tokens)) - left_out)
+    return own_tokens + sum(rows.num_tokens for rows in load.segments)

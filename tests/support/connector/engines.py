@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import PagedLayout
@@ -13,8 +14,7 @@ from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.store.counters import Removal
-from vllm_ascend_kvext.store.entries import EntryState, Kind
+from vllm_ascend_kvext.store.entries import Kind
 
 
 @contextmanager
@@ -39,14 +39,15 @@ def engine_of(
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
     """Entries with rows of these tokens leave the tier."""
-    for entry in list(engine.tier._entries.values()):
-        piece = entry.piece
-        if (
-            piece.kind is Kind.ROWS
-            and entry.state is EntryState.STORED
-            and any(piece.first_tokens < end and first < piece.end_tokens for first, end in holes)
-        ):
-            engine.tier._remove(entry, Removal.EVICTED)
+    engine.evict(
+        lambda entry: (
+            entry.piece.kind is Kind.ROWS
+            and any(
+                entry.piece.first_tokens < end and first < entry.piece.end_tokens
+                for first, end in holes
+            )
+        )
+    )
 
 
 def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:
@@ -75,6 +76,14 @@ def watch_computed(engine: SimulatedEngine) -> dict[str, list[tuple[int, int]]]:
 
     engine.runner.execute = watched  # type: ignore[method-assign]
     return computed
+
+
+def step_without_admissions(engine: SimulatedEngine, num_steps: int = 1) -> None:
+    """Requests are asked about, and get no blocks, as when others need all that are free."""
+    manager = engine.scheduler.kv_cache_manager
+    with mock.patch.object(manager, "allocate_slots", return_value=None):
+        for _ in range(num_steps):
+            engine.step()
 
 
 def fail_next(engine: Any, *numbers: int) -> None:

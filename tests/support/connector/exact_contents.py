@@ -8,6 +8,7 @@ every entry of the host tier, those of segments included.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,14 +23,14 @@ from support.connector.page_contents import PageContents
 from support.connector.simulated_worker import SimulatedWorker
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.blending.segment_prefix import pack_ids
 from vllm_ascend_kvext.blending.segment_store import StoredTokens
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
-from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction
@@ -57,24 +58,24 @@ class ExactContents:
 
     Args:
         engine: That is looked at.
-        most_tokens: Of a request.
+        max_tokens: Of a request.
 
     Attributes:
         counts: What has been looked at.
     """
 
-    def __init__(self, engine: BlendingEngine, most_tokens: int) -> None:
+    def __init__(self, engine: BlendingEngine, max_tokens: int) -> None:
         sizes = {group.block_tokens for group in engine.layout.groups}
         assert sizes == {engine.hash_block_size}
         self._engine = engine
-        self._hash_tokens = engine.hash_block_size
+        self._hash_block_size = engine.hash_block_size
         self._shadows: dict[str, Request] = {}
         self._streams: dict[str, TokenStream] = {}
         self._known: dict[bytes, _Known] = {}
         self._known_in_events: dict[Any, _Known] = {}
         self._segments: dict[bytes, _Segment] = {}
         self._checked_entries: set[int] = set()
-        self._scratch = [_Scratch(engine, worker, most_tokens) for worker in engine.workers]
+        self._scratch = [_Scratch(engine, worker, max_tokens) for worker in engine.workers]
         self.counts: Counter[str] = Counter()
 
     def expect(self, plan: RequestPlan) -> None:
@@ -85,8 +86,7 @@ class ExactContents:
 
     def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
         """A segment may be stored."""
-        blending = self._engine.parts.blending
-        prefix = blending.stores._store.prefix(token_ids, plan.cache_salt)
+        prefix = self._engine.side.segments.store.prefix(token_ids, plan.cache_salt)
         sink_ids = self._engine.sink_ids
         digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
         unit_tokens = self._engine.tier.geometry.unit_tokens
@@ -110,7 +110,7 @@ class ExactContents:
                 self._check_event(event)
         if is_end:
             self._checked_entries.clear()
-        for entry in self._engine.tier._entries.values():
+        for entry in self._engine.entries:
             if entry.state is EntryState.STORED and entry.number not in self._checked_entries:
                 self._checked_entries.add(entry.number)
                 if isinstance(entry.row_map, StoredTokens):
@@ -127,10 +127,10 @@ class ExactContents:
             if tokens:
                 shadow.append_output_token_ids(list(tokens))
             stream = self._streams[request_id]
-            first = len(stream) // self._hash_tokens
+            first = len(stream) // self._hash_block_size
             stream.extend(shadow.all_token_ids[len(stream) :])
             for index in range(first, len(shadow.block_hashes)):
-                known = _Known(stream, (index + 1) * self._hash_tokens)
+                known = _Known(stream, (index + 1) * self._hash_block_size)
                 block_hash = shadow.block_hashes[index]
                 self._known[block_hash] = known
                 self._known_in_events[maybe_convert_block_hash(block_hash)] = known
@@ -143,10 +143,10 @@ class ExactContents:
             hashes = self._shadows[request_id].block_hashes
             found = request.block_hashes
             assert len(found) == len(hashes), request_id
-            exact_tokens = self._engine.side.shared_tokens(request_id)
+            exact_tokens = self._engine.side.segments.shared_tokens(request_id)
             num_exact = len(hashes)
             if exact_tokens is not None:
-                num_exact = exact_tokens // self._hash_tokens
+                num_exact = exact_tokens // self._hash_block_size
             assert found[:num_exact] == hashes[:num_exact], (
                 f"{request_id}, {request.status.name}, exact up to token {exact_tokens}: of its "
                 f"{len(found)} hashes, expected {num_exact} to be those of its tokens, found "
@@ -171,7 +171,7 @@ class ExactContents:
             group = get_group_id(block.block_hash)
             tables.setdefault(group, []).append(block.block_id)
             digests.setdefault(group, []).append(
-                known.digests(known.end_tokens - self._hash_tokens)
+                known.digests(known.end_tokens - self._hash_block_size)
             )
         # As if one request had all of these blocks, one behind the other.
         for group, table in tables.items():
@@ -204,7 +204,7 @@ class ExactContents:
         assert segment is not None, f"{entry}: the key of no segment"
         first = entry.piece.first_tokens
         end = first + stored.num_rows
-        assert stored.packed_ids == pack_ids(segment.token_ids[first:end])
+        assert stored.packed_ids == array("q", segment.token_ids[first:end]).tobytes()
         assert stored.first_position == len(self._engine.sink_ids) + first
         digests = np.array(segment.digests[first:end], np.uint64)
         assert len(digests) == stored.num_rows
@@ -222,9 +222,9 @@ class ExactContents:
 class _Scratch:
     """Pages that nobody else has, into which entries of a worker's host memory are loaded."""
 
-    def __init__(self, engine: BlendingEngine, worker: SimulatedWorker, most_tokens: int) -> None:
+    def __init__(self, engine: BlendingEngine, worker: SimulatedWorker, max_tokens: int) -> None:
         groups = engine.layout.groups
-        sizes = [-(-most_tokens // group.block_tokens) for group in groups]
+        sizes = [-(-max_tokens // group.block_tokens) for group in groups]
         pages = engine.layout.make(1 + sum(sizes))
         layout = pages.layout()
         self._parts: list[TablePart] = []
@@ -233,28 +233,31 @@ class _Scratch:
             self._parts.append(TablePart(0, tuple(range(first, first + size))))
             first += size
         self._groups = groups
-        self._of_prompts = engine.parts.layout
+        self._layout = layout
         self._host = worker.side._host.tensor
         self._planner = TransferPlanner(layout)
-        self._pools = Pools.of(storage_tensors(layout, pages.kv_caches))
+        self._pools = Pools(storage_tensors(layout, pages.kv_caches))
         self._contents = PageContents(pages, worker.side._vllm_config.parallel_config.rank)
 
     def check(self, entry: Entry, digests: Any) -> None:
         """An entry holds rows of these digests, or the tails behind the last of them."""
         piece = entry.piece
         is_rows = piece.kind is Kind.ROWS
-        layout = self._of_prompts
-        groups = layout._row_groups if is_rows else layout.tail_groups
+        groups = tuple(
+            index
+            for index, group in enumerate(self._layout.groups)
+            if (group.kind is GroupKind.FULL) is is_rows
+        )
         tokens = TokenRange(piece.first_tokens if is_rows else 0, piece.end_tokens)
         chunk = StoredChunk(entry.row_map, entry.offset_bytes)
         plan = self._planner.plan_load([chunk], tokens, self._parts, groups)
         assert not plan.missing, f"{entry}: lacks {plan.missing}"
-        page_transfer(
-            self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES, num_threads=1
-        )
+        page_transfer(self._pools, self._host, plan.planes, plan.runs, Direction.HOST_TO_PAGES)
         for index in groups:
-            group = layout.all_groups[index].scheduler_group
-            first = tokens.first
+            group = self._layout.groups[index].kv_cache_group_id
+            first = tokens.first_tokens
             if not is_rows:
-                first = self._groups[group].first_read_position(tokens.end)
-            self._contents.check_group(group, self._parts[group].ids, digests, first, tokens.end)
+                first = self._groups[group].first_read_position(tokens.end_tokens)
+            self._contents.check_group(
+                group, self._parts[group].ids, digests, first, tokens.end_tokens
+            )

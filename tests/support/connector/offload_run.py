@@ -17,7 +17,6 @@ from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 
 MAX_STEPS = 4000
@@ -137,34 +136,26 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     """No request, no transfer: nothing is held, pinned or being stored."""
     side, tier, pool = engine.side, engine.tier, engine.block_pool
     assert not engine.scheduler.requests
-    assert not side.has_transfers
-    assert side.num_references == 0
-    assert side.num_pinned == 0
+    assert not side.has_transfers and not side.holes
+    assert engine.held.is_nothing, engine.held
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    entries = tier._entries.values()
+    entries = engine.entries
     assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)
     assert sum(entry.num_bytes for entry in entries) == tier._arena.used_bytes
     assert tier.counters.bytes_held == tier._arena.used_bytes
-    parts = engine.parts
-    assert not parts.stores._tracked and not parts.jobs
-    assert not parts.stores._plans
-    assert not side.has_holes
-    of_side = {name: vars(side)[name] for name in ("_failed_loads", "_unreadable")}
-    for name, books in (*vars(parts.loads).items(), *of_side.items()):
-        if isinstance(books, (dict, set)):
-            assert not books, f"{name} remembers requests that are gone: {books}"
-    assert parts.stores._reasons.keys() <= {entry.number for entry in entries}
+    assert side.remembered_tails <= {entry.number for entry in entries}
     assert not engine.scheduler.failed_recving_kv_req_ids
     assert not engine.scheduler.finished_recving_kv_req_ids
 
 
 def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
     """Any entry that nobody loads leaves the tier, mostly rows, whatever lies behind them."""
-    entries = [entry for entry in engine.tier._entries.values() if entry.is_evictable]
+    entries = [entry for entry in engine.entries if entry.is_evictable]
     if rng.random() < 0.9:
         entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]
     if entries:
-        engine.tier._remove(rng.choice(entries), Removal.EVICTED)
+        chosen = rng.choice(entries)
+        engine.evict(lambda entry: entry is chosen)
 
 
 def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:
@@ -179,9 +170,8 @@ def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]
 
 def _reset(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:
     resets_running = rng.random() < 0.5 and _can_preempt_for_reset(engine)
-    counts["resets with stores under way"] += (
-        len(engine.parts.jobs) + engine.parts.stores.num_planned > 0
-    )
+    held = engine.held
+    counts["resets with stores under way"] += held.num_stores + held.num_planned_stores > 0
     has_reset = engine.reset(resets_running, reset_connector=rng.random() < 0.5)
     counts["resets"] += has_reset
     if resets_running:

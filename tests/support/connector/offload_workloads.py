@@ -78,11 +78,12 @@ def random_offload(
             seed=seed,
             failing_stores=rng.choice((0, 0, 0.1, 0.5)),
             failing_loads=rng.choice((0, 0, 0.1, 0.5)),
-            most_per_step=rng.choice((None, 1, 2, 4)),
+            max_per_step=rng.choice((None, 1, 2, 4)),
         ),
         requests=requests,
         abort_share=rng.choice((0, 0.02, 0.1)),
         reset_share=rng.choice((0, 0, 0.1)),
+        eviction_share=rng.choice((0, 0.5)),
         is_adaptive=rng.random() < 0.4,
     )
 
@@ -135,7 +136,6 @@ def offloading(layout: PagedLayout, **values: Any) -> dict[str, Any]:
         "chunk_tokens": 2 * layout.unit_tokens,
         "store_policy": "all",
         "load_if_slower": True,
-        "copy_threads": 1,
     } | values
 
 
@@ -168,7 +168,6 @@ def _options(
             host_memory_gib=rng.choice(layout.host_bytes) / _GIB,
             chunk_tokens=layout.unit_tokens * rng.choice((1, 2, 4)),
             store_policy=rng.choice(("all",) * 4 + ("second_touch",) * 4 + ("never",)),
-            swap_on_preemption=rng.random() < 0.5,
             load_if_slower=rng.random() < 0.8,
         ),
     )

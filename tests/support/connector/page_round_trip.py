@@ -12,34 +12,30 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from vllm.v1.core.block_pool import BlockPool
 
-from support.connector.small_engine import Block, Events, Manager, Pool, Status
-from support.connector.worker_configs import (
-    AttentionLayer,
-    CompilationConfig,
-    Options,
-    VllmConfig,
-)
+from support.connector.worker_configs import AttentionLayer, vllm_config, worker_options
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.connector import worker_side
-from vllm_ascend_kvext.connector.engine import Engine
-from vllm_ascend_kvext.connector.host_layout import HostLayout
-from vllm_ascend_kvext.connector.messages import StepJobs
-from vllm_ascend_kvext.connector.options import ConnectorOptions
-from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
-from vllm_ascend_kvext.connector.worker_side import WorkerSide
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.token_range import TokenRange
 
 CHUNK_TOKENS = 1024
 HOST_BYTES = 512 << 20
@@ -54,40 +50,26 @@ _UNALIGNED_TOKENS = 4
 
 _NULL_ID = 0
 _DEADLINE_S = 20.0
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 BlockIds = list[list[int]]
 _Places = tuple[Sequence[PagedTensor], BlockIds]
 """Tensors, and the blocks of a request in them."""
 
 
-@dataclass(eq=False)
-class PagedRequest:
+def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any:
     """A request that is known by its number of tokens: all requests begin with the same ones."""
-
-    request_id: str
-    num_tokens: int
-    hash_tokens: int
-    num_computed_tokens: int = 0
-    lora_request: Any = None
-    sampling_params: Any = None
-    skip_reading_prefix_cache: bool = False
-    status: Status = Status.RUNNING
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_tokens
-
-    @property
-    def all_token_ids(self) -> range:
-        return range(self.num_tokens)
-
-    @functools.cached_property
-    def block_hashes(self) -> list[bytes]:
-        return [number.to_bytes(8, "big") for number in range(self.num_tokens // self.hash_tokens)]
-
-    def is_finished(self) -> bool:
-        return self.status is not Status.RUNNING
+    return SimpleNamespace(
+        request_id=request_id,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        all_token_ids=range(num_tokens),
+        block_hashes=[number.to_bytes(8, "big") for number in range(num_tokens // hash_block_size)],
+        lora_request=None,
+        sampling_params=None,
+        pooling_params=None,
+        skip_reading_prefix_cache=False,
+    )
 
 
 class _Contents:
@@ -125,16 +107,19 @@ class PageRoundTrip:
         self._garbage = pages.copy_of_storages()
         layers = {name: AttentionLayer() for name in pages.kv_caches}
         self._worker = WorkerSide(
-            VllmConfig(compilation_config=CompilationConfig(layers)),
+            vllm_config(layers),
             pages.config,
-            Options(host_memory_bytes_per_worker=HOST_BYTES),
+            worker_options(host_bytes=HOST_BYTES),
         )
         build = partial(build_layout, addressing=pages.addressing)
-        with mock.patch.object(worker_side, "build_layout", build):
+        with (
+            mock.patch.object(worker_side, "build_layout", build),
+            mock.patch.object(worker_side, "read_nz_layers", return_value=pages.nz_layers),
+        ):
             self._worker.register(pages.kv_caches)
         self.layout: KVLayout = self._worker.describe().layout
-        self.hash_tokens = math.gcd(*(group.tokens_per_page for group in self.layout.groups))
-        self.unit_tokens = host_layout(self.layout, self.hash_tokens).unit_tokens
+        self.hash_block_size = math.gcd(*(group.tokens_per_page for group in self.layout.groups))
+        self.unit_tokens = host_layout(self.layout, self.hash_block_size).unit_tokens
 
     def shutdown(self) -> None:
         self._worker.shutdown()
@@ -152,13 +137,14 @@ class PageRoundTrip:
         boundaries = [tokens - tokens % self.unit_tokens for tokens in turns]
         source_ids = self._block_ids(turns[-1], boundaries)
         _copy(self._original.storages, self._storages)
-        sides = _Sides(self._worker, self.layout, self.hash_tokens)
+        sides = _Sides(self._worker, self.layout, self.hash_block_size)
         for number, num_tokens in enumerate(turns):
-            sides.store(PagedRequest(f"turn {number}", num_tokens, self.hash_tokens), source_ids)
+            request = paged_request(f"turn {number}", num_tokens, self.hash_block_size)
+            sides.store(request, source_ids)
         _copy(self._garbage, self._storages)
         _copy(self._garbage, self._expected.storages)
         target_ids = self._block_ids(turns[-1] + 1, boundaries[-1:])
-        request = PagedRequest("next turn", turns[-1] + 1, self.hash_tokens)
+        request = paged_request("next turn", turns[-1] + 1, self.hash_block_size)
         num_tokens = sides.load(request, local_tokens, target_ids)
         if num_tokens:
             tokens = TokenRange(local_tokens, local_tokens + num_tokens)
@@ -196,7 +182,7 @@ class PageRoundTrip:
             return
         wrong: dict[int, list[int]] = {}
         for found, expected in zip(self._pages.tensors, self._expected.tensors, strict=True):
-            one, other = _by_row(found), _by_row(expected)
+            one, other = found.by_row(), expected.by_row()
             differs = (one != other).reshape(*one.shape[:2], -1).any(dim=2)
             if differs.any():
                 wrong.setdefault(found.group, differs.nonzero()[0].tolist())
@@ -206,70 +192,64 @@ class PageRoundTrip:
 class _Sides:
     """A new scheduler side for a worker, and the steps of an engine that computes nothing."""
 
-    def __init__(self, worker: WorkerSide, layout: KVLayout, hash_tokens: int) -> None:
+    def __init__(self, worker: WorkerSide, layout: KVLayout, hash_block_size: int) -> None:
         self._worker = worker
-        self._requests: dict[str, PagedRequest] = {}
-        self._managers = [Manager() for _ in range(layout.num_scheduler_groups)]
-        self._pool = Pool(layout.num_pages)
+        self._requests: dict[str, Any] = {}
+        groups = range(layout.num_scheduler_groups)
+        self._managers = [SimpleNamespace(req_to_blocks={}) for _ in groups]
+        self._pool = BlockPool(layout.num_pages, False, hash_block_size)
         options = ConnectorOptions(chunk_tokens=CHUNK_TOKENS, load_if_slower=True)
-        self._side = SchedulerSide(options, False, Events())
-        self._side.bind(
-            Engine(
-                self._requests,
-                self._managers,
-                self._pool,
-                MANY_BLOCKS,
-                hash_tokens,
-                caches_prefixes=False,
-            )
+        engine = SchedulerView(
+            self._requests,
+            self._managers,
+            self._pool,
+            MANY_BLOCKS,
+            hash_block_size,
+            enable_caching=False,
         )
-        self._side.set_workers([worker.describe()])
+        self._side = ConnectorScheduler(engine, [worker.describe()], options, mock.Mock())
 
-    def store(self, request: PagedRequest, block_ids: BlockIds) -> None:
+    def store(self, request: Any, block_ids: BlockIds) -> None:
         """A request computes all of its tokens, and ends."""
         self._requests[request.request_id] = request
         for manager, ids in zip(self._managers, block_ids, strict=True):
-            manager.req_to_blocks[request.request_id] = [self._block(number) for number in ids]
-        assert self._side.match(request, request.num_tokens - 1) == 0
-        self._side.allocated(request, tuple(block_ids), 0)
+            blocks = [self._pool.blocks[number] for number in ids]
+            manager.req_to_blocks[request.request_id] = blocks
+            self._pool.touch([block for block in blocks if not block.is_null])
+        assert self._side.get_num_new_matched_tokens(request, request.num_tokens - 1) == 0
+        self._side.update_state_after_alloc(request, tuple(block_ids), 0)
         self._step({request.request_id: request.num_tokens})
         request.num_computed_tokens = request.num_tokens
-        request.status = Status.FINISHED_STOPPED
-        self._side.finish(request, is_end_of_turn=True)
+        self._side.request_finished(request, is_end_of_turn=True)
         self._free(request)
         self._step({})
 
-    def load(self, request: PagedRequest, local_tokens: int, block_ids: BlockIds) -> int:
+    def load(self, request: Any, local_tokens: int, block_ids: BlockIds) -> int:
         """A request is matched, loads, and ends; returns how many tokens it loads."""
         self._requests[request.request_id] = request
-        num_tokens = self._side.match(request, local_tokens)
+        num_tokens = self._side.get_num_new_matched_tokens(request, local_tokens)
         assert num_tokens is not None
-        self._side.allocated(request, tuple(block_ids), num_tokens)
+        self._side.update_state_after_alloc(request, tuple(block_ids), num_tokens)
         jobs = self._step({})
         assert len(jobs.loads) == bool(num_tokens)
-        self._side.finish(request, is_end_of_turn=False)
+        self._side.request_finished(request, is_end_of_turn=False)
         self._free(request)
         return num_tokens
 
     def assert_idle(self) -> None:
         assert not self._side.has_transfers
         assert not self._side.num_references
-        assert not self._side.num_pinned
-        assert not any(block.ref_cnt for block in self._pool.blocks)
+        assert not self._side.held().pinned_ids
+        assert self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1
 
-    def _block(self, number: int) -> Block:
-        block = self._pool.blocks[number]
-        if not block.is_null:
-            self._pool.touch([block])
-        return block
-
-    def _free(self, request: PagedRequest) -> None:
+    def _free(self, request: Any) -> None:
         for manager in self._managers:
-            self._pool.free_blocks(manager.req_to_blocks.pop(request.request_id, ()))
+            blocks = manager.req_to_blocks.pop(request.request_id, ())
+            self._pool.free_blocks(blocks)
         del self._requests[request.request_id]
 
-    def _step(self, num_scheduled_tokens: dict[str, int]) -> StepJobs:
-        jobs = self._side.plan_step(num_scheduled_tokens, ())
+    def _step(self, num_scheduled_tokens: dict[str, int]) -> ConnectorMetadata:
+        jobs = self._side.build_connector_meta(num_scheduled_tokens, ())
         self._worker.run_before_step(jobs)
         self._worker.begin_step(jobs)
         self._worker.end_of_forward()
@@ -281,15 +261,15 @@ class _Sides:
             assert ended.loads or results.stores_ended, "a transfer does not end"
             assert not results.failed_stores and not results.failed_loads
             left -= len(results.stores_ended) + len(ended.loads)
-            self._side.note_output(results, ended.loads)
+            self._side.update_connector_output(results, ended.loads)
         return jobs
 
 
-def host_layout(layout: KVLayout, hash_tokens: int) -> HostLayout:
+def host_layout(layout: KVLayout, hash_block_size: int) -> HostLayout:
     """With the default chunk, as the scheduler side makes it."""
     return HostLayout(
         layout,
-        hash_tokens,
+        hash_block_size,
         lambda unit_tokens: -(-CHUNK_TOKENS // unit_tokens) * unit_tokens,
         StatePolicy.EXACT,
     )
@@ -311,7 +291,7 @@ def check_host_bytes(pages: LayoutFixture) -> str:
     for paged in pages.tensors:
         is_full = paged.reach.kind is GroupKind.FULL
         rows = rows_needed(paged.reach, CHUNK_TOKENS if is_full else 0, boundary)
-        row = _by_row(paged)[0, 0]
+        row = paged.by_row()[0, 0]
         needed[[*found][not is_full]] += len(rows) * row.numel() * row.element_size()
     for name, num_bytes in found.items():
         padding_bytes = num_bytes - needed[name]
@@ -320,20 +300,20 @@ def check_host_bytes(pages: LayoutFixture) -> str:
     return f"unit {host.unit_tokens} tokens, {stated}"
 
 
-def counts_around(layout: KVLayout, unit_tokens: int, most_tokens: int) -> list[int]:
+def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[int]:
     """Token counts at, one before and one after every boundary of a layout, up to a limit."""
     marks = {unit_tokens, CHUNK_TOKENS}
     for group in layout.groups:
         marks |= {group.tokens_per_page, group.tokens_per_row, group.window_tokens}
     marks |= {CHUNK_TOKENS + mark for mark in marks}
     counts = {mark + more for mark in marks for more in (-1, 0, 1)}
-    return sorted(count for count in counts if 0 < count <= most_tokens)
+    return sorted(count for count in counts if 0 < count <= max_tokens)
 
 
 def _copy_needed(source: _Places, target: _Places, tokens: TokenRange) -> None:
     """Copy the rows of a range that going on from its end reads."""
     for one, other in zip(source[0], target[0], strict=True):
-        rows = rows_needed(one.reach, tokens.first, tokens.end)
+        rows = rows_needed(one.reach, tokens.first_tokens, tokens.end_tokens)
         rows_per_page = one.reach.tokens_per_page // one.reach.tokens_per_row
         places = [divmod(row, rows_per_page) for row in rows]
         in_page = [row for _, row in places]
@@ -341,7 +321,7 @@ def _copy_needed(source: _Places, target: _Places, tokens: TokenRange) -> None:
         target_pages = [target[1][other.group][page] for page, _ in places]
         assert _NULL_ID not in source_pages
         assert _NULL_ID not in target_pages
-        _by_row(other)[target_pages, in_page] = _by_row(one)[source_pages, in_page]
+        other.by_row()[target_pages, in_page] = one.by_row()[source_pages, in_page]
 
 
 @functools.cache
@@ -354,14 +334,6 @@ def pages_read(reach: Reach, boundary: int) -> set[int]:
     """Pages with tokens that going on from a boundary reads."""
     tokens = (token for token in range(boundary) if reach.reads(token, boundary))
     return {token // reach.tokens_per_page for token in tokens}
-
-
-def _by_row(paged: PagedTensor) -> torch.Tensor:
-    """shape: [num_pages, rows_per_page, ...], integers: copying floats may change a NaN."""
-    assert paged.blocks_per_page == 1
-    tensor = paged.tensor.view(_AS_INTEGER[paged.tensor.element_size()])
-    tensor = tensor.movedim(paged.page_axis, 0)
-    return tensor.unsqueeze(1) if paged.token_axis is None else tensor.movedim(paged.token_axis, 1)
 
 
 def _in_storage(tensor: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:

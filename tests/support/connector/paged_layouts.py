@@ -201,5 +201,5 @@ LAYOUTS: tuple[PagedLayout, ...] = (
 )
 STATE_LAYOUTS = (MAMBA, MAMBA_WINDOW)
 
-UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),) if fixtures.HAS_DEEPSEEK_V4 else ()
+UPSTREAM_LAYOUTS = (_deepseek_v4_layout(),)
 """As vLLM itself plans them; slower than the others."""

@@ -21,7 +21,7 @@ def registered(num_pages: int = NUM_PAGES, dtype: torch.dtype = torch.float32) -
 
 
 class SmallBackend:
-    """A `PagedBackend`."""
+    """In place of `CpuBackend`."""
 
     name = "SMALL_ATTN"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_kvext.connector.worker_side import WorkerSide
+from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.schema import Direction
@@ -34,14 +34,14 @@ class TransferScript:
         failing_loads: The same of loads.
         failing_load_numbers: Loads that fail, counted from 1. A load that is made again part by
             part counts once more for each.
-        most_per_step: Of what has begun, up to so many transfers end in a step; None ends all.
+        max_per_step: Of what has begun, up to so many transfers end in a step; None ends all.
     """
 
     seed: int = 0
     failing_stores: float = 0.0
     failing_loads: float = 0.0
     failing_load_numbers: frozenset[int] = frozenset()
-    most_per_step: int | None = None
+    max_per_step: int | None = None
 
 
 class ScriptedTransfers:
@@ -89,7 +89,7 @@ class ScriptedTransfers:
 
     def end_some(self, side: WorkerSide) -> None:
         """Let some of what has begun end, and return when the thread stands still again."""
-        most = self._script.most_per_step
+        most = self._script.max_per_step
         if most is None:
             while self._stands(side):
                 self._let_one_pass()
@@ -129,7 +129,7 @@ class ScriptedTransfers:
                 if self._num_waiting > 0:
                     return True
             with thread._changed:
-                if not (thread._loads or thread._stores or thread._running):
+                if not (thread._loads or thread._stores or thread._num_running):
                     return False
             time.sleep(0)
         raise AssertionError("the transfer thread neither waits nor ends")

@@ -9,8 +9,11 @@ that attention would read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -24,8 +27,13 @@ from support.connector.simulated_worker import SimulatedWorker
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
 from support.scheduler.options import EngineOptions
-from vllm_ascend_kvext.connector.scheduler_side import SchedulerSide
+from vllm_ascend_kvext.connector import kvext_connector
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.scheduler.request_state import Held
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
+from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.tier import HostTier
 
 _PLAIN = TransferScript()
 
@@ -121,6 +129,9 @@ class SimulatedEngine(SchedulerEngine):
         layout: Of the pages.
         options: With ``offloading``.
         script: How transfers go.
+
+    Attributes:
+        clock: Of the scheduler side: seconds that only grow.
     """
 
     layout: PagedLayout
@@ -130,7 +141,13 @@ class SimulatedEngine(SchedulerEngine):
     ) -> None:
         self._script = script
         self.workers: list[SimulatedWorker] = []
-        super().__init__(layout, options)
+        self.clock: Callable[[], float] = time.monotonic
+        side = partial(ConnectorScheduler, clock=lambda: self.clock())
+        with mock.patch.object(kvext_connector, "ConnectorScheduler", side):
+            super().__init__(layout, options)
+            self._shake_hands()
+
+    def _shake_hands(self) -> None:
         connector = self.scheduler.connector
         connector.set_xfer_handshake_metadata(
             {rank: worker.handshake() for rank, worker in enumerate(self.workers)}
@@ -147,19 +164,30 @@ class SimulatedEngine(SchedulerEngine):
         return PagedModelRunner(self.layout, self.workers, num_draft_tokens)
 
     @property
-    def side(self) -> SchedulerSide:
-        side: SchedulerSide | None = self.scheduler.connector.scheduler_side
+    def side(self) -> ConnectorScheduler:
+        side: ConnectorScheduler | None = self.scheduler.connector.scheduler_side
         assert side is not None
         return side
 
     @property
-    def parts(self) -> Any:
-        """Of the scheduler side."""
-        return self.side._parts
+    def tier(self) -> HostTier:
+        return self.side.tier
 
     @property
-    def tier(self) -> Any:
-        return self.parts.tier
+    def held(self) -> Held:
+        """What the scheduler side holds for requests."""
+        return self.side.held()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What the tier has, or will have once a store has ended; the oldest first."""
+        return list(self.tier._entries.values())
+
+    def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
+        """Entries leave the tier, whatever lies behind them; none that somebody reads or writes."""
+        for entry in self.entries:
+            if entry.is_evictable and is_chosen(entry):
+                self.tier._remove(entry, Removal.EVICTED)
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `EngineCore.reset_prefix_cache` does."""

@@ -18,20 +18,26 @@ from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture, PagedTensor
 from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyCheckOutcome
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
-from vllm_ascend_kvext.blending.segment_rows import SegmentLayout, SegmentRows
-from vllm_ascend_kvext.blending.token_pages import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.blending.token_rows import (
+    HostRows,
+    SegmentLayout,
+    SegmentRows,
+    Slots,
+    TokenPlane,
+)
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.transfer.errors import BackendError
 from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
 
 _ELEMENT_BYTES = 2
 
 
-class SimulatedTokenPages:
-    """The pages of a fixture, a row of a tensor per token; a `TokenPages`.
+def plain_staging(num_bytes: int) -> HostBuffer:
+    return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8))
 
-    Args:
-        pages: Of a worker.
-    """
+
+class SimulatedTokenPages:
+    """The pages of a fixture, a row of a tensor per token; a `TokenPages`."""
 
     def __init__(self, pages: LayoutFixture) -> None:
         self._rows = [_rows_of(paged) for paged in pages.tensors]
@@ -71,14 +77,7 @@ class SimulatedTokenPages:
 
 
 class SimulatedMover(SegmentMover):
-    """A `SegmentMover` whose moves are scripted.
-
-    Args:
-        pages: Of the worker.
-        host: As of `SegmentMover`.
-        layout: The same.
-        transfers: Decide which moves fail, and when they go on.
-    """
+    """A `SegmentMover` whose moves fail and go on as ``transfers`` say."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class SimulatedMover(SegmentMover):
         transfers: ScriptedTransfers,
     ) -> None:
         self._transfers = transfers
-        super().__init__(pages, host, layout)
+        super().__init__(pages, host, layout, plain_staging)
 
     def store(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
         return self._scripted(super().store, Direction.PAGES_TO_HOST, rows, block_ids)
@@ -124,13 +123,7 @@ class SimulatedMover(SegmentMover):
 
 
 class SimulatedSegments:
-    """In place of `WorkerSegments`.
-
-    Args:
-        pages: Of the worker.
-        transfers: Of the worker.
-        of_worker: As of `WorkerSegments`.
-    """
+    """In place of `WorkerSegments`, whose arguments follow pages and transfers of the worker."""
 
     def __init__(
         self, pages: LayoutFixture, transfers: ScriptedTransfers, *of_worker: object

@@ -20,9 +20,9 @@ from support.connector.page_contents import PageContents
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import ScriptedTransfers, TransferScript
 from support.connector.simulated_segments import SimulatedSegments
-from vllm_ascend_kvext.connector import worker_side
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
-from vllm_ascend_kvext.connector.worker_side import WorkerSide
+from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 
 

@@ -8,10 +8,13 @@ tensors, without the layout's code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from support.connector.worker_configs import Options, VllmConfig
+from support.connector.worker_configs import vllm_config as default_config
+from support.connector.worker_configs import worker_options
+from support.layout.byte_memory import chunk_bytes
 from support.layout.fakes import (
     AscendMLAAttentionSpec,
     FullAttentionSpec,
@@ -21,69 +24,67 @@ from support.layout.fakes import (
 )
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
-from vllm_ascend_kvext.connector.worker_side import WorkerSide
+from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
-from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
+from vllm_ascend_kvext.token_range import TokenRange
 
 NUM_PAGES = 64
 BLOCK, HEADS, HEAD_SIZE, WINDOW = 16, 2, 8, 40
 
 
-class C4AttnKVStateSpec(SlidingWindowMLASpec):
-    """The compressor's states; known by the name."""
+_SIZES = {
+    "block_size": BLOCK,
+    "num_kv_heads": HEADS,
+    "head_size": HEAD_SIZE,
+    "dtype": torch.bfloat16,
+}
+_FULL = FullAttentionSpec(**_SIZES), Reach(GroupKind.FULL, BLOCK, BLOCK)
+_WINDOW = (
+    SlidingWindowSpec(sliding_window=WINDOW, **_SIZES),
+    Reach(GroupKind.WINDOW, BLOCK, BLOCK, WINDOW),
+)
+_Group = tuple[Any, Reach]
 
 
-def _keys_and_values(storage: torch.Tensor | None = None) -> torch.Tensor:
+def _attention(*groups: _Group) -> LayoutFixture:
+    """Two layers per group; the groups share storages."""
     shape = (NUM_PAGES, 2, BLOCK, HEADS, HEAD_SIZE)
-    return torch.zeros(shape, dtype=torch.bfloat16) if storage is None else storage.view(shape)
-
-
-def single_group() -> LayoutFixture:
-    """Two layers of full attention."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
-    )
-    kv_caches = {f"{layer}.attn": _keys_and_values() for layer in range(2)}
-    made = config(NUM_PAGES, (spec, *kv_caches))
-    reach = Reach(GroupKind.FULL, BLOCK, BLOCK)
-    tensors = tuple(PagedTensor(0, tensor, reach) for tensor in kv_caches.values())
-    return LayoutFixture(made, made, kv_caches, tensors)
-
-
-def gemma_like() -> LayoutFixture:
-    """Full attention and two groups of sliding windows, which share storages."""
-    sizes = {
-        "block_size": BLOCK,
-        "num_kv_heads": HEADS,
-        "head_size": HEAD_SIZE,
-        "dtype": torch.bfloat16,
-    }
-    window = Reach(GroupKind.WINDOW, BLOCK, BLOCK, WINDOW)
-    groups = [
-        (FullAttentionSpec(**sizes), Reach(GroupKind.FULL, BLOCK, BLOCK)),
-        (SlidingWindowSpec(sliding_window=WINDOW, **sizes), window),
-        (SlidingWindowSpec(sliding_window=WINDOW, **sizes), window),
+    storages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)]
+    caches = [
+        {f"{index}.{layer}.attn": storage.view(shape) for layer, storage in enumerate(storages)}
+        for index in range(len(groups))
     ]
-    storages = [_keys_and_values() for _ in range(2)]
-    kv_caches: dict[str, object] = {}
-    tensors: list[PagedTensor] = []
-    described = []
-    for index, (spec, reach) in enumerate(groups):
-        names = [f"{index}.{layer}.attn" for layer in range(len(storages))]
-        described.append((spec, *names))
-        for name, storage in zip(names, storages, strict=True):
-            kv_caches[name] = _keys_and_values(storage)
-            tensors.append(PagedTensor(index, kv_caches[name], reach))
+    return _fixture(groups, caches)
+
+
+def _fixture(groups: Sequence[_Group], caches: Sequence[dict[str, Any]]) -> LayoutFixture:
+    """What these groups and their tensors by layer make."""
+    described = [(spec, *of_group) for (spec, _), of_group in zip(groups, caches, strict=True)]
+    tensors = [
+        PagedTensor(index, cache[0] if isinstance(cache, tuple) else cache, groups[index][1])
+        for index, of_group in enumerate(caches)
+        for cache in of_group.values()
+    ]
     made = config(NUM_PAGES, *described)
+    kv_caches = {name: cache for of_group in caches for name, cache in of_group.items()}
     return LayoutFixture(made, made, kv_caches, tuple(tensors))
 
 
+def single_group() -> LayoutFixture:
+    return _attention(_FULL)
+
+
+def gemma_like() -> LayoutFixture:
+    return _attention(_FULL, _WINDOW, _WINDOW)
+
+
 def deepseek_v4_like() -> LayoutFixture:
-    """As vLLM-Ascend has it: latents of two ratios, a window, states; one tuple per layer."""
+    """As vLLM-Ascend has it: latents of two ratios, a window, states of a compressor."""
     latent = {"num_kv_heads": 1, "dtype": torch.bfloat16}
     groups = [
         (
@@ -99,24 +100,23 @@ def deepseek_v4_like() -> LayoutFixture:
             Reach(GroupKind.WINDOW, 16, 16, 32),
         ),
         (
-            C4AttnKVStateSpec(
+            SlidingWindowMLASpec(
                 block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8
             ),
             Reach(GroupKind.WINDOW, 4, 4, 8, holds_states=True),
         ),
     ]
-    kv_caches: dict[str, object] = {}
-    tensors: list[PagedTensor] = []
-    names = [f"model.layers.{layer}.self_attn" for layer in range(2)]
-    for name in names:
-        entry = []
-        for index, (spec, reach) in enumerate(groups):
-            tensor = torch.zeros(NUM_PAGES, spec.block_size, 1, spec.head_size, dtype=spec.dtype)
-            tensors.append(PagedTensor(index, tensor, reach))
-            entry.append(tensor)
-        kv_caches[name] = tuple(entry)
-    made = config(NUM_PAGES, *((spec, *names) for spec, _ in groups))
-    return LayoutFixture(made, made, kv_caches, tuple(tensors))
+    names = ("c4.attn", "c16.attn", "swa_cache", "compressor.state_cache")
+    caches = []
+    for name, (spec, _) in zip(names, groups, strict=True):
+        shape = (NUM_PAGES, spec.block_size, 1, spec.head_size)
+        caches.append(
+            {
+                f"model.layers.{layer}.{name}": (torch.zeros(shape, dtype=spec.dtype),)
+                for layer in range(2)
+            }
+        )
+    return _fixture(groups, caches)
 
 
 LAYOUTS: dict[str, Callable[[], LayoutFixture]] = {
@@ -138,15 +138,15 @@ class SmallWorker:
     def __init__(
         self,
         make: Callable[[], LayoutFixture] = gemma_like,
-        options: Options | None = None,
-        vllm_config: VllmConfig | None = None,
+        options: ConnectorOptions | None = None,
+        vllm_config: Any = None,
         **arguments: object,
     ) -> None:
         self.pages = make()
         self.pages.fill(seed=1)
-        self.options = options or Options()
+        self.options = options or worker_options()
         self.side = WorkerSide(
-            vllm_config or VllmConfig(), self.pages.config, self.options, **arguments
+            vllm_config or default_config(), self.pages.config, self.options, **arguments
         )
         self.side.register(self.pages.kv_caches)
         self.planner = TransferPlanner(self.side.describe().layout, self.options.state_policy)
@@ -172,14 +172,18 @@ class SmallWorker:
             {
                 row * reach.tokens_per_row // reach.tokens_per_page
                 for reach in self.pages.reaches(group)
-                for row in reach.rows_needed(tokens.first, tokens.end)
+                for row in reach.rows_needed(tokens.first_tokens, tokens.end_tokens)
             }
         )
+
+    def chunk_bytes(self, tokens: TokenRange) -> int:
+        layout = self.side.describe().layout
+        return chunk_bytes(layout, PlacedChunk(tokens), self.options.state_policy)
 
     def store(self, number: int, tokens: TokenRange, tables: Sequence[TablePart]) -> StoreJob:
         """A store of one chunk behind those of earlier calls."""
         chunk = PlacedChunk(tokens, self._host_end_bytes)
-        self._host_end_bytes += self.planner.chunk_bytes(tokens)
+        self._host_end_bytes += self.chunk_bytes(tokens)
         return StoreJob(number, (chunk,), tuple(tables))
 
     def load(self, request_id: str, store: StoreJob, tables: Sequence[TablePart]) -> LoadJob:
@@ -195,10 +199,9 @@ class SmallWorker:
     def page_bytes(self, tables: Sequence[TablePart]) -> list[torch.Tensor]:
         """A copy of every page of some tables, group by group."""
         return [
-            view.clone().view(torch.uint8)
+            paged.by_row()[page].clone()
             for paged in self.pages.tensors
             for page in tables[paged.group].ids
-            for view in paged.of_rows(page, range(1))
         ]
 
     def others_bytes(self, tables: Sequence[TablePart]) -> list[torch.Tensor]:
@@ -206,8 +209,7 @@ class SmallWorker:
         kept = self.pages.copy_of_storages()
         for paged in self.pages.tensors:
             for page in tables[paged.group].ids:
-                for view in paged.of_rows(page, range(1)):
-                    view.zero_()
+                paged.by_row()[page].zero_()
         others = self.pages.copy_of_storages()
         for storage, before in zip(self.pages.storages(), kept, strict=True):
             storage.copy_(before)

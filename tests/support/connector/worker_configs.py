@@ -3,71 +3,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-from vllm_ascend_kvext.connector.options import Selector
-from vllm_ascend_kvext.layout.model import StatePolicy
-
-
-@dataclass
-class ParallelConfig:
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    decode_context_parallel_size: int = 1
-    prefill_context_parallel_size: int = 1
-    rank: int = 0
-
-
-@dataclass
-class ModelConfig:
-    model: str = "some/model"
-    revision: str | None = None
-    quantization: str | None = None
-    dtype: str = "torch.bfloat16"
-
-
-@dataclass
-class CacheConfig:
-    cache_dtype: str = "auto"
-
-
-class AttentionBackend:
-    @staticmethod
-    def get_name() -> str:
-        return "SMALL_ATTN"
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 
 
 class AttentionLayer:
     @staticmethod
-    def get_attn_backend() -> type[AttentionBackend]:
-        return AttentionBackend
+    def get_attn_backend() -> Any:
+        return SimpleNamespace(get_name=lambda: "SMALL_ATTN")
 
 
-@dataclass
-class CompilationConfig:
-    static_forward_context: dict[str, AttentionLayer] = field(default_factory=dict)
+def parallel_config(**values: int) -> Any:
+    sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
+    return SimpleNamespace(
+        **{"rank": 0, **{f"{size}_parallel_size": 1 for size in sizes}, **values}
+    )
 
 
-@dataclass
-class SpeculativeConfig:
-    model: str
+def vllm_config(layers: dict[str, AttentionLayer] | None = None, **values: Any) -> Any:
+    model = {"model": "some/model", "revision": None, "quantization": None}
+    parts = {
+        "parallel_config": parallel_config(),
+        "model_config": SimpleNamespace(**model, dtype="torch.bfloat16"),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "compilation_config": SimpleNamespace(static_forward_context=layers or {}),
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**(parts | values))
 
 
-@dataclass
-class VllmConfig:
-    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    model_config: ModelConfig = field(default_factory=ModelConfig)
-    cache_config: CacheConfig = field(default_factory=CacheConfig)
-    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
-    speculative_config: SpeculativeConfig | None = None
-
-
-@dataclass
-class Options:
-    host_memory_bytes_per_worker: int = 8 << 20
-    copy_cpus: tuple[int, ...] | None = None
-    copy_threads: int | None = 1
-    state_policy: StatePolicy = StatePolicy.EXACT
-    blending: bool = False
-    blend_selector: Selector = Selector.HEADS
-    blend_check_layer: int | None = None
+def worker_options(host_bytes: int = 8 << 20, **values: Any) -> ConnectorOptions:
+    """The options of a connector with one worker, which has so much host memory."""
+    return ConnectorOptions(host_memory_gib=host_bytes / (1 << 30), **values)

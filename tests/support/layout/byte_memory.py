@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and host memory as plain arrays, and a request whose every row has bytes of its own.
-
-Moves what the tables of a plan say, row by row. Knows nothing of how plans are made.
-"""
+"""Pages and host memory as plain arrays, and a request whose every row has bytes of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RegisteredStorage
+from vllm_ascend_kvext.layout.model import (
+    KVLayout,
+    LayoutGroup,
+    Plane,
+    RegisteredStorage,
+    StatePolicy,
+)
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 
 Bytes = np.ndarray
 UNTOUCHED = 0xEE
@@ -22,7 +28,7 @@ _STEPS = np.arange(256)
 
 
 def make_group(
-    scheduler_group: int,
+    kv_cache_group_id: int,
     kind: GroupKind,
     tokens_per_page: int,
     tokens_per_row: int,
@@ -38,7 +44,7 @@ def make_group(
     rows = tokens_per_page // tokens_per_row
     planes = tuple(
         Plane(
-            layer_name=f"{scheduler_group}.{index}",
+            layer_name=f"{kv_cache_group_id}.{index}",
             storage=first_storage + index,
             base_bytes=16,
             page_stride_bytes=rows * size + 2 * PADDING_BYTES,
@@ -50,7 +56,7 @@ def make_group(
         for index, size in enumerate(row_bytes)
     )
     return LayoutGroup(
-        scheduler_group,
+        kv_cache_group_id,
         kind,
         tokens_per_page,
         tokens_per_row,
@@ -68,8 +74,26 @@ def make_layout(groups: Sequence[LayoutGroup], num_pages: int) -> KVLayout:
         RegisteredStorage(4096 << index, 16 + num_pages * plane.page_stride_bytes)
         for index, plane in enumerate(plane for group in groups for plane in group.planes)
     )
-    num_lists = 1 + max(group.scheduler_group for group in groups)
+    num_lists = 1 + max(group.kv_cache_group_id for group in groups)
     return KVLayout(storages, tuple(groups), num_pages, num_lists)
+
+
+def chunk_bytes(
+    layout: KVLayout, chunk: PlacedChunk, states: StatePolicy = StatePolicy.EXACT
+) -> int:
+    """Host bytes that a chunk takes."""
+    planner = TransferPlanner(layout, states)
+    tables = [[1] * chunk.tokens.end_tokens] * layout.num_scheduler_groups
+    return planner.plan_store([chunk], tables).host_bytes - chunk.host_offset_bytes
+
+
+def dense_layout(layout: KVLayout) -> KVLayout:
+    """The same pages, of whose groups every row is kept."""
+    groups = (
+        replace(group, kind=GroupKind.FULL, window_tokens=0, restart_tokens=0, holds_states=False)
+        for group in layout.groups
+    )
+    return replace(layout, groups=tuple(groups))
 
 
 class PageMemory:
@@ -88,7 +112,7 @@ class PageMemory:
     def fill_pages(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Every row of a request's pages gets its own bytes, in all groups."""
         for index, group in enumerate(self.layout.groups):
-            for number, page in enumerate(block_ids[group.scheduler_group]):
+            for number, page in enumerate(block_ids[group.kv_cache_group_id]):
                 for row in range(group.rows_per_page) if page else ():
                     for plane in group.planes:
                         absolute = number * group.rows_per_page + row
@@ -99,24 +123,3 @@ def content(group: int, plane: Plane, row: int) -> Bytes:
     """What a request has in this row; never `UNTOUCHED`."""
     first = 101 * plane.storage + 59 * group + 37 * row
     return (_STEPS[: plane.row_bytes] * (1 + row) + first) % UNTOUCHED
-
-
-def move(
-    memory: PageMemory, host: Bytes, planes: np.ndarray, runs: np.ndarray, *, to_host: bool
-) -> None:
-    """What the tables mean; see ``transfer.schema``."""
-    for group, storage, base, stride, region, row_bytes, rows, pages, offset in planes.tolist():
-        pool = memory.storages[storage]
-        for run_group, page, first, count, host_row in runs.tolist():
-            if run_group != group:
-                continue
-            assert 0 < page < pages and 0 <= first < first + count <= rows
-            start = base + page * stride + region + first * row_bytes
-            in_page = pool[start : start + count * row_bytes]
-            start = offset + host_row * row_bytes
-            in_host = host[start : start + count * row_bytes]
-            assert len(in_page) == len(in_host) == count * row_bytes
-            if to_host:
-                in_host[:] = in_page
-            else:
-                in_page[:] = in_host

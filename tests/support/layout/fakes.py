@@ -77,16 +77,10 @@ def tensor(
     offset: int = 0,
     device: str = "npu:0",
 ) -> FakeTensor:
-    """A tensor, dense unless told otherwise.
+    """A tensor, dense unless told otherwise, by default in a storage of its own.
 
-    Args:
-        shape: The logical shape.
-        dtype: Of the elements.
-        storage: Where it lies; by default in one of its own, exactly as large.
-        page_stride: Stride of axis 0, in elements.
-        order: Axes from the outermost in memory to the innermost.
-        offset: In elements.
-        device: Its device.
+    ``page_stride``, that of axis 0, and ``offset`` count elements; ``order`` has the axes from the
+    outermost in memory to the innermost.
     """
     strides = [0] * len(shape)
     step = 1
@@ -205,12 +199,7 @@ class KVCacheConfig:
 
 
 def config(num_blocks: int, *groups: tuple[object, ...] | dict[str, object]) -> KVCacheConfig:
-    """A config.
-
-    Args:
-        num_blocks: Pages per layer.
-        groups: Each ``(spec, *layer_names)``, or a dictionary of specs by layer: a bundle.
-    """
+    """Groups are ``(spec, *layer_names)`` each, or a dictionary of specs by layer: a bundle."""
     specs = []
     for group in groups:
         if isinstance(group, dict):

@@ -7,9 +7,9 @@ tensors hold. Planning and shaping are vLLM's own functions; only the layers are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from vllm.config import CacheConfig, VllmConfig
@@ -35,9 +35,6 @@ from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, paged_tensors
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import RowAddressing
-
-HAS_DEEPSEEK_V4 = find_spec("vllm.models") is not None
-"""Whether this vLLM has the DeepSeek-V4 whose layers ``deepseek_v4`` makes up (0.23.0)."""
 
 
 def plan(
@@ -68,56 +65,35 @@ class FlashInferHndBackend:
         return 0, 1, 3, 2, 4
 
 
-@dataclass(frozen=True)
-class _AttentionGroup:
-    """What the model runner reads of its attention groups."""
-
-    backend: type
-    layer_names: list[str]
-    kv_cache_spec: KVCacheSpec
-    kv_cache_group_id: int
-
-
-@dataclass(frozen=True)
-class _Cache:
-    cache_dtype: str
-
-
-class _Runner:
-    """As much of a model runner as allocating and shaping KV caches reads."""
-
-    device = "cpu"
-    runner_only_attn_layers: frozenset[str] = frozenset()
-    _update_hybrid_attention_mamba_layout = GPUModelRunner._update_hybrid_attention_mamba_layout
-
-    def __init__(self, groups: list[_AttentionGroup], cache_dtype: str) -> None:
-        self._groups = groups
-        self.cache_config = _Cache(cache_dtype)
-
-    def _kv_cache_spec_attn_group_iterator(self) -> Iterator[_AttentionGroup]:
-        yield from self._groups
-
-
 def register(
     config: KVCacheConfig,
     backends: Mapping[str, type],
     kernel_block_size: int | None = None,
     cache_dtype: str = "auto",
 ) -> dict[str, object]:
-    """The tensors of a config, as vLLM's model runner makes them.
+    """The tensors of a config, as vLLM's model runner makes them; backends by ends of layer names.
 
-    Args:
-        config: Of the worker.
-        backends: By the end of a layer's name.
-        kernel_block_size: Tokens per block of the attention kernels, where it is not the config's.
-        cache_dtype: Of ``--kv-cache-dtype``.
+    ``kernel_block_size`` is that of the attention kernels, where it is not the config's.
     """
     groups = [
-        _AttentionGroup(_backend(backends, name), [name], _spec_of(group, name), index)
+        SimpleNamespace(
+            backend=_backend(backends, name),
+            layer_names=[name],
+            kv_cache_spec=_spec_of(group, name),
+            kv_cache_group_id=index,
+        )
         for index, group in enumerate(config.kv_cache_groups)
         for name in group.layer_names
     ]
-    runner = _Runner(groups, cache_dtype)
+    # As much of a model runner as allocating and shaping KV caches reads.
+    runner = SimpleNamespace(
+        device="cpu",
+        runner_only_attn_layers=frozenset(),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        _kv_cache_spec_attn_group_iterator=lambda: iter(groups),
+    )
+    arrange = GPUModelRunner._update_hybrid_attention_mamba_layout
+    runner._update_hybrid_attention_mamba_layout = partial(arrange, runner)
     block_sizes = [
         kernel_block_size or group.kv_cache_spec.block_size for group in config.kv_cache_groups
     ]
@@ -158,7 +134,7 @@ def keys_and_values(
     *,
     addressing: RowAddressing | None = RowAddressing.TOKENS,
     blocks_per_page: int = 1,
-    num_blocks: int = 40,
+    num_blocks: int = 300,
 ) -> LayoutFixture:
     """Full attention and a sliding window, K and V as the backend shapes them.
 
@@ -202,12 +178,12 @@ def heads_outside_tokens() -> LayoutFixture:
 
 def kernel_blocks() -> LayoutFixture:
     """Four kernel blocks per page, rows adjacent across them."""
-    return keys_and_values(RocmAttentionBackend, 1, 2, blocks_per_page=4, num_blocks=16)
+    return keys_and_values(RocmAttentionBackend, 1, 2, blocks_per_page=4, num_blocks=80)
 
 
 def kernel_blocks_apart() -> LayoutFixture:
     """Four kernel blocks per page, each with its own K and V: a page is one row."""
-    return keys_and_values(FlashInferHndBackend, 0, None, blocks_per_page=4, num_blocks=16)
+    return keys_and_values(FlashInferHndBackend, 0, None, blocks_per_page=4, num_blocks=80)
 
 
 def cpu_attention() -> LayoutFixture:
@@ -219,7 +195,7 @@ def cpu_attention() -> LayoutFixture:
 def latent_rows() -> LayoutFixture:
     """MLA in three dimensions."""
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    config, scheduler_config = plan({f"{layer}.attn": spec for layer in range(3)}, 24)
+    config, scheduler_config = plan({f"{layer}.attn": spec for layer in range(3)}, 150)
     kv_caches = register(config, {"": MLACommonBackend})
     tensors = paged_tensors(
         config, kv_caches, {"": [(0, 1)]}, {"": Reach(GroupKind.FULL, BLOCK, 1)}
@@ -240,7 +216,7 @@ def attention_and_mamba() -> LayoutFixture:
         mamba_cache_mode="align",
     )
     specs = {f"{layer}.mamba": mamba for layer in range(3)} | {"3.attn": attention}
-    config, scheduler_config = plan(specs, 40)
+    config, scheduler_config = plan(specs, 300)
     kv_caches = register(config, {"": RocmAttentionBackend})
     tensors = paged_tensors(
         config,
@@ -255,12 +231,10 @@ def attention_and_mamba() -> LayoutFixture:
 
 
 def deepseek_v4(cache_dtype: str, num_layers: int = 43, num_blocks: int = 64) -> LayoutFixture:
-    """DeepSeek-V4 Flash as upstream vLLM 0.23.0 lays it out; needs `HAS_DEEPSEEK_V4`.
+    """DeepSeek-V4 Flash as upstream vLLM 0.23.0 lays it out.
 
-    Args:
-        cache_dtype: ``fp8_ds_mla`` (packed bytes in padded pages) or ``auto`` (bfloat16 rows).
-        num_layers: Two layers without compression, then ratios 4 and 128 in turn.
-        num_blocks: Pages.
+    Two layers are not compressed, then ratios are 4 and 128 in turn. ``cache_dtype`` is
+    ``fp8_ds_mla`` (packed bytes in padded pages) or ``auto`` (bfloat16 rows).
     """
     from vllm.models.deepseek_v4.compressor import CompressorBackend
     from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
@@ -341,3 +315,17 @@ def _state_spec(ratio: int, head_dim: int, alignment: int | None) -> SlidingWind
         sliding_window=overlap * ratio,
         alignment=alignment,
     )
+
+
+FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
+    "keys then values": keys_then_values,
+    "keys and values by page": keys_and_values_by_page,
+    "heads outside tokens": heads_outside_tokens,
+    "kernel blocks": kernel_blocks,
+    "kernel blocks apart": kernel_blocks_apart,
+    "CPU attention": cpu_attention,
+    "latent rows": latent_rows,
+    "attention and Mamba": attention_and_mamba,
+    "DeepSeek-V4, packed": partial(deepseek_v4, "fp8_ds_mla", 6, 96),
+    "DeepSeek-V4, bfloat16": partial(deepseek_v4, "auto", 6, 96),
+}

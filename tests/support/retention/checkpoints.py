@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive retention in a test process, and what has to hold between its books and the block pool.
+"""Adaptive retention in a test process, and what has to hold between its state and the block pool.
 
-The books say which cached blocks are worth something; a block that they do not know would stay in
+The state says which cached blocks are worth something; a block that it does not know would stay in
 the cache for ever, and one that they know twice would be given up twice.
 """
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from support.installed import installed, retention_installed
-from support.retention.books import check_books, num_checkpoints
+from support.retention.cache_state import check_cache_state, num_checkpoints
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
-__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "retention_books"]
+__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "cache_state_of"]
 
 
 @contextmanager
@@ -38,29 +38,21 @@ def adaptive_chosen() -> Iterator[None]:
 
 @contextmanager
 def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
-    """Adaptive retention as a user gets it: with the repairs and the faster prefix cache.
-
-    Args:
-        is_fast: Whether the latter is in effect.
-    """
+    """Adaptive retention as a user gets it: with the repairs and the faster prefix cache."""
     with installed(*["fast-prefix-cache"] * is_fast), retention_installed(), adaptive_chosen():
         yield
 
 
-def retention_books(block_manager: Any) -> Any:
+def cache_state_of(block_manager: Any) -> Any:
     """The `RetainedCache` of a ``KVCacheManager``; None where nothing is retained."""
     retention = retention_of(block_manager.coordinator)
-    return None if retention is None else retention.books
+    return None if retention is None else retention.cache_state
 
 
 class CheckpointsAccountForCache:
     """Every cached block that no request holds belongs to a checkpoint, or is surplus.
 
     A `support.scheduler.run.Check`; it looks closer whenever no request is left.
-
-    Attributes:
-        num_idle: How often no request was left.
-        num_checkpoints: How many checkpoints there were at these times, in total.
     """
 
     def __init__(self) -> None:
@@ -69,18 +61,18 @@ class CheckpointsAccountForCache:
 
     def __call__(self, engine: SchedulerEngine, step: Step) -> None:
         block_manager = engine.scheduler.kv_cache_manager
-        if retention_books(block_manager) is None:
+        if cache_state_of(block_manager) is None:
             return
         pool = block_manager.block_pool
         free_blocks = pool.free_block_queue.get_all_free_blocks()
-        check_books(retention_of(block_manager.coordinator), pool.blocks, free_blocks)
+        check_cache_state(retention_of(block_manager.coordinator), pool.blocks, free_blocks)
         if not engine.scheduler.requests:
             self.num_idle += 1
-            self.num_checkpoints += num_checkpoints(retention_books(block_manager))
+            self.num_checkpoints += num_checkpoints(cache_state_of(block_manager))
             check_idle(block_manager)
 
 
 def check_idle(block_manager: Any) -> None:
     """No request is left: nothing is remembered of any."""
     retention = retention_of(block_manager.coordinator)
-    assert not retention._requests, "remembers requests that are gone"
+    assert not retention._request_states, "remembers requests that are gone"

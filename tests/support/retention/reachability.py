@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a conversation can hit at each point of its life, and what keeping that costs.
 
-Used on plain geometries (tests/engine) and on those of vllm-ascend (tests/ascend).
+On the layouts of either family of managers.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
 
 from support.scheduler.block_manager import BlockManager
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
@@ -18,11 +19,18 @@ Hits = dict[str, int]
 """Name of a point in the life of a request -> tokens that a lookup hits there."""
 
 
-def eagle_sets(num_groups: int) -> Iterator[frozenset[int]]:
-    """Every choice of groups that look ahead."""
-    for size in range(num_groups + 1):
-        for group_ids in itertools.combinations(range(num_groups), size):
-            yield frozenset(group_ids)
+class UnderPressure(BlockManager):
+    """Whenever a request looks the cache up, others have taken all that is surplus."""
+
+    def request(self, token_ids: Sequence[int], **arguments: object) -> Request:
+        retained = retention_of(self.manager.coordinator).cache_state
+        self.pool.evict_blocks(set(retained.surplus()))
+        return super().request(token_ids, **arguments)
+
+    def preempt(self, request: Request) -> None:
+        super().preempt(request)
+        retained = retention_of(self.manager.coordinator).cache_state
+        self.pool.evict_blocks(set(retained.surplus()))
 
 
 def serve_conversation(
@@ -30,20 +38,12 @@ def serve_conversation(
     num_prompt_tokens: int,
     unit_tokens: int,
     preempt_every: int = 1,
-    observe: Callable[[str], None] = lambda moment: None,
 ) -> Hits:
     """Serve one request from its prompt to its end and record what can be hit.
 
     The prompt is prefilled in chunks, once preempted after its first chunk; then tokens are
     decoded across two boundaries, with a preemption and a resumption every few tokens. Lengths,
     chunks and tokens depend on the arguments only.
-
-    Args:
-        world: A manager with an empty cache and room for everything.
-        unit_tokens: The granularity of hits.
-        preempt_every: Decoded tokens between two preemptions.
-        observe: Called with "running" after each step, with "released" when the request holds no
-            blocks.
     """
     rng = random.Random(num_prompt_tokens)
     chunk_tokens = rng.choice((3, unit_tokens, 2 * unit_tokens + 1, 1 << 20))
@@ -54,27 +54,21 @@ def serve_conversation(
 
     def resume(moment: str) -> None:
         world.preempt(request)
-        observe("released")
         hits[f"resume {moment}"] = world.admit(request, chunk_tokens)
-        observe("running")
         finish_prefill()
 
     def finish_prefill() -> None:
         while request.num_computed_tokens < request.num_tokens:
             world.step(request, chunk_tokens)
-            observe("running")
 
     world.admit(request, chunk_tokens)
-    observe("running")
     resume("in prefill")
     for i, token_id in enumerate(answer):
         world.decode(request, [token_id])
-        observe("running")
         if i % preempt_every == 0:
             hits[f"resend after {i} tokens"] = world.hit_tokens(world.request(prompt))
             resume(f"after {i} tokens")
     world.finish(request)
-    observe("released")
     hits["resend"] = world.hit_tokens(world.request(prompt))
     next_turn = [*request.all_token_ids, *prompt[:3], 0]
     hits["next turn"] = world.hit_tokens(world.request(next_turn))
@@ -112,26 +106,3 @@ class Difference:
                 self.examples.setdefault(
                     kind, f"{case}, {moment}: dense {expected[moment]}, sparse {found[moment]}"
                 )
-
-
-class Price:
-    """Cached blocks of each sliding-window group against the price of two tails."""
-
-    def __init__(self, world: BlockManager) -> None:
-        retention = retention_of(world.manager.coordinator)
-        geometry = retention.policy.geometry
-        groups = {
-            group.manager.kv_cache_group_id: geometry.groups[group.geometry_index]
-            for group in retention.sparse_groups
-        }
-        self._world = world
-        self._tail_blocks = {
-            group_id: group.window_blocks + group.looks_ahead for group_id, group in groups.items()
-        }
-        self.excess_tails = {"running": 0.0, "released": 0.0}
-
-    def observe(self, moment: str) -> None:
-        cached = self._world.cached_blocks()
-        for group_id, tail_blocks in self._tail_blocks.items():
-            excess = cached[group_id] / tail_blocks - 2
-            self.excess_tails[moment] = max(self.excess_tails[moment], excess)

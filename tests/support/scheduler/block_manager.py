@@ -98,12 +98,7 @@ def retention_interval(interval: int | str | None) -> Iterable[None]:
 class BlockManager:
     """A ``KVCacheManager`` that is told each step of each request.
 
-    Args:
-        layout: The model's groups.
-        interval: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL`` while the manager is built.
-        num_blocks: Size of the pool, including the null block.
-        events: Whether the pool emits KV cache events.
-        manager_arguments: Further arguments of ``KVCacheManager``.
+    ``num_blocks`` includes the null block; ``interval`` is in effect while the manager is built.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a workload on vLLM's real scheduler, in the order in which its engine core does.
-
-The one difference between the supported versions of vLLM is in ``_register_specs``.
-"""
+"""Runs a workload on vLLM's real scheduler, in the order in which its engine core does."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -34,13 +32,6 @@ from .workload import RequestPlan
 
 _ENCODER_CACHE_TOKENS = 64
 _HASH_ALGORITHM = "sha256"
-
-
-def _register_specs(vllm_config: Any) -> None:
-    """vLLM looks managers up in a registry that its engine core fills."""
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-
-    register_all_kvcache_specs(vllm_config)
 
 
 def _extra_args(plan: RequestPlan) -> dict[str, Any] | None:
@@ -66,17 +57,7 @@ class _EventRecorder:
 
 
 class SchedulerEngine:
-    """One scheduler with its KV cache manager, and a model runner without a model.
-
-    Args:
-        layout: KV cache groups.
-        options: Everything else.
-        read_check: How closely the model runner looks at the KV that attention would read.
-
-    Attributes:
-        requests: Every request ever added.
-        last_events: KV cache events of the last step.
-    """
+    """One scheduler with its KV cache manager, and a model runner without a model."""
 
     def __init__(
         self, layout: Layout, options: EngineOptions, read_check: ReadCheck = ReadCheck.NONE
@@ -84,7 +65,7 @@ class SchedulerEngine:
         self.layout = layout
         self.options = options
         vllm_config = build_vllm_config(layout, options)
-        _register_specs(vllm_config)
+        register_all_kvcache_specs(vllm_config)  # as an engine core does
         kv_cache_config = layout.to_config(options.num_blocks)
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config

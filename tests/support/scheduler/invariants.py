@@ -102,9 +102,6 @@ class CacheContents:
 
     Keeps every hash that a request of the workload could have, so it is the brute-force answer to
     "what is in the block with this key".
-
-    Args:
-        workload: The workload that runs.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -164,6 +161,7 @@ class CacheContents:
             group_id = get_group_id(block.block_hash)
             group = engine.layout.groups[group_id]
             expected = self._keys[block.block_hash].digests
+            expected = expected[group.tokens_per_row - 1 :: group.tokens_per_row]
             if group.attention is Attention.MAMBA:
                 expected = expected[-1:]
             found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))

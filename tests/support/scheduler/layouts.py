@@ -23,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from support import family
+
 
 class Attention(enum.Enum):
     """Which earlier positions a token of this group reads."""
@@ -33,6 +35,8 @@ class Attention(enum.Enum):
     WINDOW_MLA = "window_mla"
     CHUNKED = "chunked"
     MAMBA = "mamba"
+    COMPRESSED = "compressed"
+    """vLLM-Ascend's: a row of a block stands for several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,19 @@ class Group:
         attention: Kind of the layers in it.
         block_tokens: Tokens per block.
         span_tokens: Sliding window, or attention chunk; 0 where there is none.
+        tokens_per_row: Tokens that a row of a block stands for; it is written with the last.
         is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
     """
 
     attention: Attention
     block_tokens: int
     span_tokens: int = 0
+    tokens_per_row: int = 1
     is_eagle: bool = False
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_tokens // self.tokens_per_row
 
     @property
     def has_window(self) -> bool:
@@ -71,6 +81,14 @@ class Group:
                 dtypes=(torch.float32,),
                 mamba_cache_mode="align",
             )
+        if self.attention is Attention.COMPRESSED:
+            from ascend_geometry import compressed_spec
+
+            return compressed_spec(self.rows_per_block, self.tokens_per_row)
+        if self.attention is Attention.WINDOW_MLA and family.IS_ASCEND:
+            from ascend_geometry import window_spec
+
+            return window_spec(self.block_tokens, self.span_tokens)
         sizes = {
             "block_size": self.block_tokens,
             "num_kv_heads": 1,
@@ -170,6 +188,19 @@ MAMBA = Layout("mamba", (_full(8), Group(Attention.MAMBA, 8)))
 MAMBA_WINDOW = Layout("mamba-window", (_full(8), Group(Attention.MAMBA, 8), _window(8, 12)))
 CHUNKED = Layout("chunked", (_full(8), Group(Attention.CHUNKED, 8, 24)))
 
+COMPRESSED = Layout(
+    "compressed",
+    (
+        Group(Attention.COMPRESSED, 16, tokens_per_row=4),
+        Group(Attention.COMPRESSED, 32, tokens_per_row=8),
+        _mla_window(4, 6),
+        _mla_window(4, 6),
+        _mla_window(2, 3),
+        _mla_window(4, 16),
+    ),
+)
+"""DeepSeek-V4 on vLLM-Ascend, group for group; hits land on multiples of 32 tokens."""
+
 LAYOUTS = (
     FULL,
     WINDOW,
@@ -184,3 +215,20 @@ LAYOUTS = (
     MAMBA_WINDOW,
     CHUNKED,
 )
+if family.IS_ASCEND:
+    LAYOUTS = (COMPRESSED,)
+
+EAGLE_LAYOUTS = (
+    FULL_WINDOW.with_eagle(1),
+    GEMMA.with_eagle(0),
+    MIXED_BLOCKS.with_eagle(1),
+    DEEPSEEK_V4.with_eagle(1),
+    DEEPSEEK_V4.with_eagle(0),
+)
+"""Layouts whose drafter has its layers in known groups."""
+if family.IS_ASCEND:
+    EAGLE_LAYOUTS = (
+        COMPRESSED.with_eagle(3),
+        COMPRESSED.with_eagle(0),
+        COMPRESSED.with_eagle(*range(6)),
+    )

@@ -91,14 +91,7 @@ class _Row:
 
 
 class ModelRunner:
-    """Executes scheduler outputs on a ``KVMemory``.
-
-    Args:
-        groups: The KV cache groups.
-        num_draft_tokens: Draft tokens to propose after a step; 0 for none.
-        read_check: How closely to look at what attention would read.
-        failing_loads: How the connector's loads fail.
-    """
+    """Executes scheduler outputs on a ``KVMemory``."""
 
     def __init__(
         self,
@@ -250,12 +243,9 @@ class ModelRunner:
             block_id = table[(end - 1) // group.block_tokens]
             self.memory.write(block_id, group_id, 1, 0, digests[end - 1 : end])
             return
-        for block, low, high in _by_block(group.block_tokens, start, end):
+        for block, first_row, content in _rows(group, digests, start, end):
             if table[block] != NULL_BLOCK_ID:
-                first_row = low - block * group.block_tokens
-                self.memory.write(
-                    table[block], group_id, group.block_tokens, first_row, digests[low:high]
-                )
+                self.memory.write(table[block], group_id, group.rows_per_block, first_row, content)
 
     def _check_rows(self, rows: Sequence[_Row]) -> None:
         """Every layer has written before any layer reads, across all requests of the step."""
@@ -275,14 +265,12 @@ class ModelRunner:
                 continue
             first = group.first_read_position(row.start)
             table = row.state.block_tables[group_id]
-            for block, low, high in _by_block(group.block_tokens, first, row.end):
-                first_row = low - block * group.block_tokens
-                found = self.memory.read(table[block], group_id, first_row, high - low)
-                expected = row.digests[low:high]
+            for block, first_row, expected in _rows(group, row.digests, first, row.end):
+                found = self.memory.read(table[block], group_id, first_row, len(expected))
                 if table[block] == NULL_BLOCK_ID or self._is_wrong(row, found, expected):
                     raise WrongKVError(
-                        f"{row.request_id}, group {group_id} ({group.attention.value}): positions "
-                        f"[{low}, {high}) in block {table[block]} are not the request's own; step "
+                        f"{row.request_id}, group {group_id} ({group.attention.value}): rows from "
+                        f"{first_row} in block {table[block]} are not the request's own; step "
                         f"computes [{row.start}, {row.end}); expected {expected}, found {found}"
                     )
 
@@ -397,6 +385,19 @@ class ModelRunner:
                 if table[block] in failed_block_ids:
                     content = [garbage] * high
                 self._write(table, group_id, content, low, high)
+
+
+def _rows(
+    group: Group, digests: list[int], start: int, end: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """What the tokens ``[start, end)`` leave in a group: ``(block index, first row, content)``.
+
+    A row is written once all of its tokens are there.
+    """
+    ratio = group.tokens_per_row
+    for block, low, high in _by_block(group.rows_per_block, start // ratio, end // ratio):
+        content = digests[low * ratio + ratio - 1 : high * ratio : ratio]
+        yield block, low - block * group.rows_per_block, content
 
 
 def _by_block(block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:

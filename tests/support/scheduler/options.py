@@ -68,18 +68,13 @@ class FailingLoads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """One engine configuration.
+    """One engine configuration; names that are vLLM's mean what they do there.
 
     Attributes:
         num_blocks: Size of the block pool, null block included.
-        max_num_seqs: As in ``SchedulerConfig``.
-        max_num_batched_tokens: Token budget of a step.
         long_prefill_tokens: ``long_prefill_token_threshold``; 0 for none.
-        max_model_len: As in ``ModelConfig``, in tokens.
         reserve_full_prompt: Admit a request only if all of its prompt fits the pool.
-        by_priority: Priority scheduling instead of first come, first served.
         is_async: ``AsyncScheduler``, with two steps in flight.
-        drafter: Speculative decoding, or none.
         num_draft_tokens: Draft tokens per step.
         external_load: Behaviour of the KV connector; no connector if None.
         extends_local_hits: Whether the connector adds tokens to a local hit.
@@ -87,8 +82,6 @@ class EngineOptions:
         offloading: ``kv_connector_extra_config`` of KvextConnector, which then takes the place of
             the scripted connector.
         num_workers: Tensor parallel size.
-        caching: Automatic prefix caching.
-        events: KV cache events.
     """
 
     num_blocks: int

@@ -12,19 +12,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .layouts import DEEPSEEK_V4, FULL_WINDOW, GEMMA, LAYOUTS, MIXED_BLOCKS, Layout
+from support import family
+
+from .layouts import EAGLE_LAYOUTS, LAYOUTS, Layout
 from .options import Drafter, EngineOptions, ExternalLoad
 from .token_stream import VOCAB_SIZE, Image
 from .workload import Abort, RequestPlan, ResetPrefixCache, Workload
-
-EAGLE_LAYOUTS = (
-    FULL_WINDOW.with_eagle(1),
-    GEMMA.with_eagle(0),
-    MIXED_BLOCKS.with_eagle(1),
-    DEEPSEEK_V4.with_eagle(1),
-    DEEPSEEK_V4.with_eagle(0),
-)
-"""Layouts whose drafter has its layers in known groups."""
 
 _ADAPTERS = (None, None, None, "adapter-0", "adapter-1")
 _SALTS = (None, None, None, "salt")
@@ -37,13 +30,6 @@ def random_workloads(seeds: range) -> Iterator[Workload]:
     for layout in LAYOUTS + EAGLE_LAYOUTS:
         for seed in seeds:
             yield random_workload(layout, seed)
-
-
-def workload_of(name: str) -> Workload:
-    """The workload of that name."""
-    layout_name, _, seed = name.rpartition("-")
-    layout = next(layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.name == layout_name)
-    return random_workload(layout, int(seed))
 
 
 def random_workload(layout: Layout, seed: int) -> Workload:
@@ -167,11 +153,13 @@ def _blocks_for_longest(
 ) -> int:
     """Blocks that the longest request needs when it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
+    # On vLLM-Ascend windows wait for the steps in flight.
+    num_steps = 2 if family.IS_ASCEND else 1
     num_blocks = 0
     for group in layout.groups:
         held_tokens = longest_tokens
         if group.span_tokens:
-            held_tokens = min(held_tokens, group.span_tokens + max_num_batched_tokens)
+            held_tokens = min(held_tokens, group.span_tokens + num_steps * max_num_batched_tokens)
         num_blocks += -(-held_tokens // group.block_tokens) + 2
     return num_blocks
 

@@ -21,10 +21,7 @@ Check = Callable[[SchedulerEngine, Step], None]
 class Run:
     """The result of a workload.
 
-    Attributes:
-        transcript: Every decision.
-        outputs: Generated tokens per request id.
-        finish_reasons: ``stop`` or ``length`` per request id that was not aborted.
+    ``finish_reasons`` has no request that was aborted.
     """
 
     transcript: Transcript

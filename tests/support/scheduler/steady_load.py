@@ -43,13 +43,7 @@ class Scenario:
 
 
 class SteadyLoad:
-    """One engine under a scenario's load. The same scenario gives every engine the same requests.
-
-    Args:
-        layout: KV cache groups.
-        scenario: The load.
-        num_steps: How many steps it will be run; the pool is large enough for that.
-    """
+    """One engine under a scenario's load, whose requests are the same for every engine."""
 
     def __init__(self, layout: Layout, scenario: Scenario, num_steps: int) -> None:
         self._scenario = scenario

@@ -55,10 +55,7 @@ def draft_tokens(digest: int, num_tokens: int) -> list[int]:
 class TokenStream:
     """The tokens of one request and the digest at every position.
 
-    Args:
-        prompt: Prompt token ids.
-        seed: Whatever else the KV depends on: adapter, cache salt.
-        images: Multi-modal items of the prompt.
+    ``seed`` stands for whatever else the KV depends on: adapter, cache salt.
     """
 
     def __init__(self, prompt: Sequence[int], seed: str = "", images: Sequence[Image] = ()) -> None:

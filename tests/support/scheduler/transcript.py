@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler decided, step by step: comparable, hashable, and readable where two differ."""
+"""What a scheduler decided, step by step: comparable, and readable where two differ."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -53,16 +52,6 @@ class Transcript:
 
     steps: list[Step] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-
-    def digest(self) -> str:
-        """A hash of every decision; equal runs have equal digests, in any process.
-
-        Needs ``PYTHONHASHSEED`` to be the same, on which vLLM's block hashes depend.
-        """
-        digest = hashlib.sha256()
-        for step in self.steps:
-            digest.update(repr(step).encode())
-        return digest.hexdigest()
 
 
 def describe_schedule(scheduler_output: Any | None) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AscendC kernel on the host: its source compiled against the shim of CANN's calls.
 
-The library has the launcher's functions, so the backend is the real one; what it cannot have is a
-device: see `fake_npu`.
+The library has the launcher's functions, so the backend is the real one, without a device.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ from types import SimpleNamespace
 
 from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.ascend.launcher import KernelLauncher
-from vllm_ascend_kvext.transfer.ascend.work_table import build_work_table
 from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import PoolColumn, Table
 
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ascend"
 KERNEL = SOURCES / "page_transfer_kernel.cpp"
-SANITIZERS = "-fsanitize=address,undefined"
 
 
-def compile_shim(folder: Path, *flags: str, kernel: Path = KERNEL) -> Path:
+def compile_shim(folder: Path, kernel: Path = KERNEL) -> Path:
     """Compiles a kernel and the shim's driver into a library in ``folder``."""
     library = folder / "libkvext_ascend_shim.so"
     command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}"]
     sources = [str(SOURCES / "shim" / "driver.cpp"), str(kernel)]
-    subprocess.run([*command, *flags, *includes, *sources, "-o", str(library)], check=True)
+    subprocess.run([*command, *includes, *sources, "-o", str(library)], check=True)
     return library
 
 
@@ -40,13 +37,11 @@ class Shim:
 
     Attributes:
         num_cores: Vector cores of the simulated device.
-        is_last_core_first: The order in which they run.
         launches: (Cores, units) of each launch so far.
     """
 
     library: ctypes.CDLL
     num_cores: int = 1
-    is_last_core_first: bool = False
     launches: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
@@ -58,22 +53,9 @@ class Shim:
     def backend(self) -> AscendKernelBackend:
         return AscendKernelBackend(_ShimLauncher(self), upload=self._upload)
 
-    def move(self, transfer: Transfer) -> None:
-        """What the backend does once a transfer is valid, without torch."""
-        launcher = _ShimLauncher(self)
-        table = build_work_table(
-            transfer,
-            host_address=transfer.host_address,
-            num_cores=self.num_cores,
-            limits=launcher.limits,
-        )
-        launcher.launch(self._upload(table, None), self.num_cores, 0)
-
     def prepare(self, transfer: Transfer, *, is_mapped: bool) -> None:
         """Registers what the transfer may touch: one side to read, the other to write once."""
-        self.library.kvext_shim_reset(
-            ctypes.c_int64(self.num_cores), ctypes.c_int32(self.is_last_core_first)
-        )
+        self.library.kvext_shim_reset(ctypes.c_int64(self.num_cores))
         is_store = transfer.direction == 0
         for pool in transfer.pools:
             address, num_bytes = int(pool[PoolColumn.ADDRESS]), int(pool[PoolColumn.NUM_BYTES])

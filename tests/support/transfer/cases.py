@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random valid transfers, the memory they run on, and what must come out.
 
-Knows the descriptor tables and their rules; knows neither torch, nor a backend, nor vLLM. The
-reference moves one row at a time with Python integers: slow, and plainly the definition.
+Knows the descriptor tables and their rules; knows neither torch, nor a backend, nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from support.transfer.oracle import oracle_transfer
 from vllm_ascend_kvext.transfer.backend import Transfer
+from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.schema import Direction
 
 PAGES_TO_HOST = 0
@@ -33,13 +34,7 @@ Bytes = NDArray[np.uint8]
 class TransferCase:
     """One valid transfer.
 
-    Attributes:
-        pool_bytes: Size of each pool.
-        host_bytes: Size of the host buffer.
-        planes: shape: [num_planes, 9].
-        runs: shape: [num_runs, 5], sorted by group.
-        direction: ``PAGES_TO_HOST`` or ``HOST_TO_PAGES``.
-        misalignment_bytes: How far off a 64-byte boundary each pool and then the host begin.
+    ``misalignment_bytes`` says how far off a 64-byte boundary each pool and then the host begin.
     """
 
     pool_bytes: tuple[int, ...]
@@ -50,10 +45,7 @@ class TransferCase:
     misalignment_bytes: tuple[int, ...]
 
     def reversed(self) -> TransferCase:
-        """The same transfer the other way round.
-
-        Valid only where neither side is addressed twice: see ``is_one_to_one`` of ``cases``.
-        """
+        """The same transfer the other way round; valid where neither side is addressed twice."""
         return replace(self, direction=1 - self.direction)
 
 
@@ -124,7 +116,7 @@ class TransferMemory:
             host_address=self.host.address,
             host_bytes=case.host_bytes,
             direction=Direction(case.direction),
-            placement=None,
+            placement=CALLING_THREAD,
             pool_tensors=tuple(pool_tensors),
             host_tensor=host_tensor,
         )
@@ -134,15 +126,14 @@ class TransferMemory:
         return tuple(region.whole.copy() for region in (*self.pools, self.host))
 
     def after(self, case: TransferCase) -> tuple[Bytes, ...]:
-        """What ``snapshot`` must return once ``case`` has run on this memory."""
+        """What ``snapshot`` must return once ``case`` has run on this memory: by the oracle."""
+        regions = (*self.pools, self.host)
         result = self.snapshot()
-        for pool, pool_first, host_first, num_bytes in _row_moves(case):
-            in_pool = result[pool][_span(self.pools[pool], pool_first, num_bytes)]
-            in_host = result[-1][_span(self.host, host_first, num_bytes)]
-            if case.direction == PAGES_TO_HOST:
-                in_host[:] = in_pool
-            else:
-                in_pool[:] = in_host
+        *pools, host = (
+            whole[region.address - region.whole.ctypes.data :][: region.region.size]
+            for whole, region in zip(result, regions, strict=True)
+        )
+        oracle_transfer(pools, host, case.planes, case.runs, Direction(case.direction))
         return result
 
 
@@ -153,23 +144,6 @@ def assert_same(actual: Sequence[Bytes], expected: Sequence[Bytes]) -> None:
         where = np.flatnonzero(got != wanted)
         name = "host" if index == len(expected) - 1 else f"pool {index}"
         assert not where.size, f"{name}: {where.size} bytes differ, first at {where[:4]}"
-
-
-def _row_moves(case: TransferCase):
-    """Yields (pool, first byte in the pool, first byte in the host, bytes), row by row."""
-    for group, page, first_row, num_rows, host_row in case.runs.tolist():
-        for plane in case.planes.tolist():
-            if plane[0] != group:
-                continue
-            _, pool, base, page_stride, region, row_bytes, _, _, host_offset = plane
-            for row in range(num_rows):
-                in_pool = base + page * page_stride + region + (first_row + row) * row_bytes
-                yield pool, in_pool, host_offset + (host_row + row) * row_bytes, row_bytes
-
-
-def _span(region: GuardedBytes, first_byte: int, num_bytes: int) -> slice:
-    start = region.address - region.whole.ctypes.data + first_byte
-    return slice(start, start + num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,26 +168,15 @@ def cases(
     max_page_bytes: int = 20_000,
     max_pages: int = 7,
     max_groups: int = 3,
-    direction: int | None = None,
-    is_one_to_one: bool = False,
 ) -> TransferCase:
     """Valid transfers.
 
     What varies: groups (numbers with gaps), planes per group and their row widths, padded page
     strides, several regions per page, blobs that layers of several groups share, pool and host
     misalignment, page order, partial pages, gaps and order of the host rows, gaps between the
-    host's planes.
-
-    Args:
-        row_bytes: Row widths to draw from, beside a few arbitrary ones.
-        max_page_bytes: Bounds rows per page, except that one row is always possible.
-        max_pages: Pages that can be named, beside the null page.
-        max_groups: Groups that have planes.
-        direction: One direction only.
-        is_one_to_one: Never read a byte twice, so that the case is valid reversed.
+    host's planes. ``max_page_bytes`` bounds rows per page, but one row is always possible.
     """
-    if direction is None:
-        direction = draw(st.sampled_from((PAGES_TO_HOST, HOST_TO_PAGES)))
+    direction = draw(st.sampled_from((PAGES_TO_HOST, HOST_TO_PAGES)))
     groups = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=max_groups)))
     num_pages = 1 + draw(st.integers(1, max_pages))
     widths = st.one_of(st.sampled_from(tuple(row_bytes)), st.integers(1, max(row_bytes)))
@@ -221,8 +184,8 @@ def cases(
     shapes = []
     for group in groups:
         group_widths = draw(st.lists(widths, min_size=1, max_size=3))
-        most_rows = max(1, max_page_bytes // max(group_widths))
-        rows = draw(st.integers(1, min(most_rows, 40)))
+        max_rows = max(1, max_page_bytes // max(group_widths))
+        rows = draw(st.integers(1, min(max_rows, 40)))
         shapes += [
             _PlaneShape(len(shapes) + i, group, width, rows) for i, width in enumerate(group_widths)
         ]
@@ -230,7 +193,7 @@ def cases(
     blobs = _draw_blobs(draw, shapes)
     shares_pages = all(len({shape.group for shape in blob}) == 1 for blob in blobs)
     shares_pages &= draw(st.booleans())
-    runs = _draw_runs(draw, shapes, num_pages, direction, shares_pages, is_one_to_one)
+    runs = _draw_runs(draw, shapes, num_pages, direction, shares_pages)
     pool_bytes, places = _draw_places(draw, blobs, num_pages)
     host_bytes, offsets = _draw_host_offsets(draw, shapes, runs)
 
@@ -332,12 +295,10 @@ def _draw_runs(
     num_pages: int,
     direction: int,
     shares_pages: bool,
-    is_one_to_one: bool,
 ) -> list[tuple[int, int, int, int, int]]:
     """Draws runs sorted by group; at least one.
 
-    Pages of different groups are apart unless ``shares_pages``. The source may be read twice
-    unless ``is_one_to_one``.
+    Pages of different groups are apart unless ``shares_pages``. The source may be read twice.
     """
     rows_per_page = {shape.group: shape.rows_per_page for shape in shapes}
     pages = draw(st.permutations(range(1, num_pages)))
@@ -353,7 +314,7 @@ def _draw_runs(
     for group in groups:
         rows = rows_per_page[group]
         pieces = [(page, *part) for page in owned[group] for part in _draw_rows(draw, rows)]
-        is_rereading = pieces and not is_one_to_one and draw(st.integers(0, 4)) == 0
+        is_rereading = pieces and draw(st.integers(0, 4)) == 0
         if is_rereading and direction == PAGES_TO_HOST:
             pieces.append(draw(st.sampled_from(pieces)))
         if draw(st.booleans()):

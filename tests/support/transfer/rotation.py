@@ -7,7 +7,7 @@ Knows the descriptor tables and their rules, nothing of how the compiled module 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ from vllm_ascend_kvext.transfer.schema import PairStyle, RotationColumn, RowDtyp
 ROW_BYTES = (4, 16, 64, 80, 128, 144, 256, 512, 1152, 2304, 4608, 9216)
 """As `cases` draws them; others are drawn, too, and those of odd sizes are not rotated."""
 
-MOST_POSITIONS = 1 << 30
+MAX_POSITIONS = 1 << 30
 
 Numbers = NDArray[np.float64]
 
@@ -41,35 +41,15 @@ class RotatedCase:
     transfer: TransferCase
     rotation: KeyRotation
 
-    def reversed(self) -> RotatedCase:
-        """The other way round, and turned back."""
-        return replace(self, transfer=self.transfer.reversed(), rotation=self.turned_back())
-
-    def turned_back(self) -> KeyRotation:
-        shifts = self.rotation.shifts.copy()
-        shifts[:, 1] *= -1
-        return self.rotation._replace(shifts=shifts)
-
-    def moved_further(self, positions: int) -> RotatedCase:
-        """What a mistake in the difference of positions would do."""
-        shifts = self.rotation.shifts.copy()
-        shifts[:, 1] += positions
-        return replace(self, rotation=self.rotation._replace(shifts=shifts))
-
-    def with_column(self, column: RotationColumn, value: int) -> RotatedCase:
-        rotations = self.rotation.rotations.copy()
-        rotations[:, column] = value
-        return replace(self, rotation=self.rotation._replace(rotations=rotations))
-
 
 def table(rows: list[tuple[int, ...]], num_columns: int) -> Table:
     return np.array(rows, np.int64).reshape(len(rows), num_columns)
 
 
 @st.composite
-def rotated_cases(draw: st.DrawFn, *, is_one_to_one: bool = False) -> RotatedCase:
-    """Valid transfers some of whose planes are rotated. Arguments as of `cases`."""
-    transfer = draw(cases(row_bytes=ROW_BYTES, max_page_bytes=30_000, is_one_to_one=is_one_to_one))
+def rotated_cases(draw: st.DrawFn) -> RotatedCase:
+    """Valid transfers some of whose planes are rotated."""
+    transfer = draw(cases(row_bytes=ROW_BYTES, max_page_bytes=30_000))
     num_frequencies = draw(st.integers(1, 150))
     random = np.random.default_rng(draw(st.integers(0, 1000)))
     frequencies = random.random(num_frequencies) ** draw(st.sampled_from((1, 8)))
@@ -81,10 +61,10 @@ def rotated_cases(draw: st.DrawFn, *, is_one_to_one: bool = False) -> RotatedCas
         num_elements, rest = divmod(row_bytes, dtype.element_bytes)
         num_heads = draw(st.sampled_from([n for n in (1, 2, 3, 8) if num_elements % n == 0] or [1]))
         head_elements = num_elements // num_heads
-        most_pairs = min(head_elements // 2, num_frequencies)
-        if rest or most_pairs == 0 or draw(st.integers(0, 4)) == 0:
+        max_pairs = min(head_elements // 2, num_frequencies)
+        if rest or max_pairs == 0 or draw(st.integers(0, 4)) == 0:
             continue
-        num_pairs = draw(st.sampled_from((most_pairs, most_pairs, 1, (most_pairs + 1) // 2)))
+        num_pairs = draw(st.sampled_from((max_pairs, max_pairs, 1, (max_pairs + 1) // 2)))
         offset = draw(st.integers(0, head_elements - 2 * num_pairs))
         rows.append(
             (
@@ -94,7 +74,7 @@ def rotated_cases(draw: st.DrawFn, *, is_one_to_one: bool = False) -> RotatedCas
             )
         )
     positions = st.one_of(
-        st.sampled_from((0, 1, -1, 1_000_000, -999_983, MOST_POSITIONS)),
+        st.sampled_from((0, 1, -1, 1_000_000, -999_983, MAX_POSITIONS)),
         st.integers(-100_000, 100_000),
     )
     groups = sorted({int(group) for group in transfer.planes[:, 0]})

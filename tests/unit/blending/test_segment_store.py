@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix, key_space
-from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
 from vllm_ascend_kvext.blending.segment_store import (
+    SegmentPrefix,
     SegmentStore,
     StoredTokens,
-    is_segment,
+    key_space,
     rows_to_load,
 )
+from vllm_ascend_kvext.blending.token_rows import SegmentLayout
+from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import EntryState
-from vllm_ascend_kvext.store.errors import TierError
-from vllm_ascend_kvext.store.lookup import PlacedRows
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -44,7 +43,7 @@ class SmallStore(SegmentStore):
         for entry in entries:
             self.finish_store(prefix, entry)
 
-    def found(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[PlacedRows]:
+    def found(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[Span]:
         return self.find(self.prefix(token_ids, cache_salt), 0)
 
     def found_tokens(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
@@ -77,13 +76,6 @@ def test_a_segment_of_another_space_is_another() -> None:
     assert key_space("one", [1], None) == key_space("one", [1], "")
 
 
-def test_another_fingerprint_finds_nothing() -> None:
-    store = SmallStore()
-    store.store(range(20))
-    store.fingerprint = "two"
-    assert store.found_tokens(range(20)) == 0
-
-
 def test_tokens_are_compared_and_not_only_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         SegmentPrefix, "key_at", lambda self, boundary: boundary.to_bytes(8, "little")
@@ -103,44 +95,6 @@ def test_a_segment_begins_at_its_first_token() -> None:
     assert store.found_tokens(range(40)) == 0
 
 
-def test_workers_are_told_where_tokens_lie_and_by_how_much_they_move() -> None:
-    store = SmallStore()
-    tokens = list(range(100, 121))
-    prefix = store.prefix(tokens, None)
-    entries = store.begin_store(prefix)
-    assert not isinstance(entries, Refusal)
-    stored = [store.rows_of(prefix, entry, tokens) for entry in entries]
-    assert [rows[:2] for rows in stored] == [(3, 19), (19, 24)]
-    assert [rows.section_rows for rows in stored] == [16, 5]
-    assert [rows.token_ids for rows in stored] == [tuple(tokens[:16]), tuple(tokens[16:])]
-    assert all(rows.first_row == rows.shift_tokens == 0 for rows in stored)
-    for entry in entries:
-        store.finish_store(prefix, entry)
-        assert is_segment(entry)
-        assert entry.num_bytes >= LAYOUT.num_bytes(entry.row_map.num_rows)
-    loaded = [rows_to_load(placed) for placed in store.find(prefix, 1000)]
-    assert [rows[:2] for rows in loaded] == [(1000, 1016), (1016, 1021)]
-    assert [rows.offset_bytes for rows in loaded] == [rows.offset_bytes for rows in stored]
-    assert [rows.first_row for rows in loaded] == [0, 0]
-    assert {rows.shift_tokens for rows in loaded} == {1000 - len(SINK)}
-
-
-def test_a_part_of_an_entry_moves_by_as_much() -> None:
-    store = SmallStore()
-    store.store(range(16))
-    (placed,) = store.find(store.prefix(range(16), None), 50)
-    rows = rows_to_load(placed._replace(first_tokens=55, entry_tokens=5))
-    assert rows.first_row == 5
-    assert rows.shift_tokens == 50 - len(SINK)
-
-
-def test_without_room_nothing_is_stored() -> None:
-    store = SmallStore(capacity_bytes=LAYOUT.num_bytes(CHUNK))
-    prefix = store.prefix(range(40), None)
-    assert isinstance(store.begin_store(prefix), Refusal)
-    assert not store.tier._entries
-
-
 def test_what_is_there_is_not_stored_again() -> None:
     store = SmallStore()
     store.store(range(20))
@@ -151,14 +105,6 @@ def test_what_is_there_is_not_stored_again() -> None:
     for entry in entries:
         store.fail_store(entry)
     assert {entry.state for entry in entries} == {EntryState.GONE}
-
-
-def test_boundaries_of_a_segment() -> None:
-    prefix = SegmentPrefix(b"", range(6), UNIT)
-    assert prefix.num_tokens == 8
-    for boundary in (0, 3, 12):
-        with pytest.raises(TierError, match="multiple of 4 from 4 to 8"):
-            prefix.key_at(boundary)
 
 
 @settings(max_examples=60)
@@ -187,3 +133,10 @@ def test_what_is_found_is_what_was_stored(data: st.DataObject) -> None:
             stored = contents[placed.entry.number][first_row : first_row + num_tokens]
             assert list(stored) == tokens[placed.first_tokens : placed.end_tokens]
             position = placed.end_tokens
+
+
+def test_without_room_nothing_is_stored() -> None:
+    store = SmallStore(capacity_bytes=LAYOUT.num_bytes(CHUNK))
+    prefix = store.prefix(range(40), None)
+    assert isinstance(store.begin_store(prefix), Refusal)
+    assert not store.tier._entries

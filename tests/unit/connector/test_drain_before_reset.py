@@ -3,58 +3,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.patches.connector.core import drain_before_reset
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
+from vllm_ascend_kvext.patches.connector import core
 
 NUM_STEPS_OF_A_STORE = 3
 PAUSED = SimpleNamespace(is_finished=lambda: False)
 ABORTED = SimpleNamespace(is_finished=lambda: True)
-
-
-class KvextConnector:
-    """Its store ends with the third step."""
-
-    def __init__(self) -> None:
-        self.steps_left = NUM_STEPS_OF_A_STORE
-        self.learning = None
-        self.scheduler_side = self
-        self.bind_engine = nullcontext
-
-    @property
-    def has_transfers(self) -> bool:
-        return self.steps_left > 0
-
-    def release_pages(self) -> None:
-        pass
-
-
-class Core:
-    """An engine whose requests are paused, so that upstream counts none."""
-
-    def __init__(self, requests: dict[str, object], is_own_process: bool) -> None:
-        self.num_steps = 0
-        self.connector = KvextConnector()
-        self.scheduler = SimpleNamespace(
-            connector=self.connector, requests=requests, has_unfinished_requests=lambda: False
-        )
-        if is_own_process:
-            self._process_engine_step = self._step
-
-    def step_fn(self) -> tuple[dict[int, Any], bool]:
-        self._step()
-        return {}, True
-
-    def post_step(self, is_executed: bool) -> None:
-        pass
-
-    def _step(self) -> None:
-        self.num_steps += 1
-        self.connector.steps_left -= 1
 
 
 @pytest.mark.parametrize(
@@ -69,8 +28,16 @@ class Core:
     ],
 )
 def test_no_step_is_made_whose_outputs_nobody_would_get(
-    requests: dict[str, object], is_own_process: bool, num_steps: int
+    requests: dict[str, object], is_own_process: bool, num_steps: int, mocker: MockerFixture
 ) -> None:
-    core = Core(requests, is_own_process)
-    assert drain_before_reset(lambda: True, core)
-    assert core.num_steps == num_steps
+    """Upstream counts no requests while they are paused."""
+    under_way = [True] * NUM_STEPS_OF_A_STORE + [False]
+    side = mocker.Mock(segments=NoSegments())
+    type(side).has_transfers = mocker.PropertyMock(side_effect=under_way)
+    mocker.patch.object(core, "side_of", return_value=side)
+    step = mocker.Mock(return_value=({}, True))
+    scheduler = SimpleNamespace(requests=requests, has_unfinished_requests=lambda: False)
+    how = {"_process_engine_step": step} if is_own_process else {"step_fn": step}
+    engine = SimpleNamespace(scheduler=scheduler, post_step=mocker.Mock(), **how)
+    assert core.drain_before_reset(lambda: True, engine)
+    assert step.call_count == num_steps

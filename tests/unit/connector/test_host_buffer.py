@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from support.connector.recording_npu import Device
+from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.connector import host_buffer
-from vllm_ascend_kvext.connector.host_buffer import HostBuffer, HostMemoryError
+from vllm_ascend_kvext.connector.worker import host_buffer
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer, HostMemoryError
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE
 from vllm_ascend_kvext.transfer.errors import BackendError
 
-CPU, NPU = Device("cpu", 0), Device("npu", 3)
+CPU, NPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="npu")
 
 
 @pytest.fixture
@@ -43,28 +45,10 @@ def pinned(torch: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return asked
 
 
-class Kernel:
-    """As much of the kernel backend as maps memory."""
-
-    def __init__(self, calls: list[tuple[str, Any]], refuses: bool = False) -> None:
-        self._calls = calls
-        self._refuses = refuses
-
-    def map_host(self, host: Any) -> None:
-        if self._refuses:
-            raise BackendError("507001 of CANN's runtime")
-        self._calls.append(("map", host.data_ptr()))
-
-    def unmap_host(self, host: Any) -> None:
-        self._calls.append(("unmap", host.data_ptr()))
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """A kernel backend that can be had; what it was asked for."""
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr(host_buffer, "AscendKernelBackend", lambda: Kernel(calls))
-    return calls
+def kernel(mocker: MockerFixture) -> mock.Mock:
+    """A kernel backend that can be had."""
+    return mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
 
 
 def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
@@ -72,7 +56,6 @@ def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
     assert not pinned
     assert (buffer.num_bytes, buffer.tensor.dtype, buffer.tensor.dim()) == (960, torch.uint8, 1)
     assert buffer.tensor.data_ptr() % 64 == 0
-    assert not buffer.is_mapped
 
 
 def test_memory_beside_a_cpu_is_taken_at_once(torch: Any) -> None:
@@ -97,15 +80,17 @@ def test_more_memory_than_the_machine_has_left_is_refused(
         HostBuffer.allocate(8192 + 64, CPU)
 
 
-@pytest.mark.parametrize("num_bytes", [-1, 0, 63])
-def test_too_little_memory_is_refused(torch: Any, num_bytes: int) -> None:
-    with pytest.raises(HostMemoryError, match="expected at least 64 bytes"):
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [
+        (0, "expected at least 64 bytes"),
+        (63, "expected at least 64 bytes"),
+        (1 << 60, rf"expected {1 << 60} bytes for this worker"),
+    ],
+)
+def test_memory_that_cannot_be_had_is_refused(torch: Any, num_bytes: int, message: str) -> None:
+    with pytest.raises(HostMemoryError, match=message):
         HostBuffer.allocate(num_bytes, CPU)
-
-
-def test_memory_that_nobody_has_is_refused(torch: Any) -> None:
-    with pytest.raises(HostMemoryError, match=rf"expected {1 << 60} bytes for this worker"):
-        HostBuffer.allocate(1 << 60, CPU)
 
 
 def test_memory_that_cannot_be_pinned_is_refused(
@@ -119,9 +104,9 @@ def test_memory_that_cannot_be_pinned_is_refused(
         HostBuffer.allocate(4096, NPU)
 
 
-def test_memory_beside_an_npu_is_pinned(pinned: list[bool], kernel: list[tuple[str, Any]]) -> None:
+def test_memory_beside_an_npu_is_pinned(pinned: list[bool], kernel: mock.Mock) -> None:
     buffer = HostBuffer.allocate(4096, NPU)
-    assert pinned == [True] and not kernel and not buffer.is_mapped
+    assert pinned == [True] and not kernel.mock_calls
     buffer.unmap()
 
 
@@ -137,17 +122,18 @@ def test_memory_that_rounding_loses_is_told(
 
 
 def test_memory_is_mapped_once_for_the_kernel(
-    pinned: list[bool], kernel: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+    pinned: list[bool], kernel: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     buffer = HostBuffer.allocate(4096, NPU)
-    address = buffer.tensor.data_ptr()
-    assert buffer.is_mapped and kernel == [("map", address)]
+    kernel.map_host.assert_called_once_with(buffer.tensor)
+    kernel.unmap_host.assert_not_called()
+    tensor = buffer.tensor
     buffer.unmap()
     buffer.unmap()
-    assert not buffer.is_mapped and kernel == [("map", address), ("unmap", address)]
+    kernel.unmap_host.assert_called_once_with(tensor)
     HostBuffer.allocate(4096, CPU)
-    assert len(kernel) == 2
+    kernel.map_host.assert_called_once()
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])
@@ -155,14 +141,15 @@ def test_without_a_mapping_the_dma_engines_serve(
     has_kernel: bool,
     pinned: list[bool],
     monkeypatch: pytest.MonkeyPatch,
+    mocker: MockerFixture,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     if has_kernel:
-        monkeypatch.setattr(host_buffer, "AscendKernelBackend", lambda: Kernel([], refuses=True))
+        refusing = mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
+        refusing.map_host.side_effect = BackendError("507001 of CANN's runtime")
     with caplog.at_level(logging.WARNING, logger="vllm.ascend_kvext.connector"):
-        buffer = HostBuffer.allocate(4096, NPU)
-    assert not buffer.is_mapped
+        HostBuffer.allocate(4096, NPU)
     (record,) = caplog.records
     assert "the DMA engines serve it" in record.message
     assert ("507001" if has_kernel else "-DKVEXT_ASCEND=ON") in record.message

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from support.layout.byte_memory import make_group, make_layout
 
-from vllm_ascend_kvext.connector.errors import ConnectorError
-from vllm_ascend_kvext.connector.host_layout import HostLayout, common_layout
-from vllm_ascend_kvext.connector.messages import WorkerLayout
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout, common_layout
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
 
 FULL = make_group(0, GroupKind.FULL, 64, 4, [32], compress_ratio=4)
 WINDOW = make_group(1, GroupKind.WINDOW, 16, 1, [8], 24, first_storage=1)
@@ -23,27 +25,15 @@ MAMBA = make_group(3, GroupKind.STATE, 32, 32, [4096], holds_states=True, first_
 
 
 def of(
-    *groups: object, hash_tokens: int = 8, states: StatePolicy = StatePolicy.EXACT
+    *groups: object, hash_block_size: int = 8, states: StatePolicy = StatePolicy.EXACT
 ) -> HostLayout:
-    return HostLayout(make_layout(groups, 100), hash_tokens, lambda unit: 8 * unit, states)  # type: ignore[arg-type]
+    return HostLayout(make_layout(groups, 100), hash_block_size, lambda unit: 8 * unit, states)  # type: ignore[arg-type]
 
 
 def test_unit_is_that_of_rows_and_hashes_not_of_pages() -> None:
     assert of(FULL, WINDOW).unit_tokens == 8
-    assert of(FULL, WINDOW, hash_tokens=3).unit_tokens == 12
+    assert of(FULL, WINDOW, hash_block_size=3).unit_tokens == 12
     assert of(FULL, WINDOW, MAMBA).unit_tokens == 32
-
-
-def test_rows_are_of_full_attention_only() -> None:
-    layout = of(FULL, WINDOW)
-    assert layout.pages(Piece.rows(64, 160)) == ((0, 1, 3),)
-    assert layout.num_bytes(Piece.rows(64, 160)) == 24 * 32
-
-
-def test_tails_are_the_windows_before_a_boundary() -> None:
-    layout = of(FULL, WINDOW, STATES)
-    # 23 tokens before 104, from the start of their page; 7 tokens for the states.
-    assert layout.pages(Piece.tails(104)) == ((1, 5, 7), (2, 6, 7))
 
 
 def test_states_that_are_skipped_take_no_room() -> None:
@@ -58,15 +48,10 @@ def test_model_of_states_only_cannot_skip_them() -> None:
 
 
 def test_pages_that_leave_are_those_of_one_tail_and_not_of_the_next() -> None:
-    layout = of(FULL, WINDOW, MAMBA, hash_tokens=16)
+    layout = of(FULL, WINDOW, MAMBA, hash_block_size=16)
     # The window at 96 begins in page 4, that at 128 in page 6. The state at 96 is page 2.
     assert layout.pages_that_leave(96, 128) == ((1, 4, 6), (3, 2, 3))
-
-
-def test_full_attention_alone_needs_no_tails() -> None:
-    geometry = of(FULL).geometry
-    assert geometry.needs_rows
-    assert not geometry.needs_tails
+    assert layout.pages_that_leave(96, 112) == ((1, 4, 5), (3, 2, 3))
 
 
 def worker(layout: KVLayout, host_bytes: int = 1024) -> WorkerLayout:
@@ -109,4 +94,20 @@ def test_sizes_and_rows_are_those_of_the_workers_planner(piece: Piece) -> None:
     plan = planner.plan_store([chunk], tables)
     assert plan.row_maps == (layout.row_map(piece),)
     assert plan.host_bytes == 64 + layout.num_bytes(piece)
-    assert planner.chunk_bytes(chunk.tokens, chunk.groups) == layout.num_bytes(piece)
+
+
+def test_places_are_aligned_as_the_transfer_op_asks() -> None:
+    """`store` knows no transfers: the two constants meet in the connector."""
+    assert ALIGNMENT_BYTES % HOST_ALIGNMENT_BYTES == 0
+
+
+def test_tails_are_the_windows_before_a_boundary() -> None:
+    layout = of(FULL, WINDOW, STATES)
+    # 23 tokens before 104, from the start of their page; 7 tokens for the states.
+    assert layout.pages(Piece.tails(104)) == ((1, 5, 7), (2, 6, 7))
+
+
+def test_full_attention_alone_needs_no_tails() -> None:
+    geometry = of(FULL).geometry
+    assert geometry.needs_rows
+    assert not geometry.needs_tails

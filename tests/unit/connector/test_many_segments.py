@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from vllm_ascend_kvext.blending.segment_prefix import SegmentPrefix
-from vllm_ascend_kvext.connector.blended_requests import _cut
-from vllm_ascend_kvext.holes.span_plan import Run, without
-from vllm_ascend_kvext.store.lookup import PlacedRows
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
+from vllm_ascend_kvext.connector.segments.blended_requests import _cut
+from vllm_ascend_kvext.holes.load_plan import Span
+from vllm_ascend_kvext.token_range import TokenRange, without
 
 
 def test_thousands_of_segments_are_found_in_no_time() -> None:
     """The scheduler waits for it: comparing each with each of 10,000 takes tens of seconds."""
-    runs = [Run(10 * number, 10 * number + 4) for number in range(10_000)]
-    entry: Any = None
-    found = [PlacedRows(entry, run.first_tokens, run.end_tokens + 3, 0) for run in runs]
+    runs = [TokenRange(10 * number, 10 * number + 4) for number in range(10_000)]
+    found = [Span(run.first_tokens, run.end_tokens + 3) for run in runs]
     began_s = time.perf_counter()
     cut = _cut(found, runs)
-    left = without([Run(run.first_tokens, run.end_tokens + 3) for run in runs], runs)
+    left = without([TokenRange(run.first_tokens, run.end_tokens + 3) for run in runs], runs)
     assert time.perf_counter() - began_s < 3
     assert [(rows.first_tokens, rows.end_tokens) for rows in cut] == runs
-    assert left == tuple(Run(run.end_tokens, run.end_tokens + 3) for run in runs)
+    assert left == tuple(TokenRange(run.end_tokens, run.end_tokens + 3) for run in runs)
 
 
 def test_the_keys_of_a_long_segment_read_each_token_once() -> None:

@@ -4,33 +4,34 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from vllm_ascend_kvext.connector.messages import JobResults
+from vllm_ascend_kvext.connector.common.messages import Traffic, WorkerOutput
+
+SOME, OTHER = np.array([1, 2], np.float32), np.array([3, 5], np.float32)
 
 
-def test_what_some_worker_could_not_read_is_joined() -> None:
-    results = JobResults(unreadable={"a": {0}, "b": {0}})
-    results.add(JobResults(unreadable={"a": {64}, "c": {128}}))
+def test_what_workers_report_is_joined() -> None:
+    moved = {"store": Traffic(num_bytes=100, seconds=0.5, transfers=1)}
+    results = WorkerOutput(unreadable={"a": {0}, "b": {0}}, stores_ended={1: 1})
+    for _ in range(2):
+        others = {"a": {64}, "c": {128}}
+        results.add(WorkerOutput(unreadable=others, stores_ended={1: 1}, traffic=moved))
     assert results.unreadable == {"a": {0, 64}, "b": {0}, "c": {128}}
+    assert results.stores_ended == {1: 3}
+    assert results.traffic["store"] == Traffic(200, 1.0, 2)
+    assert WorkerOutput(unreadable={"a": {0}}) and not WorkerOutput()
 
 
-def test_a_load_that_lacks_something_is_reported() -> None:
-    assert JobResults(unreadable={"a": {0}})
-    assert not JobResults()
-
-
-def test_scores_are_summed_over_workers() -> None:
-    results = JobResults(scores={"a": np.array([1, 2], np.float32)})
-    results.add(JobResults(scores={"a": np.array([3, 5], np.float32)}))
-    (scores,) = results.scores.values()
-    assert scores is not None
-    assert scores.tolist() == [4, 7]
-
-
-def test_scores_that_one_worker_lacks_are_none() -> None:
-    some = np.array([1, 2], np.float32)
-    for one, other in ((some, None), (None, some), (None, None)):
-        results = JobResults(scores={"a": one})
-        results.add(JobResults(scores={"a": other}))
-        assert results.scores == {"a": None}
-        assert results
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [(SOME, OTHER, [4, 7]), (SOME, None, None), (None, SOME, None), (None, None, None)],
+)
+def test_scores_are_summed_over_workers_if_none_lacks_them(
+    one: object, other: object, expected: list[int] | None
+) -> None:
+    results = WorkerOutput(scores={"a": one})
+    results.add(WorkerOutput(scores={"a": other}))
+    assert results
+    scores = results.scores["a"]
+    assert (scores if scores is None else scores.tolist()) == expected

@@ -3,200 +3,118 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.connector.options import (
+from vllm_ascend_kvext.connector.common.options import (
     OPTIONS,
+    REMOVED,
     STATE_POLICY_ALIAS,
     ConnectorOptions,
     Selector,
+    describe_options,
     parse_options,
 )
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
-from vllm_ascend_kvext.settings import HOLE_REUSE_VARIABLE
 from vllm_ascend_kvext.store.store_policy import StorePolicy
-from vllm_ascend_kvext.store.worth import EvictionRule
 
 KEYS = [option.key for option in OPTIONS]
-FLAGS = (
-    *("swap_on_preemption", "hole_reuse", "blending", "blend_across_windows"),
-    *("learn_segments", "load_if_slower"),
-)
 GIB = 1 << 30
+FLAG = {True: True, False: False, "true": True, "false": False, " True ": True}
+NO_FLAG = (1, 0, "1", "yes", "", [True])
+
+# By key: default as it is shown, values with what becomes of them, wrong values.
+TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
+    "host_memory_gib": (
+        "8",
+        [(0.5, 0.5), (16, 16.0)],
+        (0, -1, True, "8", float("nan"), float("inf"), 1e300, 10**400, [8]),
+    ),
+    "chunk_tokens": ("1024", [(256, 256)], (0, -128, True, "1024", 1024.0, 0.5, [1024])),
+    "store_policy": (
+        "second_touch",
+        [("all", StorePolicy.ALL), ("never", StorePolicy.NEVER)],
+        ("second-touch", "ALL", True, 1, ["all"]),
+    ),
+    "state_policy": ("exact", [("skip", StatePolicy.SKIP)], ("lossy", "", False, 0, {})),
+    "hole_reuse": ("true", list(FLAG.items()), NO_FLAG),
+    "blending": ("false", list(FLAG.items()), NO_FLAG),
+    "blend_head_tokens": ("16", [(0, 0), (8, 8)], (-1, True, "16", 16.0)),
+    "blend_selector": ("heads", [("question", Selector.QUESTION)], ("head", "QUESTION", True, "")),
+    "blend_ratio": ("0.1", [(0, 0.0), (1, 1.0)], (-0.1, 1.1, True, "0.1", float("nan"), [0.1])),
+    "blend_check_layer": ("unset", [(0, 0), (18, 18)], (-1, True, "1", 1.0)),
+    "segment_separator": (
+        "unset",
+        [(" ", " "), ([3, 0], (3, 0))],
+        ("", [], 5, [True], [-1], ["a"], {}),
+    ),
+    "segment_sink": (
+        "unset",
+        [("Once upon a time.", "Once upon a time."), ([1, 2], (1, 2)), ([], ())],
+        (1, "", [True], [-1], [1.0], {}),
+    ),
+    "learn_segments": ("unset", list(FLAG.items()), NO_FLAG),
+    "load_if_slower": ("false", list(FLAG.items()), NO_FLAG),
+    "copy_cpus": (
+        "unset",
+        [
+            ([2], (2,)),
+            ([8, 2, 8], (2, 8)),
+            ((0, 1), (0, 1)),
+            ("0-3,8", (0, 1, 2, 3, 8)),
+            (" 5 , 3-4 ", (3, 4, 5)),
+            ("7-7", (7,)),
+            ("1-2,2-3", (1, 2, 3)),
+        ],
+        (
+            *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-"),
+            *("1,,2", "5,3-1", "0-999999999", "123456", "1 2", "0x1", "٣"),
+        ),
+    ),
+}
 
 
 def parse(world_size: int = 1, environ: dict[str, str] | None = None, **extra_config: Any):
     return parse_options(extra_config, world_size, environ or {})
 
 
-def refusal(**extra_config: Any) -> str:
+def refusal(environ: dict[str, str] | None = None, **extra_config: Any) -> str:
     with pytest.raises(SettingsError) as raised:
-        parse(**extra_config)
+        parse(environ=environ, **extra_config)
     assert isinstance(raised.value, KvextError)
     return str(raised.value)
 
 
-def test_nothing_given_is_the_defaults() -> None:
-    assert parse() == ConnectorOptions(
-        world_size=1,
-        host_memory_gib=8,
-        chunk_tokens=1024,
-        store_policy=StorePolicy.SECOND_TOUCH,
-        state_policy=StatePolicy.EXACT,
-        swap_on_preemption=False,
-        hole_reuse=True,
-        eviction=EvictionRule.LATEST_USE,
-        blending=False,
-        blend_head_tokens=16,
-        blend_selector=Selector.HEADS,
-        blend_ratio=0.1,
-        blend_run_tokens=8,
-        blend_check_layer=None,
-        blend_min_tokens=32,
-        blend_across_windows=False,
-        segment_separator=None,
-        segment_sink=None,
-        load_if_slower=False,
-        copy_cpus=None,
-        copy_threads=None,
-    )
-
-
-def test_every_option_is_in_the_table_once() -> None:
-    assert len(KEYS) == len(set(KEYS))
-    assert {*KEYS, "world_size"} == {field.name for field in fields(ConnectorOptions)}
-
-
-def test_the_table_names_the_defaults_as_one_would_write_them() -> None:
-    defaults = {option.key: option.default for option in OPTIONS}
-    assert defaults == {
-        "host_memory_gib": "8",
-        "chunk_tokens": "1024",
-        "store_policy": "second_touch",
-        "state_policy": "exact",
-        "swap_on_preemption": "false",
-        "hole_reuse": "true",
-        "eviction": "latest_use",
-        "blending": "false",
-        "blend_head_tokens": "16",
-        "blend_selector": "heads",
-        "blend_ratio": "0.1",
-        "blend_run_tokens": "8",
-        "blend_check_layer": "unset",
-        "blend_min_tokens": "32",
-        "blend_across_windows": "false",
-        "segment_separator": "unset",
-        "segment_sink": "unset",
-        "learn_segments": "false",
-        "load_if_slower": "false",
-        "copy_cpus": "unset",
-        "copy_threads": "unset",
+def test_every_key_has_a_text_and_its_default_as_one_would_write_it() -> None:
+    described = describe_options()
+    assert {name: default for name, default, _ in described} == {
+        key: default for key, (default, _, _) in TABLE.items()
     }
+    assert [name for name, _, _ in described] == KEYS == list(TABLE)
+    assert all(doc.endswith(".") for _, _, doc in described)
 
 
-def test_everything_given() -> None:
-    assert parse(
-        world_size=4,
-        host_memory_gib=0.5,
-        chunk_tokens=256,
-        store_policy="all",
-        state_policy="skip",
-        swap_on_preemption=True,
-        hole_reuse=True,
-        eviction="reuse",
-        blending=True,
-        blend_head_tokens=0,
-        blend_selector="question",
-        blend_ratio=1,
-        blend_run_tokens=16,
-        blend_check_layer=18,
-        blend_min_tokens=8,
-        blend_across_windows=True,
-        segment_separator=" # # ",
-        segment_sink=[1, 2],
-        learn_segments=True,
-        load_if_slower=True,
-        copy_cpus=[3, 1],
-        copy_threads=2,
-    ) == ConnectorOptions(
-        world_size=4,
-        host_memory_gib=0.5,
-        chunk_tokens=256,
-        store_policy=StorePolicy.ALL,
-        state_policy=StatePolicy.SKIP,
-        swap_on_preemption=True,
-        hole_reuse=True,
-        eviction=EvictionRule.REUSE,
-        blending=True,
-        blend_head_tokens=0,
-        blend_selector=Selector.QUESTION,
-        blend_ratio=1.0,
-        blend_run_tokens=16,
-        blend_check_layer=18,
-        blend_min_tokens=8,
-        blend_across_windows=True,
-        segment_separator=" # # ",
-        segment_sink=(1, 2),
-        learn_segments=True,
-        load_if_slower=True,
-        copy_cpus=(1, 3),
-        copy_threads=2,
-    )
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_null_is_the_default(key: str) -> None:
-    assert parse(**{key: None}) == parse()
-
-
-def test_an_unknown_key_lists_the_known_and_the_nearest() -> None:
-    message = refusal(chunk_token=256)
-    assert all(key in message for key in ("kv_connector_extra_config", "'chunk_token'", *KEYS))
-    assert "Did you mean chunk_tokens?" in message
-
-
-def test_an_unknown_key_like_no_other_has_no_nearest() -> None:
-    assert "Did you mean" not in refusal(zzz=1)
-
-
-def test_an_unknown_key_is_refused_even_if_it_is_null() -> None:
-    assert "unknown key 'chunk_token'" in refusal(chunk_token=None)
-
-
-WRONG = {
-    "host_memory_gib": (0, -1, True, "8", float("nan"), float("inf"), 1e300, 10**400, [8]),
-    "chunk_tokens": (0, -128, True, "1024", 1024.0, 0.5, [1024]),
-    "store_policy": ("second-touch", "ALL", True, 1, ["all"]),
-    "state_policy": ("lossy", "", False, 0, {}),
-    "swap_on_preemption": (1, 0, "1", "yes", "", [True]),
-    "hole_reuse": (1, 0, "1", "yes", "", [True]),
-    "eviction": ("lru", "REUSE", True, ""),
-    "blending": (1, 0, "1", "yes", "", [True]),
-    "blend_head_tokens": (-1, True, "16", 16.0),
-    "blend_selector": ("head", "QUESTION", True, ""),
-    "blend_ratio": (-0.1, 1.1, True, "0.1", float("nan"), [0.1]),
-    "blend_run_tokens": (3, 17, True, "8", 8.0),
-    "blend_check_layer": (-1, True, "1", 1.0),
-    "blend_min_tokens": (0, -1, True, "16", 16.0),
-    "blend_across_windows": (1, 0, "1", "yes", "", [True]),
-    "segment_separator": ("", [], 5, [True], [-1], ["a"], {}),
-    "segment_sink": (1, "", [True], [-1], [1.0], {}),
-    "learn_segments": (1, 0, "1", "yes", "", [True]),
-    "load_if_slower": (1, 0, "1", "yes", "", [True]),
-    "copy_cpus": (
-        *([], "", 3, True, {}, [True], [-1], [1.0], ["1"], [[1]], "a", "-1", "3-1", "1-", "1,,2"),
-        *("5,3-1", "0-999999999", "123456", "1 2", "0x1", "٣"),
-    ),
-    "copy_threads": (0, -1, True, "2", 2.0),
-}
+def test_nothing_given_is_the_defaults() -> None:
+    assert parse() == ConnectorOptions()
+    assert parse(**dict.fromkeys(KEYS)) == ConnectorOptions(), "null is absent"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+    ("key", "value", "expected"),
+    [(key, value, made) for key, (_, values, _) in TABLE.items() for value, made in values],
+)
+def test_a_value_changes_its_option_and_no_other(key: str, value: Any, expected: Any) -> None:
+    found = asdict(parse(**{key: value}))
+    given = {key: expected, "has_chosen_chunk": key == "chunk_tokens"}
+    assert found == {**asdict(ConnectorOptions()), **given}
+    assert type(found[key]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, (_, _, wrong) in TABLE.items() for value in wrong]
 )
 def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value: Any) -> None:
     message = refusal(**{key: value})
@@ -204,56 +122,49 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
     assert f"found {value!r}. " in message
 
 
-def test_every_key_has_wrong_values() -> None:
-    assert list(WRONG) == KEYS
-
-
-def test_separators_are_text_or_token_ids() -> None:
-    assert parse(segment_separator=" ").segment_separator == " "
-    assert parse(segment_separator=[3, 0]).segment_separator == (3, 0)
-
-
-def test_segments_may_be_computed_behind_nothing() -> None:
-    assert parse(segment_sink=[]).segment_sink == ()
-
-
-def test_segments_may_be_computed_behind_a_text() -> None:
-    assert parse(segment_sink="Once upon a time.").segment_sink == "Once upon a time."
-
-
-def test_blending_is_refused_where_holes_are_not_computed() -> None:
-    assert "blending: expected hole_reuse" in refusal(blending=True, hole_reuse=False)
-
-
-def test_a_wrong_choice_lists_all_and_the_nearest() -> None:
-    message = refusal(store_policy="second-touch")
-    assert "second_touch, all, never" in message
-    assert "Did you mean second_touch?" in message
-
-
-@pytest.mark.parametrize("key", FLAGS)
 @pytest.mark.parametrize(
-    ("value", "meaning"),
-    [(True, True), (False, False), ("true", True), ("false", False), (" True ", True)],
-)
-def test_flags_come_from_json_and_from_command_lines(key: str, value: Any, meaning: bool) -> None:
-    assert getattr(parse(**{key: value}), key) is meaning
-
-
-@pytest.mark.parametrize(
-    ("value", "cpus"),
+    ("extra_config", "texts"),
     [
-        ([2], (2,)),
-        ([8, 2, 8], (2, 8)),
-        ((0, 1), (0, 1)),
-        ("0-3,8", (0, 1, 2, 3, 8)),
-        (" 5 , 3-4 ", (3, 4, 5)),
-        ("7-7", (7,)),
-        ("1-2,2-3", (1, 2, 3)),
+        ({"chunk_token": 256}, ("'chunk_token'", *KEYS, "Did you mean chunk_tokens?")),
+        ({"chunk_token": None}, ("unknown key 'chunk_token'",)),
+        ({"store_policy": "second-touch"}, ("second_touch, all, never", "mean second_touch?")),
+        ({"blending": True, "hole_reuse": False}, ("blending: expected hole_reuse",)),
+        (
+            {"world_size": 8, "host_memory_gib": 5 / GIB},
+            ("host_memory_gib: expected memory for 8 workers",),
+        ),
+        *(
+            ({key: 1}, (f"{key!r} is gone. {text} Remove the key.",))
+            for key, text in REMOVED.items()
+        ),
     ],
 )
-def test_cpus_are_a_list_or_a_text(value: Any, cpus: tuple[int, ...]) -> None:
-    assert parse(copy_cpus=value).copy_cpus == cpus
+def test_a_refusal_says_what_to_do(extra_config: dict[str, Any], texts: tuple[str, ...]) -> None:
+    message = refusal(**extra_config)
+    assert all(text in message for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("given", "separator", "learns"),
+    [
+        (None, None, False),
+        (None, " # ", True),
+        (None, [3, 2], True),
+        (False, " # ", False),
+        (True, None, True),
+    ],
+)
+def test_where_separators_show_segments_they_are_learned(
+    given: bool | None, separator: Any, learns: bool
+) -> None:
+    options = parse(blending=True, segment_separator=separator, learn_segments=given)
+    assert options.learns_segments is learns
+
+
+def test_an_engine_that_never_stores_learns_nothing_by_itself() -> None:
+    never = {"blending": True, "segment_separator": " # ", "store_policy": "never"}
+    assert not parse(**never).learns_segments
+    assert parse(**never, learn_segments=True).learns_segments
 
 
 @pytest.mark.parametrize(
@@ -266,42 +177,39 @@ def test_workers_share_the_host_memory(gib: float, world_size: int, num_bytes: i
     assert world_size * num_bytes <= gib * GIB
 
 
-def test_memory_that_is_no_byte_for_each_worker_is_refused() -> None:
-    message = refusal(world_size=8, host_memory_gib=5 / GIB)
-    assert "host_memory_gib: expected memory for 8 workers" in message
-
-
-@pytest.mark.parametrize(
-    ("chunk_tokens", "unit_tokens"), [(1024, 128), (128, 128), (1024, 1), (96, 32)]
-)
-def test_a_chunk_of_whole_units_is_accepted(chunk_tokens: int, unit_tokens: int) -> None:
-    ConnectorOptions(chunk_tokens=chunk_tokens).refuse_unsuited_chunk(unit_tokens)
-
-
 @pytest.mark.parametrize(
     ("chunk_tokens", "unit_tokens", "nearest"),
-    [(1000, 128, "The nearest: 896 or 1024."), (100, 128, "The nearest: 128.")],
+    [
+        *((1024, 128, ""), (128, 128, ""), (1024, 1, ""), (96, 32, "")),
+        (1000, 128, "The nearest: 896 or 1024."),
+        (100, 128, "The nearest: 128."),
+    ],
 )
-def test_another_chunk_is_refused_with_the_nearest_that_are_not(
-    chunk_tokens: int, unit_tokens: int, nearest: str
-) -> None:
+def test_a_chunk_is_of_whole_units(chunk_tokens: int, unit_tokens: int, nearest: str) -> None:
+    options = parse(chunk_tokens=chunk_tokens)
+    if not nearest:
+        assert options.chunk_tokens_of(unit_tokens) == chunk_tokens
+        return
     with pytest.raises(SettingsError) as raised:
-        ConnectorOptions(chunk_tokens=chunk_tokens).refuse_unsuited_chunk(unit_tokens)
+        options.chunk_tokens_of(unit_tokens)
     message = str(raised.value)
     assert message.endswith(nearest)
     assert f"multiple of {unit_tokens}" in message
     assert f"found {chunk_tokens}" in message
 
 
+@pytest.mark.parametrize(("unit_tokens", "chunk_tokens"), [(128, 1024), (384, 1152), (4096, 4096)])
+def test_the_default_chunk_is_rounded_up_to_whole_units(
+    unit_tokens: int, chunk_tokens: int
+) -> None:
+    assert parse().chunk_tokens_of(unit_tokens) == chunk_tokens
+
+
 @pytest.mark.parametrize(
     ("text", "policy"),
     [
-        ("true", StatePolicy.SKIP),
-        ("1", StatePolicy.SKIP),
-        (" TRUE ", StatePolicy.SKIP),
-        ("false", StatePolicy.EXACT),
-        ("0", StatePolicy.EXACT),
-        ("", StatePolicy.EXACT),
+        *(("true", StatePolicy.SKIP), ("1", StatePolicy.SKIP), (" TRUE ", StatePolicy.SKIP)),
+        *(("false", StatePolicy.EXACT), ("0", StatePolicy.EXACT), ("", StatePolicy.EXACT)),
         ("  ", StatePolicy.EXACT),
     ],
 )
@@ -309,31 +217,11 @@ def test_the_alias_holds_while_the_key_is_absent(text: str, policy: StatePolicy)
     environ = {STATE_POLICY_ALIAS: text}
     assert parse(environ=environ).state_policy is policy
     assert parse(environ=environ, state_policy=None).state_policy is policy
+    for other in StatePolicy:
+        assert parse(environ=environ, state_policy=other.value).state_policy is other
 
 
-@pytest.mark.parametrize("text", ["true", "false", "perhaps"])
-@pytest.mark.parametrize("policy", StatePolicy)
-def test_the_key_comes_before_the_alias(text: str, policy: StatePolicy) -> None:
-    options = parse(environ={STATE_POLICY_ALIAS: text}, state_policy=policy.value)
-    assert options.state_policy is policy
-
-
-def test_a_wrong_alias_is_refused() -> None:
-    with pytest.raises(SettingsError, match=f"{STATE_POLICY_ALIAS}='yes'.*true, 1, false, 0"):
-        parse(environ={STATE_POLICY_ALIAS: "yes"})
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [(None, True), ("1", True), ("0", False), (" ", True)]
-)
-def test_the_variable_decides_on_holes_while_the_key_is_absent(
-    text: str | None, expected: bool
-) -> None:
-    environ = {} if text is None else {HOLE_REUSE_VARIABLE: text}
-    assert parse(environ=environ).hole_reuse is expected
-    assert parse(environ=environ, hole_reuse=not expected).hole_reuse is not expected
-
-
-def test_a_wrong_value_of_the_variable_is_refused() -> None:
-    with pytest.raises(SettingsError, match=f"{HOLE_REUSE_VARIABLE}='maybe' is not one of"):
-        parse(environ={HOLE_REUSE_VARIABLE: "maybe"})
+def test_a_wrong_alias_is_refused_unless_the_key_is_given() -> None:
+    environ = {STATE_POLICY_ALIAS: "yes"}
+    assert "='yes' is not one of its values: expected true, 1, false, 0." in refusal(environ)
+    assert parse(environ=environ, state_policy="skip").state_policy is StatePolicy.SKIP

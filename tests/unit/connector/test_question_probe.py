@@ -10,24 +10,26 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from vllm_ascend_kvext.blending import question_selection
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys
 from vllm_ascend_kvext.blending.errors import BlendingError
-from vllm_ascend_kvext.blending.rotary_signature import RotarySignature
-from vllm_ascend_kvext.blending.token_pages import TokenPlane
-from vllm_ascend_kvext.connector.messages import ProbeJob
-from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.blending.rotary import RotarySignature
+from vllm_ascend_kvext.blending.token_rows import TokenPlane
+from vllm_ascend_kvext.connector.common.messages import ProbeJob
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_ascend_kvext.connector.question_probe import QuestionProbe
+    from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
 
 LAYER = "model.layers.1.attn"
 HEADS, KEY_HEADS, ELEMENTS = 4, 2, 8
@@ -76,7 +78,7 @@ class Step:
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
-        from vllm_ascend_kvext.connector.question_probe import CheckLayer, QuestionProbe
+        from vllm_ascend_kvext.connector.worker.question_probe import CheckLayer, QuestionProbe
 
         generator = torch.Generator().manual_seed(0)
         shape = len(PLANES), NUM_PAGES * PAGE_TOKENS, KEY_HEADS * ELEMENTS
@@ -109,7 +111,7 @@ class Step:
             for head, query in enumerate(of_token.reshape(HEADS, ELEMENTS)):
                 logits = keys[:, head * KEY_HEADS // HEADS] @ query * 0.3
                 scores[: token + 1] += torch.softmax(logits.double(), 0).numpy()
-        return np.concatenate([scores[each.first : each.end] for each in SCORED])
+        return np.concatenate([scores[each.first_tokens : each.end_tokens] for each in SCORED])
 
 
 @pytest.fixture
@@ -117,30 +119,10 @@ def step() -> Step:
     return Step()
 
 
-def test_scores_are_attention_probabilities_of_all_heads_and_tokens(step: Step) -> None:
-    (scores,) = step.scores(JOB).values()
-    assert scores.dtype == np.float32
-    assert np.allclose(scores, step.expected(), atol=1e-5)
-
-
-def test_the_token_that_the_question_is_about_has_the_highest_score(step: Step) -> None:
-    step.pages.rows[2] *= 0.01
-    key = step.pages.rows[2, slot_of(9)].reshape(KEY_HEADS, ELEMENTS)
-    key[:] = step.queries[2].numpy().reshape(HEADS, ELEMENTS)[::2] * 10
-    (scores,) = step.scores(JOB).values()
-    scored = [token for each in SCORED for token in range(each.first, each.end)]
-    assert scored[int(np.argmax(scores))] == 9
-
-
-def test_many_keys_are_scored_part_by_part(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ascend_kvext.blending import question_scores
-
-    monkeypatch.setattr(question_scores, "MOST_LOGITS", 1)
-    (scores,) = step.scores(JOB).values()
-    assert np.allclose(scores, step.expected(), atol=1e-5)
-
-
-def test_keys_of_two_bytes_are_read_as_what_they_are(step: Step) -> None:
+def test_scores_are_attention_probabilities_of_all_heads_and_tokens(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of two bytes are read as what they are."""
     import torch
 
     rows = torch.from_numpy(step.pages.rows)
@@ -149,46 +131,31 @@ def test_keys_of_two_bytes_are_read_as_what_they_are(step: Step) -> None:
     expected = step.expected()
     step.pages.rows = as_bytes
     step.pages.planes = tuple(replace(plane, dtype=RowDtype.BFLOAT16) for plane in PLANES)
-    (scores,) = step.scores(JOB).values()
-    assert np.allclose(scores, expected, atol=1e-5)
-
-
-def test_each_step_reports_its_own_probes(step: Step) -> None:
     other = replace(JOB, row_id="other", scored=(TokenRange(0, 3),))
-    first = step.scores(JOB, other)
-    assert [len(first[row_id]) for row_id in ("a-hole-1", "other")] == [9, 3]
-    assert step.scores() == {}
-    assert step.probe.end_step() == {}
-
-
-def test_probe_whose_row_is_not_computed_has_no_scores(step: Step) -> None:
-    absent = replace(JOB, row_id="absent", tokens=TokenRange(13, 16))
-    assert step.scores(absent) == {"absent": None}
-
-
-def test_what_fails_does_not_end_the_step(step: Step) -> None:
-    no_pages = replace(JOB, tokens=TokenRange(18, 24))
-    assert step.scores(no_pages) == {"a-hole-1": None}
-    null_page = replace(JOB, block_ids=(TablePart(0, ()), TablePart(0, (0, *IDS[1:]))))
-    assert step.scores(null_page) == {"a-hole-1": None}
-
-
-def test_row_that_no_step_computed_has_no_scores(step: Step) -> None:
-    step.probe.begin_step([JOB])
-    assert step.probe.end_step() == {"a-hole-1": None}
-
-
-def test_pages_are_read_where_they_are_since(step: Step) -> None:
-    step.pages = Pages(step.pages.rows + 1)
-    step.probe.renew(step.pages)
-    (scores,) = step.scores(JOB).values()
-    assert np.allclose(scores, step.expected(), atol=1e-5)
-
-
-def test_nothing_is_seen_after_the_end(step: Step) -> None:
-    step.probe.shutdown()
+    scores, of_other = step.scores(JOB, other).values()
+    assert scores.dtype == np.float32 and np.allclose(scores, expected, atol=1e-5)
+    assert len(of_other) == 3
+    assert step.scores() == {} == step.probe.end_step()
+    monkeypatch.setattr(question_selection, "MAX_LOGITS", 1)  # Part by part.
+    assert np.allclose(step.scores(JOB)["a-hole-1"], expected, atol=1e-5)
     step.probe.shutdown()
     assert step.scores(JOB) == {"a-hole-1": None}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(replace(JOB, tokens=TokenRange(13, 16)), id="a row that is not computed"),
+        pytest.param(replace(JOB, tokens=TokenRange(18, 24)), id="no pages"),
+        pytest.param(
+            replace(JOB, block_ids=(TablePart(0, ()), TablePart(0, (0, *IDS[1:])))), id="null page"
+        ),
+    ],
+)
+def test_what_fails_does_not_end_the_step(step: Step, job: ProbeJob) -> None:
+    assert step.scores(job) == {job.row_id: None}
+    step.probe.begin_step([JOB])
+    assert step.probe.end_step() == {JOB.row_id: None}, "no step has computed it"
 
 
 class Mode(enum.Enum):
@@ -196,51 +163,35 @@ class Mode(enum.Enum):
     SOME = 3
 
 
-@dataclass
-class Implementation:
-    scale: Any = 0.125
-
-
-@dataclass
-class Attention:
-    impl: Implementation | None = field(default_factory=Implementation)
-
-
-@dataclass
-class Compilation:
-    static_forward_context: dict[str, Attention]
-    mode: Mode | int = 0
-    cudagraph_mode: Mode = Mode.NONE
-
-
 def choose(windows: list[int], index: int | None = None, **changes: Any) -> str:
     pytest.importorskip("torch")
-    from vllm_ascend_kvext.connector.question_probe import check_layer_of
+    from vllm_ascend_kvext.connector.worker.question_probe import check_layer_of
 
     layers = {
         str(place): LayerKeys(SIGNATURE, KEY_HEADS, True, tokens)
         for place, tokens in enumerate(windows)
     }
-    attention = changes.pop("attention", Attention())
-    compilation = Compilation(dict.fromkeys(layers, attention), **changes)
+    attention = SimpleNamespace(impl=changes.pop("impl", SimpleNamespace(scale=0.125)))
+    settings = {"mode": 0, "cudagraph_mode": Mode.NONE} | changes
+    compilation = SimpleNamespace(
+        static_forward_context=dict.fromkeys(layers, attention), **settings
+    )
     layer = check_layer_of(compilation, layers, index)
     assert math.isclose(layer.scale, 0.125)
     return layer.name
 
 
-def test_the_default_layer_lies_three_fifths_into_the_model() -> None:
-    assert choose([0] * 30) == "18"
-    assert choose([0] * 4) == "2"
-    assert choose([0]) == "0"
-
-
-def test_the_default_layer_has_full_attention() -> None:
-    assert choose([64, 0] * 3) == "3"
-    assert choose([64] * 5 + [0]) == "5"
-
-
-def test_a_layer_can_be_named() -> None:
-    assert choose([0] * 30, 7) == "7"
+@pytest.mark.parametrize(
+    ("windows", "index", "expected"),
+    [
+        *(([0] * 30, None, "18"), ([0] * 4, None, "2"), ([0], None, "0")),
+        *(([64, 0] * 3, None, "3"), ([64] * 5 + [0], None, "5"), ([0] * 30, 7, "7")),
+    ],
+)
+def test_the_default_layer_has_full_attention_and_lies_three_fifths_into_the_model(
+    windows: list[int], index: int | None, expected: str
+) -> None:
+    assert choose(windows, index) == expected
 
 
 @pytest.mark.parametrize(
@@ -252,8 +203,8 @@ def test_a_layer_can_be_named() -> None:
         ({"windows": [0], "mode": 3}, "found mode 3"),
         ({"windows": [0], "mode": Mode.SOME}, "found mode Mode.SOME"),
         ({"windows": [0], "cudagraph_mode": Mode.SOME}, "found cudagraph_mode Mode.SOME"),
-        ({"windows": [0], "attention": Attention(None)}, "with a scale"),
-        ({"windows": [0], "attention": Attention(Implementation(None))}, "with a scale"),
+        ({"windows": [0], "impl": None}, "with a scale"),
+        ({"windows": [0], "impl": SimpleNamespace(scale=None)}, "with a scale"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(arguments: dict[str, Any], expected: str) -> None:

@@ -3,72 +3,66 @@
 
 from __future__ import annotations
 
-import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.connector.small_engine import Pool, Request, SmallEngine, full_only
+from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.blending.segment_rows import SegmentLayout
-from vllm_ascend_kvext.connector.blend_counters import BlendCounters
-from vllm_ascend_kvext.connector.engine import Engine
-from vllm_ascend_kvext.connector.load_jobs import _joined
-from vllm_ascend_kvext.connector.messages import WorkerLayout
-from vllm_ascend_kvext.connector.options import Selector
-from vllm_ascend_kvext.connector.questions import (
-    MOST_PROBED_TOKENS,
-    QuestionOptions,
+from vllm_ascend_kvext.blending.token_rows import SegmentLayout
+from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
+from vllm_ascend_kvext.connector.scheduler.load_jobs import _joined
+from vllm_ascend_kvext.connector.segments import make_blending
+from vllm_ascend_kvext.connector.segments.questions import (
+    MAX_PROBED_TOKENS,
     Questions,
 )
-from vllm_ascend_kvext.holes.span_plan import Run
+from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, with_holes
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.lookup import Hit, PlacedRows
+from vllm_ascend_kvext.token_range import TokenRange
 
 ONE, OTHER, THIRD = (object.__new__(Entry) for _ in range(3))
-HIT = Hit(
+LOADED = (
+    Span(12, 20, ONE, 0, is_computed=True),
+    Span(20, 42, ONE, 8),
+    Span(42, 50, OTHER, 30),
+    Span(60, 70, THIRD, 0, is_computed=True),
+    Span(70, 100, THIRD, 10),
+)
+"""A segment of two entries that begins at token 12, and another that begins at token 60."""
+
+PLAN = LoadPlan(
     prefix=None,  # type: ignore[arg-type]  # of no meaning here
     after_tokens=0,
     boundary_tokens=100,
-    entries=(),
-    shortfall=None,
-    holes=((0, 20), (50, 70)),
-    placed=(
-        PlacedRows(ONE, 20, 42, 8),
-        PlacedRows(OTHER, 42, 50, 30),
-        PlacedRows(THIRD, 70, 100, 10),
-    ),
-    heads=(PlacedRows(ONE, 12, 20, 0), PlacedRows(THIRD, 60, 70, 0)),
+    exact_tokens=0,
+    spans=tuple(with_holes(0, LOADED, 100)),
+    tails={},
 )
-"""A segment of two entries that begins at token 12, and another that begins at token 60."""
 
 
 def questions_of(ratio: float = 0.0, **engine: Any) -> tuple[Questions, BlendCounters]:
     counters = BlendCounters()
-    parts = Engine({}, [], Pool(), 10, 4, **({"step_tokens": 1000} | engine))
-    return Questions(parts, QuestionOptions(ratio, 8), counters), counters
+    parts = SchedulerView({}, [], None, 10, 4, **({"max_num_batched_tokens": 1000} | engine))  # type: ignore[arg-type]
+    return Questions(parts, ratio, counters), counters
 
 
-def request_of(num_tokens: int) -> Request:
-    return Request("a", "x" * num_tokens, num_tokens)
-
-
-def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:
-    questions, _ = questions_of()
-    plan = questions.begin(request_of(130), HIT)
-    assert plan is not None
-    assert plan.run == Run(100, 130)
-    assert plan.missing == (Run(0, 12), Run(50, 60))
-    assert questions.scored("a") == (Run(12, 50), Run(60, 100))
+def request_of(num_tokens: int) -> Any:
+    return SimpleNamespace(request_id="a", num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "engine", "expected"),
     [
-        (1000, {}, MOST_PROBED_TOKENS),
-        (1000, {"step_tokens": 64}, 32),
-        (1000, {"step_tokens": 1}, 1),
-        (130, {"most_request_tokens": 130}, 29),
+        (1000, {}, MAX_PROBED_TOKENS),
+        (1000, {"max_num_batched_tokens": 64}, 32),
+        (1000, {"max_num_batched_tokens": 1}, 1),
+        (130, {"max_model_len": 130}, 29),
         (101, {}, 1),
     ],
 )
@@ -76,60 +70,68 @@ def test_a_question_is_no_longer_than_there_is_room_for(
     num_tokens: int, engine: dict[str, int], expected: int
 ) -> None:
     questions, _ = questions_of(**engine)
-    plan = questions.begin(request_of(num_tokens), HIT)
+    plan = questions.begin(request_of(num_tokens), PLAN)
     assert plan is not None
     assert plan.run.num_tokens == expected
 
 
 def test_prompt_that_fills_the_context_is_not_looked_at() -> None:
-    questions, _ = questions_of(most_request_tokens=101)
-    assert questions.begin(request_of(101), HIT) is None
-
-
-def test_what_has_the_highest_scores_is_chosen_behind_heads() -> None:
-    questions, counters = questions_of()
-    questions.begin(request_of(130), HIT)
-    scores = np.zeros(78, np.float32)
-    scores[0], scores[38] = 9, 9  # of heads
-    scores[45 - 12], scores[38 + 99 - 60] = 1, 1
-    assert questions.choose("a", scores) == (Run(44, 50), Run(94, 100))
-    assert (counters.scored_probes, counters.lost_probes) == (1, 0)
+    questions, _ = questions_of(max_model_len=101)
+    assert questions.begin(request_of(101), PLAN) is None
 
 
 @pytest.mark.parametrize("value", [None, np.nan, np.inf])
 def test_scores_that_say_nothing_choose_nothing(value: float | None) -> None:
     questions, counters = questions_of(ratio=1.0)
-    questions.begin(request_of(130), HIT)
+    questions.begin(request_of(130), PLAN)
     scores = None if value is None else np.full(78, value, np.float32)
     assert questions.choose("a", scores) == ()
     assert (counters.scored_probes, counters.lost_probes) == (0, 1)
 
 
 def test_rows_of_one_entry_are_read_as_one() -> None:
-    assert _joined((*HIT.placed, *HIT.heads)) == [
-        PlacedRows(ONE, 12, 42, 0),
-        PlacedRows(OTHER, 42, 50, 30),
-        PlacedRows(THIRD, 60, 100, 0),
+    assert [span[:4] for span in _joined(LOADED)] == [
+        (12, 42, ONE, 0),
+        (42, 50, OTHER, 30),
+        (60, 100, THIRD, 0),
     ]
-    apart = [PlacedRows(ONE, 0, 5, 0), PlacedRows(ONE, 5, 9, 0)]
+    apart = [Span(0, 5, ONE), Span(5, 9, ONE)]
     assert _joined(apart) == apart
 
 
 @pytest.mark.parametrize("refusal", ["", "it is compiled. Serve with --enforce-eager."])
 def test_one_worker_that_cannot_compare_leaves_it_at_heads(
-    refusal: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    refusal: str, mocker: MockerFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine = SmallEngine(full_only, blending=True, blend_selector=Selector.QUESTION)
-    workers = [
-        WorkerLayout(full_only(), "f", 1 << 20, SegmentLayout((64,), "f"), "", each)
-        for each in ("", refusal)
-    ]
-    caplog.clear()
-    engine.side.set_workers(workers)
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage() for record in warnings] == (
+    logger = mocker.patch.object(make_blending, "logger")
+    layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
+    engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1)
+    place = mocker.Mock(view=engine, layout=layout, holes=HoleQueue(), computes_holes=True)
+    options = ConnectorOptions(blending=True, blend_selector=Selector.QUESTION)
+    segments = SegmentLayout((64,), "f")
+    workers = [mocker.Mock(segments=segments, probe_refusal=each) for each in ("", refusal)]
+    make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
+    warnings = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
+    assert warnings == (
         [f"KvextConnector: blend_selector is heads: worker 1: {refusal}"] if refusal else []
     )
-    blending = engine.side._parts.blending
-    assert (blending.requests._questions is None) == bool(refusal)
+    assert (place.holes.probe_blocks is None) == bool(refusal)
+
+
+def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:
+    questions, _ = questions_of()
+    plan = questions.begin(request_of(130), PLAN)
+    assert plan is not None
+    assert plan.run == TokenRange(100, 130)
+    assert plan.missing == (TokenRange(0, 12), TokenRange(50, 60))
+    assert questions.scored("a") == (TokenRange(12, 50), TokenRange(60, 100))
+
+
+def test_what_has_the_highest_scores_is_chosen_behind_heads() -> None:
+    questions, counters = questions_of()
+    questions.begin(request_of(130), PLAN)
+    scores = np.zeros(78, np.float32)
+    scores[0], scores[38] = 9, 9  # of heads
+    scores[45 - 12], scores[38 + 99 - 60] = 1, 1
+    assert questions.choose("a", scores) == (TokenRange(44, 50), TokenRange(94, 100))
+    assert (counters.scored_probes, counters.lost_probes) == (1, 0)

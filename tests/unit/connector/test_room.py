@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.layout.byte_memory import make_group
 
-from vllm_ascend_kvext.connector.room import PoolRoom, Room
+from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import LayoutGroup
 
@@ -31,7 +33,13 @@ def room_of(
 ) -> PoolRoom:
     """``num_blocks`` can be used; the pool has the null block besides."""
     pool = pool or Pool()
-    return PoolRoom(groups, num_blocks + 1, step, lambda: pool.num_running, lambda: pool.num_free)
+    view: Any = SimpleNamespace(
+        num_blocks=num_blocks + 1,
+        max_num_batched_tokens=step,
+        num_running=lambda: pool.num_running,
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: pool.num_free),
+    )
+    return PoolRoom(groups, view)
 
 
 def needed_blocks(*groups: LayoutGroup, num_tokens: int, boundary_tokens: int) -> int:
@@ -44,50 +52,26 @@ def needed_blocks(*groups: LayoutGroup, num_tokens: int, boundary_tokens: int) -
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "boundary_tokens", "num_blocks"),
+    ("group", "num_tokens", "boundary_tokens", "num_blocks"),
     [
-        (20, 16, 5),  # every page of the request, and no other
-        (21, 16, 6),
-        (16, 15, 4),
-        (17, 4, 5),
-    ],
-)
-def test_full_attention_needs_the_pages_of_the_whole_request(
-    num_tokens: int, boundary_tokens: int, num_blocks: int
-) -> None:
-    found = needed_blocks(FULL, num_tokens=num_tokens, boundary_tokens=boundary_tokens)
-    assert found == num_blocks
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "boundary_tokens", "num_blocks"),
-    [
+        (FULL, 20, 16, 5),  # every page of the request, and no other
+        (FULL, 21, 16, 6),
+        (FULL, 16, 15, 4),
+        (FULL, 17, 4, 5),
         # A window of 10 tokens lies in 4 pages at most; a step of 16 tokens takes 4, and one more
         # where it begins within a page.
-        (400, 100, 4 + 5),
-        (102, 100, 4 + 2),  # the rest is shorter than a step
+        (WINDOW, 400, 100, 4 + 5),
+        (WINDOW, 102, 100, 4 + 2),  # the rest is shorter than a step
         # There is one page before the boundary; vLLM asks for those of a window and a step.
-        (40, 4, 1 + 7),
+        (WINDOW, 40, 4, 1 + 7),
+        (MAMBA, 400, 96, 2 + 3),  # a state is one page
     ],
 )
-def test_window_needs_its_pages_and_those_of_a_step(
-    num_tokens: int, boundary_tokens: int, num_blocks: int
+def test_a_load_needs_what_it_holds_and_what_a_step_takes(
+    group: LayoutGroup, num_tokens: int, boundary_tokens: int, num_blocks: int
 ) -> None:
-    found = needed_blocks(WINDOW, num_tokens=num_tokens, boundary_tokens=boundary_tokens)
+    found = needed_blocks(group, num_tokens=num_tokens, boundary_tokens=boundary_tokens)
     assert found == num_blocks
-
-
-def test_state_is_one_page_and_those_of_a_step() -> None:
-    assert needed_blocks(MAMBA, num_tokens=400, boundary_tokens=96) == 2 + 3
-
-
-def test_groups_add_up_and_parts_of_one_group_count_once() -> None:
-    full = needed_blocks(FULL, num_tokens=200, boundary_tokens=100)
-    window = needed_blocks(WINDOW, num_tokens=200, boundary_tokens=100)
-    assert needed_blocks(FULL, WINDOW, num_tokens=200, boundary_tokens=100) == full + window
-    indexer = make_group(0, GroupKind.FULL, 4, 4, [2], first_storage=2)
-    found = needed_blocks(FULL, WINDOW, indexer, num_tokens=200, boundary_tokens=100)
-    assert found == full + window
 
 
 def test_request_that_the_pool_cannot_hold_never_loads() -> None:
@@ -95,15 +79,6 @@ def test_request_that_the_pool_cannot_hold_never_loads() -> None:
     assert room.of_load("a", 40, 20) is Room.NEVER
     # It computes instead, so nobody waits behind it.
     assert room.of_load("b", 36, 20) is Room.YES
-
-
-def test_each_of_the_parked_can_go_on_while_the_others_stay() -> None:
-    """Two hold 5 blocks each; to go on, one of them needs 5 more."""
-    for num_blocks, expected in ((14, Room.LATER), (15, Room.YES)):
-        room = room_of(FULL, num_blocks=num_blocks)
-        assert room.of_load("a", 40, 20) is Room.YES
-        room.park("a", 40, 20)
-        assert room.of_load("b", 40, 20) is expected
 
 
 def test_largest_need_of_all_parked_counts() -> None:
@@ -114,35 +89,18 @@ def test_largest_need_of_all_parked_counts() -> None:
         assert room.of_load("b", 20, 16) is expected, num_blocks
 
 
-def test_parked_request_gives_its_room_back_when_it_computes() -> None:
-    room = room_of(FULL, num_blocks=14)
-    room.park("a", 40, 20)
-    assert room.num_parked == 1
-    assert room.of_load("b", 40, 20) is Room.LATER
-    room.unpark("a")
-    assert room.num_parked == 0
-    assert room.of_load("b", 40, 20) is Room.YES
-
-
 def test_others_wait_behind_the_first_that_waits() -> None:
     """A small request does not take the room of a large one again and again."""
     room = room_of(FULL, num_blocks=14)
     room.park("a", 40, 20)
     assert room.of_load("large", 40, 20) is Room.LATER
     assert room.of_load("small", 8, 4) is Room.LATER
-    room.unpark("a")
+    assert room.num_parked == 1
+    room.unpark("a")  # It computes.
+    assert not room.num_parked
     assert room.of_load("small", 8, 4) is Room.LATER
     assert room.of_load("large", 40, 20) is Room.YES
     room.park("large", 40, 20)
-    assert room.of_load("small", 8, 4) is Room.YES
-
-
-@pytest.mark.parametrize("leave", ["withdraw", "unpark"])
-def test_request_that_stops_waiting_lets_others_pass(leave: str) -> None:
-    room = room_of(FULL, num_blocks=14)
-    room.park("a", 40, 20)
-    assert room.of_load("large", 40, 20) is Room.LATER
-    getattr(room, leave)("large")
     assert room.of_load("small", 8, 4) is Room.YES
 
 
@@ -174,32 +132,23 @@ def test_version_changes_whenever_a_load_may_begin_that_could_not() -> None:
     assert room.version == versions[-1]
 
 
-def test_another_that_stops_waiting_changes_nothing() -> None:
-    room = room_of(FULL, num_blocks=14)
-    room.park("a", 40, 20)
-    assert room.of_load("large", 40, 20) is Room.LATER
-    room.withdraw("small")
-    room.unpark("unknown")
-    assert room.of_load("small", 8, 4) is Room.LATER
-
-
-class TestRequestThatLoadsNothing:
+@pytest.mark.parametrize(
+    ("num_parked", "pool", "expected"),
+    [
+        (0, Pool(), Room.YES),
+        (1, Pool(num_running=1), Room.YES),  # What runs ends, or is preempted.
+        (1, Pool(num_free=9), Room.LATER),
+        (1, Pool(num_free=10), Room.YES),
+    ],
+)
+def test_a_request_that_loads_nothing_waits_for_parked_ones_if_it_does_not_fit(
+    num_parked: int, pool: Pool, expected: Room
+) -> None:
     """vLLM tries no later request if this one does not fit."""
-
-    def test_may_be_tried_where_nothing_is_parked(self) -> None:
-        assert room_of(FULL).of_other(400) is Room.YES
-
-    def test_may_be_tried_while_others_run(self) -> None:
-        """They end, or are preempted."""
-        room = room_of(FULL, pool=Pool(num_running=1))
-        room.park("a", 40, 20)
-        assert room.of_other(400) is Room.YES
-
-    def test_waits_for_parked_ones_if_it_does_not_fit(self) -> None:
-        for num_free, expected in ((9, Room.LATER), (10, Room.YES)):
-            room = room_of(FULL, pool=Pool(num_free=num_free))
-            room.park("a", 40, 20)
-            assert room.of_other(40) is expected
+    room = room_of(FULL, pool=pool)
+    for number in range(num_parked):
+        room.park(str(number), 40, 20)
+    assert room.of_other(40) is expected
 
 
 def test_parked_requests_never_fill_the_pool() -> None:
@@ -237,3 +186,21 @@ def _rest(num_tokens: int, boundary_tokens: int) -> int:
         most = max(most, 2 * -(-end // 4) - first // 4 - held)
         computed = end
     return most
+
+
+def test_groups_add_up_and_parts_of_one_group_count_once() -> None:
+    full = needed_blocks(FULL, num_tokens=200, boundary_tokens=100)
+    window = needed_blocks(WINDOW, num_tokens=200, boundary_tokens=100)
+    assert needed_blocks(FULL, WINDOW, num_tokens=200, boundary_tokens=100) == full + window
+    indexer = make_group(0, GroupKind.FULL, 4, 4, [2], first_storage=2)
+    found = needed_blocks(FULL, WINDOW, indexer, num_tokens=200, boundary_tokens=100)
+    assert found == full + window
+
+
+@pytest.mark.parametrize("leave", ["withdraw", "unpark"])
+def test_request_that_stops_waiting_lets_others_pass(leave: str) -> None:
+    room = room_of(FULL, num_blocks=14)
+    room.park("a", 40, 20)
+    assert room.of_load("large", 40, 20) is Room.LATER
+    getattr(room, leave)("large")
+    assert room.of_load("small", 8, 4) is Room.YES

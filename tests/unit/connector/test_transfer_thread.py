@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 from support.connector.gates import Gate, until
 
-from vllm_ascend_kvext.connector import transfer_thread
-from vllm_ascend_kvext.connector.job_runner import Job, Moved
-from vllm_ascend_kvext.connector.messages import LoadJob, StoreJob
-from vllm_ascend_kvext.connector.transfer_thread import EndedJob, TransferThread
-from vllm_ascend_kvext.layout.rows import TokenRange
+from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.worker import transfer_thread
+from vllm_ascend_kvext.connector.worker.job_runner import Job, Moved
+from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
+from vllm_ascend_kvext.token_range import TokenRange
 
 TOKENS = TokenRange(0, 16)
 
@@ -42,7 +42,7 @@ class Jobs:
         self.waiting: set[int | str] = set()
         self.threads: set[threading.Thread] = set()
         self.thread = TransferThread(self.run)
-        self.ended: list[EndedJob] = []
+        self.ended: list[tuple[Job, Moved | None]] = []
 
     def run(self, job: Job, recorded: object) -> Moved:
         self.begun.append((name(job), recorded))
@@ -103,6 +103,7 @@ def test_jobs_of_one_kind_are_in_order_and_get_what_was_recorded(jobs: Jobs) -> 
     jobs.thread.submit([store(2), store(1)], "first step")
     jobs.thread.submit([store(3)], "second step")
     assert jobs.take(3) == [(2, True), (1, True), (3, True)]
+    assert not jobs.thread.take_ended()
     assert jobs.begun == [(2, "first step"), (1, "first step"), (3, "second step")]
 
 
@@ -113,13 +114,6 @@ def test_loads_overtake_queued_stores(jobs: Jobs) -> None:
     jobs.gate.open()
     jobs.take(5)
     assert jobs.order == [1, "a", "b", 2, 3]
-
-
-def test_what_has_moved_is_reported_once(jobs: Jobs) -> None:
-    jobs.thread.submit([store(1)], None)
-    (ended,) = until(jobs.thread.take_ended)
-    assert ended == EndedJob(store(1), Moved(10, 0.5))
-    assert jobs.thread.take_ended() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)])
@@ -164,40 +158,11 @@ def test_waiting_for_an_end(jobs: Jobs) -> None:
     jobs.thread.wait_for_end(20)
 
 
-def test_stores_that_must_end_now_do_not_wait_for_others(jobs: Jobs) -> None:
-    jobs.hold(1)
-    jobs.thread.submit([store(2)], None)
-    jobs.thread.run_now([store(3), store(4)], "now")
-    assert jobs.begun == [(1, None), (3, "now"), (4, "now")]
-    assert jobs.take(2) == [(3, True), (4, True)]
-    assert threading.main_thread() in jobs.threads
-
-
-def test_a_store_that_must_end_now_and_fails_is_reported(jobs: Jobs) -> None:
-    jobs.failing[1] = ValueError("broken")
-    jobs.thread.run_now([store(1), store(2)], None)
-    assert jobs.take(2) == [(1, False), (2, True)]
-
-
 def test_an_interrupt_reaches_the_caller_and_the_job_has_failed(jobs: Jobs) -> None:
     jobs.failing[1] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         jobs.thread.run_now([store(1)], None)
     assert jobs.take(1) == [(1, False)]
-
-
-def test_shutdown_waits_for_what_runs_and_drops_what_is_queued(jobs: Jobs) -> None:
-    jobs.hold(1)
-    jobs.thread.submit([store(2), load("a")], None)
-    (thread,) = jobs.threads
-    closing = threading.Thread(target=jobs.thread.shutdown)
-    closing.start()
-    assert jobs.take(2) == [("a", False), (2, False)] and closing.is_alive()
-    jobs.gate.open()
-    closing.join(20)
-    assert not closing.is_alive() and not thread.is_alive()
-    assert jobs.take(1) == [(1, True)]
-    assert jobs.order == [1]
 
 
 def test_after_shutdown_jobs_fail(jobs: Jobs) -> None:
@@ -207,16 +172,6 @@ def test_after_shutdown_jobs_fail(jobs: Jobs) -> None:
     jobs.thread.run_now([store(2)], None)
     assert jobs.take(3) == [(1, False), ("a", False), (2, False)]
     assert not jobs.order
-
-
-def test_after_a_drop_the_thread_goes_on(jobs: Jobs) -> None:
-    jobs.hold(1)
-    jobs.thread.submit([store(2)], None)
-    threading.Timer(0.05, jobs.gate.open).start()
-    jobs.thread.drop()
-    assert jobs.take(2) == [(2, False), (1, True)]
-    jobs.thread.submit([store(3)], None)
-    assert jobs.take(1) == [(3, True)]
 
 
 def test_the_thread_is_set_up_once_and_a_failure_of_that_is_no_jobs(
@@ -231,7 +186,7 @@ def test_the_thread_is_set_up_once_and_a_failure_of_that_is_no_jobs(
     thread = TransferThread(lambda job, recorded: Moved(0, 0.0), on_start)
     with caplog.at_level(logging.ERROR, logger="vllm.ascend_kvext.connector"):
         thread.submit([store(1), store(2)], None)
-        ended: list[EndedJob] = []
+        ended: list[tuple[Job, Moved | None]] = []
         until(lambda: ended.extend(thread.take_ended()) or len(ended) == 2)
     thread.shutdown()
     assert calls == ["kvext-transfer"]

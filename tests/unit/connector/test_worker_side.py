@@ -10,71 +10,51 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from support.connector.gates import Gate, until
 from support.connector.worker_configs import (
     AttentionLayer,
-    CompilationConfig,
-    Options,
-    ParallelConfig,
-    SpeculativeConfig,
-    VllmConfig,
+    parallel_config,
+    vllm_config,
+    worker_options,
 )
 
-from vllm_ascend_kvext.connector.errors import ConnectorError
-from vllm_ascend_kvext.connector.messages import JobResults, LoadJob, StepJobs, StoreJob, Traffic
-from vllm_ascend_kvext.connector.worker_side import EndedJobs, WorkerSide
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.messages import (
+    ConnectorMetadata,
+    LoadJob,
+    StoreJob,
+    WorkerOutput,
+)
+from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
+from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
-from vllm_ascend_kvext.layout.rows import TokenRange
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
+from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, BUNDLE_VARIABLE
+from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.errors import BackendError, DescriptorError, PlacementError
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.schema import Direction
 
-if TYPE_CHECKING:
-    from support.connector.small_workers import SmallWorker
-
 LAYOUTS = ("single group", "gemma", "deepseek v4")
 TOKENS = TokenRange(0, 128)
 NUM_PAGES = 64
 """Of every small worker."""
-MakeWorker = Callable[..., "SmallWorker"]
-
-
-@pytest.fixture
-def make_worker() -> Iterator[MakeWorker]:
-    """A small worker by the name of its layout; its thread ends with the test."""
-    pytest.importorskip("torch")
-    from support.connector import small_workers
-
-    made = []
-
-    def make(layout: str = "gemma", **arguments: Any) -> SmallWorker:
-        made.append(small_workers.SmallWorker(small_workers.LAYOUTS[layout], **arguments))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.side.shutdown()
-
-
-def same(some: Any, others: Any) -> bool:
-    from support.connector import small_workers
-
-    return small_workers.same(some, others)
 
 
 class Move:
-    """`page_transfer` behind a gate; directions, and numbers of loads, that fail can be named."""
+    """`page_transfer` behind a gate; numbers of loads, from 1, that fail can be named."""
 
     def __init__(self) -> None:
         self.gate = Gate()
-        self.failing: set[Direction] = set()
         self.failing_loads: set[int] = set()
         self.directions: list[Direction] = []
         self.threads: list[threading.Thread] = []
@@ -89,24 +69,41 @@ class Move:
         self.placements.append(placement)
         if threading.current_thread() is not threading.main_thread():
             self.gate.pass_through()
-        num_loads = self.directions.count(Direction.HOST_TO_PAGES)
-        is_failing_load = direction is Direction.HOST_TO_PAGES and num_loads in self.failing_loads
-        if direction in self.failing or is_failing_load:
+        if direction is Direction.HOST_TO_PAGES and self.num_loads in self.failing_loads:
             raise BackendError("the device is on fire")
         page_transfer(*arguments, placement=placement)
 
+    @property
+    def num_loads(self) -> int:
+        return self.directions.count(Direction.HOST_TO_PAGES)
 
-class Ended:
-    """Collects what a worker reports, and refuses to see anything twice."""
 
-    def __init__(self, side: WorkerSide) -> None:
-        self._side = side
+class Case:
+    """A small worker, with the first pages of `TOKENS` and a store of them.
+
+    What it reports is collected, and may not be seen twice.
+    """
+
+    def __init__(self, layout: str, has_stored: bool, **arguments: Any) -> None:
+        from support.connector import small_workers
+
+        self.move = Move()
+        arguments = {"move": self.move} | arguments
+        if arguments["move"] is None:
+            del arguments["move"]
+        self.worker = small_workers.SmallWorker(small_workers.LAYOUTS[layout], **arguments)
+        self.side, self.pages = self.worker.side, self.worker.pages
         self.loads: set[str] = set()
         self.failed_pages: set[int] = set()
-        self.results = JobResults()
+        self.results = WorkerOutput()
+        self.tables = self.worker.tables(TOKENS)
+        self.job = self.worker.store(1, TOKENS, self.tables)
+        self.content = self.worker.page_bytes(self.tables)
+        if has_stored:
+            self.run(self.job)
 
     def take(self) -> EndedJobs:
-        ended = self._side.end_step()
+        ended = self.side.end_step()
         assert ended.loads.isdisjoint(self.loads)
         assert ended.results.stores_ended.keys().isdisjoint(self.results.stores_ended)
         assert ended.results.failed_loads <= ended.loads
@@ -116,8 +113,14 @@ class Ended:
         self.results.add(ended.results)
         return ended
 
-    def wait_for(self, *, stores: set[int] = frozenset(), loads: set[str] = frozenset()) -> None:
-        """Take until these have ended, and no others."""
+    def begin(self, *jobs: StoreJob | LoadJob, has_forward: bool = False) -> None:
+        stores = tuple(job for job in jobs if isinstance(job, StoreJob))
+        loads = tuple(job for job in jobs if isinstance(job, LoadJob))
+        self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads, has_forward=has_forward))
+
+    def wait_for(self, stores: set[int], loads: set[str]) -> None:
+        """Take until these have ended as well, and no others."""
+        stores, loads = stores | self.results.stores_ended.keys(), loads | self.loads
 
         def have_ended() -> bool:
             self.take()
@@ -127,10 +130,43 @@ class Ended:
         assert self.results.stores_ended == dict.fromkeys(stores, 1)
         assert self.loads == loads
 
+    def run(self, *jobs: StoreJob | LoadJob) -> None:
+        """Begin jobs in a step that computes nothing, and wait for their ends."""
+        self.begin(*jobs)
+        stores = {job.number for job in jobs if isinstance(job, StoreJob)}
+        self.wait_for(stores, {job.request_id for job in jobs if isinstance(job, LoadJob)})
 
-def store_now(worker: SmallWorker, ended: Ended, *stores: StoreJob) -> None:
-    worker.side.begin_step(StepJobs(stores=stores))
-    ended.wait_for(stores={store.number for store in stores})
+    def load(self, request_id: str = "a", **changes: Any) -> LoadJob:
+        """A load of the store into its pages."""
+        return dataclasses.replace(self.worker.load(request_id, self.job, self.tables), **changes)
+
+    @property
+    def page_ids(self) -> set[int]:
+        return {id for table in self.tables for id in table.ids}
+
+
+Make = Callable[..., Case]
+
+
+@pytest.fixture
+def case() -> Iterator[Make]:
+    """Cases by the name of their layout; their threads end with the test."""
+    pytest.importorskip("torch")
+    made: list[Case] = []
+
+    def make(layout: str = "gemma", has_stored: bool = True, **arguments: Any) -> Case:
+        made.append(Case(layout, has_stored, **arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.shutdown()
+
+
+def same(some: Any, others: Any) -> bool:
+    from support.connector import small_workers
+
+    return small_workers.same(some, others)
 
 
 # Bytes
@@ -139,333 +175,181 @@ def store_now(worker: SmallWorker, ended: Ended, *stores: StoreJob) -> None:
 @pytest.mark.parametrize("tokens", [TOKENS, TokenRange(64, 256)], ids=["start", "later"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_stored_is_loaded_into_other_pages(
-    layout: str, tokens: TokenRange, make_worker: MakeWorker
+    layout: str, tokens: TokenRange, case: Make
 ) -> None:
-    worker = make_worker(layout)
-    ended = Ended(worker.side)
+    made = case(layout, has_stored=False)
+    worker, pages = made.worker, made.pages
     source, target = worker.tables(tokens), worker.tables(tokens, first_page=20)
     assert {id for table in source for id in table.ids}.isdisjoint({0})
-    before, stored = worker.pages.copy_of_storages(), worker.page_bytes(source)
+    before, stored = pages.copy_of_storages(), worker.page_bytes(source)
     job = worker.store(1, tokens, source)
-    store_now(worker, ended, job)
-    assert same(worker.pages.copy_of_storages(), before), "a store writes no page"
+    made.run(job)
+    assert same(pages.copy_of_storages(), before), "a store writes no page"
 
-    worker.pages.fill(seed=2)
+    pages.fill(seed=2)
     others = worker.others_bytes(target)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, target),)))
-    ended.wait_for(stores={1}, loads={"a"})
+    made.run(worker.load("a", job, target))
     assert same(worker.page_bytes(target), stored)
     assert same(worker.others_bytes(target), others), "a load writes its pages only"
-    assert not ended.failed_pages and not ended.results.failed_loads
+    assert not made.failed_pages and not made.results.failed_loads
 
-    num_bytes = sum(page.numel() for page in stored)
+    num_bytes = sum(page.nbytes for page in stored)
     for direction in ("store", "load"):
-        traffic = ended.results.traffic[direction]
+        traffic = made.results.traffic[direction]
         assert (traffic.num_bytes, traffic.transfers) == (num_bytes, 1)
         assert 0 < traffic.seconds < 5
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_jobs_of_several_requests_keep_apart(layout: str, make_worker: MakeWorker) -> None:
-    worker = make_worker(layout)
-    ended = Ended(worker.side)
-    tables = [worker.tables(TOKENS, first_page) for first_page in (1, 20)]
-    stores = [worker.store(number, TOKENS, table) for number, table in enumerate(tables)]
-    contents = [worker.page_bytes(table) for table in tables]
-    assert not same(*contents)
-    store_now(worker, ended, *stores)
-    worker.pages.fill(seed=2)
-    crosswise = zip(("a", "b"), stores, reversed(tables), strict=True)
-    worker.side.begin_step(StepJobs(loads=tuple(worker.load(*each) for each in crosswise)))
-    ended.wait_for(stores={0, 1}, loads={"a", "b"})
-    assert same(worker.page_bytes(tables[1]), contents[0])
-    assert same(worker.page_bytes(tables[0]), contents[1])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_part_of_a_table_stands_for_the_whole(layout: str, make_worker: MakeWorker) -> None:
-    """The same host bytes and the same pages, whether the tables begin at the request or later."""
-    tokens = TokenRange(64, 256)
-    images, pages = [], []
-    for is_whole in (False, True):
-        worker = make_worker(layout)
-        ended = Ended(worker.side)
-        parts = worker.tables(tokens)
-        assert any(part.first_page for part in parts)
-        if is_whole:
-            parts = tuple(TablePart(0, (0,) * part.first_page + part.ids) for part in parts)
-        job = worker.store(1, tokens, parts)
-        store_now(worker, ended, job)
-        images.append([worker.side._host.tensor[: worker._host_end_bytes].clone()])
-        worker.pages.fill(seed=2)
-        worker.side.begin_step(StepJobs(loads=(worker.load("a", job, parts),)))
-        ended.wait_for(stores={1}, loads={"a"})
-        pages.append(worker.pages.copy_of_storages())
-        assert not ended.results.failed_loads and not ended.results.failed_stores
-    plans = [
-        worker.planner.plan_store([PlacedChunk(tokens)], tables)
-        for tables in (parts, [table.ids for table in parts])
-    ]
-    assert (plans[0].runs == plans[1].runs).all() and plans[0].row_maps == plans[1].row_maps
-    assert same(*pages)
-    assert len(images[0][0]) and same(*images)
-
-
-def test_a_load_of_several_chunks(make_worker: MakeWorker) -> None:
-    worker = make_worker("single group")
-    ended = Ended(worker.side)
-    whole = worker.tables(TOKENS)
-    first = worker.store(1, TokenRange(0, 64), whole)
-    second = worker.store(2, TokenRange(64, 128), whole)
-    content = worker.page_bytes(whole)
-    store_now(worker, ended, first, second)
-    worker.pages.fill(seed=2)
-    stored = worker.load("a", first, whole).stored + worker.load("a", second, whole).stored
-    worker.side.begin_step(StepJobs(loads=(LoadJob("a", TOKENS, stored, whole),)))
-    ended.wait_for(stores={1, 2}, loads={"a"})
-    assert same(worker.page_bytes(whole), content)
 
 
 # Steps
 
 
-def test_stores_begin_when_the_forward_has_ended(make_worker: MakeWorker) -> None:
-    worker = make_worker()
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    worker.side.begin_step(StepJobs(stores=(job,), has_forward=True))
-    worker.pages.fill(seed=3)  # the forward
-    computed = worker.page_bytes(tables)
-    assert not ended.take().results
-    worker.side.end_of_forward()
-    ended.wait_for(stores={1})
-    worker.pages.fill(seed=4)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert same(worker.page_bytes(tables), computed)
+def test_stores_begin_when_the_forward_has_ended(case: Make) -> None:
+    made = case(has_stored=False)
+    made.side.end_of_forward()
+    made.begin(made.job, has_forward=True)
+    made.pages.fill(seed=3)  # the forward
+    computed = made.worker.page_bytes(made.tables)
+    made.side.wait_for_end(20)  # for what would have begun
+    assert not made.take().results
+    made.side.end_of_forward()
+    made.wait_for({1}, set())
+    made.pages.fill(seed=4)
+    made.run(made.load())
+    assert same(made.worker.page_bytes(made.tables), computed)
 
 
-def test_an_end_of_forward_without_stores_does_nothing(make_worker: MakeWorker) -> None:
-    worker = make_worker()
-    worker.side.end_of_forward()
-    worker.side.begin_step(StepJobs(has_forward=True))
-    worker.side.end_of_forward()
-    worker.side.end_of_forward()
-    assert worker.side.end_step() == EndedJobs(frozenset(), frozenset(), JobResults())
+def test_stores_of_a_forward_that_raised_are_reported_as_failed(case: Make) -> None:
+    made = case(has_stored=False)
+    made.begin(made.job, has_forward=True)
+    made.begin(made.worker.store(2, TOKENS, made.tables), has_forward=True)
+    made.side.end_of_forward()
+    made.wait_for({1, 2}, set())
+    assert made.results.failed_stores == {1}
+    assert len(made.move.directions) == 1
 
 
-def test_stores_of_a_forward_that_raised_are_reported_as_failed(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job, next_job = (worker.store(number, TOKENS, tables) for number in (1, 2))
-    worker.side.begin_step(StepJobs(stores=(job,), has_forward=True))
-    worker.side.begin_step(StepJobs(stores=(next_job,), has_forward=True))
-    worker.side.end_of_forward()
-    ended.wait_for(stores={1, 2})
-    assert ended.results.failed_stores == {1}
-    assert len(move.directions) == 1
-
-
-def test_a_load_overtakes_queued_stores(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, job)
-    move.gate.wait_for_arrival()
-    move.gate.close()
-    worker.side.begin_step(
-        StepJobs(stores=tuple(worker.store(number, TOKENS, tables) for number in (2, 3)))
-    )
-    move.gate.wait_for_arrival()
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
-    assert not ended.take().loads
-    move.gate.open()
-    ended.wait_for(stores={1, 2, 3}, loads={"a"})
-    store, load = Direction.PAGES_TO_HOST, Direction.HOST_TO_PAGES
-    assert move.directions == [store, store, load, store]
-
-
-def test_stores_before_a_step_have_ended_before_it(make_worker: MakeWorker) -> None:
+def test_stores_before_a_step_have_ended_before_it(case: Make) -> None:
     """Whatever is in the queue."""
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    others, tables = worker.tables(TOKENS), worker.tables(TOKENS, first_page=20)
-    move.gate.close()
-    worker.side.begin_step(StepJobs(stores=(worker.store(1, TOKENS, others),)))
-    move.gate.wait_for_arrival()
+    made = case(has_stored=False)
+    worker, tables = made.worker, made.worker.tables(TOKENS, first_page=20)
+    made.move.gate.close()
+    made.begin(made.job)
+    made.move.gate.wait_for_arrival()
     one, other = (worker.store(number, TOKENS, tables) for number in (2, 3))
     content = worker.page_bytes(tables)
-    worker.side.run_before_step(StepJobs(stores_before=(one, other), has_forward=True))
-    worker.pages.fill(seed=2)  # the step
-    assert ended.take().results.stores_ended == {2: 1, 3: 1}
-    move.gate.open()
-    ended.wait_for(stores={1, 2, 3})
+    made.side.run_before_step(ConnectorMetadata(stores_before=(one, other), has_forward=True))
+    made.pages.fill(seed=2)  # the step
+    assert made.take().results.stores_ended == {2: 1, 3: 1}
+    made.move.gate.open()
+    made.wait_for({1}, set())
     for name, job in {"a": one, "b": other}.items():
-        worker.side.begin_step(StepJobs(loads=(worker.load(name, job, tables),)))
-        until(lambda name=name: name in ended.take().loads)
+        made.run(worker.load(name, job, tables))
         assert same(worker.page_bytes(tables), content)
-    assert not ended.results.failed_stores
+    assert not made.results.failed_stores
 
 
-def test_a_step_that_computes_nothing_can_wait_for_a_load(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, job)
-    worker.side.wait_for_end(20)
-    move.gate.close()
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
-    worker.side.wait_for_end(0.01)
-    assert not ended.take().loads
-    threading.Timer(0.05, move.gate.open).start()
-    worker.side.wait_for_end(20)
-    assert ended.take().loads == {"a"}
+def test_a_step_that_computes_nothing_can_wait_for_a_load(case: Make) -> None:
+    made = case()
+    made.side.wait_for_end(20)
+    made.move.gate.close()
+    made.begin(made.load())
+    made.side.wait_for_end(0.01)
+    assert not made.take().loads
+    threading.Timer(0.05, made.move.gate.open).start()
+    made.side.wait_for_end(20)
+    assert made.take().loads == {"a"}
 
 
-def test_copies_run_beside_the_model(make_worker: MakeWorker) -> None:
-    move = Move()
+def test_copies_run_beside_the_model(case: Make) -> None:
     cpu = min(os.sched_getaffinity(0))
-    worker = make_worker(move=move, options=Options(copy_cpus=(cpu,), copy_threads=1))
-    store_now(worker, Ended(worker.side), worker.store(1, TOKENS, worker.tables(TOKENS)))
+    move = case(options=worker_options(copy_cpus=(cpu,))).move
     assert move.threads[0].name == "kvext-transfer"
     assert move.cpus == {frozenset({cpu})}
     assert move.placements == [CopyPlacement((cpu,), 1)]
 
 
-def test_threads_are_named_without_cpus(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move, options=Options(copy_threads=3))
-    store_now(worker, Ended(worker.side), worker.store(1, TOKENS, worker.tables(TOKENS)))
-    assert move.placements[0] is not None and move.placements[0].num_threads == 3
+@pytest.mark.parametrize("digit", ["0", "1"])
+def test_the_op_moves_as_the_settings_want_it(
+    case: Make, monkeypatch: pytest.MonkeyPatch, digit: str
+) -> None:
+    moved: list[dict[str, Any]] = []
+    monkeypatch.setenv(BUNDLE_VARIABLE, digit)
+    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, digit)
+    monkeypatch.setattr(worker_side, "page_transfer", lambda *_, **how: moved.append(how))
+    case(move=None)
+    assert moved == [{"placement": ANY, "is_bundled": digit == "1", "uses_kernel": digit == "1"}]
 
 
 # Failures
 
 
-def test_a_load_that_is_not_complete_fails_and_writes_nothing(make_worker: MakeWorker) -> None:
-    worker = make_worker()
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, job)
-    worker.pages.fill(seed=2)
-    before = worker.pages.copy_of_storages()
-    whole = worker.load("a", job, tables)
-    (chunk,) = whole.stored
+def test_a_load_that_is_not_complete_fails_and_writes_nothing(case: Make) -> None:
+    made = case()
+    made.pages.fill(seed=2)
+    before = made.pages.copy_of_storages()
+    (chunk,) = made.load().stored
     part = StoredChunk(RowMap.of(list(chunk.rows)[:-1]), chunk.host_offset_bytes)
-    worker.side.begin_step(StepJobs(loads=(dataclasses.replace(whole, stored=(part,)),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert ended.results.failed_loads == {"a"}
-    assert ended.failed_pages == {id for table in tables for id in table.ids}
-    assert same(worker.pages.copy_of_storages(), before)
-    assert not ended.results.traffic["load"].transfers
+    made.run(made.load(stored=(part,)))
+    assert made.results.failed_loads == {"a"}
+    assert made.failed_pages == made.page_ids
+    assert same(made.pages.copy_of_storages(), before)
+    assert not made.results.traffic["load"].transfers
 
 
-@pytest.mark.parametrize("may_lack", [True, False])
-def test_of_a_load_that_fails_each_part_is_tried(may_lack: bool, make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker("single group", move=move)
-    ended = Ended(worker.side)
+@pytest.mark.parametrize(
+    ("failing", "may_lack", "unreadable", "has_failed"),
+    [
+        ({1, 3}, True, {1}, False),
+        ({1, 3}, False, {1}, True),
+        ({1}, False, set(), False),
+        (set(range(9)), True, {0, 1, 2, 3}, True),
+    ],
+)
+def test_of_a_load_that_fails_each_part_is_tried(
+    failing: set[int], may_lack: bool, unreadable: set[int], has_failed: bool, case: Make
+) -> None:
+    made = case("single group", has_stored=False)
+    worker = made.worker
     chunks = [TokenRange(first, first + 32) for first in range(0, 128, 32)]
     tables = [worker.tables(tokens, 1 + 8 * n) for n, tokens in enumerate(chunks)]
     stores = [worker.store(n, *each) for n, each in enumerate(zip(chunks, tables, strict=True))]
     contents = [worker.page_bytes(table) for table in tables]
-    store_now(worker, ended, *stores)
-    worker.pages.fill(seed=2)
+    made.run(*stores)
+    made.pages.fill(seed=2)
     parts = [worker.load("a", *each) for each in zip(stores, tables, strict=True)]
-    stored = [part.stored[0] for part in parts]
-    (group,) = zip(*tables, strict=True)
-    whole = TablePart(0, tuple(id for table in group for id in table.ids))
-    before = worker.page_bytes(tables[1])
-    load = LoadJob("a", TOKENS, tuple(stored), (whole,), may_lack=may_lack)
-    move.failing_loads = {1, 3}
-    worker.side.begin_step(StepJobs(loads=(load,)))
-    ended.wait_for(stores=set(range(4)), loads={"a"})
-    assert ended.results.unreadable == {"a": {stored[1].host_offset_bytes}}
-    assert ended.results.failed_loads == (set() if may_lack else {"a"})
-    assert ended.failed_pages == (set() if may_lack else set(whole.ids))
+    stored = tuple(part.stored[0] for part in parts)
+    whole = TablePart(0, tuple(id for (table,) in tables for id in table.ids))
+    before = [worker.page_bytes(table) for table in tables]
+    made.move.failing_loads = failing
+    made.run(LoadJob("a", TOKENS, stored, (whole,), may_lack=may_lack))
+    places = {stored[number].host_offset_bytes for number in unreadable}
+    assert made.results.unreadable == ({"a": places} if places else {})
+    assert made.results.failed_loads == ({"a"} if has_failed else set())
+    assert made.failed_pages == (set(whole.ids) if has_failed else set())
+    assert made.move.num_loads == 1 + (MAX_FAILED_IN_A_ROW if len(unreadable) == 4 else 4)
     for number, table in enumerate(tables):
-        expected = before if number == 1 else contents[number]
-        assert same(worker.page_bytes(table), expected)
-
-
-def test_a_load_whose_parts_can_all_be_read_has_not_failed(make_worker: MakeWorker) -> None:
-    move = Move()
-    move.failing_loads = {1}
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    store = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, store)
-    content = worker.page_bytes(tables)
-    worker.pages.fill(seed=2)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", store, tables),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert not ended.results.failed_loads and not ended.results.unreadable
-    assert same(worker.page_bytes(tables), content)
-
-
-def test_a_load_of_which_no_part_can_be_read_fails(make_worker: MakeWorker) -> None:
-    move = Move()
-    move.failing = {Direction.HOST_TO_PAGES}
-    worker = make_worker("single group", move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    store = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, store)
-    whole = worker.load("a", store, tables)
-    load = dataclasses.replace(whole, stored=whole.stored * 2, may_lack=True)
-    worker.side.begin_step(StepJobs(loads=(load,)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert ended.results.failed_loads == {"a"}
-    assert ended.results.unreadable == {"a": load.places}
-    assert move.directions.count(Direction.HOST_TO_PAGES) == 3
+        expected = before if number in unreadable else contents
+        assert same(worker.page_bytes(table), expected[number])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_of_a_failed_load_are_those_it_should_have_filled(
-    layout: str, make_worker: MakeWorker
-) -> None:
+def test_pages_of_a_failed_load_are_those_it_should_have_filled(layout: str, case: Make) -> None:
     """Not those before its tokens, none that a window has left behind, and no null block."""
-    move = Move()
-    move.failing = {Direction.HOST_TO_PAGES}
-    worker = make_worker(layout, move=move)
-    ended = Ended(worker.side)
+    made = case(layout, has_stored=False)
     tokens = TokenRange(64, 192)
-    tables = worker.tables(tokens)
-    job = worker.store(1, tokens, tables)
-    store_now(worker, ended, job)
+    tables = made.worker.tables(tokens)
+    job = made.worker.store(2, tokens, tables)
+    made.run(job)
+    made.move.failing_loads = {1, 2}
     # Whole tables of a request that goes on, with other pages before and behind.
     whole = tuple(TablePart(0, (60,) * part.first_page + part.ids + (61,)) for part in tables)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, whole),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert ended.results.failed_loads == {"a"}
-    assert ended.failed_pages == {id for table in tables for id in table.ids}
-
-
-def test_null_pages_of_a_failed_load_are_not_reported(make_worker: MakeWorker) -> None:
-    worker = make_worker("single group")
-    ended = Ended(worker.side)
-    (table,) = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, (table,))
-    store_now(worker, ended, job)
-    holed = TablePart(0, (*table.ids[:3], 0, *table.ids[4:]))
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, (holed,)),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert ended.results.failed_loads == {"a"}
-    assert ended.failed_pages == {*holed.ids} - {0}
+    made.run(made.worker.load("a", job, whole))
+    assert made.results.failed_loads == {"a"}
+    assert made.failed_pages == {id for table in tables for id in table.ids}
 
 
 @pytest.mark.parametrize(
-    "tables, pages",
+    ("tables", "pages"),
     [
         ((), set()),
         ((TablePart(7, (5, 6)),), {5}),  # 6 is behind the last token
@@ -473,250 +357,161 @@ def test_null_pages_of_a_failed_load_are_not_reported(make_worker: MakeWorker) -
         ((TablePart(1, (5, 6, 7)),), {5, 6, 7}),
         ((TablePart(0, (5, 6)),), {5, 6}),
         ((TablePart(0, (*range(1, 8), NUM_PAGES)),), {*range(1, 8), NUM_PAGES}),
+        ((TablePart(0, (8, 7, 6, 0, 4, 3, 2, 1)),), {8, 7, 6, 4, 3, 2, 1}),  # a null page
     ],
 )
 def test_a_job_that_cannot_be_planned_fails(
-    tables: tuple[TablePart, ...], pages: set[int], make_worker: MakeWorker
+    tables: tuple[TablePart, ...], pages: set[int], case: Make
 ) -> None:
-    worker = make_worker("single group")
-    ended = Ended(worker.side)
-    right = worker.store(1, TOKENS, worker.tables(TOKENS))
-    store_now(worker, ended, right)
-    before = worker.pages.copy_of_storages()
-    store = worker.store(2, TOKENS, tables)
-    load = dataclasses.replace(worker.load("a", right, worker.tables(TOKENS)), block_ids=tables)
-    worker.side.begin_step(StepJobs(stores=(store,), loads=(load,)))
-    ended.wait_for(stores={1, 2}, loads={"a"})
-    assert ended.results.failed_stores == {2} and ended.results.failed_loads == {"a"}
-    assert ended.failed_pages == pages
-    assert same(worker.pages.copy_of_storages(), before)
+    made = case("single group")
+    before = made.pages.copy_of_storages()
+    made.run(made.worker.store(2, TOKENS, tables), made.load(block_ids=tables))
+    assert made.results.failed_stores == {2} and made.results.failed_loads == {"a"}
+    assert made.failed_pages == pages
+    assert same(made.pages.copy_of_storages(), before)
 
 
-def test_a_store_of_a_null_page_fails(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker("single group", move=move)
-    ended = Ended(worker.side)
-    (table,) = worker.tables(TOKENS)
-    holed = TablePart(0, (*table.ids[:3], 0, *table.ids[4:]))
-    store_now(worker, ended, worker.store(1, TOKENS, (holed,)))
-    assert ended.results.failed_stores == {1} and not move.directions
+@pytest.mark.parametrize("host_bytes", [1 << 20, 4096])
+def test_a_store_that_lacks_rows_or_memory_fails(host_bytes: int, case: Make) -> None:
+    """Rows behind the last whole one of a chunk; host memory is never left."""
+    made = case("single group", has_stored=False, options=worker_options(host_bytes=host_bytes))
+    assert made.worker.chunk_bytes(TOKENS) > 4096
+    job = made.job
+    if host_bytes > 4096:
+        short = (PlacedChunk(TokenRange(0, 64)), PlacedChunk(TokenRange(64, 120), 8192))
+        job = StoreJob(1, short, made.tables)
+    made.run(job)
+    assert made.results.failed_stores == {1}
 
 
-def test_one_chunk_that_lacks_rows_fails_its_store(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker("single group", move=move)
-    ended = Ended(worker.side)
-    (table,) = worker.tables(TOKENS)
-    chunks = (PlacedChunk(TokenRange(0, 64)), PlacedChunk(TokenRange(64, 120), 8192))
-    store_now(worker, ended, StoreJob(1, chunks, (table,)))
-    assert ended.results.failed_stores == {1} and not move.directions
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_a_device_that_refuses(direction: Direction, make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, job)
-    move.failing = {direction}
-    worker.side.begin_step(
-        StepJobs(stores=(worker.store(2, TOKENS, tables),), loads=(worker.load("a", job, tables),))
-    )
-    ended.wait_for(stores={1, 2}, loads={"a"})
-    is_store = direction is Direction.PAGES_TO_HOST
-    assert ended.results.failed_stores == ({2} if is_store else set())
-    assert ended.results.failed_loads == (set() if is_store else {"a"})
-    assert ended.results.traffic["store"].transfers == (1 if is_store else 2)
-
-
-def test_host_memory_is_never_left(make_worker: MakeWorker) -> None:
-    worker = make_worker("single group", options=Options(host_memory_bytes_per_worker=4096))
-    ended = Ended(worker.side)
-    assert worker.planner.chunk_bytes(TOKENS) > 4096
-    store_now(worker, ended, worker.store(1, TOKENS, worker.tables(TOKENS)))
-    assert ended.results.failed_stores == {1}
-
-
-def test_skipped_states_are_not_missed(make_worker: MakeWorker) -> None:
-    worker = make_worker("deepseek v4", options=Options(state_policy=StatePolicy.SKIP))
-    ended = Ended(worker.side)
-    tables = (*worker.tables(TOKENS)[:3], TablePart(0, ()))
-    job = worker.store(1, TOKENS, tables)
-    store_now(worker, ended, job)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert not ended.results.failed_stores and not ended.results.failed_loads
+def test_skipped_states_are_not_missed(case: Make) -> None:
+    options = worker_options(state_policy=StatePolicy.SKIP)
+    made = case("deepseek v4", has_stored=False, options=options)
+    tables = (*made.tables[:3], TablePart(0, ()))
+    made.run(dataclasses.replace(made.job, block_ids=tables))
+    made.run(made.load(block_ids=tables))
+    assert not made.results.failed_stores and not made.results.failed_loads
 
 
 # Beginning and end
 
 
-def test_a_worker_describes_itself(make_worker: MakeWorker) -> None:
-    worker = make_worker(options=Options(host_memory_bytes_per_worker=(1 << 20) + 63))
-    described = worker.side.describe()
-    assert described.layout == worker.pages.layout()
+def test_a_worker_describes_itself(case: Make) -> None:
+    made = case(options=worker_options(host_bytes=(1 << 20) + 63))
+    described = made.side.describe()
+    assert described.layout == made.pages.layout()
     assert described.host_bytes == 1 << 20
     assert len(described.fingerprint) == 64
 
 
-def test_another_worker_has_the_same_fingerprint(make_worker: MakeWorker) -> None:
-    one, other = (make_worker().side.describe().fingerprint for _ in range(2))
-    assert one == other
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("model_config", {"model": "other"}),
+        ("model_config", {"revision": "other"}),
+        ("model_config", {"quantization": "other"}),
+        ("model_config", {"dtype": "torch.float16"}),
+        ("cache_config", {"cache_dtype": "fp8_e5m2"}),
+        ("", {"speculative_config": SimpleNamespace(model="draft")}),
+        ("", {"parallel_config": parallel_config(tensor_parallel_size=2)}),
+        ("compilation_config", {"static_forward_context": {"0.0.attn": AttentionLayer()}}),
+    ],
+)
+def test_what_makes_another_fingerprint(part: str, values: dict[str, Any], case: Make) -> None:
+    config = vllm_config()
+    vars(getattr(config, part) if part else config).update(values)
+    made = {case(vllm_config=each).side.describe().fingerprint for each in (vllm_config(), config)}
+    assert len(made) == 2
+
+
+def test_ranks_have_one_fingerprint(case: Make) -> None:
+    ranks = [parallel_config(tensor_parallel_size=2, rank=rank) for rank in (1, 3)]
+    configs = [vllm_config(parallel_config=each) for each in ranks]
+    assert len({case(vllm_config=each).side.describe().fingerprint for each in configs}) == 1
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("option", "message"),
     [
-        lambda config: setattr(config.model_config, "model", "other"),
-        lambda config: setattr(config.model_config, "revision", "other"),
-        lambda config: setattr(config.model_config, "quantization", "other"),
-        lambda config: setattr(config.model_config, "dtype", "torch.float16"),
-        lambda config: setattr(config.cache_config, "cache_dtype", "fp8_e5m2"),
-        lambda config: setattr(config, "speculative_config", SpeculativeConfig("draft")),
-        lambda config: setattr(config, "parallel_config", ParallelConfig(2)),
-        lambda config: setattr(config, "parallel_config", ParallelConfig(2, rank=1)),
-        lambda config: setattr(
-            config, "compilation_config", CompilationConfig({"0.0.attn": AttentionLayer()})
-        ),
+        ("decode_context_parallel_size", "context parallelism: found a size of 2"),
+        ("prefill_context_parallel_size", "context parallelism: found a size of 2"),
+        ("pipeline_parallel_size", "found pipeline_parallel_size 2, expected 1"),
     ],
 )
-def test_what_makes_another_fingerprint(
-    change: Callable[[VllmConfig], None], make_worker: MakeWorker
-) -> None:
-    config = VllmConfig()
-    change(config)
-    fingerprints = {
-        make_worker(vllm_config=each).side.describe().fingerprint
-        for each in (VllmConfig(), VllmConfig(parallel_config=ParallelConfig(2, rank=3)), config)
-    }
-    is_rank_one_of_two = config.parallel_config.rank == 1
-    assert len(fingerprints) == (2 if is_rank_one_of_two else 3)
+def test_parallelism_that_is_refused(option: str, message: str, case: Make) -> None:
+    with pytest.raises(LayoutError, match=message):
+        case(vllm_config=vllm_config(parallel_config=parallel_config(**{option: 2})))
 
 
-def test_parallelism_that_is_refused(make_worker: MakeWorker) -> None:
-    for wrong in (
-        ParallelConfig(decode_context_parallel_size=2),
-        ParallelConfig(prefill_context_parallel_size=2),
-    ):
-        with pytest.raises(LayoutError, match="context parallelism: found a size of 2"):
-            make_worker(vllm_config=VllmConfig(wrong))
-    with pytest.raises(ConnectorError, match="found pipeline_parallel_size 2, expected 1"):
-        make_worker(vllm_config=VllmConfig(ParallelConfig(pipeline_parallel_size=2)))
-
-
-def test_cpus_that_nobody_has_are_refused(make_worker: MakeWorker) -> None:
+def test_cpus_that_nobody_has_are_refused(case: Make) -> None:
     with pytest.raises(PlacementError):
-        make_worker(options=Options(copy_cpus=(100_000,)))
+        case(options=worker_options(copy_cpus=(100_000,)))
 
 
-def test_a_second_registration_takes_the_pages_where_they_are(make_worker: MakeWorker) -> None:
+def test_a_second_registration_takes_the_pages_where_they_are(case: Make) -> None:
     from support.connector import small_workers
 
-    worker = make_worker()
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    job = worker.store(1, TOKENS, tables)
-    content = worker.page_bytes(tables)
-    store_now(worker, ended, job)
-    described = worker.side.describe()
-
-    old, worker.pages = worker.pages, small_workers.gemma_like()
+    made = case()
+    described = made.side.describe()
+    old, made.worker.pages = made.pages, small_workers.gemma_like()
     before = old.copy_of_storages()
-    worker.side.register(worker.pages.kv_caches)
-    worker.side.begin_step(StepJobs(loads=(worker.load("a", job, tables),)))
-    ended.wait_for(stores={1}, loads={"a"})
-    assert same(worker.page_bytes(tables), content)
+    made.side.register(made.worker.pages.kv_caches)
+    made.run(made.load())
+    assert same(made.worker.page_bytes(made.tables), made.content)
     assert same(old.copy_of_storages(), before)
-    assert worker.side.describe() == described, "the scheduler side is told once"
+    assert made.side.describe() == described, "the scheduler side is told once"
 
 
-def test_a_registration_of_other_pages_is_refused(make_worker: MakeWorker) -> None:
+def test_a_registration_of_other_pages_is_refused(case: Make) -> None:
     from support.connector import small_workers
 
-    worker = make_worker("single group")
+    made = case("single group", has_stored=False)
     other = small_workers.single_group()
     apart = {name: tensor.repeat(1, 2, 1, 1, 1)[:, :2] for name, tensor in other.kv_caches.items()}
     with pytest.raises(LayoutError, match="expected the pages registered first"):
-        worker.side.register(apart)
-    ended = Ended(worker.side)
-    store_now(worker, ended, worker.store(1, TOKENS, worker.tables(TOKENS)))
-    assert not ended.results.failed_stores
+        made.side.register(apart)
+    made.run(made.job)
+    assert not made.results.failed_stores
 
 
-def test_shutdown_waits_for_what_runs_and_drops_what_is_queued(make_worker: MakeWorker) -> None:
-    move = Move()
-    worker = make_worker(move=move)
-    tables = worker.tables(TOKENS)
-    jobs = [worker.store(number, TOKENS, tables) for number in (1, 2)]
-    move.gate.close()
-    worker.side.begin_step(StepJobs(stores=tuple(jobs)))
-    move.gate.wait_for_arrival()
-    threading.Timer(0.1, move.gate.open).start()
-    worker.side.shutdown()
-    assert not move.threads[0].is_alive()
-    assert len(move.directions) == 1
-    results = worker.side.end_step().results
-    assert results.stores_ended == {1: 1, 2: 1} and results.failed_stores == {2}
-    assert results.traffic["store"].transfers == 1
-    worker.side.shutdown()
-    assert not worker.side.end_step().results
+@pytest.mark.parametrize("end", ["shutdown", "end_transfers"])
+def test_what_runs_ends_and_what_is_queued_fails(end: str, case: Make) -> None:
+    """The memory of pages may go away then, and nobody calls `register` again."""
+    made = case(has_stored=False)
+    made.move.gate.close()
+    made.begin(made.job, made.worker.store(2, TOKENS, made.tables))
+    made.move.gate.wait_for_arrival()
+    threading.Timer(0.1, made.move.gate.open).start()
+    getattr(made.side, end)()
+    assert made.take().results.stores_ended.keys() >= {1}, "what runs is waited for"
+    assert len(made.move.directions) == 1
+    assert made.move.threads[0].is_alive() is (end == "end_transfers")
+    made.begin(made.worker.store(3, TOKENS, made.tables))
+    made.wait_for({1, 2, 3}, set())
+    assert made.results.failed_stores == ({2} if end == "end_transfers" else {2, 3})
 
 
-def test_a_worker_without_caches(make_worker: MakeWorker) -> None:
-    side = WorkerSide(VllmConfig(), None, Options())
+def test_a_worker_without_caches() -> None:
+    pytest.importorskip("torch")
+    side = WorkerSide(vllm_config(), None, worker_options())
     with pytest.raises(ConnectorError, match="call register"):
         side.describe()
-    side.begin_step(StepJobs(has_forward=True))
+    side.begin_step(ConnectorMetadata(has_forward=True))
     side.end_of_forward()
-    assert side.end_step() == EndedJobs(frozenset(), frozenset(), JobResults())
+    assert side.end_step() == EndedJobs(frozenset(), frozenset(), WorkerOutput())
     load = LoadJob("a", TOKENS, (), (TablePart(0, (1,)),))
-    side.begin_step(StepJobs(loads=(load,)))
-    ended = Ended(side)
-    ended.wait_for(loads={"a"})
-    assert ended.results.failed_loads == {"a"}
+    side.begin_step(ConnectorMetadata(loads=(load,)))
+    assert until(lambda: side.end_step().results.failed_loads) == {"a"}
     side.end_transfers()
     side.shutdown()
-    side.shutdown()
 
 
-def test_no_transfer_runs_when_they_are_to_end(make_worker: MakeWorker) -> None:
-    """The memory of pages may go away then, and nobody calls `register` again."""
-    move = Move()
-    worker = make_worker(move=move)
-    ended = Ended(worker.side)
-    tables = worker.tables(TOKENS)
-    jobs = [worker.store(number, TOKENS, tables) for number in (1, 2, 3)]
-    move.gate.close()
-    worker.side.begin_step(StepJobs(stores=tuple(jobs[:2])))
-    move.gate.wait_for_arrival()
-    threading.Timer(0.1, move.gate.open).start()
-    worker.side.end_transfers()
-    assert len(move.directions) == 1
-    worker.side.begin_step(StepJobs(stores=(jobs[2],)))
-    ended.wait_for(stores={1, 2, 3})
-    assert ended.results.failed_stores == {2}
-
-
-def test_traffic_of_several_workers_adds_up(make_worker: MakeWorker) -> None:
-    total = JobResults()
-    for _ in range(2):
-        worker = make_worker()
-        ended = Ended(worker.side)
-        store_now(worker, ended, worker.store(1, TOKENS, worker.tables(TOKENS)))
-        total.add(ended.results)
-    assert total.stores_ended == {1: 2}
-    assert total.traffic["store"].transfers == 2
-    assert total.traffic["load"] == Traffic()
-
-
-def test_a_pool_that_has_moved_fails_its_jobs(make_worker: MakeWorker) -> None:
+def test_a_pool_that_has_moved_fails_its_jobs(case: Make) -> None:
     """Memory that was taken away without a word is not written to."""
-    worker = make_worker()
-    ended = Ended(worker.side)
-    worker.side._runner.pools.retire()
+    made = case(has_stored=False)
+    pools = made.side._runner.pools
+    pools.tensors = tuple(tensor.clone() for tensor in pools.tensors)
     with pytest.raises(DescriptorError):
-        worker.side._runner.pools.require_current()
-    store_now(worker, ended, worker.store(1, TOKENS, worker.tables(TOKENS)))
-    assert ended.results.failed_stores == {1}
+        pools.require_current()
+    made.run(made.job)
+    assert made.results.failed_stores == {1}

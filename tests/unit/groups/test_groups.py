@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import pkgutil
-import subprocess
-import sys
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layout.fakes import (
+    INT8,
     AscendMLAAttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -22,7 +21,7 @@ from support.layout.fakes import (
     config,
 )
 
-import vllm_ascend_kvext.groups
+from vllm_ascend_kvext.groups.errors import GroupError
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,
@@ -32,38 +31,43 @@ from vllm_ascend_kvext.groups.model import (
 )
 from vllm_ascend_kvext.groups.spec_attributes import (
     holds_states,
+    is_replicated,
     kind_of,
+    tokens_per_page,
     tokens_per_page_of,
     window_tokens_of,
 )
 from vllm_ascend_kvext.groups.specs import read_cache_groups
 
 SPECS = [
-    # spec, kind, window_tokens, tokens_per_page
-    (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16),
-    (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16),
-    (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256),
-    (AscendMLAAttentionSpec(block_size=128, compress_ratio=128), GroupKind.FULL, 0, 16384),
-    (SlidingWindowSpec(block_size=16, sliding_window=9), GroupKind.WINDOW, 9, 16),
-    (SlidingWindowMLASpec(block_size=4, sliding_window=8), GroupKind.WINDOW, 8, 4),
+    # spec, kind, window_tokens, tokens_per_page, is_replicated; states are those of a kind
+    (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16, False),
+    (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16, False),
+    (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256, True),
+    (AscendMLAAttentionSpec(block_size=128, compress_ratio=128), GroupKind.FULL, 0, 16384, True),
+    (SlidingWindowSpec(block_size=16, sliding_window=9), GroupKind.WINDOW, 9, 16, False),
+    (SlidingWindowMLASpec(block_size=4, sliding_window=8), GroupKind.WINDOW, 8, 4, True),
     (
         ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64),
         GroupKind.CHUNKED,
         64,
         16,
+        False,
     ),
-    (MambaSpec(block_size=32, shapes=(), dtypes=()), GroupKind.STATE, 0, 32),
-    (CrossAttentionSpec(block_size=16), GroupKind.OTHER, 0, 16),
+    (MambaSpec(block_size=32, shapes=(), dtypes=()), GroupKind.STATE, 0, 32, False),
+    (CrossAttentionSpec(block_size=16), GroupKind.OTHER, 0, 16, False),
 ]
 
 
-@pytest.mark.parametrize(("spec", "kind", "window_tokens", "tokens_per_page"), SPECS)
+@pytest.mark.parametrize(("spec", "kind", "window_tokens", "page_tokens", "replicated"), SPECS)
 def test_a_spec_says_which_tokens_its_layers_read(
-    spec: object, kind: GroupKind, window_tokens: int, tokens_per_page: int
+    spec: object, kind: GroupKind, window_tokens: int, page_tokens: int, replicated: bool
 ) -> None:
     assert kind_of(spec) is kind
     assert window_tokens_of(spec) == window_tokens
-    assert tokens_per_page_of(spec) == tokens_per_page
+    assert tokens_per_page_of(spec) == page_tokens
+    assert is_replicated(spec) is replicated
+    assert holds_states(spec, "0.attention") is (kind is GroupKind.STATE)
 
 
 def test_context_parallelism_multiplies_the_tokens_of_a_page() -> None:
@@ -81,11 +85,6 @@ def test_a_compressors_states_are_a_window_that_holds_states() -> None:
     )
     assert of_compressor == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=True)
     assert of_attention == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=False)
-
-
-def test_a_recurrence_holds_states() -> None:
-    assert holds_states(MambaSpec(block_size=32, shapes=(), dtypes=()), "0.mamba")
-    assert not holds_states(FullAttentionSpec(block_size=16), "0.state_cache")
 
 
 @given(window_tokens=st.integers(1, 60), tokens_per_page=st.integers(1, 20))
@@ -117,11 +116,75 @@ def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
     assert not is_clipped(4, window_tokens=20, tokens_per_page=4, unit_tokens=4)
 
 
-def test_nothing_heavy_is_imported() -> None:
-    names = [module.name for module in pkgutil.iter_modules(vllm_ascend_kvext.groups.__path__)]
-    assert "specs" in names
-    imports = "".join(f"import vllm_ascend_kvext.groups.{name}\n" for name in names)
-    code = f"import sys\nsys.path[:] = {sys.path!r}\n{imports}"
-    code += "print({'torch', 'vllm', 'vllm_ascend', 'numpy'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == "set()"
+# The two meanings of `block_size`, and what contradicts both.
+
+
+def decide(block_size: int, ratio: int, config_rows: int | None, tensor_rows: int | None) -> int:
+    return tokens_per_page(
+        block_size, ratio, config_rows=config_rows, tensor_rows=tensor_rows, where="here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("block_size", "ratio", "rows", "expected"),
+    [
+        (256, 4, 64, 256),  # upstream DeepSeek-V4
+        (256, 128, 2, 256),
+        (128, 4, 128, 512),  # vLLM-Ascend
+        (128, 128, 128, 16384),
+        (32, 128, 32, 4096),  # vLLM-Ascend; not a multiple of the ratio
+        (16, 1, 16, 16),
+    ],
+)
+@pytest.mark.parametrize("knows", ["config", "tensor", "both"])
+def test_rows_decide(block_size: int, ratio: int, rows: int, expected: int, knows: str) -> None:
+    config_rows = None if knows == "tensor" else rows
+    tensor_rows = None if knows == "config" else rows
+    assert decide(block_size, ratio, config_rows, tensor_rows) == expected
+
+
+def test_without_compression_nothing_has_to_be_known() -> None:
+    assert decide(16, 1, None, None) == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "numbers"),
+    [
+        ((128, 4, 128, 32), ("128", "32")),  # config and tensor contradict each other
+        ((128, 4, None, 64), ("64", "128")),  # neither meaning
+        ((128, 4, None, None), ("128", "512")),  # both meanings
+        ((16, 1, None, 8), ("8", "16")),
+        ((0, 4, None, None), ("0", "4")),
+    ],
+)
+def test_a_contradiction_names_both_numbers(arguments: tuple, numbers: tuple[str, str]) -> None:
+    with pytest.raises(GroupError, match=r"^here: ") as caught:
+        decide(*arguments)
+    found = re.findall(r"\d+", str(caught.value))
+    assert set(numbers) <= set(found)
+
+
+def test_padding_does_not_make_rows() -> None:
+    spec = MLAAttentionSpec(
+        block_size=256, head_size=132, dtype=INT8, compress_ratio=4, page_size_padded=8640
+    )
+    (group,) = read_cache_groups(config(4, (spec, "indexer")), 1)
+    assert group.tokens_per_page == 256
+
+
+def test_the_scheduler_sees_the_same_as_the_worker() -> None:
+    c4 = AscendMLAAttentionSpec(block_size=128, head_size=16, compress_ratio=4)
+    indexer = AscendMLAAttentionSpec(
+        block_size=128, head_size=8, dtype=INT8, compress_ratio=4, scale_dim=1
+    )
+    window = SlidingWindowSpec(block_size=128, sliding_window=128)
+    worker = config(4, {"attn": c4, "indexer": indexer}, {"swa": window})
+    scheduler = config(4, (c4, "attn", "indexer"), (window, "swa"))
+    assert read_cache_groups(worker, 1) == read_cache_groups(scheduler, 1)
+    assert [group.tokens_per_page for group in read_cache_groups(worker, 1)] == [512, 128]
+
+
+def test_layers_of_one_group_must_agree() -> None:
+    full = FullAttentionSpec(block_size=16)
+    with pytest.raises(GroupError, match=r"(?s)layer b: .*16.*32|layer b: .*32.*16"):
+        read_cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}), 1)

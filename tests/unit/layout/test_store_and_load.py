@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored comes back, in any parts: against a model of tokens and rows, byte for byte."""
+"""What is stored comes back, in any parts: against a model of tokens and rows, byte for byte.
+
+Chunks are stored one by one, each with other pages null by then, or in one call; a load takes all
+groups or some of them, and states are kept or left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,21 +18,22 @@ from hypothesis import strategies as st
 from support.layout.byte_memory import (
     UNTOUCHED,
     PageMemory,
+    chunk_bytes,
     content,
     make_group,
     make_layout,
-    move,
 )
 from support.layout.reach import Reach
 from support.sample import sampled
+from support.transfer.oracle import oracle_transfer
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
-from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
-from vllm_ascend_kvext.layout.rows import TokenRange
-from vllm_ascend_kvext.layout.transfer_plan import LoadPlan, PlacedChunk
-from vllm_ascend_kvext.transfer.schema import PlaneColumn
+from vllm_ascend_kvext.layout.row_map import MissingRows, RowMap, StoredChunk
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TransferPlan
+from vllm_ascend_kvext.token_range import TokenRange
+from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn
 
 NUM_PAGES = 400
 BlockIds = list[list[int]]
@@ -51,7 +57,7 @@ def reach_of(group: LayoutGroup) -> Reach:
 def layouts(draw: st.DrawFn) -> KVLayout:
     groups: list[LayoutGroup] = []
     num_storages = 0
-    for scheduler_group in range(draw(st.integers(1, 3))):
+    for kv_cache_group_id in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(sorted(set(GroupKind) - {GroupKind.OTHER}, key=str)))
         page_units = draw(st.sampled_from([1, 2, 4]))
         tokens_per_page = 4 * page_units
@@ -68,7 +74,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
             ratio = draw(st.sampled_from([1, 2])) if kind is GroupKind.FULL else 1
             groups.append(
                 make_group(
-                    scheduler_group,
+                    kv_cache_group_id,
                     kind,
                     tokens_per_page,
                     tokens_per_row,
@@ -90,9 +96,9 @@ def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -
     fresh = iter(random.permutation(np.arange(1, layout.num_pages)).tolist())
     lists: BlockIds = [[] for _ in range(layout.num_scheduler_groups)]
     for group in layout.groups:
-        if not lists[group.scheduler_group]:
+        if not lists[group.kv_cache_group_id]:
             num_pages = math.ceil(end / group.tokens_per_page) + int(random.integers(2))
-            lists[group.scheduler_group] = [
+            lists[group.kv_cache_group_id] = [
                 0 if random.random() < null_share else next(fresh) for _ in range(num_pages)
             ]
     return lists
@@ -100,17 +106,45 @@ def random_block_ids(layout: KVLayout, end: int, null_share: float, seed: int) -
 
 @dataclass(frozen=True)
 class Prompt:
-    """Stored in chunks: each at another time, with other pages null by then.
+    """What is stored of a prompt, and loaded.
 
-    Chunks have no places yet.
+    Chunks are stored in one call, or each at another time, with other pages null by then.
     """
 
     layout: KVLayout
     chunks: tuple[PlacedChunk, ...]
+    is_one_call: bool
+    states: StatePolicy
     seed: int
     null_share: float
     load: TokenRange
+    groups: frozenset[int] | None
     load_null_share: float
+
+    def needed(self, tokens: TokenRange, groups: Collection[int] | None) -> Rows:
+        """Rows that resuming at the end of a range needs of it."""
+        return {
+            (index, row)
+            for index, group in self._kept_groups(groups)
+            for row in reach_of(group).rows_needed(tokens.first_tokens, tokens.end_tokens)
+        }
+
+    def kept(self, chunk: PlacedChunk, ids: BlockIds) -> Rows:
+        """Rows that a store keeps: those that have a page."""
+        return {
+            (index, row)
+            for index, group in self._kept_groups(chunk.groups)
+            for row in reach_of(group).rows_read(chunk.tokens.first_tokens, chunk.tokens.end_tokens)
+            if ids[group.kv_cache_group_id][row // group.rows_per_page]
+        }
+
+    def _kept_groups(self, groups: Collection[int] | None) -> list[tuple[int, LayoutGroup]]:
+        return [
+            (index, group)
+            for index, group in enumerate(self.layout.groups)
+            if not (group.holds_states and self.states is StatePolicy.SKIP)
+            and (groups is None or index in groups)
+        ]
 
 
 @st.composite
@@ -134,9 +168,12 @@ def prompts(draw: st.DrawFn) -> Prompt:
     return Prompt(
         layout,
         tuple(draw(st.permutations(chunks))),
+        draw(st.booleans()),
+        draw(st.sampled_from([StatePolicy.EXACT, StatePolicy.EXACT, StatePolicy.SKIP])),
         draw(st.integers(0, 1 << 16)),
         draw(st.sampled_from([0.0, 0.0, 0.3])),
         TokenRange(first, draw(st.integers(first + 1, ends[-1]))),
+        draw(st.none() | group_sets.map(frozenset)),
         draw(st.sampled_from([0.0, 0.0, 0.3])),
     )
 
@@ -144,74 +181,67 @@ def prompts(draw: st.DrawFn) -> Prompt:
 class HostMemory:
     """Stores the chunks of a prompt, each in a place of its own between bytes that stay."""
 
-    def __init__(self, prompt: Prompt, states: StatePolicy = StatePolicy.EXACT) -> None:
-        layout = prompt.layout
-        self.planner = TransferPlanner(layout, states)
-        sizes = [self.planner.chunk_bytes(chunk.tokens, chunk.groups) for chunk in prompt.chunks]
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self.planner = TransferPlanner(prompt.layout, prompt.states)
+        sizes = [chunk_bytes(prompt.layout, chunk, prompt.states) for chunk in prompt.chunks]
         self.bytes = np.full(sum(sizes) + 64 * (len(sizes) + 1), UNTOUCHED, np.uint8)
         self.stored: list[StoredChunk] = []
         self.rows: Rows = set()
-        place_bytes = 64
-        for number, (chunk, size) in enumerate(zip(prompt.chunks, sizes, strict=True)):
-            tokens = chunk.tokens
-            ids = random_block_ids(layout, tokens.end, prompt.null_share, prompt.seed + number)
-            memory = PageMemory(layout)
-            memory.fill_pages(ids)
-            placed = chunk._replace(host_offset_bytes=place_bytes)
-            plan = self.planner.plan_store([placed], ids)
-            assert plan.host_bytes <= place_bytes + size
-            before = self.bytes.copy()
-            move(memory, self.bytes, plan.planes, plan.runs, to_host=True)
-            outside = np.r_[0:place_bytes, place_bytes + size : len(self.bytes)]
-            assert (self.bytes[outside] == before[outside]).all()
-            (row_map,) = plan.row_maps
-            self.planner.arrangement.check(RowMap.parse(row_map.packed), size)
-            self.stored.append(StoredChunk(row_map, place_bytes))
-            kept = in_groups(kept_with_page(layout, tokens, ids, states), chunk.groups)
+        places = (np.cumsum([0, *sizes])[:-1] + 64 * np.arange(1, len(sizes) + 1)).tolist()
+        placed = [
+            (chunk._replace(host_offset_bytes=place), size)
+            for chunk, place, size in zip(prompt.chunks, places, sizes, strict=True)
+        ]
+        for number, batch in enumerate(
+            [placed] if prompt.is_one_call else [[one] for one in placed]
+        ):
+            self._store(batch, prompt.seed + number)
+
+    def _store(self, batch: list[tuple[PlacedChunk, int]], seed: int) -> None:
+        layout = self._prompt.layout
+        end = max((chunk.tokens.end_tokens for chunk, _ in batch), default=0)
+        ids = random_block_ids(layout, end, self._prompt.null_share, seed)
+        memory = PageMemory(layout)
+        memory.fill_pages(ids)
+        plan = self.planner.plan_store([chunk for chunk, _ in batch], ids)
+        before = self.bytes.copy()
+        oracle_transfer(
+            memory.storages, self.bytes, plan.planes, plan.runs, Direction.PAGES_TO_HOST
+        )
+        outside = np.ones(len(self.bytes), bool)
+        end_bytes = 0
+        wanted: Counter[tuple[int, int]] = Counter()
+        for (chunk, size), row_map in zip(batch, plan.row_maps, strict=True):
+            place = chunk.host_offset_bytes
+            outside[place : place + size] = False
+            end_bytes = max(end_bytes, place + size)
+            self.stored.append(StoredChunk(row_map, place))
+            kept = self._prompt.kept(chunk, ids)
             assert mapped_rows(row_map) == kept
-            (missing,) = plan.missing
-            wanted = in_groups(needed(layout, tokens, states), chunk.groups)
-            assert missing_rows(layout, missing) == wanted - usable(layout, kept, tokens.end)
-            assert plan.is_complete is not bool(missing)
+            needed = self._prompt.needed(chunk.tokens, chunk.groups)
+            wanted += Counter(needed - usable(layout, kept, chunk.tokens.end_tokens))
             self.rows |= kept
-            place_bytes += size + 64
-
-
-def in_groups(rows: Rows, groups: Collection[int] | None) -> Rows:
-    return {each for each in rows if groups is None or each[0] in groups}
+        assert plan.host_bytes == end_bytes
+        assert missing_rows(layout, plan.missing) == wanted
+        assert (self.bytes[outside] == before[outside]).all()
 
 
 def mapped_rows(row_map: RowMap) -> Rows:
     return {(each.group, row) for each in row_map for row in range(each.first_row, each.end_row)}
 
 
-def missing_rows(layout: KVLayout, missing: object) -> Rows:
-    rows: Rows = set()
-    for index, scheduler_group, tokens in missing:
+def missing_rows(layout: KVLayout, missing: Iterable[MissingRows]) -> Counter[tuple[int, int]]:
+    rows: Counter[tuple[int, int]] = Counter()
+    for index, kv_cache_group_id, tokens in missing:
         group = layout.groups[index]
-        assert group.scheduler_group == scheduler_group
-        end_row = math.ceil(tokens.end / group.tokens_per_row)
-        rows |= {(index, row) for row in range(tokens.first // group.tokens_per_row, end_row)}
+        assert group.kv_cache_group_id == kv_cache_group_id
+        assert tokens.first_tokens < tokens.end_tokens
+        end_row = math.ceil(tokens.end_tokens / group.tokens_per_row)
+        rows.update(
+            (index, row) for row in range(tokens.first_tokens // group.tokens_per_row, end_row)
+        )
     return rows
-
-
-def kept_with_page(layout: KVLayout, chunk: TokenRange, ids: BlockIds, states: StatePolicy) -> Rows:
-    return {
-        (index, row)
-        for index, group in enumerate(layout.groups)
-        if not (group.holds_states and states is StatePolicy.SKIP)
-        for row in reach_of(group).rows_read(chunk.first, chunk.end)
-        if ids[group.scheduler_group][row // group.rows_per_page]
-    }
-
-
-def needed(layout: KVLayout, tokens: TokenRange, states: StatePolicy = StatePolicy.EXACT) -> Rows:
-    return {
-        (index, row)
-        for index, group in enumerate(layout.groups)
-        if not (group.holds_states and states is StatePolicy.SKIP)
-        for row in reach_of(group).rows_needed(tokens.first, tokens.end)
-    }
 
 
 def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
@@ -225,72 +255,43 @@ def usable(layout: KVLayout, rows: Rows, end: int) -> Rows:
 
 
 def assert_loaded(
-    prompt: Prompt, host: HostMemory, plan: LoadPlan, ids: BlockIds, asked: Rows
-) -> None:
-    """The needed rows that were stored arrive; every other byte of the pages stays."""
+    prompt: Prompt, host: HostMemory, plan: TransferPlan, ids: BlockIds, there: Rows
+) -> Rows:
+    """Rows that are there arrive where they have a page; every other byte of the pages stays.
+
+    Returns:
+        What has arrived.
+    """
     layout = prompt.layout
-    there = usable(layout, host.rows, prompt.load.end) & asked
     loaded = {
         (index, row)
         for index, row in there
-        if ids[layout.groups[index].scheduler_group][row // layout.groups[index].rows_per_page]
+        if ids[layout.groups[index].kv_cache_group_id][row // layout.groups[index].rows_per_page]
     }
-    # The op refuses host bytes that two planes have.
+    # The op refuses rows that are loaded twice, and host bytes that two planes have.
+    assert plan.runs[:, RunColumn.NUM_ROWS].sum() == len(loaded)
     offsets = plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist()
     assert len(set(offsets)) == len(offsets)
     found, expected = PageMemory(layout), PageMemory(layout)
-    move(found, host.bytes, plan.planes, plan.runs, to_host=False)
+    oracle_transfer(found.storages, host.bytes, plan.planes, plan.runs, Direction.HOST_TO_PAGES)
     for index, row in loaded:
         group = layout.groups[index]
-        page = ids[group.scheduler_group][row // group.rows_per_page]
+        page = ids[group.kv_cache_group_id][row // group.rows_per_page]
         for plane in group.planes:
             expected.row(plane, page, row % group.rows_per_page)[:] = content(index, plane, row)
     for one, right in zip(found.storages, expected.storages, strict=True):
         assert (one == right).all()
-    assert missing_rows(layout, plan.missing) == asked - loaded
-    assert plan.is_complete is (asked == loaded)
+    return loaded
 
 
-@settings(max_examples=sampled(250), deadline=None)
+@settings(max_examples=sampled(400))
 @given(prompt=prompts())
 def test_a_load_brings_the_stored_rows_and_says_which_are_missing(prompt: Prompt) -> None:
     host = HostMemory(prompt)
-    ids = random_block_ids(
-        prompt.layout, prompt.load.end, prompt.load_null_share, prompt.seed + 1000
-    )
-    plan = host.planner.plan_load(host.stored, prompt.load, ids)
-    assert_loaded(prompt, host, plan, ids, needed(prompt.layout, prompt.load))
-
-
-@settings(max_examples=60, deadline=None)
-@given(prompt=prompts(), data=st.data())
-def test_a_load_of_some_groups_leaves_the_others_alone(prompt: Prompt, data: st.DataObject) -> None:
-    host = HostMemory(prompt)
-    groups = data.draw(st.sets(st.integers(0, len(prompt.layout.groups) - 1)))
-    ids = random_block_ids(
-        prompt.layout, prompt.load.end, prompt.load_null_share, prompt.seed + 1000
-    )
-    plan = host.planner.plan_load(host.stored, prompt.load, ids, groups)
-    asked = in_groups(needed(prompt.layout, prompt.load), groups)
-    assert_loaded(prompt, host, plan, ids, asked)
-
-
-@settings(max_examples=60, deadline=None)
-@given(prompt=prompts())
-def test_skipped_states_are_neither_stored_nor_missing(prompt: Prompt) -> None:
-    host = HostMemory(prompt, StatePolicy.SKIP)
-    ids = random_block_ids(
-        prompt.layout, prompt.load.end, prompt.load_null_share, prompt.seed + 1000
-    )
-    plan = host.planner.plan_load(host.stored, prompt.load, ids)
-    assert_loaded(prompt, host, plan, ids, needed(prompt.layout, prompt.load, StatePolicy.SKIP))
-
-
-@settings(max_examples=60, deadline=None)
-@given(prompt=prompts())
-def test_a_scheduler_finds_the_same_rows_missing_without_pages(prompt: Prompt) -> None:
-    host = HostMemory(prompt)
-    missing = host.planner.find_missing(host.stored, prompt.load)
-    asked = needed(prompt.layout, prompt.load)
-    there = usable(prompt.layout, host.rows, prompt.load.end)
-    assert missing_rows(prompt.layout, missing) == asked - there
+    end = prompt.load.end_tokens
+    ids = random_block_ids(prompt.layout, end, prompt.load_null_share, prompt.seed + 1000)
+    plan = host.planner.plan_load(host.stored, prompt.load, ids, prompt.groups)
+    asked = prompt.needed(prompt.load, prompt.groups)
+    loaded = assert_loaded(prompt, host, plan, ids, usable(prompt.layout, host.rows, end) & asked)
+    assert missing_rows(prompt.layout, plan.missing) == Counter(asked - loaded)
+    assert all(rows.tokens.end_tokens <= end for rows in plan.missing)

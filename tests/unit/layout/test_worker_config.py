@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors do not say: context parallelism, tiled pages, private formats, replicas."""
+"""What tensors do not say: tiled pages, private formats, ratios of one group."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.layout.fakes import (
-    FLOAT32,
     UINT8,
     FakeStorage,
     FakeTensor,
-    FullAttentionSpec,
-    MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
     config,
     tensor,
 )
 
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.worker_config import WorkerConfig, read_worker_config
+from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 
 PAGES, TOKENS = 5, 16
 LATENT = MLAAttentionSpec(block_size=TOKENS, head_size=32)
@@ -33,93 +27,51 @@ LAYERS = {"0.attn": tensor(PAGES, TOKENS, 1, 32), "1.attn": tensor(PAGES, TOKENS
 LATENT_CONFIG = config(PAGES, (LATENT, *LAYERS))
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    decode_context_parallel_size: int = 1
-    prefill_context_parallel_size: int = 1
+QUANTIZATIONS = ("fa_quant", "c8_quant")
+"""Of vLLM-Ascend; a config has the attributes of one of them."""
 
 
-@dataclass(frozen=True)
-class QuantConfig:
-    enable_fa_quant: bool
-    layers: tuple[str, ...]
-
-    def is_fa_quant_layer(self, prefix: str) -> bool:
-        return prefix in self.layers
-
-
-@dataclass(frozen=True)
-class C8QuantConfig:
-    """Of vLLM-Ascend 0.23.0; older ones have no such attributes."""
-
-    enable_c8_quant: bool
-    layers: tuple[str, ...]
-    enable_fa_quant: bool = False
-
-    def is_c8_quant_layer(self, prefix: str) -> bool:
-        return prefix in self.layers
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    parallel_config: ParallelConfig = ParallelConfig()
-    additional_config: dict[str, object] = field(default_factory=dict)
-    quant_config: QuantConfig | C8QuantConfig | None = None
-
-
-@pytest.mark.parametrize(
-    ("decode", "prefill"), [(2, 1), (1, 2), (2, 2)], ids=["decode", "prefill", "both"]
-)
-def test_context_parallelism_is_refused(decode: int, prefill: int) -> None:
-    """A block then stands for more tokens than its page has rows."""
-    worker = read_worker_config(VllmConfig(ParallelConfig(decode, prefill)), LAYERS)
-    with pytest.raises(LayoutError, match=rf"size of {decode * prefill} .*expected 1"):
-        build_layout(LATENT_CONFIG, LAYERS, worker)
+def vllm_config(
+    quantization: str | None = None,
+    layers: tuple[str, ...] = (),
+    is_enabled: bool = True,
+    **additional: object,
+) -> SimpleNamespace:
+    quant_config = None
+    if quantization is not None:
+        asks = f"is_{quantization}_layer"
+        quant_config = SimpleNamespace(
+            **{f"enable_{quantization}": is_enabled, asks: layers.__contains__}
+        )
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(), additional_config=additional, quant_config=quant_config
+    )
 
 
 def test_a_plain_config_addresses_rows() -> None:
-    worker = read_worker_config(VllmConfig(), LAYERS)
-    assert worker == WorkerConfig()
-    (group,) = build_layout(LATENT_CONFIG, LAYERS, worker).groups
+    (group,) = build_layout(LATENT_CONFIG, LAYERS, read_nz_layers(vllm_config(), LAYERS)).groups
     assert group.rows_per_page == TOKENS
 
 
 def test_nz_pages_are_taken_whole() -> None:
     """``enable_kv_nz``: kernels write tiles of 16 elements, whatever the shape says."""
-    worker = read_worker_config(VllmConfig(additional_config={"enable_kv_nz": True}), LAYERS)
-    (group,) = build_layout(LATENT_CONFIG, LAYERS, worker).groups
+    nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
+    (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert group.rows_per_page == 1 and group.tokens_per_row == TOKENS
     assert group.row_bytes == 2 * TOKENS * 64
     assert all(plane.is_packed for plane in group.planes)
 
 
-def test_layers_under_fa_quant_are_taken_whole_and_others_by_row() -> None:
-    quantized = VllmConfig(quant_config=QuantConfig(True, ("1.attn",)))
-    by_row, whole = build_layout(
-        LATENT_CONFIG, LAYERS, read_worker_config(quantized, LAYERS)
-    ).groups
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -> None:
+    """Their kernels write tiles, whatever the shape says."""
+    nz_layers = read_nz_layers(vllm_config(quantization, ("1.attn",)), LAYERS)
+    by_row, whole = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
     assert [plane.layer_name for plane in whole.planes] == ["1.attn"]
     assert (by_row.rows_per_page, whole.rows_per_page) == (TOKENS, 1)
-
-
-def test_layers_under_c8_are_taken_whole_and_others_by_row() -> None:
-    """Their kernels write tiles of 32 elements, whatever the shape says."""
-    quantized = VllmConfig(quant_config=C8QuantConfig(True, ("1.attn",)))
-    by_row, whole = build_layout(
-        LATENT_CONFIG, LAYERS, read_worker_config(quantized, LAYERS)
-    ).groups
-    assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
-    assert [plane.layer_name for plane in whole.planes] == ["1.attn"]
-    assert (by_row.rows_per_page, whole.rows_per_page) == (TOKENS, 1)
-
-
-@pytest.mark.parametrize("make", [QuantConfig, C8QuantConfig])
-def test_a_quantization_that_does_not_tile_addresses_rows(
-    make: type[QuantConfig] | type[C8QuantConfig],
-) -> None:
-    quantized = VllmConfig(quant_config=make(False, ("0.attn", "1.attn")))
-    assert read_worker_config(quantized, LAYERS) == WorkerConfig()
+    not_tiled = vllm_config(quantization, ("1.attn",), is_enabled=False)
+    assert not read_nz_layers(not_tiled, LAYERS)
 
 
 @pytest.fixture
@@ -132,7 +84,7 @@ def acl_formats(monkeypatch: pytest.MonkeyPatch) -> dict[FakeStorage, int]:
     return formats
 
 
-build = partial(build_layout, worker=WorkerConfig())
+build = partial(build_layout, nz_layers=())
 
 
 def test_pages_of_a_private_format_are_taken_whole(acl_formats: dict[FakeStorage, int]) -> None:
@@ -158,43 +110,6 @@ def test_format_is_asked_of_npu_tensors_only(acl_formats: dict[FakeStorage, int]
     entry = tensor(PAGES, TOKENS, 1, 32, device="cpu")
     acl_formats[entry.untyped_storage()] = 29
     assert build(config(PAGES, (LATENT, "a")), {"a": entry}).num_planes == 1
-
-
-def test_planes_of_mla_are_replicated_over_tensor_parallel_ranks() -> None:
-    window = SlidingWindowMLASpec(block_size=TOKENS, head_size=8, sliding_window=TOKENS)
-    heads = SlidingWindowSpec(block_size=TOKENS, sliding_window=TOKENS)
-    full = FullAttentionSpec(block_size=TOKENS)
-    mamba = MambaSpec(block_size=TOKENS, shapes=((4,),), dtypes=(FLOAT32,))
-    layout = build(
-        config(
-            PAGES,
-            (LATENT, "mla"),
-            (window, "swa"),
-            (window, "state_cache"),
-            (heads, "window"),
-            (full, "full"),
-            (mamba, "mamba"),
-        ),
-        {
-            "mla": tensor(PAGES, TOKENS, 32),
-            "swa": tensor(PAGES, TOKENS, 8),
-            "state_cache": tensor(PAGES, TOKENS, 8),
-            "window": tensor(PAGES, 2, TOKENS, 1, 8),
-            "full": tensor(PAGES, 2, TOKENS, 1, 8),
-            "mamba": [tensor(PAGES, 4, dtype=FLOAT32)],
-        },
-    )
-    replicated = {
-        plane.layer_name: plane.is_replicated for group in layout.groups for plane in group.planes
-    }
-    assert replicated == {
-        "mla": True,
-        "swa": True,
-        "state_cache": True,
-        "window": False,
-        "full": False,
-        "mamba": False,
-    }
 
 
 def test_ratios_in_one_group_need_the_entries_of_each() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is made of copies of the configs, and with which name: the patch of vLLM's factory.
+"""Who is made of copies of the configs, with which name, and what it does then.
 
 The server is one that the connector starts, so that none is asked.
 """
@@ -7,18 +7,16 @@ The server is one that the connector starts, so that none is asked.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.layout.fakes import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, config
 
-from vllm_ascend_kvext.lmcache.errors import LMCacheError
-from vllm_ascend_kvext.patches.lmcache import known_release
-from vllm_ascend_kvext.patches.lmcache.factory import (
-    NAME,
-    get_connector_class,
-)
+from vllm_ascend_kvext.errors import LMCacheError
+from vllm_ascend_kvext.patches.lmcache import factory, known_release
+from vllm_ascend_kvext.patches.lmcache.factory import NAME, get_connector_class
 from vllm_ascend_kvext.settings import LMCACHE_KEYS_VARIABLE
 
 FULL, WINDOW = FullAttentionSpec(block_size=16), SlidingWindowSpec(block_size=16)
@@ -31,60 +29,33 @@ class Role(enum.Enum):
     WORKER = 1
 
 
-@dataclass
-class Part:
-    """Any part of vLLM's config: its attributes are those that are read."""
-
-    model: str = "model"
-    cache_dtype: str = "auto"
-    device_type: str = "npu"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    kv_connector: str = NAME
-    kv_connector_extra_config: dict[str, Any] = field(
-        default_factory=lambda: {"lmcache.mp.autostart": True}
+def engine() -> Any:
+    """vLLM's config, as far as it is read."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="model"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="npu"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"lmcache.mp.autostart": True}
+        ),
     )
 
 
-@dataclass
-class Config:
-    kv_transfer_config: Part | None = field(default_factory=Part)
-    model_config: Part = field(default_factory=Part)
-    cache_config: Part = field(default_factory=Part)
-    device_config: Part = field(default_factory=Part)
-    parallel_config: Part = field(default_factory=Part)
-
-
-@dataclass
-class Adapter:
-    model_name: str
-
-
-@dataclass
-class Connector:
+class LMCacheMPConnector:
     """LMCache's: it names its objects after the model."""
 
-    config: Config
-    role: Role
-    kv_cache_config: KVCacheConfig
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self.config, self.kv_cache_config = vllm_config, kv_cache_config
+        self.request_trackers = {"request": mock.Mock()}
+        adapter = mock.Mock(model_name=vllm_config.model_config.model)
+        setattr(self, f"{role.name.lower()}_adapter", adapter)
 
-    @property
-    def scheduler_adapter(self) -> Adapter:
-        return Adapter(self.config.model_config.model)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        raise ConnectionError
 
-
-class StubbornConnector(Connector):
-    """It takes their name from elsewhere."""
-
-    scheduler_adapter = Adapter("elsewhere")  # type: ignore[assignment]
-
-
-class OtherConnector(Connector):
-    """Not LMCache's."""
-
-
-for connector in (Connector, StubbornConnector):
-    connector.__name__ = NAME
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return scheduler_output
 
 
 @pytest.fixture(autouse=True)
@@ -93,22 +64,13 @@ def unknown_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_release, "is_as_read", lambda: False)
 
 
+def made(groups: KVCacheConfig, role: Role = Role.SCHEDULER, own: Any = None) -> Any:
+    """What vLLM makes of the class that it asks for."""
+    return class_for(LMCacheMPConnector)(own or engine(), role, groups)
+
+
 def class_for(connector: Any) -> Any:
-    """What vLLM gets if it asks for a connector's class."""
-    return get_connector_class(lambda config: connector, object, Part())
-
-
-def name_with(
-    groups: KVCacheConfig, keys: str | None, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, str]:
-    """Names that both sides of an engine get."""
-    monkeypatch.delenv(LMCACHE_KEYS_VARIABLE, raising=False)
-    if keys is not None:
-        monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
-    scheduler, worker = (
-        class_for(Connector)(Config(), role, groups).config.model_config.model for role in Role
-    )
-    return scheduler, worker
+    return get_connector_class(lambda config: connector, object, SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -116,56 +78,71 @@ def name_with(
     [
         (None, ONE_GROUP, False),
         (None, TWO_GROUPS, True),
-        ("auto", TWO_GROUPS, True),
         ("1", ONE_GROUP, True),
-        ("1", TWO_GROUPS, True),
-        ("0", ONE_GROUP, False),
         ("0", TWO_GROUPS, False),
     ],
 )
 def test_the_setting_and_the_groups_decide_who_names_the_layout(
     keys: str | None, groups: KVCacheConfig, has_layout: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler, worker = name_with(groups, keys, monkeypatch)
+    monkeypatch.delenv(LMCACHE_KEYS_VARIABLE, raising=False)
+    if keys is not None:
+        monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
+    own = engine()
+    given = [
+        class_for(LMCacheMPConnector)(vllm_config=own, role=role, kv_cache_config=groups).config
+        for role in Role
+    ]
+    scheduler, worker = (config.model_config.model for config in given)
     assert scheduler == worker
     assert scheduler.startswith("model##kvext-") if has_layout else scheduler == "model"
-
-
-def test_other_connectors_are_those_that_they_always_were() -> None:
-    assert class_for(OtherConnector) is OtherConnector
+    assert own == engine(), "the engine's own config stays as it is"
+    assert given[0].parallel_config is own.parallel_config
 
 
 def test_the_class_is_the_same_however_often_it_is_asked_for() -> None:
     """MultiConnector compares classes, and tells their reports apart by name."""
-    found = class_for(Connector)
-    assert found is class_for(Connector)
-    assert found is class_for(found)
-    assert issubclass(found, Connector)
+    found = class_for(LMCacheMPConnector)
+    assert found is class_for(LMCacheMPConnector) is class_for(found)
+    assert issubclass(found, LMCacheMPConnector)
     assert found.__name__ == NAME
+    assert class_for(mock.Mock) is mock.Mock, "other connectors are those that they always were"
 
 
 def test_engines_without_groups_get_what_they_always_got() -> None:
-    own, groups = Config(), config(9)
-    made = class_for(Connector)(own, Role.SCHEDULER, groups)
-    assert made.config is own
-    assert made.kv_cache_config is groups
+    own, groups = engine(), config(9)
+    connector = made(groups, own=own)
+    assert connector.config is own
+    assert connector.kv_cache_config is groups
+    assert connector.build_connector_meta("step") == "step"
 
 
-def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters() -> None:
-    with pytest.raises(LMCacheError, match="found 'elsewhere'"):
-        class_for(StubbornConnector)(Config(), Role.SCHEDULER, TWO_GROUPS)
-    assert class_for(StubbornConnector)(Config(), Role.SCHEDULER, ONE_GROUP)
+def test_a_connector_that_ignores_its_name_is_refused_where_the_name_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(factory, "_with_name_and_options", lambda config, name, options: config)
+    with pytest.raises(LMCacheError, match="found 'model'"):
+        made(TWO_GROUPS)
+    assert made(ONE_GROUP)
 
 
-def test_arguments_may_be_named() -> None:
-    made = class_for(Connector)(vllm_config=Config(), role=Role.WORKER, kv_cache_config=TWO_GROUPS)
-    assert "##kvext-" in made.config.model_config.model
+def test_pages_that_the_server_does_not_take_are_told_as_what_they_are() -> None:
+    with pytest.raises(LMCacheError, match=r"tcp://localhost:5555.*same release"):
+        made(ONE_GROUP, Role.WORKER).register_kv_caches({})
 
 
-def test_of_several_servers_a_worker_asks_none() -> None:
-    """It uses that of its own host; here nobody listens at either."""
-    servers = {"lmcache.mp.server_urls": "tcp://127.0.0.1:1,tcp://127.0.0.1:2"}
-    own = Config(Part(kv_connector_extra_config=servers))
-    assert class_for(Connector)(own, Role.WORKER, ONE_GROUP)
-    with pytest.raises(LMCacheError, match=r"127\.0\.0\.1:1"):
-        class_for(Connector)(own, Role.SCHEDULER, ONE_GROUP)
+@pytest.mark.parametrize("is_as_read", [True, False])
+def test_lmcaches_objects_are_changed_only_if_they_are_those_that_were_read(
+    is_as_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_release, "is_as_read", lambda: is_as_read)
+    told = mock.Mock()
+    monkeypatch.setattr(factory, "tell_first_blocks", told)
+    scheduler, worker = (made(ONE_GROUP, role) for role in Role)
+    assert scheduler.build_connector_meta("step") == "step"
+    assert told.mock_calls == [mock.call(scheduler.request_trackers, "step")] * is_as_read
+    for changed in (
+        scheduler.scheduler_adapter._ensure_heartbeat_started,
+        worker.worker_adapter._reregister_kv_caches_callback,
+    ):
+        assert isinstance(changed, mock.Mock) is not is_as_read

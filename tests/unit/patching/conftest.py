@@ -21,9 +21,9 @@ from vllm_ascend_kvext.patching.store import FingerprintStore
 def plan_patches(upstream_root: Path) -> PlanPatches:
     """Plans patches against the small upstream, of which every function is stored."""
 
-    def plan(*patches: Patch, upstream: Upstream = UPSTREAM) -> FeaturePlan:
+    def plan(*patches: Patch, upstream: Upstream = UPSTREAM, feature: str = FEATURE) -> FeaturePlan:
         store = _stored(upstream_root, patches)
-        (plan,) = plan_features([FEATURE], patches, upstream, store)
+        (plan,) = plan_features([feature], patches, upstream, store)
         return plan
 
     return plan

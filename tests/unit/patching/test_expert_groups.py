@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of vLLM-Ascend's choice of experts are the repair's, and that it is taken back."""
+"""Which calls of vLLM-Ascend's choice of experts are the repair's."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,24 +29,21 @@ CALL: dict[str, Any] = {
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """As the module of vLLM-Ascend, imported already."""
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """vLLM-Ascend's function, as the repair wraps it."""
     module = ModuleType("experts_selector_of_a_test")
-    module._select_experts_with_fusion_ops = lambda **call: "fused"
     module._native_select_experts = lambda **call: ("native", call)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(experts_selector, "_MODULE", module.__name__)
-    return module
+    return partial(experts_selector.choose_by_the_best, lambda *args, **call: "fused", None)
 
 
-def test_the_best_expert_of_a_group_counts_where_experts_have_no_bias(module: ModuleType) -> None:
-    fused = module._select_experts_with_fusion_ops
-    undo = experts_selector.repair_when_imported()
-    name, call = module._select_experts_with_fusion_ops(**CALL)
+def test_the_best_expert_of_a_group_counts_where_experts_have_no_bias(
+    choose: Callable[..., Any],
+) -> None:
+    name, call = choose(**CALL)
     assert name == "native"
     assert call == {key: CALL[key] for key in call} and call["topk_group"] == 2
-    undo()
-    assert module._select_experts_with_fusion_ops is fused
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,8 @@ def test_the_best_expert_of_a_group_counts_where_experts_have_no_bias(module: Mo
         {"topk_group": None, "num_expert_group": None},
     ],
 )
-def test_other_choices_are_left_to_the_kernel(module: ModuleType, other: dict[str, Any]) -> None:
-    undo = experts_selector.repair_when_imported()
-    assert module._select_experts_with_fusion_ops(**CALL | other) == "fused"
-    undo()
+def test_other_choices_are_left_to_the_kernel(
+    choose: Callable[..., Any], other: dict[str, Any]
+) -> None:
+    assert choose(**CALL | other) == "fused"
+    assert choose("states", **CALL | other) == "fused"

@@ -2,19 +2,21 @@
 from __future__ import annotations
 
 import importlib
-import itertools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import wrapt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from small_upstream import FEATURE, MODULE, PlanPatches, declare, record, record_foreign
 
 from vllm_ascend_kvext.errors import PatchError
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.install import PatchBook
-from vllm_ascend_kvext.patching.plan import State
+from vllm_ascend_kvext.patching.plan import Finding, State
 
 MISSING = object()
 
@@ -22,6 +24,10 @@ MISSING = object()
 @pytest.fixture
 def book() -> PatchBook:
     return PatchBook()
+
+
+def state_of(book: PatchBook, finding: Finding) -> State:
+    return book.bring_up_to_date(finding).state
 
 
 @pytest.fixture
@@ -60,12 +66,12 @@ def test_apply_revert_apply_revert_restores_the_very_attributes(
     before, stock = slots(pool), CALLS[target](pool)
     for _ in range(2):
         assert book.apply(plan) == (f"T-{target}",)
-        assert book.state(plan.findings[0]) is State.APPLIED
+        assert state_of(book, plan.findings[0]) is State.APPLIED
         assert slots(pool)[target] is not before[target]
         assert CALLS[target](pool) == stock
         assert calls, "the wrapper was called"
         assert book.revert(FEATURE) == {f"T-{target}": State.INERT}
-        assert book.state(plan.findings[0]) is State.INERT
+        assert state_of(book, plan.findings[0]) is State.INERT
         after = slots(pool)
         assert all(after[name] is before[name] for name in before)
         calls.clear()
@@ -73,98 +79,81 @@ def test_apply_revert_apply_revert_restores_the_very_attributes(
         assert not calls
 
 
-def test_only_the_class_that_is_named_is_patched(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-) -> None:
-    calls: list[str] = []
-    book.apply(plan_patches(declare("SmallPool.inherited", wrapper=record(calls))))
-    pool.Pool().inherited(1)
-    assert not calls
-    pool.SmallPool().inherited(1)
-    assert calls == ["ours"]
-
-
-def test_second_apply_is_no_second_wrapper(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-) -> None:
-    calls: list[str] = []
-    patch = declare("Pool.free", wrapper=record(calls))
-    book.apply(plan_patches(patch))
-    installed = vars(pool.Pool)["free"]
-    assert book.apply(plan_patches(patch)) == ()
-    assert vars(pool.Pool)["free"] is installed
-    pool.Pool().free([])
-    assert calls == ["ours"]
-
-
-def test_apply_puts_back_a_wrapper_that_someone_removed(
+def test_a_wrapper_that_someone_removed_or_replaced_is_shadowed_and_put_back(
     plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
 ) -> None:
     original = vars(pool.Pool)["free"]
-    patch = declare("Pool.free")
-    plan = plan_patches(patch)
+    plan = plan_patches(declare("Pool.free"))
     book.apply(plan)
-    pool.Pool.free = original
-    assert book.state(plan.findings[0]) is State.SHADOWED
-    assert book.apply(plan_patches(patch)) == (patch.id,)
-    assert book.state(plan.findings[0]) is State.APPLIED
+    for other in (lambda self, blocks: None, original):
+        pool.Pool.free = other
+        assert state_of(book, plan.findings[0]) is State.SHADOWED
+    assert book.apply(plan) == ("T-Pool.free",)
+    assert state_of(book, plan.findings[0]) is State.APPLIED
     book.revert(FEATURE)
     assert vars(pool.Pool)["free"] is original
 
 
-def test_revert_under_a_foreign_wrapper_switches_off(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
+FEATURES = {"one": ("a",), "two": ("b", "c")}
+"""The patches of each feature, all of one target."""
+
+VERBS = ("apply", "revert")
+STEPS = ["foreign", "leave", *(f"{verb} {name}" for verb in VERBS for name in FEATURES)]
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=6, max_size=20))
+def test_calls_go_through_what_is_in_effect_in_any_order_of_applying_and_reverting(
+    plan_patches: PlanPatches, pool: ModuleType, steps: list[str]
 ) -> None:
+    """Against a stack of layers, innermost first: our patches, on or off, and foreign wrappers."""
+    book, cls, original = PatchBook(), pool.Pool, vars(pool.Pool)["free"]
     calls: list[str] = []
-    original = vars(pool.Pool)["free"]
-    patch = declare("Pool.free", wrapper=record(calls))
-    plan = plan_patches(patch)
-    book.apply(plan)
-    ours = vars(pool.Pool)["free"]
-    foreign = wrapt.FunctionWrapper(ours, record_foreign(calls))
-    pool.Pool.free = foreign
-    assert book.state(plan.findings[0]) is State.APPLIED, "it still runs, below the other"
-
-    assert book.revert(FEATURE) == {patch.id: State.SHADOWED}
-    assert book.state(plan.findings[0]) is State.SHADOWED
-    assert vars(pool.Pool)["free"] is foreign, "what others did is theirs to undo"
-    pool.Pool().free([])
-    assert calls == ["foreign"]
-
-    calls.clear()
-    assert book.apply(plan_patches(patch)) == (patch.id,)
-    pool.Pool().free([])
-    assert calls == ["foreign", "ours"], "switched on again, not wrapped twice"
-
-    pool.Pool.free = ours  # the other one leaves
-    assert book.revert(FEATURE) == {patch.id: State.INERT}
-    assert vars(pool.Pool)["free"] is original
-
-
-def test_replaced_by_a_foreign_function_is_shadowed(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-) -> None:
-    plan = plan_patches(declare("Pool.free"))
-    book.apply(plan)
-    pool.Pool.free = lambda self, blocks: None
-    assert book.state(plan.findings[0]) is State.SHADOWED
-
-
-def test_two_patches_of_one_target_leave_in_reverse_order(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-) -> None:
-    calls: list[str] = []
-    original = vars(pool.Pool)["free"]
-    book.apply(
-        plan_patches(
-            declare("Pool.free", id="T-1", wrapper=record(calls, "first")),
-            declare("Pool.free", id="T-2", wrapper=record(calls, "second")),
+    plans = {
+        feature: plan_patches(
+            *(
+                declare("Pool.free", id=id, feature=feature, wrapper=record(calls, id))
+                for id in ids
+            ),
+            feature=feature,
         )
-    )
-    pool.Pool().free([])
-    assert calls == ["second", "first"]
-    assert list(book.revert(FEATURE).items()) == [("T-2", State.INERT), ("T-1", State.INERT)]
-    assert vars(pool.Pool)["free"] is original
+        for feature, ids in FEATURES.items()
+    }
+    stack: list[str] = []
+    off: set[str] = set()
+    for step in steps:
+        verb, _, feature = step.partition(" ")
+        if verb == "foreign":
+            cls.free = wrapt.FunctionWrapper(vars(cls)["free"], record_foreign(calls))
+            stack.append("foreign")
+        elif verb == "leave" and stack[-1:] == ["foreign"]:
+            cls.free = vars(cls)["free"].__wrapped__
+            stack.pop()
+        elif verb == "apply":
+            fresh = [id for id in FEATURES[feature] if id not in stack or id in off]
+            assert book.apply(plans[feature]) == tuple(fresh)
+            stack += [id for id in fresh if id not in stack]
+            off -= {*fresh}
+        elif verb == "revert":
+            expected = {}
+            for id in reversed([id for id in stack if id in FEATURES[feature]]):
+                expected[id] = State.INERT if stack[-1] == id else State.SHADOWED
+                if stack[-1] == id:
+                    off.discard(stack.pop())
+                else:
+                    off.add(id)
+            assert list(book.revert(feature).items()) == list(expected.items())
+            while stack and stack[-1] in off:  # What others lay over.
+                off.discard(stack.pop())
+        calls.clear()
+        assert cls().free([1]) == ([1], False)
+        assert calls == [id for id in reversed(stack) if id not in off]
+        for finding in (finding for plan in plans.values() for finding in plan.findings):
+            id = finding.patch.id
+            in_effect = State.SHADOWED if id in off else State.APPLIED
+            assert state_of(book, finding) is (in_effect if id in stack else State.INERT)
+        assert stack or vars(cls)["free"] is original
+    cls.free = original
 
 
 class TestAtomicity:
@@ -189,19 +178,10 @@ class TestAtomicity:
         assert isinstance(raised.value.__cause__, OSError)
         after = slots(pool)
         assert all(after[name] is before[name] for name in before)
-        states = [book.state(finding) for finding in plan.findings]
+        states = [state_of(book, finding) for finding in plan.findings]
         assert states == [State.INERT, State.INERT, State.FAILED, State.INERT]
         (failed,) = [f for f in map(book.bring_up_to_date, plan.findings) if f.reason]
         assert failed.reason == "OSError: no such hook"
-
-    def test_what_was_applied_before_stays(
-        self, plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-    ) -> None:
-        early = declare("Pool.free")
-        book.apply(plan_patches(early))
-        with pytest.raises(PatchError):
-            book.apply(plan_patches(early, declare("touch"), self.failing_hook()))
-        assert book.state(plan_patches(early).findings[0]) is State.APPLIED
 
     def test_a_failure_is_forgotten_once_it_works(
         self, plan_patches: PlanPatches, book: PatchBook
@@ -218,7 +198,7 @@ class TestAtomicity:
         with pytest.raises(PatchError, match="not yet"):
             book.apply(plan)
         assert book.apply(plan)
-        assert book.state(plan.findings[0]) is State.APPLIED
+        assert state_of(book, plan.findings[0]) is State.APPLIED
 
     def test_a_plan_that_does_not_fit_touches_nothing(
         self, plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
@@ -241,68 +221,10 @@ def test_hook_is_used_once_and_undone(plan_patches: PlanPatches, book: PatchBook
     assert book.apply(plan)
     assert book.apply(plan) == ()
     assert registry == ["entry"]
-    assert book.state(plan.findings[0]) is State.APPLIED
+    assert state_of(book, plan.findings[0]) is State.APPLIED
     assert book.revert(FEATURE) == {"T-calls": State.INERT}
     assert registry == []
     assert book.apply(plan)
-
-
-def test_revert_is_for_one_feature(
-    plan_patches: PlanPatches, book: PatchBook, pool: ModuleType
-) -> None:
-    book.apply(plan_patches(declare("Pool.free")))
-    assert book.revert("other") == {}
-    assert book.revert(FEATURE)
-    assert book.revert(FEATURE) == {}
-
-
-STEPS = ("import", "apply", "foreign", "revert")
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(STEPS)), ids="-".join)
-def test_any_order_of_import_apply_foreign_patch_and_revert(
-    plan_patches: PlanPatches, book: PatchBook, order: tuple[str, ...]
-) -> None:
-    """Every order of plugins: who imports first, who patches first, who reverts when."""
-    calls: list[str] = []
-    patch = declare("Pool.free", wrapper=record(calls))
-    imported: list[Any] = []
-    found: dict[str, Any] = {}
-
-    def importing() -> None:
-        imported.append(importlib.import_module(MODULE).Pool)
-
-    def applying() -> None:
-        plan = plan_patches(patch)
-        found["original"] = vars(importlib.import_module(MODULE).Pool)["free"]
-        assert book.apply(plan) == (patch.id,)
-
-    def patching_elsewhere() -> None:
-        cls = importlib.import_module(MODULE).Pool
-        cls.free = wrapt.FunctionWrapper(vars(cls)["free"], record_foreign(calls))
-
-    def reverting() -> None:
-        found["states"] = book.revert(FEATURE)
-
-    steps = dict(zip(STEPS, (importing, applying, patching_elsewhere, reverting), strict=True))
-    for step in order:
-        steps[step]()
-
-    (cls,) = imported
-    assert cls().free([1]) == ([1], False)
-    is_applied = order.index("revert") < order.index("apply")
-    is_covered = order.index("apply") < order.index("foreign") < order.index("revert")
-    assert calls.count("ours") == is_applied
-    assert calls.count("foreign") == 1
-    assert importlib.import_module(MODULE).calls == ["free"]
-    if is_applied:
-        assert found["states"] == {}
-    elif is_covered:
-        assert found["states"] == {patch.id: State.SHADOWED}
-    else:
-        assert found["states"] == {patch.id: State.INERT}
-        if order.index("foreign") < order.index("apply"):
-            assert vars(cls)["free"] is found["original"]
 
 
 def test_a_wrapper_gets_upstreams_arguments_by_their_names(
@@ -322,3 +244,50 @@ def test_a_wrapper_gets_upstreams_arguments_by_their_names(
     assert calls == [([1], True), ([2], True), ([3], False)]
     with pytest.raises(TypeError, match="unexpected keyword argument 'front'"):
         instance.free([4], front=True)
+
+
+class TestWhenImported:
+    """A target whose module upstream imports later, or never."""
+
+    @pytest.fixture(autouse=True)
+    def not_imported(self, plan_patches: PlanPatches, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, MODULE, raising=False)
+
+    def test_it_waits_and_is_wrapped_by_the_import(
+        self, plan_patches: PlanPatches, book: PatchBook
+    ) -> None:
+        calls: list[str] = []
+        plan = plan_patches(declare("touch", wrapper=record(calls), when_imported=True))
+        (finding,) = plan.findings
+        assert book.apply(plan) == ("T-touch",)
+        assert book.apply(plan) == ()
+        assert MODULE not in sys.modules, "neither planning nor installing imports it"
+        assert state_of(book, finding) is State.WAITING
+        pool = importlib.import_module(MODULE)
+        assert state_of(book, finding) is State.APPLIED
+        assert CALLS["touch"](pool) and calls
+        assert book.revert(FEATURE) == {"T-touch": State.INERT}
+        assert not isinstance(vars(pool)["touch"], wrapt.FunctionWrapper)
+
+    def test_what_was_taken_back_is_not_wrapped_any_more(
+        self, plan_patches: PlanPatches, book: PatchBook
+    ) -> None:
+        plan = plan_patches(declare("touch", when_imported=True))
+        book.apply(plan)
+        assert book.revert(FEATURE) == {"T-touch": State.INERT}
+        pool = importlib.import_module(MODULE)
+        assert not isinstance(vars(pool)["touch"], wrapt.FunctionWrapper)
+        assert state_of(book, plan.findings[0]) is State.INERT
+
+    def test_a_module_that_is_there_is_wrapped_at_once(
+        self, plan_patches: PlanPatches, book: PatchBook
+    ) -> None:
+        importlib.import_module(MODULE)
+        plan = plan_patches(declare("touch", when_imported=True))
+        book.apply(plan)
+        assert state_of(book, plan.findings[0]) is State.APPLIED
+
+    def test_another_source_is_drift(self, plan_patches: PlanPatches) -> None:
+        (finding,) = plan_patches(declare("gone", when_imported=True)).findings
+        assert finding.state is State.DRIFTED
+        assert MODULE not in sys.modules

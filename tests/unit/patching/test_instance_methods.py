@@ -99,21 +99,6 @@ def test_what_somebody_else_has_put_over_it_stays_and_gets_straight_through(arou
     assert owner.schedule() == ["upstream", "theirs"]
 
 
-def test_a_method_is_taken_back_from_within_its_call() -> None:
-    owner, ours = Owner(), InstanceMethods()
-
-    def schedule(wrapped: Callable[..., list[Any]], *passed: Any) -> list[Any]:
-        ours.take_back()
-        gc.collect()
-        return ["ours", *wrapped(*passed)]
-
-    ours.replace(owner, schedule)
-    del schedule
-    assert owner.schedule(1) == ["ours", "upstream", 1]
-    assert owner.schedule(1) == ["upstream", 1]
-    assert not vars(owner)
-
-
 def test_objects_are_not_kept_alive() -> None:
     owner, ours = Owner(), InstanceMethods()
     ours.replace(owner, replacement("schedule", owner))

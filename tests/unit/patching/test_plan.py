@@ -34,13 +34,48 @@ def plan_feature(
     return plan
 
 
+HOOK = {"kind": Kind.HOOK, "install": lambda: lambda: None}
+FREE_023 = {"vllm": ("==0.23.*",)}
+# A patch, the version of upstream, what is found, and a part of the reason.
+FOUND: list[tuple[Patch, str, State, str]] = [
+    *(
+        (declare(target), "0.23.0", State.INERT, "")
+        for target in ("Pool.free", "Pool.find", "Pool.count", "Pool.size", "touch")
+    ),
+    (declare("SmallPool.inherited"), "0.23.0", State.INERT, ""),
+    *(
+        (declare(target), "0.23.0", State.MISSING_TARGET, "has no attribute")
+        for target in ("Pool.gone", "Gone.free", "gone")
+    ),
+    (
+        *(declare("fake_upstream.gone:x"), "0.23.0", State.MISSING_TARGET),
+        "fake_upstream.gone cannot be imported",
+    ),
+    # The target of a hook need not be a function.
+    (declare("calls", **HOOK), "0.23.0", State.INERT, ""),
+    (declare("gone", **HOOK), "0.23.0", State.MISSING_TARGET, ""),
+    # A rebuilt release with the same code fits.
+    *(
+        (declare("Pool.free", **FREE_023), version, State.INERT, "")
+        for version in ("0.23.0.post1", "0.23.0+local", "0.23.0rc1")
+    ),
+    (declare("Pool.free", **FREE_023), "0.23.1", State.DRIFTED, "none is stored"),
+    (declare("Pool.free"), "0.24.0", State.SKIPPED_VERSION, "for vLLM ==0.23.0.* only"),
+]
+
+
 @pytest.mark.parametrize(
-    "target", ["Pool.free", "Pool.find", "Pool.count", "Pool.size", "SmallPool.inherited", "touch"]
+    ("patch", "version", "state", "reason"), FOUND, ids=lambda each: getattr(each, "id", None)
 )
-def test_known_functions_fit(plan_patches: PlanPatches, target: str) -> None:
-    plan = plan_patches(declare(target))
-    assert [finding.state for finding in plan.findings] == [State.INERT], plan.findings
-    assert plan.fits
+def test_what_is_found(
+    plan_patches: PlanPatches, patch: Patch, version: str, state: State, reason: str
+) -> None:
+    plan = plan_patches(patch, upstream=Upstream(version))
+    (finding,) = plan.findings
+    assert finding.state is state
+    assert reason in finding.reason
+    assert plan.fits is (state is State.INERT)
+    assert bool(plan.misfits) is (state in (State.MISSING_TARGET, State.DRIFTED))
 
 
 def test_another_default_is_drift(
@@ -70,47 +105,12 @@ def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> Non
     assert plan({FREE: known[FREE]}) is State.DRIFTED, "nothing stored is no match"
 
 
-@pytest.mark.parametrize(
-    ("version", "fits"),
-    [("0.23.0.post1", True), ("0.23.0+local", True), ("0.23.0rc1", True), ("0.23.1", False)],
-)
-def test_a_rebuilt_release_with_the_same_code_fits(
-    plan_patches: PlanPatches, version: str, fits: bool
-) -> None:
-    patch = declare("Pool.free", vllm=("==0.23.*",))
-    assert plan_patches(patch, upstream=Upstream(version)).fits is fits
-
-
-@pytest.mark.parametrize("target", ["Pool.gone", "Gone.free", "gone"])
-def test_missing_attribute(plan_patches: PlanPatches, target: str) -> None:
-    (finding,) = plan_patches(declare(target)).misfits
-    assert finding.state is State.MISSING_TARGET
-    assert "has no attribute" in finding.reason
-
-
-def test_missing_module(plan_patches: PlanPatches) -> None:
-    (finding,) = plan_patches(declare("fake_upstream.gone:x")).misfits
-    assert finding.state is State.MISSING_TARGET
-    assert "fake_upstream.gone cannot be imported" in finding.reason
-
-
 def test_a_patch_for_another_version_is_no_part_of_the_feature(plan_patches: PlanPatches) -> None:
     elsewhere = declare("Pool.gone", vllm=("==0.30.0.*",))
     plan = plan_patches(declare("Pool.free"), elsewhere)
     assert [finding.state for finding in plan.findings] == [State.INERT, State.SKIPPED_VERSION]
     assert plan.fits
     assert not plan_patches(elsewhere).fits, "a feature without a patch is none"
-
-
-def test_a_patch_of_another_feature_is_left_out(plan_patches: PlanPatches) -> None:
-    assert plan_patches(declare("Pool.gone", feature="other")).findings == ()
-
-
-def test_the_target_of_a_hook_need_not_be_a_function(plan_patches: PlanPatches) -> None:
-    hook = {"kind": Kind.HOOK, "install": lambda: lambda: None}
-    assert plan_patches(declare("calls", **hook)).fits
-    (finding,) = plan_patches(declare("gone", **hook)).misfits
-    assert finding.state is State.MISSING_TARGET
 
 
 def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) -> None:
@@ -120,25 +120,6 @@ def test_a_foreign_wrapt_wrapper_is_looked_through(plan_patches: PlanPatches) ->
     assert plan_patches(declare("Pool.free")).fits
 
 
-def test_a_foreign_function_in_its_place_is_drift(plan_patches: PlanPatches) -> None:
-    pool = importlib.import_module(MODULE)
-
-    def free(self: object, blocks: object, prepend: bool = False) -> None: ...
-
-    pool.Pool.free = free
-    (finding,) = plan_patches(declare("Pool.free")).misfits
-    assert finding.state is State.DRIFTED
-    assert "test_plan.py" in finding.reason
-
-
-def test_planning_changes_nothing(plan_patches: PlanPatches) -> None:
-    pool = importlib.import_module(MODULE)
-    before = dict(vars(pool.Pool))
-    plan_patches(declare("Pool.free"), declare("SmallPool.inherited"))
-    assert dict(vars(pool.Pool)) == before
-    assert "inherited" not in vars(pool.SmallPool)
-
-
 def test_digest_names_the_plan(plan_patches: PlanPatches) -> None:
     one, other = declare("Pool.free"), declare("touch")
     assert digest([plan_patches(one)]) == digest([plan_patches(one)])
@@ -146,81 +127,57 @@ def test_digest_names_the_plan(plan_patches: PlanPatches) -> None:
     assert digest([plan_patches(one)]) != digest([plan_patches(one, upstream=Upstream("0.24"))])
 
 
-class TestWithVllmAscend:
-    """A package that replaces functions of upstream, as vLLM-Ascend does."""
+ADDON = "vllm_ascend.patches:_ascend_free"
+ADDON_SOURCE = "def _ascend_free(self, blocks, prepend=False):\n    return 'ascend'\n"
+OTHER_ADDON = ADDON_SOURCE.replace("'ascend'", "'other'")
+ON_ASCEND = Upstream("0.23.0", "0.23.0", has_torch_npu=True)
+NAMED = declare("Pool.free", ascend=(ADDON,))
+OWN = declare(ADDON)
+NEWER = declare("Pool.free", ascend=("vllm_ascend.patches:only_in_newer",))
+# A patch, upstream, whether the addon has replaced the function, and what it is: what is found.
+# Modules of vLLM-Ascend need torch_npu, and may fail to import without.
+ON_ASCENDS: list[tuple[Patch, Upstream, bool, str, State, str]] = [
+    (NAMED, ON_ASCEND, True, ADDON_SOURCE, State.INERT, ""),
+    (declare("Pool.free"), ON_ASCEND, True, ADDON_SOURCE, State.DRIFTED, "_ascend_free at"),
+    (NAMED, ON_ASCEND, False, OTHER_ADDON, State.DRIFTED, ADDON),
+    (NAMED, ON_ASCEND, False, "", State.DRIFTED, ADDON),
+    (NEWER, ON_ASCEND, False, ADDON_SOURCE, State.INERT, ""),
+    (NAMED, Upstream("0.23.0"), True, ADDON_SOURCE, State.DRIFTED, "_ascend_free at"),
+    (OWN, ON_ASCEND, False, ADDON_SOURCE, State.INERT, ""),
+    (OWN, ON_ASCEND, False, OTHER_ADDON, State.DRIFTED, ADDON),
+    *(
+        (OWN, upstream, False, ADDON_SOURCE, State.SKIPPED_VERSION, "for vLLM-Ascend only")
+        for upstream in (Upstream("0.23.0"), Upstream("0.23.0", "0.23.0"))
+    ),
+]
 
-    ADDON = "vllm_ascend.patches:_ascend_free"
-    ADDON_SOURCE = "def _ascend_free(self, blocks, prepend=False):\n    return 'ascend'\n"
-    WITH_ASCEND = Upstream("0.23.0", "0.23.0", has_torch_npu=True)
 
-    @pytest.fixture
-    def store(self, upstream_root: Path, add_package: AddPackage) -> FingerprintStore:
-        root = add_package("vllm_ascend", {"patches": self.ADDON_SOURCE})
-        return FingerprintStore(
-            {
-                "vllm": {"0.23.0": {FREE: fingerprint_source(upstream_root, FREE)}},
-                "vllm-ascend": {"0.23.0": {self.ADDON: fingerprint_source(root, self.ADDON)}},
-            }
-        )
-
-    def replace(self) -> None:
-        pool = importlib.import_module(MODULE)
-        pool.Pool.free = importlib.import_module("vllm_ascend.patches")._ascend_free
-
-    def test_a_replacement_that_the_ledger_names_fits(self, store: FingerprintStore) -> None:
-        self.replace()
-        patch = declare("Pool.free", ascend=(self.ADDON,))
-        assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
-
-    def test_a_replacement_that_it_does_not_name_is_drift(self, store: FingerprintStore) -> None:
-        self.replace()
-        plan = plan_feature(FEATURE, [declare("Pool.free")], self.WITH_ASCEND, store)
-        assert plan.findings[0].state is State.DRIFTED
-        assert "_ascend_free at" in plan.findings[0].reason
-
-    def test_a_drifted_file_of_it_is_drift_before_it_replaces_anything(
-        self, store: FingerprintStore, add_package: AddPackage
-    ) -> None:
-        add_package("vllm_ascend", {"patches": self.ADDON_SOURCE.replace("'ascend'", "'other'")})
-        patch = declare("Pool.free", ascend=(self.ADDON,))
-        plan = plan_feature(FEATURE, [patch], self.WITH_ASCEND, store)
-        assert plan.findings[0].state is State.DRIFTED
-        assert self.ADDON in plan.findings[0].reason
-        assert "vllm_ascend.patches" not in sys.modules, "an import would apply its patches"
-
-    def test_a_function_that_vanished_is_drift(
-        self, store: FingerprintStore, add_package: AddPackage
-    ) -> None:
-        add_package("vllm_ascend", {"patches": ""})
-        patch = declare("Pool.free", ascend=(self.ADDON,))
-        plan = plan_feature(FEATURE, [patch], self.WITH_ASCEND, store)
-        assert plan.findings[0].state is State.DRIFTED
-
-    def test_a_function_that_was_absent_and_is_absent_fits(self, store: FingerprintStore) -> None:
-        patch = declare("Pool.free", ascend=("vllm_ascend.patches:only_in_newer",))
-        assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
-
-    def test_its_own_functions_can_be_patched(self, store: FingerprintStore) -> None:
-        patch = declare(self.ADDON)
-        assert plan_feature(FEATURE, [patch], self.WITH_ASCEND, store).fits
-
-    @pytest.mark.parametrize("upstream", [Upstream("0.23.0"), Upstream("0.23.0", "0.23.0")])
-    def test_where_it_cannot_run_its_own_functions_are_left_out(
-        self, store: FingerprintStore, upstream: Upstream
-    ) -> None:
-        """Its modules need torch_npu, and may fail to import without."""
-        (finding,) = plan_feature(FEATURE, [declare(self.ADDON)], upstream, store).findings
-        assert finding.state is State.SKIPPED_VERSION
-        assert finding.reason == "for vLLM-Ascend only"
-
-    def test_a_drifted_function_of_its_own_is_refused(
-        self, store: FingerprintStore, add_package: AddPackage
-    ) -> None:
-        add_package("vllm_ascend", {"patches": self.ADDON_SOURCE.replace("'ascend'", "'other'")})
-        (finding,) = plan_feature(FEATURE, [declare(self.ADDON)], self.WITH_ASCEND, store).findings
-        assert finding.state is State.DRIFTED
-
-    def test_without_it_its_functions_do_not_count(self, store: FingerprintStore) -> None:
-        self.replace()
-        patch = declare("Pool.free", ascend=(self.ADDON,))
-        assert not plan_feature(FEATURE, [patch], Upstream("0.23.0"), store).fits
+@pytest.mark.parametrize(
+    ("patch", "upstream", "is_replaced", "source", "state", "reason"), ON_ASCENDS
+)
+def test_what_is_found_where_vllm_ascend_replaces_functions(
+    upstream_root: Path,
+    add_package: AddPackage,
+    patch: Patch,
+    upstream: Upstream,
+    is_replaced: bool,
+    source: str,
+    state: State,
+    reason: str,
+) -> None:
+    root = add_package("vllm_ascend", {"patches": ADDON_SOURCE})
+    store = FingerprintStore(
+        {
+            "vllm": {"0.23.0": {FREE: fingerprint_source(upstream_root, FREE)}},
+            "vllm-ascend": {"0.23.0": {ADDON: fingerprint_source(root, ADDON)}},
+        }
+    )
+    add_package("vllm_ascend", {"patches": source})
+    if is_replaced:
+        addon = importlib.import_module("vllm_ascend.patches")
+        importlib.import_module(MODULE).Pool.free = addon._ascend_free
+    (finding,) = plan_feature(FEATURE, [patch], upstream, store).findings
+    assert finding.state is state
+    assert reason in finding.reason
+    is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)
+    assert ("vllm_ascend.patches" in sys.modules) is is_imported, "an import applies its patches"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 
 LIMITS = st.builds(
-    lambda block_tokens, window_tokens, units, looks_ahead, draft_blocks: GroupLimits(
-        block_tokens, window_tokens, units * block_tokens or 1, looks_ahead, 1, draft_blocks
+    lambda block_tokens, window_tokens, units, use_eagle, draft_blocks: GroupLimits(
+        block_tokens, window_tokens, units * block_tokens or 1, use_eagle, 1, draft_blocks
     ),
     st.integers(1, 6),
     st.integers(0, 20),
@@ -43,7 +43,7 @@ def test_a_block_leaves_the_window_at_the_limit(limits, tokens):
 def test_a_block_is_cached_at_the_limit(limits, num_cached):
     def num_full_blocks(tokens: int) -> int:
         aligned = tokens // limits.unit_tokens * limits.unit_tokens
-        if limits.looks_ahead and aligned:
+        if limits.use_eagle and aligned:
             aligned = min(tokens, aligned + limits.block_tokens)
         return aligned // limits.block_tokens
 

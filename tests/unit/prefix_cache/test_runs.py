@@ -4,49 +4,37 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.patches.upstream import live_blocks
 from vllm_ascend_kvext.prefix_cache.runs import TailRule, runs_between
 
 
-def upstream_flags(rule: TailRule, blocks: range, replay_boundary_blocks: int) -> list[bool]:
-    """vLLM 0.23.0's ``reachable_block_mask``."""
-    per_segment, need, shift = rule.segment_blocks, rule.need_blocks, rule.ahead_blocks
-    if per_segment and need >= per_segment:
+def upstream_flags(rule: TailRule, blocks: range) -> list[bool]:
+    """vLLM 0.23.0's ``reachable_block_mask``, without an interval."""
+    unit, need, shift = rule.unit_blocks, rule.need_blocks, rule.ahead_blocks
+    if need >= unit:
         return [True] * len(blocks)
-    flags = []
-    for index in blocks:
-        in_tail = (
-            per_segment > 0
-            and index >= shift
-            and (index - shift) % per_segment >= per_segment - need
-        )
-        end = replay_boundary_blocks + shift
-        in_replay = rule.keeps_replay and end - need <= index < end
-        flags.append(in_tail or in_replay)
-    return flags
+    return [index >= shift and (index - shift) % unit >= unit - need for index in blocks]
 
 
 @given(
     st.builds(
         TailRule,
-        unit_blocks=st.integers(1, 6),
-        segment_blocks=st.integers(0, 20),
+        unit_blocks=st.integers(1, 20),
         need_blocks=st.integers(0, 12),
         ahead_blocks=st.integers(0, 1),
-        keeps_replay=st.booleans(),
     ),
     st.integers(0, 60),
     st.integers(0, 60),
-    st.integers(0, 15),
 )
-def test_runs_are_the_blocks_that_upstream_flags(rule, start, count, boundary_units):
+def test_runs_are_the_blocks_that_upstream_flags(rule, start, count):
     blocks = range(start, start + count)
-    boundary = boundary_units * rule.unit_blocks
-    runs = rule.runs(blocks, boundary)
-    flags = upstream_flags(rule, blocks, boundary)
+    runs = rule.runs(blocks)
+    flags = upstream_flags(rule, blocks)
     assert [index for run in runs for index in run] == [
         index for index, flag in zip(blocks, flags, strict=True) if flag
     ]
@@ -61,3 +49,12 @@ def test_runs_between_holes_are_maximal(holes):
         index for index, is_hole in enumerate(holes) if not is_hole
     ]
     assert all(one.stop < other.start for one, other in itertools.pairwise(runs))
+
+
+@given(st.lists(st.booleans(), max_size=9))
+def test_live_blocks_are_those_that_are_not_null(holes):
+    null = SimpleNamespace(is_null=True)
+    blocks = [null if is_hole else SimpleNamespace(is_null=False) for is_hole in holes]
+    found = live_blocks(blocks)
+    assert [id(block) for block in found] == [id(b) for b in blocks if not b.is_null]
+    assert (found is blocks) == (True not in holes)

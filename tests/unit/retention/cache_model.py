@@ -69,7 +69,7 @@ def look_up(
             if index in done:
                 candidate = candidate // group.block_tokens * group.block_tokens
                 continue
-            ahead = group.looks_ahead and index not in verified
+            ahead = group.use_eagle and index not in verified
             bound = min(candidate + group.margin_tokens, limit_tokens) if ahead else candidate
             drop = ahead and group.kind is not GroupKind.STATE
             found = find_in_group(group, cached[index], bound, unit_tokens, drop)

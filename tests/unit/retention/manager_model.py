@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small cache manager: requests are admitted, computed in chunks, preempted and finished on it.
 
-Does what upstream does, with the real `AdaptiveRetention`, on a `ModelPool`.
+Does what upstream does, with the real `CheckpointRetention`, on a `ModelPool`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from unit.retention.cache_model import look_up
 from unit.retention.pool_model import NULL, ModelPool, ModelRequest
 
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.retention.adaptive_retention import AdaptiveRetention
+from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.managed import ManagedGroup
 from vllm_ascend_kvext.retention.policy import RetentionPolicy
-from vllm_ascend_kvext.retention.protocols import ManagedGroup
 from vllm_ascend_kvext.retention.stats import RetentionStats
 
 
@@ -95,9 +95,8 @@ class ModelManager:
 class ModelCache:
     """A cache manager: one pool, one manager per group, adaptive retention.
 
-    Args:
-        is_upstreams: Whether the compiled module does the managers' work.
-        does_quiet_steps: Whether steps in which nothing happens are only taken note of.
+    With ``is_upstreams`` the compiled module does the managers' work; with ``does_quiet_steps``
+    steps in which nothing happens are only taken note of.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class ModelCache:
         interval_tokens: int = 0,
         has_events: bool = False,
         is_upstreams: bool = False,
-        skips_by_tokens: bool = False,
         does_quiet_steps: bool = False,
     ) -> None:
         self.geometry = geometry
@@ -122,8 +120,8 @@ class ModelCache:
         full = tuple(g for g in managed if not geometry.groups[g.geometry_index].is_sparse)
         sparse = tuple(g for g in managed if geometry.groups[g.geometry_index].is_sparse)
         policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
-        self.retention = AdaptiveRetention(policy, sparse, full, self.pool, skips_by_tokens)
-        self.books = self.pool.books = self.retention.books
+        self.retention = CheckpointRetention(policy, sparse, full, self.pool)
+        self.cache_state = self.pool.cache_state = self.retention.cache_state
 
     @property
     def stats(self) -> RetentionStats:
@@ -131,7 +129,7 @@ class ModelCache:
 
     def request(self, request_id: str, text: str, hints: object = None) -> ModelRequest:
         request = ModelRequest.of(request_id, text, hints)
-        request.hash_blocks(self.pool.hash_block_tokens)
+        request.hash_blocks(self.pool.hash_block_size)
         return request
 
     def hit_tokens(self, text: str, limit_tokens: int) -> int:
@@ -153,15 +151,14 @@ class ModelCache:
         computed_tokens = request.num_computed_tokens
         if not request.running:
             computed_tokens = self.hit_tokens(request.text, request.num_tokens - 1)
-        request.hash_blocks(self.pool.hash_block_tokens)
+        request.hash_blocks(self.pool.hash_block_size)
         stop_tokens = min(computed_tokens + num_new_tokens, request.num_tokens)
         asked_tokens = self.retention.next_stop_tokens(request, computed_tokens)
         if asked_tokens is not None:
             stop_tokens = min(stop_tokens, asked_tokens)
         skip_tokens = self.retention.before_skip(request_id, computed_tokens)
-        if skip_tokens is not None:
-            for manager in self.managers:
-                manager.remove_skipped_blocks(request_id, skip_tokens)
+        for manager in self.managers:
+            manager.remove_skipped_blocks(request_id, skip_tokens)
         if not request.running:
             for manager in self.managers:
                 manager.place_hit(request, computed_tokens)
@@ -182,6 +179,13 @@ class ModelCache:
         request.before_step_tokens, request.num_computed_tokens = computed_tokens, stop_tokens
         return True
 
+    def serve(self, text: str, hints: object = None) -> int:
+        """Compute a prompt at once and finish; returns what it hit."""
+        request = ModelRequest.of(f"r{text}", text, hints)
+        assert self.step(request, len(text))
+        self.finish(request)
+        return request.before_step_tokens
+
     def preempt(self, request: ModelRequest) -> None:
         """As the repair ``preempted-in-step`` does: nothing stays cached that was not computed."""
         for manager in self.managers:
@@ -197,7 +201,7 @@ class ModelCache:
 
     def reset(self) -> None:
         self.pool.reset()
-        self.books.clear()
+        self.cache_state.clear()
 
     def _release(self, request: ModelRequest) -> None:
         self.retention.release(request)

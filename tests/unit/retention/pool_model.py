@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_kvext.prefix_cache.keys import GROUP_ID_BYTES, GroupKeys
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
-from vllm_ascend_kvext.retention.protocols import ManagedGroup
+from vllm_ascend_kvext.retention.managed import ManagedGroup
 
 
 @dataclass(eq=False, slots=True)
@@ -96,11 +96,6 @@ class ModelKeyTable:
             del self._cache[key]
 
 
-def text_of(key: bytes) -> str:
-    """The prefix whose last block is cached under a key of a group with one hash per block."""
-    return key[:-GROUP_ID_BYTES].decode()
-
-
 class ModelQueue:
     """Upstream's queue of free blocks: doubly linked between two ends that are no blocks."""
 
@@ -140,29 +135,31 @@ class ModelQueue:
 
 
 class ModelPool:
-    """`CheckpointPool`, and what upstream's pool does besides.
+    """`Pool`, and the pool of upstream that it stands for.
 
-    Attributes:
-        books: Decide what is reallocated next; None where nothing does.
-        lost_unasked: Whether a block was uncached that the books did not give up.
+    ``lost_unasked`` says whether a block was uncached that ``cache_state`` did not give up.
     """
 
     def __init__(
         self, num_blocks: int, hash_block_tokens: int = 4, has_events: bool = False
     ) -> None:
         self.blocks = [ModelBlock(index) for index in range(num_blocks)]
-        self.free_queue = ModelQueue(self.blocks)
-        self.key_table = ModelKeyTable()
-        self.hash_block_tokens = hash_block_tokens
-        self.has_events = has_events
-        self.books: Any = None
+        self.free_block_queue = ModelQueue(self.blocks)
+        self.cached_block_hash_to_block = ModelKeyTable()
+        self.hash_block_size = hash_block_tokens
+        self.enable_kv_cache_events = has_events
+        self.cache_state: Any = None
         self.lost_unasked = False
         self.reported: list[bytes] = []
         """Keys of which an event told that they are cached."""
 
     @property
+    def block_pool(self) -> ModelPool:
+        return self
+
+    @property
     def queue(self) -> list[ModelBlock]:
-        return self.free_queue.get_all_free_blocks()
+        return self.free_block_queue.get_all_free_blocks()
 
     def cache(self, request: ModelRequest, group: ManagedGroup, run: range) -> None:
         blocks = group.manager.req_to_blocks[request.request_id]
@@ -172,7 +169,7 @@ class ModelPool:
             assert not block.is_null and block._block_hash is None, f"block {index} of {run}"
             key = self.key(request, group, index)
             block._block_hash = key
-            self.key_table.insert(key, block)
+            self.cached_block_hash_to_block.insert(key, block)
             self.reported.append(key)
             if new_keys is not None:
                 new_keys.add(key)
@@ -185,12 +182,7 @@ class ModelPool:
     ) -> list[ModelBlock]:
         if (block_index + 1) * group.block_tokens > request.num_tokens:
             return []
-        return self.key_table.find_all(self.key(request, group, block_index))
-
-    def refresh(self, block: ModelBlock) -> None:
-        if not block.ref_cnt:
-            self.free_queue.remove(block)
-            self.free_queue.append_n([block])
+        return self.cached_block_hash_to_block.find_all(self.key(request, group, block_index))
 
     def discard(self, blocks: list[ModelBlock]) -> None:
         ids = [block.block_id for block in blocks]
@@ -200,12 +192,12 @@ class ModelPool:
             self.uncache(block)
         idle = [block for block in blocks if not block.ref_cnt]
         for block in idle:
-            self.free_queue.remove(block)
+            self.free_block_queue.remove(block)
         self._free_first(idle)
 
     def uncache(self, block: ModelBlock) -> None:
         assert block._block_hash is not None
-        self.key_table.remove(block._block_hash, block)
+        self.cached_block_hash_to_block.remove(block._block_hash, block)
         block._block_hash = None
 
     def uncache_unasked(self, block: ModelBlock) -> None:
@@ -213,56 +205,45 @@ class ModelPool:
         self.uncache(block)
 
     def allocate(self, num_blocks: int) -> list[ModelBlock]:
-        if self.books is not None:
-            self.books.make_room(num_blocks)
+        self.cache_state.make_room(num_blocks)
         taken = self.queue[:num_blocks]
         for block in taken:
             assert not block.ref_cnt
-            self.free_queue.remove(block)
+            self.free_block_queue.remove(block)
             block.ref_cnt = 1
             if block._block_hash is not None:
-                if self.books is not None and not self.lost_unasked:
-                    assert not self.books.num_needs(block.block_id), f"{block} is needed"
+                if not self.lost_unasked:
+                    assert not self.cache_state.num_needs(block.block_id), f"{block} is needed"
                 self.uncache(block)
         return taken
 
     def touch(self, block: ModelBlock) -> None:
         if not block.ref_cnt:
-            self.free_queue.remove(block)
+            self.free_block_queue.remove(block)
         block.ref_cnt += 1
 
     def free(self, blocks: list[ModelBlock]) -> None:
         """As ``patches/retention/block_pool.py`` has upstream do it."""
         blocks = blocks[::-1]
-        if self.books is None:
-            real = [block for block in blocks if not block.is_null]
-            cached = [block for block in real if block._block_hash is not None]
-            uncached = [block for block in real if block._block_hash is None]
-            self.free_queue.append_n(self._drop(cached))
-            self._free_first(self._drop(uncached))
-            return
-        uncached, cached, num_surplus = self.books.split_freed(blocks)
-        self.free_queue.append_n(self._drop(cached))
+        uncached, cached, num_surplus = self.cache_state.split_freed(blocks)
+        self.free_block_queue.append_n(self._drop(cached))
         if num_surplus:
-            self.books.note_surplus(cached, num_surplus)
-        self.free_queue.prepend_n(self._drop(uncached))
+            self.cache_state.note_surplus(cached, num_surplus)
+        self.free_block_queue.prepend_n(self._drop(uncached))
         if uncached:
-            self.books.note_uncached(uncached)
+            self.cache_state.note_uncached(uncached)
 
     def reset(self) -> None:
         for block in self.blocks:
             assert not block.ref_cnt
             block._block_hash = None
-        self.key_table = ModelKeyTable()
+        self.cached_block_hash_to_block = ModelKeyTable()
         self.lost_unasked = False
 
-    def idle_cached_blocks(self) -> list[ModelBlock]:
-        return [b for b in self.blocks if b._block_hash is not None and not b.ref_cnt]
-
     def key(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> bytes:
-        hashes_per_block = group.block_tokens // self.hash_block_tokens
+        hashes_per_block = group.block_tokens // self.hash_block_size
         keys = GroupKeys.of_group(group.manager.kv_cache_group_id, hashes_per_block)
-        return keys.at(request.hash_blocks(self.hash_block_tokens), block_index)
+        return keys.at(request.hash_blocks(self.hash_block_size), block_index)
 
     @staticmethod
     def _drop(blocks: list[ModelBlock]) -> list[ModelBlock]:
@@ -272,6 +253,5 @@ class ModelPool:
         return [block for block in blocks if not block.ref_cnt]
 
     def _free_first(self, blocks: list[ModelBlock]) -> None:
-        self.free_queue.prepend_n(blocks)
-        if self.books is not None:
-            self.books.note_uncached(blocks)
+        self.free_block_queue.prepend_n(blocks)
+        self.cache_state.note_uncached(blocks)

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.retention.books import check_books, num_checkpoints
+from support.retention.cache_state import check_cache_state
 from support.sample import sampled
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelBlock, ModelRequest
@@ -28,9 +28,9 @@ from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin
 
 UNIT_TOKENS = 4
-MOST_RUNNING = 3
-MOST_PROBES = 256
-"""Of ``csrc/retention/evicted_prefixes.h``."""
+MAX_RUNNING = 3
+MAX_PROBES = 256
+"""Of ``csrc/retention/use_rates.h``."""
 REMEMBERED = 8192
 """Of ``csrc/retention/checkpoint_tree.cpp``."""
 FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
@@ -58,12 +58,12 @@ LAYOUTS = {
 
 
 def check(cache: ModelCache) -> None:
-    """The books agree, and whoever comes with the prompt of a checkpoint resumes there or later."""
+    """Whoever comes with the prompt of a checkpoint resumes there or later."""
     is_exact = not cache.pool.lost_unasked
-    check_books(cache.retention, cache.pool.blocks, cache.pool.queue, is_exact)
+    check_cache_state(cache.retention, cache.pool.blocks, cache.pool.queue, is_exact)
     if not is_exact:
         return  # a block may be gone, and what it was part of be incomplete
-    if cache.geometry.looks_ahead:
+    if cache.geometry.use_eagle:
         return
     for node in checkpoints(cache):
         text = node["key"].decode()
@@ -73,7 +73,7 @@ def check(cache: ModelCache) -> None:
 
 def checkpoints(cache: ModelCache) -> list[dict[str, Any]]:
     """Boundaries that can be resumed from."""
-    return [node for node in cache.books.describe() if node["tail"]]
+    return [node for node in cache.cache_state.describe() if node["tail"]]
 
 
 class CheckpointTreeMachine(RuleBasedStateMachine):
@@ -87,12 +87,10 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         num_blocks=st.integers(16, 60),
         interval_units=st.sampled_from([0, 0, 1, 2]),
         is_upstreams=st.booleans(),
-        skips_by_tokens=st.booleans(),
         does_quiet_steps=st.booleans(),
     )
     def start(self, num_blocks: int, interval_units: int, **ways: bool) -> None:
         geometry = HitGeometry(self.layout, UNIT_TOKENS)
-        ways["skips_by_tokens"] &= not geometry.has_states
         self.cache = ModelCache(
             geometry, num_blocks, interval_units * UNIT_TOKENS, self.has_events, **ways
         )
@@ -101,7 +99,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         self.num_requests = 0
         self.last_stepped: ModelRequest | None = None
 
-    @precondition(lambda self: len(self.requests) < MOST_RUNNING)
+    @precondition(lambda self: len(self.requests) < MAX_RUNNING)
     @rule(
         units=st.lists(st.sampled_from("aab"), max_size=6),
         rest=st.integers(1, UNIT_TOKENS),
@@ -114,7 +112,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         self.num_requests += 1
 
     @precondition(lambda self: self.requests)
-    @rule(choice=st.integers(0, MOST_RUNNING - 1), num_tokens=st.integers(1, 5 * UNIT_TOKENS))
+    @rule(choice=st.integers(0, MAX_RUNNING - 1), num_tokens=st.integers(1, 5 * UNIT_TOKENS))
     def compute(self, choice: int, num_tokens: int) -> None:
         request = self._choose(choice)
         self.last_stepped = None
@@ -126,7 +124,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
             self.cache.preempt(request)
 
     @precondition(lambda self: self.requests)
-    @rule(choice=st.integers(0, MOST_RUNNING - 1), letters=st.text("ab", min_size=1, max_size=6))
+    @rule(choice=st.integers(0, MAX_RUNNING - 1), letters=st.text("ab", min_size=1, max_size=6))
     def decode(self, choice: int, letters: str) -> None:
         request = self._choose(choice)
         self.last_stepped = None
@@ -138,7 +136,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
                 self.cache.preempt(request)
 
     @precondition(lambda self: self.requests)
-    @rule(choice=st.integers(0, MOST_RUNNING - 1))
+    @rule(choice=st.integers(0, MAX_RUNNING - 1))
     def finish(self, choice: int) -> None:
         request = self._choose(choice)
         if request.running:
@@ -146,7 +144,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         self.requests.remove(request)
 
     @precondition(lambda self: self.requests)
-    @rule(choice=st.integers(0, MOST_RUNNING - 1))
+    @rule(choice=st.integers(0, MAX_RUNNING - 1))
     def preempt(self, choice: int) -> None:
         request = self._choose(choice)
         if request.running:
@@ -174,8 +172,8 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
     def reset(self, is_reset: bool) -> None:
         if is_reset:
             self.cache.reset()
-            assert not self.cache.books.describe()
-            assert len(self.cache.books.surplus()) == len(self.pool.blocks)
+            assert not self.cache.cache_state.describe()
+            assert len(self.cache.cache_state.surplus()) == len(self.pool.blocks)
 
     def _can_undo(self) -> bool:
         return self.last_stepped is not None and self.last_stepped.running
@@ -189,18 +187,17 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_cached_block_is_found_and_reported(self) -> None:
-        table = self.pool.key_table._cache
+        table = self.pool.cached_block_hash_to_block
         for block in self.pool.blocks:
             key = block._block_hash
-            assert key is None or block in self.pool.key_table.find_all(key), f"{block} is lost"
+            assert key is None or block in table.find_all(key), f"{block} is lost"
         if self.has_events:
-            assert set(table) <= set(self.pool.reported)
+            assert set(table._cache) <= set(self.pool.reported)
 
 
 SETTINGS = settings(
     max_examples=sampled(60),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
@@ -218,71 +215,17 @@ def test_random_workloads(layout: str, loses_unasked: bool, has_events: bool) ->
     run_state_machine_as_test(Machine, settings=SETTINGS)
 
 
-def served(cache: ModelCache, text: str) -> None:
-    request = ModelRequest.of(f"r{text}", text)
-    assert cache.step(request, len(text))
-    cache.finish(request)
-
-
 @pytest.fixture
 def cache() -> ModelCache:
     return ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 200)
 
 
-def needed_blocks(cache: ModelCache) -> int:
-    return sum(cache.books.num_needs(block.block_id) > 0 for block in cache.pool.blocks)
-
-
 def num_surplus(cache: ModelCache) -> int:
-    return len(cache.books.surplus())
+    return len(cache.cache_state.surplus())
 
 
 def evict_everything(cache: ModelCache) -> None:
-    cache.books.make_room(len(cache.pool.blocks))
-
-
-def test_full_attention_is_needed_up_to_the_longest_checkpoint(cache: ModelCache) -> None:
-    served(cache, "a" * 40 + "x")
-    while num_checkpoints(cache.books):
-        longest = max(node["boundary_tokens"] for node in checkpoints(cache))
-        in_runs = sum(len(run) for node in cache.books.describe() for run in node["runs"])
-        assert in_runs * UNIT_TOKENS == longest
-        cache.books.make_room(num_surplus(cache) + 1)
-        check(cache)
-    assert not needed_blocks(cache)
-
-
-def test_what_no_checkpoint_needs_can_be_hit_until_it_is_reallocated(cache: ModelCache) -> None:
-    text = "a" * 40 + "x"
-    served(cache, text)
-    evict_everything(cache)
-    assert not num_checkpoints(cache.books)
-    assert cache.hit_tokens(text, 40) == 40
-    cache.pool.allocate(len(cache.pool.queue))
-    assert cache.hit_tokens(text, 40) == 0
-
-
-def test_surplus_is_reallocated_before_checkpoints(cache: ModelCache) -> None:
-    served(cache, "a" * 40 + "x")
-    num_blocks = num_surplus(cache)
-    assert num_blocks < len(cache.pool.queue)
-    cache.pool.allocate(num_blocks)
-    assert not cache.stats.checkpoints_evicted
-    cache.pool.allocate(1)
-    assert cache.stats.checkpoints_evicted == 1
-
-
-def test_a_checkpoint_that_running_requests_read_is_not_evicted_before_others(
-    cache: ModelCache,
-) -> None:
-    served(cache, "b" * 48 + "x")
-    request = ModelRequest.of("r", "a" * 48 + "x")
-    cache.step(request, 48)
-    cache.step(request, 1)
-    before = {node["key"] for node in checkpoints(cache)}
-    cache.books.make_room(num_surplus(cache) + 1)
-    lost = before - {node["key"] for node in checkpoints(cache)}
-    assert lost and all(key.startswith(b"b") for key in lost)
+    cache.cache_state.make_room(len(cache.pool.blocks))
 
 
 def with_idle_held_blocks() -> tuple[ModelCache, ModelRequest, list[int]]:
@@ -293,53 +236,17 @@ def with_idle_held_blocks() -> tuple[ModelCache, ModelRequest, list[int]]:
     idle: list[int] = []
     while not idle and request.num_computed_tokens < 60:
         assert cache.step(request, 1)
-        held = cache.retention._requests["r"].held_blocks()
+        held = cache.retention._request_states["r"].held_blocks()
         idle = [index for index in held if not cache.pool.blocks[index].ref_cnt]
     return cache, request, idle
 
 
-def test_room_is_made_of_what_only_running_requests_need() -> None:
-    """Nothing else is left: a block that is held for a boundary to come may go."""
-    cache, request, idle = with_idle_held_blocks()
-    assert idle, "no tail begins in blocks that have left the window"
-    assert all(cache.books.num_needs(index) for index in idle)
-    cache.pool.allocate(len(cache.pool.queue))
-    assert not any(cache.books.num_needs(index) for index in idle)
-    cache.preempt(request)
-    assert not any(cache.books.num_needs(block.block_id) for block in cache.pool.blocks)
-
-
 def find_evicted(cache: ModelCache, text: str, after_tokens: int, upto_tokens: int) -> int:
-    request = RetainedRequest(cache.books, cache.request("asks", text))
+    request = RetainedRequest(cache.cache_state, cache.request("asks", text))
     return request.find_evicted(after_tokens, upto_tokens)
 
 
-def test_an_evicted_boundary_is_remembered_until_reset(cache: ModelCache) -> None:
-    served(cache, "a" * 24 + "x")
-    evict_everything(cache)
-    text = "a" * 24 + "yz"
-    assert find_evicted(cache, text, 0, 26) == 24
-    assert 0 < find_evicted(cache, text, 0, 23) < 24
-    assert find_evicted(cache, text, 24, 26) == 0
-    assert find_evicted(cache, "b" + text, 0, 26) == 0
-    cache.reset()
-    assert find_evicted(cache, text, 0, 26) == 0
-
-
-def test_a_boundary_that_is_wanted_is_forgotten_until_it_is_evicted_again(
-    cache: ModelCache,
-) -> None:
-    text = "a" * 24 + "x"
-    served(cache, text)
-    evict_everything(cache)
-    RetainedRequest(cache.books, cache.request("asks", text)).want(24)
-    assert find_evicted(cache, text, 20, 25) == 0
-    served(cache, text)
-    evict_everything(cache)
-    assert find_evicted(cache, text, 20, 25) == 24
-
-
-@settings(max_examples=sampled(60), deadline=None)
+@settings(max_examples=sampled(60))
 @given(
     prompts=st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=6),
     asked=st.lists(st.sampled_from("ab"), min_size=1, max_size=7),
@@ -351,77 +258,42 @@ def test_the_longest_evicted_prefix_is_found(
 ) -> None:
     cache = ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 300)
     for prompt in prompts:
-        served(cache, spelled(prompt) + "x")
+        cache.serve(spelled(prompt) + "x")
     evicted = {node["key"].decode() for node in checkpoints(cache)}
     evict_everything(cache)
     text = spelled(asked) + "x"
     lengths = [len(prefix) for prefix in evicted if text.startswith(prefix)]
     expected = max((n for n in lengths if after_tokens < n <= upto_tokens), default=0)
     assert find_evicted(cache, text, after_tokens, min(upto_tokens, len(text))) == expected
+    cache.reset()
+    assert find_evicted(cache, text, 0, len(text)) == 0
 
 
 def test_a_bounded_number_of_lengths_is_tried() -> None:
     """The longest first: what is shorter than so many others is not found any more."""
     cache = ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 1500, UNIT_TOKENS)
-    served(cache, "a" * 4 + "x")
-    served(cache, "b" * 4 * (MOST_PROBES + 2) + "x")
+    cache.serve("a" * 4 + "x")
+    cache.serve("b" * 4 * (MAX_PROBES + 2) + "x")
     evict_everything(cache)
-    text = "a" * 4 + "c" * 4 * (MOST_PROBES + 10)
-    assert find_evicted(cache, text, 0, 4 * MOST_PROBES) == 4
-    assert find_evicted(cache, text, 0, 4 * (MOST_PROBES + 1)) == 0
+    text = "a" * 4 + "c" * 4 * (MAX_PROBES + 10)
+    assert find_evicted(cache, text, 0, 4 * MAX_PROBES) == 4
+    assert find_evicted(cache, text, 0, 4 * (MAX_PROBES + 1)) == 0
 
 
 def test_the_oldest_eviction_is_forgotten_first() -> None:
     cache = ModelCache(HitGeometry(LAYOUTS["window only"], UNIT_TOKENS), 1000, UNIT_TOKENS)
     num_units = 128
     for number in range(REMEMBERED // num_units):
-        served(cache, chr(97 + number % 26) + chr(97 + number // 26) + "a" * (4 * num_units - 1))
+        cache.serve(chr(97 + number % 26) + chr(97 + number // 26) + "a" * (4 * num_units - 1))
         evict_everything(cache)
     assert cache.stats.checkpoints_evicted == REMEMBERED
     first = "aa" + "a" * (4 * num_units - 1)
     assert find_evicted(cache, first, 0, 4 * num_units) > 0
-    served(cache, "A" * 4 * num_units + "x")
+    cache.serve("A" * 4 * num_units + "x")
     evict_everything(cache)
     assert find_evicted(cache, first, 0, 4 * num_units) == 0
     second = "ba" + "a" * (4 * num_units - 1)
     assert find_evicted(cache, second, 0, 4 * num_units) == 4 * num_units
-
-
-def test_a_boundary_between_two_others_becomes_the_parent_of_the_longer(cache: ModelCache) -> None:
-    served(cache, "a" * 40 + "x")
-    served(cache, "a" * 12 + "x")
-    by_length = {node["boundary_tokens"]: node for node in cache.books.describe()}
-    above = max((tokens for tokens in by_length if tokens < 12), default=0)
-    below = min(tokens for tokens in by_length if tokens > 12)
-    assert by_length[12]["parent_tokens"] == above
-    assert by_length[below]["parent_key"] == by_length[12]["key"]
-    check(cache)
-
-
-def test_prompts_that_part_ways_share_the_runs_before(cache: ModelCache) -> None:
-    served(cache, "a" * 24 + "x")
-    served(cache, "a" * 12 + "b" * 12 + "x")
-    in_runs = [i for node in cache.books.describe() for run in node["runs"] for i in run]
-    assert len(in_runs) == len(set(in_runs)) == (24 + 12) // UNIT_TOKENS
-    check(cache)
-
-
-def test_a_prefix_of_other_blocks_is_one_boundary_all_the_same(cache: ModelCache) -> None:
-    """Two boundaries with one key would be taken for each other."""
-    served(cache, "a" * 8 + "x")
-    for block in cache.pool.blocks:
-        if block._block_hash is not None:  # its first blocks cannot be found any more
-            cache.pool.uncache_unasked(block)
-    served(cache, "a" * 16 + "x")
-    served(cache, "a" * 8 + "b" * 8 + "x")
-    check(cache)
-    for _ in range(3):
-        cache.books.make_room(num_surplus(cache) + 1)
-        check(cache)
-        served(cache, "a" * 8 + "c" * 8 + "x")
-        check(cache)
-    evict_everything(cache)
-    assert not cache.books.describe()
 
 
 def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None:
@@ -443,26 +315,16 @@ def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None
 
 def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
     prompts = [f"{number:04}" + "a" * 20 + "x" for number in range(60)]
-    assert cache.books.is_worth_trying(Origin.LATEST, 0)
+    rates, latest, hint = cache.cache_state.rates, (Origin.LATEST, 0, 0), (Origin.HINT, 0, 0)
+    assert rates.is_worth_trying(latest)
     for prompt in prompts:
-        served(cache, prompt)
+        cache.serve(prompt)
         evict_everything(cache)
-    assert [cache.books.is_worth_trying(Origin.LATEST, 0) for _ in range(15)].count(True) == 0
-    assert cache.books.is_worth_trying(Origin.HINT, 0)
+    assert [rates.is_worth_trying(latest) for _ in range(15)].count(True) == 0
+    assert rates.is_worth_trying(hint)
     for prompt in prompts[:10]:
-        served(cache, prompt)  # asks for what was evicted
-    assert cache.books.is_worth_trying(Origin.LATEST, 0)
-
-
-@pytest.mark.parametrize("has_events", [False, True])
-def test_states_of_the_current_step_are_listed(has_events: bool) -> None:
-    """Upstream must not hit a state in the step that computes it."""
-    geometry = HitGeometry(LAYOUTS["full and state"], UNIT_TOKENS)
-    cache = ModelCache(geometry, 100, has_events=has_events)
-    assert cache.step(ModelRequest.of("r", "a" * 8 + "x"), 8)
-    new_keys = cache.managers[1].cached_blocks_this_step
-    states = [block for block in cache.managers[1].req_to_blocks["r"] if not block.is_null]
-    assert new_keys == {block._block_hash for block in states} and len(new_keys) == 1
+        cache.serve(prompt)  # asks for what was evicted
+    assert rates.is_worth_trying(latest)
 
 
 def test_a_boundary_without_its_state_is_not_passed() -> None:
@@ -485,7 +347,7 @@ def test_of_a_boundary_every_continuation_is_kept_that_a_hit_reads() -> None:
     cache = ModelCache(HitGeometry(LAYOUTS["full looks ahead"], UNIT_TOKENS), 100)
     texts = ["a" * 8 + letter * 4 + "x" for letter in "bcd"]
     for text in texts:
-        served(cache, text)
+        cache.serve(text)
     cache.pool.allocate(num_surplus(cache))
     assert [cache.hit_tokens(text, 12) for text in texts] == [8, 8, 8]
     assert cache.hit_tokens("a" * 8 + "e" * 4 + "x", 12) == 4
@@ -519,47 +381,6 @@ def test_a_block_is_cached_in_the_step_that_fills_it(does_quiet_steps: bool) -> 
             blocks = manager.req_to_blocks["r"][:num_full]
             assert all(block.is_null or block._block_hash for block in blocks)
     assert bool(cache.num_quiet_steps) is does_quiet_steps
-
-
-def test_blocks_leave_a_window_in_the_step_in_which_upstream_frees_them() -> None:
-    geometry = HitGeometry(LAYOUTS["two full, two windows"], UNIT_TOKENS)
-    asked, foreseen = (
-        ModelCache(geometry, 100, skips_by_tokens=by_tokens) for by_tokens in (False, True)
-    )
-    requests = [ModelRequest.of("r", "a" * 60) for _ in range(2)]
-    calls = count_calls(foreseen.managers[2], "remove_skipped_blocks")
-    for num_tokens in [1] * 20 + [3] * 10:
-        left = []
-        for cache, request in zip((asked, foreseen), requests, strict=True):
-            assert cache.step(request, num_tokens)
-            tables = [manager.req_to_blocks["r"] for manager in cache.managers]
-            left.append([[block.is_null for block in table] for table in tables])
-        assert left[0] == left[1]
-    assert 0 < len(calls) < 25, "there are steps in which nothing leaves"
-
-
-def count_calls(owner: object, name: str) -> list[None]:
-    """A list that grows by one with every call of a method."""
-    calls: list[None] = []
-    method = getattr(owner, name)
-
-    def counted(*args: object) -> object:
-        calls.append(None)
-        return method(*args)
-
-    setattr(owner, name, counted)
-    return calls
-
-
-def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
-    cache = ModelCache(HitGeometry(LAYOUTS["both look ahead"], UNIT_TOKENS), 100)
-    served(cache, "a" * 24 + "x")
-    request = ModelRequest.of("r", "a" * 24 + "y")
-    assert cache.step(request, 30)
-    assert 0 < request.before_step_tokens < 24
-    cache.finish(request)
-    window = cache.managers[1].group
-    assert all(len(cache.pool.copies(request, window, index)) <= 1 for index in range(12))
 
 
 def lost_first_blocks(layout: str, num_tokens: int, groups: Sequence[int]) -> ModelCache:
@@ -597,6 +418,61 @@ def test_who_passes_a_boundary_whose_tail_holds_something_else_takes_it_anew() -
     assert cache.hit_tokens("a" * 9, 8) == 4
 
 
+def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
+    """As a connector uncaches what it failed to load."""
+    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
+    cache = ModelCache(HitGeometry(layout, 8), 40)
+    request = ModelRequest.of("r", "a" * 60)
+    held: list[int] = []
+    while not held and request.num_computed_tokens < 60:
+        assert cache.step(request, 1)
+        held = cache.retention._request_states["r"].held_blocks()
+    assert held
+    for index in held:
+        cache.pool.uncache_unasked(cache.pool.blocks[index])
+    assert cache.retention._request_states["r"].held_blocks() == held
+    cache.preempt(request)
+    assert not any(cache.cache_state.num_needs(index) for index in held)
+
+
+def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
+    """A held block is reallocated for want of others, and a checkpoint comes to need it."""
+    cache, holder, idle = with_idle_held_blocks()
+    block = cache.pool.blocks[idle[0]]
+    taken = cache.pool.allocate(len(cache.pool.queue))
+    cache.pool.free([other for other in taken if other is not block])
+    cache.pool.free([block])
+    other = ModelRequest.of("r2", "b" * 24 + "x")
+    assert cache.step(other, 24)
+    cache.finish(other)
+    assert cache.cache_state.num_needs(block.block_id)
+    cache.pool.uncache_unasked(block)
+    cache.preempt(holder)
+    check(cache)
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_states_of_the_current_step_are_listed(has_events: bool) -> None:
+    """Upstream must not hit a state in the step that computes it."""
+    geometry = HitGeometry(LAYOUTS["full and state"], UNIT_TOKENS)
+    cache = ModelCache(geometry, 100, has_events=has_events)
+    assert cache.step(ModelRequest.of("r", "a" * 8 + "x"), 8)
+    new_keys = cache.managers[1].cached_blocks_this_step
+    states = [block for block in cache.managers[1].req_to_blocks["r"] if not block.is_null]
+    assert new_keys == {block._block_hash for block in states} and len(new_keys) == 1
+
+
+def test_what_a_lookup_read_behind_its_hit_is_not_cached_twice() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["both look ahead"], UNIT_TOKENS), 100)
+    cache.serve("a" * 24 + "x")
+    request = ModelRequest.of("r", "a" * 24 + "y")
+    assert cache.step(request, 30)
+    assert 0 < request.before_step_tokens < 24
+    cache.finish(request)
+    window = cache.managers[1].group
+    assert all(len(cache.pool.copies(request, window, index)) <= 1 for index in range(12))
+
+
 def test_who_hits_a_boundary_whose_tail_holds_something_else_takes_it_anew() -> None:
     """It is hit all the same: others have computed the block since."""
     cache = lost_first_blocks("full and window", 24, groups=[1])
@@ -621,49 +497,18 @@ def test_a_tail_that_was_taken_anew_goes_with_what_was_not_computed() -> None:
     assert all(block._block_hash is not None for block in tails)
 
 
-def test_a_held_block_that_is_uncached_is_needed_no_longer_than_others() -> None:
-    """As a connector uncaches what it failed to load."""
-    layout = (GroupGeometry(FULL, 8), GroupGeometry(WINDOW, 4, 5, True, 4))
-    cache = ModelCache(HitGeometry(layout, 8), 40)
-    request = ModelRequest.of("r", "a" * 60)
-    held: list[int] = []
-    while not held and request.num_computed_tokens < 60:
-        assert cache.step(request, 1)
-        held = cache.retention._requests["r"].held_blocks()
-    assert held
-    for index in held:
-        cache.pool.uncache_unasked(cache.pool.blocks[index])
-    assert cache.retention._requests["r"].held_blocks() == held
-    cache.preempt(request)
-    assert not any(cache.books.num_needs(index) for index in held)
-
-
-def test_a_need_that_was_overruled_is_not_taken_back_from_others() -> None:
-    """A held block is reallocated for want of others, and a checkpoint comes to need it."""
-    cache, holder, idle = with_idle_held_blocks()
-    block = cache.pool.blocks[idle[0]]
-    taken = cache.pool.allocate(len(cache.pool.queue))
-    cache.pool.free([other for other in taken if other is not block])
-    cache.pool.free([block])
-    other = ModelRequest.of("r2", "b" * 24 + "x")
-    assert cache.step(other, 24)
-    cache.finish(other)
-    assert cache.books.num_needs(block.block_id)
-    cache.pool.uncache_unasked(block)
-    cache.preempt(holder)
-    check(cache)
-
-
 def test_nothing_is_evicted_while_blocks_are_free_that_were_uncached(cache: ModelCache) -> None:
     """Checkpoints that have lost blocks do not cost others theirs."""
-    served(cache, "b" * 12 + "x")
+    cache.serve("b" * 12 + "x")
     request = ModelRequest.of("r", "a" * 12 + "x")
     assert cache.step(request, 12)
     for manager in cache.managers:
         cache.pool.uncache_unasked(manager.req_to_blocks["r"][0])
     cache.finish(request)
     num_uncached = sum(block._block_hash is None for block in cache.pool.queue)
-    assert any(cache.books.num_needs(block.block_id) for block in cache.pool.queue[:num_uncached])
+    assert any(
+        cache.cache_state.num_needs(block.block_id) for block in cache.pool.queue[:num_uncached]
+    )
     cache.pool.allocate(num_uncached)
     assert not cache.stats.checkpoints_evicted
 

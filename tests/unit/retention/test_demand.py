@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.retention.books import num_checkpoints
 from unit.retention.manager_model import ModelCache
 from unit.retention.pool_model import ModelRequest
 
@@ -25,10 +23,10 @@ SYSTEM = "aaaabbbbaaaabbbbaaaabbbb"
 """Ends neither on the grid (16 tokens) nor on a rung of the prompts below."""
 
 
-def make_cache(num_blocks: int = 200, looks_ahead: bool = False) -> ModelCache:
+def make_cache(num_blocks: int = 200, use_eagle: bool = False) -> ModelCache:
     groups = (
-        GroupGeometry(FULL, 4, 0, looks_ahead, 4),
-        GroupGeometry(WINDOW, 4, 5, looks_ahead, 4),
+        GroupGeometry(FULL, 4, 0, use_eagle, 4),
+        GroupGeometry(WINDOW, 4, 5, use_eagle, 4),
     )
     return ModelCache(HitGeometry(groups, 4), num_blocks)
 
@@ -38,44 +36,30 @@ def cache() -> ModelCache:
     return make_cache()
 
 
-@pytest.fixture
-def serve(cache: ModelCache) -> Callable[..., int]:
-    return lambda *args, **kwargs: served(cache, *args, **kwargs)
-
-
-def served(cache: ModelCache, text: str, hints: object = None) -> int:
-    """Compute a prompt and finish; returns what it hit."""
-    request = ModelRequest.of(f"r{id(object())}-{text[-4:]}", text, hints)
-    assert cache.step(request, len(text))
-    hit_tokens = request.before_step_tokens
-    cache.finish(request)
-    return hit_tokens
-
-
 def lose_surplus(cache: ModelCache) -> None:
     """Uncache what no checkpoint needs, as if other requests had taken it."""
-    for index in cache.books.surplus():
+    for index in cache.cache_state.surplus():
         block = cache.pool.blocks[index]
         if block._block_hash is not None:
             cache.pool.uncache(block)
 
 
 def evict_everything(cache: ModelCache) -> None:
-    cache.books.make_room(len(cache.pool.blocks))
+    cache.cache_state.make_room(len(cache.pool.blocks))
     lose_surplus(cache)
 
 
 def demand(cache: ModelCache, text: str, hints: object = None) -> dict[int, Origin]:
     request = cache.request("asks", text, hints)
     hit_tokens = cache.hit_tokens(text, len(text) - 1)
-    books = RetainedRequest(cache.books, request)
-    wanted = cache.retention._find_demand(books, request, hit_tokens).boundaries
+    state = RetainedRequest(cache.cache_state, request)
+    wanted = cache.retention._find_demand(state, request, hit_tokens).boundaries
     return {tokens: reason.origin for tokens, reason in wanted.items()}
 
 
 def find_evicted(cache: ModelCache, text: str) -> int:
-    books = RetainedRequest(cache.books, cache.request("asks", text))
-    return books.find_evicted(0, len(text))
+    state = RetainedRequest(cache.cache_state, cache.request("asks", text))
+    return state.find_evicted(0, len(text))
 
 
 def answer(letters: str) -> str:
@@ -83,76 +67,40 @@ def answer(letters: str) -> str:
     return "".join(letter * 8 for letter in letters)
 
 
-def test_an_empty_cache_asks_for_nothing(cache: ModelCache) -> None:
-    assert demand(cache, SYSTEM + "x") == {}
-
-
-def test_where_full_attention_hits_further_is_a_junction(
-    cache: ModelCache, serve: Callable[..., int]
-) -> None:
-    serve(SYSTEM + answer("cde") + "x")
-    lose_surplus(cache)
-    second = SYSTEM + answer("fgh") + "x"
-    assert demand(cache, second) == {len(SYSTEM): Origin.JUNCTION}
-    assert serve(second) < len(SYSTEM), "the junction was there before"
-    assert serve(SYSTEM + answer("ijk") + "x") == len(SYSTEM)
-
-
-def test_a_junction_is_where_a_lookup_can_hit() -> None:
-    """A group that looks ahead loses a block: the junction is one unit earlier."""
-    cache = make_cache(looks_ahead=True)
-    served(cache, SYSTEM + answer("cde") + "x")
-    lose_surplus(cache)
-    text = SYSTEM + answer("fgh") + "x"
-    expected = len(SYSTEM) - 4
-    assert demand(cache, text) == {expected: Origin.JUNCTION}
-    served(cache, text)
-    assert served(cache, SYSTEM + answer("ijk") + "x") == expected
-
-
-def test_an_evicted_boundary_is_wanted_at_the_second_demand(
-    cache: ModelCache, serve: Callable[..., int]
-) -> None:
-    text = SYSTEM + "x"
-    serve(text)
-    evict_everything(cache)
-    assert not num_checkpoints(cache.books)
-    assert demand(cache, text) == {len(SYSTEM): Origin.WANTED}
-    assert serve(SYSTEM + answer("fgh") + "x") == 0
-    assert demand(cache, SYSTEM + answer("ijk") + "x") == {}, "it is there, and can be hit"
-    assert serve(SYSTEM + answer("ijk") + "x") == len(SYSTEM)
-
-
-def test_a_hint_is_kept_by_the_first_request(cache: ModelCache, serve: Callable[..., int]) -> None:
+def test_a_hint_is_kept_by_the_first_request(cache: ModelCache) -> None:
     hint = [len(SYSTEM) + 2]
     assert demand(cache, SYSTEM + answer("cde") + "x", hint) == {len(SYSTEM): Origin.HINT}
-    serve(SYSTEM + answer("cde") + "x", hint)
+    cache.serve(SYSTEM + answer("cde") + "x", hint)
     assert cache.stats.hints_pinned == 1
-    assert serve(SYSTEM + answer("fgh") + "x") == len(SYSTEM)
+    assert cache.serve(SYSTEM + answer("fgh") + "x") == len(SYSTEM)
 
 
-def test_a_hint_below_the_hit_asks_for_nothing(
-    cache: ModelCache, serve: Callable[..., int]
-) -> None:
-    serve(SYSTEM + "x")
-    assert demand(cache, SYSTEM + "xy", [8, len(SYSTEM)]) == {}
+def test_what_was_wanted_is_evicted_no_longer(cache: ModelCache) -> None:
+    cache.serve(SYSTEM + "x")
+    evict_everything(cache)
+    assert find_evicted(cache, SYSTEM) == len(SYSTEM)
+    cache.serve(SYSTEM + "x")
+    assert find_evicted(cache, SYSTEM) < len(SYSTEM)
 
 
-def test_demand_changes_nothing(cache: ModelCache, serve: Callable[..., int]) -> None:
-    serve(SYSTEM + answer("cde") + "x")
-    serve(answer("cde") + "x")
+def test_demand_changes_nothing(cache: ModelCache) -> None:
+    cache.serve(SYSTEM + answer("cde") + "x")
+    cache.serve(answer("cde") + "x")
     lose_surplus(cache)
 
     def state() -> object:
         return (
             cache.stats.totals(),
-            cache.books.counts(),
-            cache.books.describe(),
-            cache.books.surplus(),
+            cache.cache_state.counts(),
+            cache.cache_state.describe(),
+            cache.cache_state.surplus(),
             [block.block_id for block in cache.pool.queue],
             [(block._block_hash, block.ref_cnt) for block in cache.pool.blocks],
-            {key: len(cache.pool.key_table.find_all(key)) for key in cache.pool.key_table._cache},
-            set(cache.retention._requests),
+            {
+                key: len(cache.pool.cached_block_hash_to_block.find_all(key))
+                for key in cache.pool.cached_block_hash_to_block._cache
+            },
+            set(cache.retention._request_states),
             [find_evicted(cache, text) for text in (SYSTEM, answer("cde"))],
         )
 
@@ -163,24 +111,22 @@ def test_demand_changes_nothing(cache: ModelCache, serve: Callable[..., int]) ->
     assert state() == before
 
 
-def test_a_junction_is_a_loss_of_what_was_never_kept(
-    cache: ModelCache, serve: Callable[..., int]
-) -> None:
-    serve(SYSTEM + answer("cde") + "x")
+def test_a_junction_is_a_loss_of_what_was_never_kept(cache: ModelCache) -> None:
+    cache.serve(SYSTEM + answer("cde") + "x")
     assert cache.stats.junctions_pinned == cache.stats.junctions_hit == 0
     lose_surplus(cache)
-    lost = len(SYSTEM) - serve(SYSTEM + answer("fgh") + "x")
+    lost = len(SYSTEM) - cache.serve(SYSTEM + answer("fgh") + "x")
     assert cache.stats.lost_tokens[LossCause.NEVER_KEPT] == lost
     assert cache.stats.junctions_pinned == 1
-    serve(SYSTEM + answer("ijk") + "x")
+    cache.serve(SYSTEM + answer("ijk") + "x")
     assert cache.stats.junctions_hit == 1
     assert sum(cache.stats.lost_tokens.values()) == lost
 
 
-def test_losses_by_eviction(cache: ModelCache, serve: Callable[..., int]) -> None:
-    serve(SYSTEM + "x")
+def test_losses_by_eviction(cache: ModelCache) -> None:
+    cache.serve(SYSTEM + "x")
     evict_everything(cache)
-    serve(SYSTEM + "xy")
+    cache.serve(SYSTEM + "xy")
     assert cache.stats.lost_tokens == {
         **dict.fromkeys(LossCause, 0),
         LossCause.EVICTED: len(SYSTEM),
@@ -191,29 +137,29 @@ def test_losses_to_the_granularity_of_hits() -> None:
     """Full attention has a block of 2 tokens more than the unit of 4 can use."""
     groups = (GroupGeometry(FULL, 2), GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5))
     cache = ModelCache(HitGeometry((groups[0], groups[2]), 4), 100)
-    served(cache, "aaaabbbbaaaacccc" + "x")
-    served(cache, "aaaabbbbaabbcccc" + "x")
+    cache.serve("aaaabbbbaaaacccc" + "x")
+    cache.serve("aaaabbbbaabbcccc" + "x")
     assert cache.stats.lost_tokens[LossCause.GRANULARITY] == 2
 
 
 def test_losses_to_look_ahead() -> None:
-    cache = make_cache(looks_ahead=True)
-    served(cache, SYSTEM + answer("cde") + "x")
-    served(cache, SYSTEM + answer("fgh") + "x")
+    cache = make_cache(use_eagle=True)
+    cache.serve(SYSTEM + answer("cde") + "x")
+    cache.serve(SYSTEM + answer("fgh") + "x")
     assert cache.stats.lost_tokens[LossCause.LOOK_AHEAD] == 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(
         st.lists(st.sampled_from("aab"), min_size=1, max_size=6), min_size=2, max_size=8
     ),
     num_blocks=st.sampled_from([20, 40, 400]),
-    looks_ahead=st.booleans(),
+    use_eagle=st.booleans(),
 )
-def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: bool) -> None:
+def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: bool) -> None:
     """What is lost was computed before, and what is still cached is hit or lost."""
-    cache = make_cache(num_blocks, looks_ahead)
+    cache = make_cache(num_blocks, use_eagle)
     seen: list[str] = []
     for prompt in prompts:
         text = "".join(letter * 4 for letter in prompt) + "x"
@@ -224,7 +170,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: b
             cached_blocks += 1
         cached_tokens = 4 * cached_blocks
         before = sum(cache.stats.lost_tokens.values())
-        hit_tokens = served(cache, text)
+        hit_tokens = cache.serve(text)
         lost = sum(cache.stats.lost_tokens.values()) - before
         if num_blocks == 400:  # else it may go while the request is admitted
             assert lost >= cached_tokens - hit_tokens
@@ -234,7 +180,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, looks_ahead: b
 
 
 def boundaries(cache: ModelCache) -> set[int]:
-    return {node["boundary_tokens"] for node in cache.books.describe()}
+    return {node["boundary_tokens"] for node in cache.cache_state.describe()}
 
 
 def common(text: str, other: str) -> int:
@@ -242,14 +188,6 @@ def common(text: str, other: str) -> int:
     while length < min(len(text), len(other)) and text[length] == other[length]:
         length += 1
     return length
-
-
-def test_a_request_that_ends_is_forgotten(cache: ModelCache) -> None:
-    request = ModelRequest.of("r", SYSTEM + "x")
-    cache.step(request, 100)
-    assert set(cache.retention._requests) == {"r"}
-    cache.finish(request)
-    assert not cache.retention._requests
 
 
 def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache) -> None:
@@ -272,7 +210,7 @@ def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCach
     cache.step(second, 20)
     cache.finish(first)
     cache.finish(second)
-    needed = [b._block_hash for b in cache.pool.blocks if cache.books.num_needs(b.block_id)]
+    needed = [b._block_hash for b in cache.pool.blocks if cache.cache_state.num_needs(b.block_id)]
     assert needed and len(needed) == len(set(needed))
 
 
@@ -281,14 +219,14 @@ def test_unusable_hints_are_reported_when_the_request_is_admitted(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     request = ModelRequest.of("r", SYSTEM + "x", [-1, 8])
-    request.hash_blocks(cache.pool.hash_block_tokens)
-    books = RetainedRequest(cache.books, request)
+    request.hash_blocks(cache.pool.hash_block_size)
+    state = RetainedRequest(cache.cache_state, request)
     for _ in range(3):
-        cache.retention._find_demand(books, request, 0)
+        cache.retention._find_demand(state, request, 0)
     assert not caplog.records, "a request that waits is asked in every step"
     cache.step(request, 4)
     cache.step(request, 30)
-    cache.retention._find_demand(books, request, 0)
+    cache.retention._find_demand(state, request, 0)
     assert len(caplog.records) == 1
 
 
@@ -321,16 +259,3 @@ def test_demand_follows_from_lengths(
     found = find_demand(request, geometry, 8, shared_lengths, evicted_tokens)
     assert {tokens: reason.origin for tokens, reason in found.boundaries.items()} == expected
     assert all(reason == Reason(reason.origin) for reason in found.boundaries.values())
-
-
-def test_a_state_that_is_asked_for_ends_a_step() -> None:
-    groups = (GroupGeometry(FULL, 4), GroupGeometry(GroupKind.STATE, 4))
-    cache = ModelCache(HitGeometry(groups, 4), 200)
-    request = ModelRequest.of("r", SYSTEM + answer("cde"), [8, len(SYSTEM)])
-    cache.step(request, 100)
-    assert request.num_computed_tokens == 8, "before it is admitted"
-    cache.step(request, 100)
-    assert request.num_computed_tokens == len(SYSTEM), "and from its plan"
-    cache.step(request, 100)
-    assert request.num_computed_tokens == request.num_tokens
-    assert {8, len(SYSTEM)} <= boundaries(cache)

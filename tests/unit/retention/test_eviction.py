@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.sample import sampled
 from unit.retention.manager_model import ModelCache
@@ -53,17 +53,17 @@ class World:
         return request
 
     def checkpoints(self) -> dict[bytes, Node]:
-        nodes = {node["key"]: node for node in self.cache.books.describe()}
+        nodes = {node["key"]: node for node in self.cache.cache_state.describe()}
         self.parents.update((key, node["parent_key"]) for key, node in nodes.items())
         return {key: node for key, node in nodes.items() if node["tail"]}
 
     def num_surplus(self) -> int:
-        return len(self.cache.books.surplus())
+        return len(self.cache.cache_state.surplus())
 
     def evict_one(self) -> set[bytes]:
         """Evict until there is one more block; returns what went."""
         before = set(self.checkpoints())
-        self.cache.books.make_room(self.num_surplus() + 1)
+        self.cache.cache_state.make_room(self.num_surplus() + 1)
         return before - set(self.checkpoints())
 
     def worths(self) -> dict[bytes, float]:
@@ -71,18 +71,18 @@ class World:
         return self.worths_of(self.savings())
 
     def worths_of(self, savings: dict[bytes, tuple[float, Any, float]]) -> dict[bytes, float]:
-        books = self.cache.books
+        cache_state = self.cache.cache_state
         return {
-            key: saved * books.uses_per_pool(reason, age_pools)
+            key: saved * cache_state.rates.uses_per_pool(reason, age_pools)
             for key, (saved, reason, age_pools) in savings.items()
         }
 
     def savings(self) -> dict[bytes, tuple[float, Any, float]]:
         """Tokens saved per block, reason and age of every checkpoint."""
-        books = self.cache.books
+        cache_state = self.cache.cache_state
         nodes = self.checkpoints()
         needs: Counter[int] = Counter()
-        for node in books.describe():
+        for node in cache_state.describe():
             for ids in (*node["runs"], node["tail"]):
                 needs.update(ids)
         savings = {}
@@ -94,7 +94,7 @@ class World:
             while above and above not in nodes:
                 above = self.parents[above]
             saved_tokens = len(key) - len(above)
-            age_pools = books.clock_pools - node["clock_pools"]
+            age_pools = cache_state.clock_pools - node["clock_pools"]
             savings[key] = saved_tokens / max(1, num_blocks), node["reason"], age_pools
         return savings
 
@@ -108,8 +108,9 @@ prompts_of_units = st.lists(
 )
 
 
-@settings(max_examples=sampled(150), deadline=None)
+@settings(max_examples=sampled(150))
 @given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
+@example(prompts=[*map(spelled, ("baa", "aa", "aba", "baa", "abbaaaaa"))], layout="small blocks")
 def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
     world = World(layout, 500)
     for prompt in prompts:
@@ -121,43 +122,29 @@ def test_the_least_worthy_goes_first(prompts: list[str], layout: str) -> None:
         before = world.worths_of(savings)
         gone = world.evict_one()
         assert gone, "there is a checkpoint, and no block was found"
-        # The ages that it saw on the way may have changed what it expects.
+        # The ages that it sees on the way change what it expects: of some it knows the worth from
+        # before, of others from after.
         after = world.worths_of(savings)
-        assert any(
-            min(worths[key] for key in gone) <= min(worths.values()) * (1 + 1e-9)
-            for worths in (before, after)
-        )
+        least = min(max(before[key], after[key]) for key in savings)
+        assert any(min(before[key], after[key]) <= least * (1 + 1e-9) for key in gone)
 
 
-@settings(max_examples=sampled(50), deadline=None)
+@settings(max_examples=sampled(50))
 @given(prompts=prompts_of_units, layout=st.sampled_from(sorted(LAYOUTS)))
 def test_no_more_is_evicted_than_has_to_be(prompts: list[str], layout: str) -> None:
     world = World(layout, 500)
     for prompt in prompts:
         world.serve(prompt)
     while nodes := world.checkpoints():
-        world.cache.books.make_room(world.num_surplus())
+        world.cache.cache_state.make_room(world.num_surplus())
         assert set(world.checkpoints()) == set(nodes), "there was room"
         own = {
             key
             for key, node in nodes.items()
-            if any(world.cache.books.num_needs(index) == 1 for index in node["tail"])
+            if any(world.cache.cache_state.num_needs(index) == 1 for index in node["tail"])
         }
         gone = world.evict_one()
         assert len(gone) == 1 or len(gone & own) <= 1, "one that yields a block is enough"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_go_in_the_end_however_many_there_are(layout: str) -> None:
-    world = World(layout, 6000)
-    for number in range(60):
-        world.serve(f"{number:04}" + "a" * 40 + "x")
-    num_checkpoints = len(world.checkpoints())
-    assert num_checkpoints >= 60 and not world.cache.stats.checkpoints_evicted
-    while world.checkpoints():
-        assert world.evict_one()
-    assert world.cache.stats.checkpoints_evicted == num_checkpoints
-    assert world.num_surplus() == 6000
 
 
 def test_of_many_the_least_worthy_go_first() -> None:
@@ -189,7 +176,7 @@ def test_what_a_request_has_resumed_from_goes_last(layout: str) -> None:
     while len(world.checkpoints()) > 1:
         assert resumed not in world.evict_one()
     assert set(world.checkpoints()) == {resumed}
-    world.cache.books.make_room(500)
+    world.cache.cache_state.make_room(500)
     assert not world.checkpoints(), "nothing else is left"
 
 
@@ -226,6 +213,7 @@ def test_the_clock_tells_what_has_been_cached_for_checkpoints() -> None:
     for number in range(5):
         world.serve(f"{number:04}" + "a" * 40 + "x")
         needed = sum(
-            world.cache.books.num_needs(block.block_id) > 0 for block in world.cache.pool.blocks
+            world.cache.cache_state.num_needs(block.block_id) > 0
+            for block in world.cache.pool.blocks
         )
-        assert world.cache.books.clock_pools == pytest.approx(needed / 200)
+        assert world.cache.cache_state.clock_pools == pytest.approx(needed / 200)

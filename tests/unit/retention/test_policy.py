@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
-from vllm_ascend_kvext.retention.policy import GRID_SHARE, RetentionPolicy, parse_interval
+from vllm_ascend_kvext.retention.policy import (
+    GRID_SHARE,
+    RetentionPolicy,
+    check_interval,
+    ladder_boundaries,
+)
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 
 FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
@@ -21,13 +26,13 @@ PROMPT, GRID = Reason(Origin.PROMPT), Reason(Origin.GRID)
 
 def policy(
     interval_tokens: int,
-    looks_ahead: bool = False,
+    use_eagle: bool = False,
     is_adaptive: bool = False,
     ladder_budget: float = 0.5,
 ) -> RetentionPolicy:
     groups = (
         GroupGeometry(FULL, 16, margin_tokens=16),
-        GroupGeometry(WINDOW, 4, 9, looks_ahead, margin_tokens=4),
+        GroupGeometry(WINDOW, 4, 9, use_eagle, margin_tokens=4),
     )
     return RetentionPolicy(HitGeometry(groups, 16), interval_tokens, is_adaptive, ladder_budget)
 
@@ -36,13 +41,8 @@ def adaptive(interval_tokens: int = 0, ladder_budget: float = 0.5) -> RetentionP
     return policy(interval_tokens, is_adaptive=True, ladder_budget=ladder_budget)
 
 
-def lasting(of: RetentionPolicy, num_prompt_tokens: int, after: int, upto: int) -> list[int]:
-    found = of.lasting_boundaries(of.plan(num_prompt_tokens), after, upto)
-    return [tokens for tokens, _ in found]
-
-
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "looks_ahead", "expected"),
+    ("num_prompt_tokens", "use_eagle", "expected"),
     [
         (16, False, 0),  # the last token is always computed
         (17, False, 16),
@@ -51,25 +51,8 @@ def lasting(of: RetentionPolicy, num_prompt_tokens: int, after: int, upto: int) 
         (101, True, 96),
     ],
 )
-def test_replay_boundary(num_prompt_tokens: int, looks_ahead: bool, expected: int) -> None:
-    assert policy(0, looks_ahead).replay_boundary_tokens(num_prompt_tokens) == expected
-
-
-def test_interval_zero_keeps_the_replay_boundary_only() -> None:
-    assert policy(0).plan(100) == {96: PROMPT}
-    assert lasting(policy(0), 100, 0, 96) == [96]
-    assert lasting(policy(0), 100, 0, 80) == []
-    assert lasting(policy(0), 100, 96, 500) == []
-
-
-def test_interval_keeps_a_checkpoint_per_interval_and_the_replay_boundary() -> None:
-    assert policy(32).plan(120) == {112: PROMPT}
-    assert lasting(policy(32), 120, 0, 112) == [32, 64, 96, 112]
-    assert lasting(policy(32), 120, 64, 200) == [96, 112, 128, 160, 192]
-
-
-def test_an_interval_alone_has_no_ladder() -> None:
-    assert policy(0, ladder_budget=math.inf).plan(1000) == {992: PROMPT}
+def test_replay_boundary(num_prompt_tokens: int, use_eagle: bool, expected: int) -> None:
+    assert policy(0, use_eagle).replay_boundary_tokens(num_prompt_tokens) == expected
 
 
 def test_each_boundary_has_its_reason() -> None:
@@ -84,28 +67,11 @@ def test_the_plan_has_a_ladder_below_the_replay_boundary() -> None:
     assert adaptive(ladder_budget=0).plan(1000) == {992: PROMPT}
 
 
-def test_the_ladder_ends_above_the_hit() -> None:
-    plan = adaptive(ladder_budget=math.inf).plan(1000, hit_tokens=928)
-    assert sorted(plan) == [960, 976, 992]
-
-
-@pytest.mark.parametrize(("ladder_budget", "num_rungs"), [(0.19, 5), (0.12, 3), (0.032, 1)])
-def test_the_budget_grows_with_the_prompt(ladder_budget: float, num_rungs: int) -> None:
-    """A prompt of 1000 tokens has 62.5 blocks of full attention; a rung takes two."""
-    assert len(adaptive(ladder_budget=ladder_budget).plan(1000)) == 1 + num_rungs
-
-
 def test_demand_goes_before_what_nobody_asked_for() -> None:
     demand = {976: Reason(Origin.JUNCTION), 992: Reason(Origin.WANTED), 48: Reason(Origin.HINT)}
     plan = adaptive(ladder_budget=math.inf).plan(1000, 0, demand)
     assert {tokens: plan[tokens] for tokens in demand} == demand
     assert plan[960] == Reason(Origin.LADDER, 1)
-
-
-def test_a_boundary_behind_the_prompt_is_not_kept_twice() -> None:
-    """What is planned lies within the prompt; the grid goes on with the answer."""
-    found = adaptive(64).lasting_boundaries(adaptive(64).plan(100), 96, 300)
-    assert found == [(128, GRID), (192, GRID), (256, GRID)]
 
 
 def test_what_nobody_asked_for_is_left_only_where_it_is_worth_trying() -> None:
@@ -118,11 +84,6 @@ def test_what_nobody_asked_for_is_left_only_where_it_is_worth_trying() -> None:
     assert of.lasting_boundaries({}, 0, 2000), "the automatic grid"
     asked_for = adaptive(512).lasting_boundaries({}, 0, 1024)
     assert [tokens for tokens, _ in asked_for] == [512, 1024], "by the user"
-
-
-def test_an_interval_is_the_grid() -> None:
-    assert policy(96).grid_tokens == adaptive(96).grid_tokens == 96
-    assert policy(0).grid_tokens == 0
 
 
 @pytest.mark.parametrize("num_windows", [1, 2, 5])
@@ -183,34 +144,73 @@ def test_boundaries_do_not_depend_on_the_steps(
     assert all(of.geometry.is_boundary(tokens) for tokens, _ in at_once)
 
 
-@pytest.mark.parametrize(("text", "value"), [("0", 0), ("64", 64), (" 128 ", 128)])
-def test_valid_interval(text: str, value: int) -> None:
-    assert parse_interval(text, 64) == value
+def ladder_geometry(
+    use_eagle: bool = False, window_tokens: int = 9, num_groups: int = 1
+) -> HitGeometry:
+    groups = (
+        GroupGeometry(FULL, 16, margin_tokens=16),
+        GroupGeometry(WINDOW, 4, window_tokens, use_eagle, 4, num_groups),
+    )
+    return HitGeometry(groups, 16)
+
+
+def rungs(
+    top: int, after: int = 0, budget: float = math.inf, of: HitGeometry | None = None
+) -> list[tuple[int, int]]:
+    return list(ladder_boundaries(of or ladder_geometry(), top, after, budget))
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_budget_counts_the_blocks_of_all_groups(num_groups: int) -> None:
+    """A window of 9 tokens takes two blocks of 4."""
+    several = ladder_geometry(num_groups=num_groups)
+    for rung in range(5):
+        budget = rung * 2 * num_groups
+        assert len(rungs(1024, budget=budget, of=several)) == rung
+        assert len(rungs(1024, budget=budget + 2 * num_groups - 1, of=several)) == rung
+
+
+def test_blocks_that_a_rung_shares_with_the_one_above_are_free() -> None:
+    # Eight blocks each; 1008 shares four with 1024 itself, 992 four with 1008, 960 none with 992.
+    wide = ladder_geometry(window_tokens=33)
+    for budget, expected in {
+        3: [],
+        4: [1008],
+        7: [1008],
+        8: [1008, 992],
+        16: [1008, 992, 960],
+    }.items():
+        assert [tokens for _, tokens in rungs(1024, budget=budget, of=wide)] == expected
+
+
+@given(
+    top_units=st.integers(0, 60),
+    after=st.integers(0, 900),
+    budget=st.integers(0, 80),
+    use_eagle=st.booleans(),
+    window_tokens=st.integers(2, 70),
+)
+def test_any_ladder(
+    top_units: int, after: int, budget: int, use_eagle: bool, window_tokens: int
+) -> None:
+    of = ladder_geometry(use_eagle, window_tokens)
+    top = top_units * 16
+    found = rungs(top, after, budget, of)
+    assert all(after < tokens < top and of.is_boundary(tokens) for _, tokens in found)
+    assert all(top - tokens == 16 << rung for rung, tokens in found)
+    own = set(of.tails(top)[1])
+    taken = set().union(*(of.tails(tokens)[1] for _, tokens in found)) - own if found else set()
+    assert len(taken) <= budget
+    assert set(found) <= set(rungs(top, after, budget + 1, of)), "more budget, fewer rungs"
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "nearest"),
-    [
-        ("-5", "negative", "0 and 64"),
-        ("abc", "not an integer", "0 and 64"),
-        ("100.5", "not an integer", "64 and 128"),
-        ("nan", "not an integer", "0 and 64"),
-        ("inf", "not an integer", "0 and 64"),
-        ("1e2", "not an integer", "64 and 128"),
-        ("63", "not a multiple of 64", "0 and 64"),
-        ("200", "not a multiple of 64", "192 and 256"),
-    ],
+    ("interval_tokens", "nearest"), [(63, "0 and 64"), (200, "192 and 256"), (-64, "0 and 64")]
 )
-def test_refused_interval(text: str, problem: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=problem) as caught:
-        parse_interval(text, 64)
+def test_refused_interval(interval_tokens: int, nearest: str) -> None:
+    with pytest.raises(ValueError, match="not a multiple of 64") as caught:
+        check_interval(interval_tokens, 64)
     message = str(caught.value)
     assert nearest in message
-    assert repr(text) in message
+    assert f"'{interval_tokens}'" in message
     assert "64 tokens" in message
-
-
-def test_unit_is_not_checked_where_nothing_is_sparse() -> None:
-    assert parse_interval("100", 64, check_unit=False) == 100
-    with pytest.raises(ValueError, match="negative"):
-        parse_interval("-64", 64, check_unit=False)

@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_ascend_kvext._native import UseRates
-from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin
+from vllm_ascend_kvext.retention.reasons import Origin
 
 ReasonTuple = tuple[int, int, int]
 LADDER: ReasonTuple = (Origin.LADDER, 1, 0)
@@ -41,25 +41,6 @@ def test_origins_are_those_of_the_compiled_module() -> None:
     assert [origin.value for origin in Origin] == list(range(len(Origin)))
 
 
-@pytest.mark.parametrize("origin", Origin)
-def test_every_reason_starts_out_equal(rates: UseRates, origin: Origin) -> None:
-    assert rates.expected_uses((origin, 0, 0)) == 1
-    for age_pools in (0, 0.1, 7):
-        known = rates.uses_per_pool(PROMPT, age_pools)
-        assert rates.uses_per_pool((origin, 0, 0), age_pools) == known > 0
-
-
-def test_odds_of_a_use(rates: UseRates) -> None:
-    for _ in range(3):
-        rates.count_use(LADDER, 0, 0)
-    assert rates.expected_uses(LADDER) == 4
-    rates.count_eviction(LADDER)
-    assert rates.expected_uses(LADDER) == 2
-    for _ in range(6):
-        rates.count_eviction(LADDER)
-    assert rates.expected_uses(LADDER) == 0.5
-
-
 def test_reasons_are_judged_apart(rates: UseRates) -> None:
     rates.count_use(LADDER, 0.1, 0)
     rates.count_eviction(PROMPT)
@@ -79,36 +60,12 @@ def test_an_eviction_taken_back_counts_as_a_use(rates: UseRates) -> None:
     assert rates.expected_uses(LADDER) == 2, "of what nothing is known there is none to take back"
 
 
-def test_nothing_is_expected_without_end(rates: UseRates) -> None:
-    for _ in range(100):
-        rates.count_use(PROMPT, 0, 0)
-    bound = rates.expected_uses(PROMPT)
-    rates.count_use(PROMPT, 0, 0)
-    assert rates.expected_uses(PROMPT) == bound < 100
-
-
 def test_what_happened_long_ago_is_forgotten(rates: UseRates) -> None:
     for _ in range(2000):
         rates.count_use(PROMPT, 0, 0)
     for _ in range(300):
         rates.count_eviction(PROMPT)
     assert rates.expected_uses(PROMPT) < 0.5
-
-
-@given(st.lists(st.sampled_from(["use", "evict", "miss", "unused"])))
-def test_expectations_stay_finite_and_positive(events: list[str]) -> None:
-    rates = UseRates()
-    for event in events:
-        if event == "evict":
-            rates.count_eviction(PROMPT)
-        else:
-            tell(rates, event, 0.2)
-        assert 0 < rates.expected_uses(PROMPT) < 100
-        assert 0 < rates.uses_per_pool(PROMPT, 0.1) < 1e6
-
-
-def test_steps_end_only_where_a_request_asked_for_it() -> None:
-    assert {Origin.JUNCTION, Origin.WANTED, Origin.HINT} == STEPS_END_AT
 
 
 def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
@@ -122,37 +79,6 @@ def test_what_is_never_used_is_tried_less_often(rates: UseRates) -> None:
     assert rates.is_worth_trying(LADDER)
 
 
-def test_where_all_are_used_at_one_age_the_older_ones_are_worth_more(rates: UseRates) -> None:
-    for _ in range(160):
-        rates.count_use(USED, 1.0, 0)
-    worth = [rates.uses_per_pool(USED, age_pools) for age_pools in (0.0, 0.3, 0.6, 0.9)]
-    assert worth == sorted(worth) and worth[-1] > 5 * worth[0]
-
-
-def test_past_the_age_of_the_last_use_little_is_expected(rates: UseRates) -> None:
-    for _ in range(80):
-        rates.count_use(USED, 0.1, 0)
-        rates.note_age(USED, OLDEST_AGE_POOLS, 0)
-    assert rates.uses_per_pool(USED, 0.3) < 0.05 * rates.uses_per_pool(USED, 0.09)
-
-
-def test_an_evicted_checkpoint_that_is_asked_for_raises_worth_and_others_lower_it() -> None:
-    asked, forgotten, fresh = UseRates(), UseRates(), UseRates()
-    for _ in range(16):
-        asked.count_missed_use(LADDER, 0.1, 0)
-        forgotten.note_age(LADDER, 0.1, 0)
-    worth = [rates.uses_per_pool(LADDER, 0) for rates in (forgotten, fresh, asked)]
-    assert worth == sorted(worth) and worth[0] < worth[1] < worth[2]
-    assert forgotten.expected_uses(LADDER) == 1, "odds are those of checkpoints that were evicted"
-
-
-def test_ages_make_no_difference_from_the_oldest_on(rates: UseRates) -> None:
-    for age_pools in (0.5, 4.9, OLDEST_AGE_POOLS, 1000):
-        rates.count_use(PROMPT, age_pools, 0)
-    at_oldest = rates.uses_per_pool(PROMPT, OLDEST_AGE_POOLS)
-    assert rates.uses_per_pool(PROMPT, 1e9) == at_oldest
-
-
 def test_ages_of_long_ago_weigh_less(rates: UseRates) -> None:
     for _ in range(AGE_MEMORY):
         rates.count_use(PROMPT, 1.0, 0)
@@ -160,7 +86,7 @@ def test_ages_of_long_ago_weigh_less(rates: UseRates) -> None:
     for _ in range(2 * AGE_MEMORY):
         rates.note_age(PROMPT, 1.2, 0)
     ratio = rates.uses_per_pool(PROMPT, 0.9) / before
-    assert ratio < 0.3, "with all of them remembered a third would be left"
+    assert ratio < 0.1, "with all of them remembered a fifth would be left"
 
 
 # What is estimated of ages, from all events at once.
@@ -228,7 +154,6 @@ events_of_ages = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(events=events_of_ages, probes=st.lists(ages, min_size=1, max_size=4))
 @example(events=[("use", 0.0)] * 23, probes=[0.125, 0.0])
 def test_uses_per_pool_are_those_of_kaplan_meier_and_gittins(

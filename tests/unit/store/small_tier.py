@@ -8,8 +8,7 @@ from typing import Any
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal, Removal
-from vllm_ascend_kvext.store.entries import Entry, Piece
-from vllm_ascend_kvext.store.loads import LoadOutcome
+from vllm_ascend_kvext.store.entries import Entry, LoadOutcome, Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier

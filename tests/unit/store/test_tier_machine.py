@@ -18,14 +18,12 @@ from hypothesis.stateful import (
 from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal, Removal
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, LoadOutcome, Piece
 from vllm_ascend_kvext.store.errors import TierError
-from vllm_ascend_kvext.store.eviction import MOST_SPARED
-from vllm_ascend_kvext.store.loads import Load, LoadOutcome
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
+from vllm_ascend_kvext.store.reuse import Reuse
 from vllm_ascend_kvext.store.tier import HostTier
-from vllm_ascend_kvext.store.worth import EvictionRule
 
 UNIT_TOKENS = 2
 CHUNK_TOKENS = 12
@@ -42,12 +40,20 @@ def text_of(num_units: int, other_unit: int) -> str:
 texts = st.builds(text_of, st.integers(1, 14), st.sampled_from([99, 99, 2, 4, 7]))
 
 
+class KnownReuse(Reuse):
+    """Some chunks are worth more than others, whatever was asked for."""
+
+    def density(self, key: bytes, use: int, now: int) -> float:
+        return key[-1] % 2 + len(key) % 5
+
+
 class TierMachine(RuleBasedStateMachine):
     """Prompts that share prefixes are stored, looked up and loaded; transfers fail; resets come."""
 
     geometry: TierGeometry
     has_one_size = False
-    eviction = EvictionRule.LATEST_USE
+    has_learned = False
+    ends_first = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +61,17 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = HostTier(
             CAPACITY_BYTES,
             self.geometry,
-            protected_share=0.5,
             on_removed=lambda entry, removal: self.removed.append((entry, removal)),
-            eviction=self.eviction,
+            evicts_ends_first=self.ends_first,
         )
-        self.model = ModelTier(self.geometry, CAPACITY_BYTES)
-        self.model.has_reuse = self.eviction is EvictionRule.REUSE
+        reuse = KnownReuse(0) if self.has_learned else Reuse(0)
+        self.tier._order._reuse = reuse
+        self.model = ModelTier(
+            self.geometry,
+            CAPACITY_BYTES,
+            lambda key: reuse.density(key, self.use, self.use),
+            self.ends_first,
+        )
         self.loads: list[Load] = []
         self.use = 0
 
@@ -80,6 +91,28 @@ class TierMachine(RuleBasedStateMachine):
         assert bool(hit.entries) == (hit.num_tokens > 0)
         assert len(set(hit.entries)) == len(hit.entries)
         assert self.model.can_load(hit)
+        position = after
+        for entry, first, end in hit.rows:
+            assert entry.piece.first_tokens <= first == position < end
+            assert self.model.of(entry).text[:end] == text[:end]
+            position = end
+
+    @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
+    def look_up_tails_and_what_is_present(self, text: str, limit: int, after: int) -> None:
+        prefix, limit = TextPrefix(text), min(limit, len(text))
+        boundaries = range(UNIT_TOKENS, limit + 1, UNIT_TOKENS)
+
+        def those_with(kind: Kind, *states: EntryState) -> list[int]:
+            return [end for end in boundaries if self.model.holding(kind, text[:end], states)]
+
+        tails = self.tier.find_all_tails(prefix, limit, after)
+        assert [entry.piece.end_tokens for entry in tails] == [
+            boundary for boundary in those_with(Kind.TAILS, EntryState.STORED) if boundary >= after
+        ]
+        present = those_with(Kind.ROWS, EntryState.STORED, EntryState.STORING)
+        missing = (end - UNIT_TOKENS for end in boundaries if end not in present)
+        present_tokens = next(missing, boundaries[-1] if boundaries else 0)
+        assert self.tier.present_tokens(prefix, limit) == present_tokens * self.geometry.needs_rows
 
     @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
     def load(self, text: str, after: int) -> None:
@@ -103,13 +136,10 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.end_load(load, outcome)
         for each in known:
             each.num_pins -= 1
-            if outcome is LoadOutcome.LOADED and each.state is EntryState.STORED:
-                each.is_hit = True
             self.model.release(each)
         self._follow_removals({Removal.LOAD_FAILED} if outcome is LoadOutcome.FAILED else set())
         if outcome is LoadOutcome.FAILED:
             assert not any(each.state is EntryState.STORED for each in known)
-        self._follow_ranks()
         with pytest.raises(TierError, match="has ended before"):
             self.tier.end_load(load, outcome)
 
@@ -128,7 +158,12 @@ class TierMachine(RuleBasedStateMachine):
         self, text: str, first: int, sizes: tuple[int, int], ends_at_once: bool
     ) -> None:
         prefix = TextPrefix(text)
-        for piece in self.tier.missing_pieces(prefix, first, len(text)):
+        pieces = self.tier.missing_pieces(prefix, first, len(text))
+        if self.geometry.needs_rows:
+            self._check_missing(text, first, pieces)
+        else:
+            assert not pieces
+        for piece in pieces:
             self._begin_store(prefix, piece, sizes[0])
         self._begin_store(prefix, Piece.tails(len(text)), sizes[1])
         if ends_at_once:
@@ -184,13 +219,25 @@ class TierMachine(RuleBasedStateMachine):
             return
         self.tier.clear()
         for each in list(self.model.entries):
-            each.state, each.is_hit = EntryState.LEAVING, False
+            each.state = EntryState.LEAVING
             self.model.release(each)
         self.model.lost.clear()
         assert {removal for _, removal in self.removed} <= {Removal.CLEARED}
         self.removed.clear()
 
     # The same in the model.
+
+    def _check_missing(self, text: str, first: int, pieces: list[Piece]) -> None:
+        """Each unit is there or in one piece; both only if its chunk is stored once more."""
+        states = (EntryState.STORED, EntryState.STORING)
+        for boundary in range(
+            first - first % CHUNK_TOKENS + UNIT_TOKENS, len(text) + 1, UNIT_TOKENS
+        ):
+            around = [each for each in pieces if each.first_tokens < boundary <= each.end_tokens]
+            if self.model.holding(Kind.ROWS, text[:boundary], states):
+                assert not any(each.first_tokens % CHUNK_TOKENS for each in around)
+            else:
+                assert len(around) == 1
 
     def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
         size_bytes = (4 if self.has_one_size else size) * ALIGNMENT_BYTES
@@ -212,29 +259,28 @@ class TierMachine(RuleBasedStateMachine):
         model = self.model
         wanted = entry
         if isinstance(entry, Refusal):
-            wanted = Entry(self.tier._num_entries, piece, (), -1, size_bytes, self.use)
+            number = self.tier._num_entries
+            wanted = Entry(number, piece, (), -1, size_bytes, self.use, b"", None)
         new = ModelEntry(wanted, piece, text, size_bytes, self.use)
+        present = [*model.entries, new]
+        ends = [each for each in model.entries if each.is_evictable and model.is_end(each, present)]
         model.want(new)
-        worth = model.worth(new)
-        lesser = [each for each in model.entries if each.is_evictable and model.worth(each) < worth]
+        worth = {id(each): model.worth(each, model.recent_use()) for each in present}
+        may_go = [each for each in model.entries if each.is_evictable]
+        lesser = [each for each in may_go if worth[id(each)] < worth[id(new)]]
         if isinstance(entry, Refusal):
             assert not self.removed
-            assert model.largest_run_bytes(lesser) < size_bytes
-            has_worthier = any(each.is_evictable and each not in lesser for each in model.entries)
-            assert entry is (Refusal.WORTH_LESS if has_worthier else Refusal.NO_ROOM)
+            may_go = [each for each in ends if each in lesser and each.use < self.use]
+            assert model.largest_run_bytes(may_go) < size_bytes
+            assert entry is (Refusal.WORTH_LESS if ends else Refusal.NO_ROOM)
             return
         victims = [model.of(victim) for victim, _ in self.removed]
         assert all(victim in lesser for victim in victims)
+        assert all(victim in ends or victim.use < self.use for victim in victims)
         if victims:
             assert model.largest_run_bytes([]) < size_bytes, "there was room"
-            if self.has_one_size:
-                assert victims == [min(lesser, key=model.worth)]
-            window = [each.span for each in victims]
-            for outer in (min(window), max(window)):
-                others = [each for each in victims if each.span != outer]
-                if next(e for e in victims if e.span == outer).entry.num_spared > MOST_SPARED:
-                    continue
-                assert model.largest_run_bytes(others) < size_bytes, "one goes without need"
+            least = min(ends, key=lambda each: worth[id(each)])
+            assert victims == [least] if self.has_one_size else least in victims
         self._follow_removals({Removal.EVICTED})
         model.entries.append(new)
         assert (entry.num_bytes, entry.state) == (size_bytes, EntryState.STORING)
@@ -279,20 +325,6 @@ class TierMachine(RuleBasedStateMachine):
             self.model.lose(self.model.of(entry), REASONS.get(removal))
         self.removed.clear()
 
-    def _follow_ranks(self) -> None:
-        """Who has lost the highest rank: the least recently used, and as few as have to."""
-        stored = [each for each in self.model.entries if each.state is EntryState.STORED]
-        hit = [each for each in stored if each.is_hit]
-        while sum(each.size_bytes for each in hit) > CAPACITY_BYTES // 2:
-            evictable = [
-                each for each in hit if each.is_evictable and self.model.worth(each)[0] > 1
-            ]
-            if not evictable:
-                break
-            least = min(evictable, key=self.model.worth)
-            least.is_hit = False
-            hit.remove(least)
-
     # What has to hold after every call.
 
     @invariant()
@@ -300,7 +332,6 @@ class TierMachine(RuleBasedStateMachine):
         found: dict[int, Any] = {}
         for offset, entry in self.tier._entries.items():
             found[offset] = (entry.state, entry.num_pins, entry.is_being_written, entry.use)
-            assert entry.is_hit == self.model.of(entry).is_hit
         assert found == {
             each.entry.offset_bytes: (each.state, each.num_pins, each.is_being_written, each.use)
             for each in self.model.entries
@@ -340,7 +371,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.counters.bytes_held == sum(entry.num_bytes for entry in entries)
         self.tier.clear()
         assert self.tier.counters.bytes_held == self.tier.counters.entries_held == 0
-        assert self.tier._arena.largest_hole_bytes == CAPACITY_BYTES
+        assert self.tier._arena.largest_gap_bytes == CAPACITY_BYTES
 
 
 GEOMETRIES = {
@@ -350,20 +381,24 @@ GEOMETRIES = {
 }
 
 
-@pytest.mark.parametrize("eviction", EvictionRule)
+@pytest.mark.parametrize(
+    "rule",
+    [(False, True), (True, True), (True, False)],
+    ids=["latest use", "reuse", "reuse, holes are computed"],
+)
 @pytest.mark.parametrize("has_one_size", [False, True], ids=["sizes differ", "one size"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_the_tier_does_what_the_model_does(
-    geometry: TierGeometry, has_one_size: bool, eviction: EvictionRule
+    geometry: TierGeometry, has_one_size: bool, rule: tuple[bool, bool]
 ) -> None:
-    parts = {"geometry": geometry, "has_one_size": has_one_size, "eviction": eviction}
+    parts = {"geometry": geometry, "has_one_size": has_one_size}
+    parts |= zip(("has_learned", "ends_first"), rule, strict=True)
     machine = type("Machine", (TierMachine,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=25,
             stateful_step_count=30,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Hit, Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
-from vllm_ascend_kvext.store.reuse import DENSITY_ONE
 
 ALIGNMENT_BYTES = 64
 
@@ -43,10 +42,8 @@ class ModelEntry:
     use: int
     state: EntryState = EntryState.STORING
     num_pins: int = 0
-    is_hit: bool = False
     is_being_written: bool = True
     settled: int = 0
-    saved_tokens: int = 0
 
     @property
     def is_evictable(self) -> bool:
@@ -62,15 +59,17 @@ class ModelTier:
     """Answers by looking at everything there is.
 
     Attributes:
-        has_reuse: Whether the rule is that of ``reuse``; it never learns, for no request ends.
+        density: What is expected of the chunk whose first unit ends a text.
+        ends_first: Whether rows wait for what lies behind them.
     """
 
     geometry: TierGeometry
     capacity_bytes: int
-    has_reuse: bool = False
-    tokens_per_byte: float = 0
+    density: Callable[[bytes], float]
+    ends_first: bool = True
     entries: list[ModelEntry] = field(default_factory=list)
     lost: dict[tuple[Kind, str], Shortfall] = field(default_factory=dict)
+    wanted: list[list[int]] = field(default_factory=lambda: [[0, 0]])
 
     num_settled: int = 0
 
@@ -189,7 +188,7 @@ class ModelTier:
 
     def lose(self, each: ModelEntry, reason: Shortfall | None) -> None:
         """An entry is found no more."""
-        each.state, each.is_hit = EntryState.LEAVING, False
+        each.state = EntryState.LEAVING
         for text in self.texts_of(each):
             if reason is not None and not self.holding(each.piece.kind, text):
                 self.lost[each.piece.kind, text] = reason
@@ -200,44 +199,43 @@ class ModelTier:
             each.state = EntryState.GONE
             self.entries.remove(each)
 
-    def worth(self, each: ModelEntry) -> tuple[int, ...]:
-        """What gives way first is least."""
-        rank = 2 if each.is_hit and not self.has_reuse else 1
-        if self.is_orphan(each.piece, each.text):
-            rank = 0
-        moment = each.use
-        if self.has_reuse:
-            moment += self._density(each) << 64
-        return rank, moment, -each.piece.end_tokens, each.piece.kind, each.entry.number
-
-    def _density(self, each: ModelEntry) -> int:
-        """Before anything is learned."""
-        if not each.use:
-            return -1
-        if each.piece.kind is Kind.ROWS:
-            return DENSITY_ONE
-        saved_tokens = max(1, each.saved_tokens)
-        return round(saved_tokens / each.size_bytes / self.tokens_per_byte * DENSITY_ONE)
-
     def want(self, each: ModelEntry) -> None:
-        """A store is asked for."""
-        each.saved_tokens = self._saved_tokens(each)
-        self.tokens_per_byte = self.tokens_per_byte or max(1, each.saved_tokens) / each.size_bytes
+        """A place is asked for."""
+        if self.wanted[-1][0] < each.use:
+            self.wanted.append([each.use, 0])
+        self.wanted[-1][1] += each.size_bytes
 
-    def _saved_tokens(self, each: ModelEntry) -> int:
-        """For tails: units before the boundary that have rows, back to other tails."""
-        if each.piece.kind is Kind.ROWS:
-            return len(self.texts_of(each)) * self.geometry.unit_tokens
-        states = (EntryState.STORED, EntryState.STORING)
-        num_tokens = 0
-        for end in range(len(each.text), 0, -self.geometry.unit_tokens):
-            has_rows = self.holding(Kind.ROWS, each.text[:end], states)
-            if self.geometry.needs_rows and not has_rows:
+    def recent_use(self) -> int:
+        """The first of the latest uses that asked for no more than a sixth of the tier."""
+        recent_use, sum_bytes = self.wanted[-1][0] + 1, 0
+        for use, num_bytes in reversed(self.wanted):
+            sum_bytes += num_bytes
+            if sum_bytes > self.capacity_bytes / 6:
                 break
-            if num_tokens and self.holding(Kind.TAILS, each.text[:end], states):
-                break
-            num_tokens += self.geometry.unit_tokens
-        return num_tokens
+            recent_use = use
+        return recent_use
+
+    def worth(self, each: ModelEntry, recent_use: int) -> tuple[float, ...]:
+        """What gives way first is least; what was used recently, last."""
+        piece = each.piece
+        first_unit = self.geometry.chunk_start(piece.end_tokens) + self.geometry.unit_tokens
+        density = self.density(each.text[:first_unit].encode())
+        is_orphan = self.is_orphan(piece, each.text)
+        if is_orphan:
+            density = -1
+        is_recent = each.use >= recent_use and not is_orphan
+        return is_recent, density, each.use, -piece.end_tokens, piece.kind, each.entry.number
+
+    def is_end(self, each: ModelEntry, others: Iterable[ModelEntry]) -> bool:
+        """Whether none of some entries lies just behind rows of an entry."""
+        if not self.ends_first or each.piece.kind is Kind.TAILS or not self.geometry.needs_rows:
+            return True
+        texts = self.texts_of(each)
+        return not any(
+            other.text[: other.piece.first_tokens] in texts
+            for other in others
+            if other.state in (EntryState.STORED, EntryState.STORING)
+        )
 
     def is_orphan(self, piece: Piece, text: str) -> bool:
         """Whether these are tails whose rows are gone."""

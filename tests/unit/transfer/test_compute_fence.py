@@ -8,89 +8,82 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-from support.connector.recording_npu import Device, RecordingNpu
+from pytest_mock import MockerFixture
 
-from vllm_ascend_kvext.transfer.compute_fence import AscendFence, HostFence, fence_of
+from vllm_ascend_kvext.transfer.compute_fence import AscendFence, fence_of
 from vllm_ascend_kvext.transfer.errors import BackendError
 
-NPU = Device("npu", 3)
+NPU = SimpleNamespace(type="npu", index=3)
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> RecordingNpu:
-    torch = pytest.importorskip("torch")
-    npu = RecordingNpu()
-    monkeypatch.setattr(torch, "npu", npu, raising=False)
+def npu(mocker: MockerFixture) -> mock.MagicMock:
+    """`torch.npu`; all of its events are one, which was recorded a millisecond ago."""
+    pytest.importorskip("torch")
+    npu = mocker.patch("torch.npu", create=True)
+    npu.Event.return_value.elapsed_time.return_value = 1.0
+    npu.Stream.side_effect = lambda device: mocker.MagicMock()
     return npu
 
 
-def in_thread(work: Callable[[], object]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def test_copies_wait_for_kernels_and_the_thread_for_copies(npu: RecordingNpu) -> None:
+def test_copies_wait_for_kernels_and_the_thread_for_copies(
+    npu: mock.MagicMock, mocker: MockerFixture
+) -> None:
+    calls = mock.Mock()
+    npu.Stream.side_effect = None
+    calls.attach_mock(npu.Stream.return_value, "stream")
+    begin, end = mocker.MagicMock(), mocker.MagicMock()
+    begin.elapsed_time.return_value = 1.0
+    npu.Event.side_effect = [recorded := mock.Mock(), begin, end]
+    calls.attach_mock(begin.record, "begin")
+    calls.attach_mock(end.record, "end")
     fence = fence_of(NPU)
-    took_s = []
-
-    def copying() -> None:
-        for recorded in (first, second):
-            copy = lambda: npu.note(f"copy on {npu.current_stream().name}")  # noqa: E731
-            took_s.append(fence.run(recorded, copy))
-
-    first, second = fence.record(), fence.record()
-    in_thread(copying)
-    assert npu.calls == [
-        "model: device 3",
-        "model: record on compute",
-        "model: device 3",
-        "model: record on compute",
-        "copying: set_device 3",
-        "copying: copies 0 on 3 waits for compute",
-        "copying: copy on copies 0 on 3",
-        "copying: synchronize copies 0 on 3",
-        "copying: copies 0 on 3 waits for compute",
-        "copying: copy on copies 0 on 3",
-        "copying: synchronize copies 0 on 3",
+    assert fence.record() is recorded
+    recorded.record.assert_called_once_with(npu.current_stream())
+    npu.device.assert_called_once_with(NPU)
+    assert fence.run(recorded, calls.copy) == 0.001, "waiting for kernels does not count"
+    stream = npu.Stream.return_value
+    assert calls.mock_calls == [
+        mock.call.stream.wait_event(recorded),
+        mock.call.begin(stream),
+        mock.call.copy(),
+        mock.call.end(stream),
+        mock.call.stream.synchronize(),
     ]
-    assert npu.current_stream().name == "compute"
-    assert took_s == [0.001, 0.001], "waiting for kernels does not count"
+    begin.elapsed_time.assert_called_once_with(end)
+    npu.stream.assert_called_once_with(stream)
 
 
-def test_each_thread_has_a_stream_of_its_own(npu: RecordingNpu) -> None:
+def test_each_thread_has_a_stream_of_its_own(npu: mock.MagicMock) -> None:
     fence = AscendFence(NPU)
-    fence.run(fence.record(), lambda: None)
-    in_thread(lambda: fence.run(fence.record(), lambda: None))
-    waits = [call for call in npu.calls if "waits" in call]
-    assert waits == [
-        "model: copies 0 on 3 waits for compute",
-        "copying: copies 1 on 3 waits for compute",
+    threads = [
+        threading.Thread(target=lambda: [fence.run(None, lambda: None) for _ in range(2)])
+        for _ in range(2)
     ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    one, same, other, _ = (call.args[0] for call in npu.stream.call_args_list)
+    assert one is same and one is not other
+    assert npu.set_device.mock_calls == [mock.call(NPU)] * 2
 
 
-def test_what_a_failed_copy_has_enqueued_is_waited_for(npu: RecordingNpu) -> None:
-    fence = AscendFence(NPU)
-
-    def fail() -> None:
-        npu.note("copy")
-        raise BackendError("507001")
-
+def test_what_a_failed_copy_has_enqueued_is_waited_for(npu: mock.MagicMock) -> None:
     with pytest.raises(BackendError, match="507001"):
-        fence.run(fence.record(), fail)
-    assert npu.calls[-2:] == ["model: copy", "model: synchronize copies 0 on 3"]
-    assert npu.current_stream().name == "compute"
+        AscendFence(NPU).run(None, mock.Mock(side_effect=BackendError("507001")))
+    npu.stream.call_args.args[0].synchronize.assert_called_once_with()
 
 
 def test_on_a_cpu_there_is_nothing_to_wait_for() -> None:
-    fence = fence_of(Device("cpu", 0))
-    assert isinstance(fence, HostFence)
+    fence = fence_of(SimpleNamespace(type="cpu"))
+    assert fence.record() is None
     assert 0.01 <= fence.run(fence.record(), lambda: time.sleep(0.01)) < 5
 
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(BackendError, match="expected pages on cpu or npu"):
-        fence_of(Device("cuda", 0))
+        fence_of(SimpleNamespace(type="cuda"))

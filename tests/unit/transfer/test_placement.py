@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_kvext.transfer.cpu_topology import CpuTopology
-from vllm_ascend_kvext.transfer.openmp import ModelCpus, is_main_thread_bound, model_cpus
+from vllm_ascend_kvext.transfer.cpus import CpuTopology, ModelCpus, model_cpus
 from vllm_ascend_kvext.transfer.placement import choose_cpus
 
 # Two sockets of two cores with two threads each: CPU n and n + 4 share a core.
@@ -100,8 +99,8 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     topology = CpuTopology.of_this_machine(tmp_path)
-    assert topology.same_core({0}) == {0, 2}
-    assert topology.same_node({1}) == {0, 1, 2, 3}
+    assert topology.same_core(frozenset({0})) == {0, 2}
+    assert topology.same_node(frozenset({1})) == {0, 1, 2, 3}
 
 
 DECIDE = """
@@ -112,8 +111,7 @@ def decide():
     os.sched_setaffinity(0, {bound_cpu})
     from vllm_ascend_kvext.transfer.placement import default_placement
     logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
-    for _ in range(2):
-        placement = default_placement()
+    placement = default_placement(os.environ)
     print(*placement.cpus, "|", placement.num_threads, placement.niceness, flush=True)
     assert os.sched_getaffinity(0) == {bound_cpu}
 """
@@ -164,65 +162,58 @@ def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> lis
     return finished.stdout.splitlines()
 
 
+FIRST, EVERY = str(CPUS[0]), " ".join(map(str, CPUS))
+BINDING = {"OMP_PROC_BIND": "true"}
+
+
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-def test_a_worker_that_openmp_has_bound_copies_elsewhere() -> None:
-    logged, placed = default_in_bound_process(
-        OMP_PLACES=f"{{{CPUS[0]}}}", OMP_PROC_BIND="true", VLLM_CPU_OMP_THREADS_BIND=str(CPUS[0])
-    )
-    assert str(CPUS[0]) not in placed.split(" |")[0].split()
-    assert placed.endswith(f"| {min(4, len(CPUS) - 1)} 0") or len(CPUS) > 2
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [
+        (
+            IN_A_WORKER,
+            {**BINDING, "OMP_PLACES": f"{{{FIRST}}}", "VLLM_CPU_OMP_THREADS_BIND": FIRST},
+        ),
+        # What a process had before it was bound is its own.
+        (
+            IN_A_PROCESS_BOUND_LATER,
+            {"GOMP_CPU_AFFINITY": FIRST, "VLLM_CPU_OMP_THREADS_BIND": FIRST},
+        ),
+    ],
+    ids=["worker", "bound later"],
+)
+def test_copies_run_where_the_model_does_not(script: str, variables: dict[str, str]) -> None:
+    logged, placed = default_in_bound_process(script, **variables)
+    cpus, _, options = placed.partition(" | ")
+    assert FIRST not in cpus.split() and set(cpus.split()) <= set(EVERY.split())
+    assert options == f"{min(4, len(cpus.split()))} 0"
     assert logged.startswith("INFO Copies between pages and host memory run on CPUs ")
 
 
-@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize(
-    "variables",
-    [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"KMP_AFFINITY": "compact,1,0"}],
-)
-def test_a_model_that_is_bound_in_words_has_every_cpu(variables: dict[str, str]) -> None:
-    """OpenMP binds the main thread to the first place, and the model's other threads behind it."""
-    logged, placed = default_in_bound_process(**variables)
-    assert placed == f"{' '.join(map(str, CPUS))} | 1 10"
-    assert logged.startswith("WARNING Every CPU of this process ")
-
-
-@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-def test_what_a_process_had_before_it_was_bound_is_its_own() -> None:
-    bound = str(CPUS[0])
-    _, placed = default_in_bound_process(
-        IN_A_PROCESS_BOUND_LATER, GOMP_CPU_AFFINITY=bound, VLLM_CPU_OMP_THREADS_BIND=bound
-    )
-    assert bound not in placed.split(" |")[0].split()
-
-
-@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize("script", [IN_THE_USERS_PROCESS, IN_AN_ORPHAN], ids=["user", "orphan"])
-def test_where_the_first_mask_is_not_known_copies_leave_no_threads_cpus(script: str) -> None:
-    """The mask may be ``taskset``'s: that of the shell, which is the parent, says nothing."""
-    logged, placed = default_in_bound_process(script, OMP_PROC_BIND="true")
-    assert placed == f"{CPUS[0]} | 1 10"
-    assert logged.startswith(f"WARNING Every CPU of this process ({CPUS[0]}) ")
+ALL_CPUS = ",".join(map(str, CPUS))
 
 
 @pytest.mark.parametrize(
-    ("variables", "is_bound"),
+    ("script", "variables", "cpus"),
     [
-        ({}, False),
-        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"}, False),
-        ({"OMP_PROC_BIND": "close"}, True),
-        ({"OMP_PLACES": "cores"}, True),
-        ({"GOMP_CPU_AFFINITY": "0"}, True),
-        ({"KMP_AFFINITY": "compact"}, True),
+        # OpenMP binds the main thread to the first place, the model's other threads behind it.
+        (IN_A_WORKER, BINDING, EVERY),
+        (IN_A_WORKER, {"OMP_PLACES": "cores"}, EVERY),
+        (IN_A_WORKER, {"KMP_AFFINITY": "compact,1,0"}, EVERY),
+        (
+            IN_A_WORKER,
+            {**BINDING, "OMP_PLACES": f"{{{ALL_CPUS}}}", "VLLM_CPU_OMP_THREADS_BIND": ALL_CPUS},
+            EVERY,
+        ),
+        # Where the first mask is not known it may be that of ``taskset``: the shell's says nothing.
+        (IN_THE_USERS_PROCESS, BINDING, FIRST),
+        (IN_AN_ORPHAN, BINDING, FIRST),
     ],
+    ids=["bound", "places", "Intel", "all named", "user", "orphan"],
 )
-def test_openmps_variables_say_whether_it_binds(variables: dict[str, str], is_bound: bool) -> None:
-    assert is_main_thread_bound(variables) is is_bound
-
-
-def test_beside_a_model_that_has_every_cpu_one_thread_gives_way() -> None:
-    every_cpu = ",".join(map(str, CPUS))
-    logged, placed = default_in_bound_process(
-        OMP_PLACES=f"{{{every_cpu}}}", OMP_PROC_BIND="true", VLLM_CPU_OMP_THREADS_BIND=every_cpu
-    )
-    assert placed == f"{' '.join(map(str, CPUS))} | 1 10"
-    assert logged.startswith(f"WARNING Every CPU of this process ({', '.join(map(str, CPUS))}) ")
+def test_beside_a_model_that_has_every_cpu_one_thread_gives_way(
+    script: str, variables: dict[str, str], cpus: str
+) -> None:
+    logged, placed = default_in_bound_process(script, **variables)
+    assert placed == f"{cpus} | 1 10"
+    assert logged.startswith(f"WARNING Every CPU of this process ({', '.join(cpus.split())}) ")

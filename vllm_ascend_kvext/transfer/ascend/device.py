@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def npu() -> Any:
-    """`torch.npu`.
-
-    Raises:
-        BackendError: torch_npu has not been imported.
-    """
+    """`torch.npu`; raises `BackendError` if torch_npu has not been imported."""
     import torch
 
     if not hasattr(torch, "npu"):
@@ -30,11 +26,7 @@ def npu() -> Any:
 
 
 def npu_of(transfer: Transfer, backend: str) -> torch.device:
-    """The one NPU that holds all pools.
-
-    Raises:
-        BackendError: A pool is elsewhere, or pools are on several devices.
-    """
+    """The one NPU that holds all pools; raises `BackendError` if there is none or several."""
     devices = {(pool.device.type, pool.device.index): pool.device for pool in transfer.pool_tensors}
     if len(devices) != 1 or next(iter(devices))[0] != "npu":
         found = ", ".join(f"{kind}:{index}" for kind, index in sorted(devices, key=str)) or "none"

@@ -51,23 +51,10 @@ class AscendKernelBackend:
         self._launcher = launcher or installed_launcher()
         self._upload = upload
 
-    @staticmethod
-    def is_available() -> bool:
-        """Whether the package was built with the kernel, and its library loads."""
-        try:
-            installed_launcher()
-        except BackendError:
-            return False
-        return True
-
     def map_host(self, host: torch.Tensor) -> None:
-        """Let the current device reach a host buffer, for the process, until `unmap_host`.
+        """See `KernelLauncher.map_host`. Takes long: meant for one arena at start-up.
 
-        Takes long; meant for one arena at start-up. Transfers may use any part of it. It stays
-        allocated so long, whoever else lets go of it.
-
-        Raises:
-            BackendError: Some of it is mapped already.
+        Transfers may use any part of it.
         """
         num_bytes = host.numel() * host.element_size()
         self._launcher.map_host(host.data_ptr(), num_bytes, owner=host)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import vllm_ascend_kvext
 from vllm_ascend_kvext.transfer.ascend.work_table import KernelLimits
@@ -22,36 +22,16 @@ if TYPE_CHECKING:
 LIBRARY_NAME = "libkvext_ascend.so"
 
 
-class _KernelLimits(ctypes.Structure):
-    _fields_ = (
-        ("tile_bytes", ctypes.c_int64),
-        ("data_block_bytes", ctypes.c_int64),
-        ("max_runs_per_unit", ctypes.c_int64),
-    )
-
-
-class _Mapping(NamedTuple):
-    """Host memory that the device reaches at another address."""
-
-    num_bytes: int
-    device_address: int
-    owner: object
-
-
 class KernelLauncher:
     """One launcher library (``csrc/ascend/launcher.h``) and the host memory it has mapped."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._mapped: dict[int, _Mapping] = {}  # By first address.
+        # By first address: size, address on the device, owner.
+        self._mapped: dict[int, tuple[int, int, object]] = {}
         library.kvext_ascend_limits.restype = None
-        limits = _KernelLimits()
-        library.kvext_ascend_limits(ctypes.byref(limits))
-        self.limits = KernelLimits(
-            tile_bytes=limits.tile_bytes,
-            data_block_bytes=limits.data_block_bytes,
-            max_runs_per_unit=limits.max_runs_per_unit,
-        )
+        self.limits = KernelLimits()
+        library.kvext_ascend_limits(ctypes.byref(self.limits))
 
     def num_cores(self) -> int:
         """Vector cores of the current device."""
@@ -60,20 +40,19 @@ class KernelLauncher:
         return count.value
 
     def map_host(self, address: int, num_bytes: int, owner: object) -> None:
-        """Let the current device reach host memory, until `unmap_host`.
+        """Let the current device reach host memory, for the process, until `unmap_host`.
 
-        Args:
-            owner: Is kept alive so long. Otherwise the memory could be freed, and other memory that
-                is not mapped be allocated at its address.
+        The owner is kept alive so long. Otherwise the memory could be freed, and other memory that
+        is not mapped be allocated at its address.
 
         Raises:
             BackendError: Some of it is mapped already.
         """
-        for first, mapping in self._mapped.items():
-            if first < address + num_bytes and address < first + mapping.num_bytes:
+        for first, (mapped_bytes, _, _) in self._mapped.items():
+            if first < address + num_bytes and address < first + mapped_bytes:
                 raise BackendError(
                     f"ascend-kernel: map_host: expected memory that is not mapped, found "
-                    f"{mapping.num_bytes} bytes at {first:#x} mapped, which overlap {num_bytes} "
+                    f"{mapped_bytes} bytes at {first:#x} mapped, which overlap {num_bytes} "
                     f"bytes at {address:#x}. Map a buffer once, and unmap_host it before it is "
                     "mapped again."
                 )
@@ -84,14 +63,10 @@ class KernelLauncher:
             ctypes.c_uint64(num_bytes),
             ctypes.byref(mapped),
         )
-        self._mapped[address] = _Mapping(num_bytes, mapped.value or 0, owner)
+        self._mapped[address] = num_bytes, mapped.value or 0, owner
 
     def unmap_host(self, address: int) -> None:
-        """End a mapping; ``address`` is where it began.
-
-        Raises:
-            BackendError: Nothing is mapped there.
-        """
+        """End the mapping that begins there; raises `BackendError` if none does."""
         if self._mapped.pop(address, None) is None:
             raise BackendError(
                 f"ascend-kernel: unmap_host: expected the first address of mapped memory, found "
@@ -101,10 +76,10 @@ class KernelLauncher:
 
     def device_address(self, address: int, num_bytes: int) -> int | None:
         """The device's address of host memory; None where it is not inside a mapping."""
-        for first, mapping in self._mapped.items():
+        for first, (mapped_bytes, device_address, _) in self._mapped.items():
             offset = address - first
-            if offset >= 0 and offset + num_bytes <= mapping.num_bytes:
-                return mapping.device_address + offset
+            if offset >= 0 and offset + num_bytes <= mapped_bytes:
+                return device_address + offset
         return None
 
     def launch(self, table: torch.Tensor, num_cores: int, stream: int) -> None:
@@ -128,11 +103,7 @@ class KernelLauncher:
 
 @functools.cache
 def installed_launcher() -> KernelLauncher:
-    """The launcher that was built with this package.
-
-    Raises:
-        BackendError: There is none, or it does not load.
-    """
+    """The launcher built with this package; `BackendError` if there is none or it does not load."""
     # Several folders where the package is imported from a checkout: see the package's __init__.
     folders = [Path(folder) for folder in vllm_ascend_kvext.__path__]
     for folder in folders:

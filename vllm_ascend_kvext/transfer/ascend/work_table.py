@@ -8,7 +8,7 @@ take every n-th unit and no core needs to know what another does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
 from enum import IntEnum
 
 import numpy as np
@@ -17,19 +17,17 @@ from vllm_ascend_kvext.transfer.backend import Transfer
 from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, PoolColumn, RunColumn, Table
 
 
-@dataclass(frozen=True, slots=True)
-class KernelLimits:
-    """What the kernel was compiled for.
+class KernelLimits(ctypes.Structure):
+    """What the kernel was compiled for, as the launcher library says.
 
-    Attributes:
-        tile_bytes: Most that one unit moves; a multiple of ``data_block_bytes``.
-        data_block_bytes: Runs that share a tile begin on a multiple of it.
-        max_runs_per_unit: Most runs that share a tile.
+    A unit moves a tile at most; runs that share one begin at multiples of ``data_block_bytes``.
     """
 
-    tile_bytes: int
-    data_block_bytes: int
-    max_runs_per_unit: int
+    _fields_ = (
+        ("tile_bytes", ctypes.c_int64),
+        ("data_block_bytes", ctypes.c_int64),
+        ("max_runs_per_unit", ctypes.c_int64),
+    )
 
 
 class HeaderColumn(IntEnum):
@@ -56,16 +54,9 @@ _RUN_COLUMNS = (RunColumn.PAGE, RunColumn.FIRST_ROW, RunColumn.NUM_ROWS, RunColu
 def build_work_table(
     transfer: Transfer, *, host_address: int, num_cores: int, limits: KernelLimits
 ) -> Table:
-    """Builds the kernel's table from a transfer that has been found valid.
+    """The kernel's table for a valid transfer. shape: [3 + 9 * num_tasks + 4 * num_runs].
 
-    Args:
-        transfer: Its pools' addresses are the device's own.
-        host_address: Of the host buffer, as the device sees it.
-        num_cores: Vector cores that will share the work.
-        limits: The kernel's.
-
-    Returns:
-        shape: [3 + 9 * num_tasks + 4 * num_runs].
+    Addresses of pools and host buffer are those that the device sees.
     """
     groups, first_runs, num_runs = np.unique(
         transfer.runs[:, RunColumn.GROUP], return_index=True, return_counts=True

@@ -48,35 +48,22 @@ class EmulatedHccl(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = self._description = ""
+        self._name = ""
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        pass
 
     @property
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "hccl"
 
-    def get_hccl_comm_name(self, rank: int = 0, **_: Any) -> str:
-        return f"emulated-{self._name}"
-
-    def all_gather_single(self, output: Any, input: Any, timeout: Any = None) -> Any:
-        return self._allgather_base(output, input)
-
     def shutdown(self) -> None:
-        pass
-
-    def abort(self) -> None:
         pass
 
 

@@ -15,10 +15,6 @@ def set_seed(seed: int | None) -> None:
     _emulator.set_seed(seed)
 
 
-def seed() -> int | None:
-    return _emulator.seed()
-
-
 def num_in_flight() -> int:
     """Work that has been enqueued and has not run, waits and records of events included."""
     return _emulator.num_in_flight()

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.library import infer_schema
 
 from torch_npu import _emulator
 
@@ -42,12 +43,15 @@ def operator(name: str, body: Body) -> Body:
     return _named(call, body, name)
 
 
+def nothing(*args: Any, **kwargs: Any) -> list[tuple[Sequence[int], torch.dtype]]:
+    return []
+
+
 def kernel(
     name: str,
     body: Body,
-    outputs: Outputs,
+    outputs: Outputs = nothing,
     returned: Returned | None = None,
-    *,
     on_host: Sequence[str] = (),
 ) -> Body:
     """A body that runs as one when its stream comes to it, in whatever thread waits.
@@ -58,7 +62,7 @@ def kernel(
     Args:
         name: As it is counted, and named in errors.
         body: Takes CPU tensors that have the memory of the call's tensors.
-        outputs: Shape and type of what the body returns.
+        outputs: Shape and type of what the body returns, if anything.
         returned: What the caller gets, if that is something else than the outputs.
         on_host: Parameters that may be tensors of the host. Others are refused, as the device does,
             unless they are numbers.
@@ -123,36 +127,36 @@ def _deliver(name: str, targets: Sequence[torch.Tensor], results: Any) -> None:
 def register_operators() -> dict[str, Body]:
     """Define the operators of vLLM-Ascend's library; return those of ``torch_npu``, by name.
 
-    Modules of ``operators`` have tables ``OPERATORS`` (name: body) and ``KERNELS`` (name: body,
-    outputs, and as a third what else ``kernel`` takes by name); those of ``custom_operators`` the
-    same with schemas for names.
+    Modules of ``operators`` have tables ``OPERATORS`` (name: body) and ``KERNELS`` (name: what
+    ``kernel`` takes besides); those of ``custom_operators`` the same, with a schema for a name
+    where the body's signature does not say it.
     """
     found: dict[str, Body] = {}
     for module in _modules("operators"):
         for name, body in getattr(module, "OPERATORS", {}).items():
             found[name] = operator(name, body)
-        for name, (body, outputs, *options) in getattr(module, "KERNELS", {}).items():
-            found[name] = kernel(name, body, outputs, **dict(*options))
+        for name, (body, *more) in getattr(module, "KERNELS", {}).items():
+            found[name] = kernel(name, body, *more)
     for module in _modules("custom_operators"):
         for schema, body in getattr(module, "OPERATORS", {}).items():
-            _define(schema, operator(_name_of(schema), body))
-        for schema, (body, outputs, *options) in getattr(module, "KERNELS", {}).items():
-            _define(schema, kernel(_name_of(schema), body, outputs, **dict(*options)))
+            _define(schema, body, operator)
+        for schema, (body, *more) in getattr(module, "KERNELS", {}).items():
+            _define(schema, body, lambda *which, more=more: kernel(*which, *more))
         for schema, body in getattr(module, "HOST_FUNCTIONS", {}).items():
-            _define(schema, operator(_name_of(schema), body), "CPU")
+            _define(schema, body, operator, "CPU")
     return found
 
 
 _library = torch.library.Library("_C_ascend", "FRAGMENT")
 
 
-def _define(schema: str, function: Body, key: str = "PrivateUse1") -> None:
-    _library.define(schema)
-    _library.impl(_name_of(schema), function, key)
-
-
-def _name_of(schema: str) -> str:
-    return schema.partition("(")[0]
+def _define(
+    schema: str, body: Body, make: Callable[[str, Body], Body], key: str = "PrivateUse1"
+) -> None:
+    name, has_schema, _ = schema.partition("(")
+    # Who calls it does not look at what it writes to.
+    _library.define(schema if has_schema else name + infer_schema(body, mutates_args=()))
+    _library.impl(name, make(name, body), key)
 
 
 def _modules(package: str) -> Iterable[ModuleType]:

@@ -46,6 +46,4 @@ def swap_blocks_batch(
     _emulator.enqueue_copies(src_ptrs, dst_ptrs, sizes, direction)
 
 
-HOST_FUNCTIONS = {
-    "swap_blocks_batch(Tensor x, Tensor y, Tensor z, int direction) -> ()": swap_blocks_batch
-}
+HOST_FUNCTIONS = {"swap_blocks_batch": swap_blocks_batch}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .partial_rotary import rotate_interleaved
+from torch_npu.operators.rotary import npu_rotary_mul
 
-FLAT_SLOTS, BLOCK_AND_OFFSET = 1, 2
-"""Values of ``slot_mapping_format``."""
+BLOCK_AND_OFFSET = 2
+"""The ``slot_mapping_format`` of an A2."""
 
 NOTHING_SCORE = -2e38
 
@@ -40,7 +40,7 @@ def compressor(
     norm_eps: float,
     rotary_mode: int,
     cache_mode: int,
-) -> list[Tensor]:
+) -> Tensor:
     """Stores the states of all tokens, and returns the keys of the windows that they complete.
 
     A key is the mean of its window's projections, weighted by the softmax of the scores, element
@@ -92,10 +92,11 @@ def compressor(
     found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm_eps)
     found = found * norm_weight.float()
     cos, sin = rope_cos[: len(found)].float(), rope_sin[: len(found)].float()
-    found[:, -rope_head_dim:] = rotate_interleaved(found[:, -rope_head_dim:], cos, sin)
+    turned = npu_rotary_mul(found[:, -rope_head_dim:], cos, sin, "interleave")
+    found[:, -rope_head_dim:] = turned
     result = torch.full((len(rope_sin), head_size), float("nan"))
     result[: len(found)] = found
-    return [result.to(x.dtype)]
+    return result.to(x.dtype)
 
 
 def _keys(states: Tensor, head_size: int, *, is_at_first: bool) -> Tensor:
@@ -144,7 +145,7 @@ def compressor_metadata(
     compress_ratio: int,
     num_compressed_tokens: int,
     num_reqs_actual: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Says of each key that ``compressor`` will return how it is turned, and where it belongs.
 
     Args:
@@ -156,8 +157,10 @@ def compressor_metadata(
 
     Returns:
         Cosines and sines of the window's first token, ``[rows, 1, 1, width]``, and slots: block
-        and offset ``[rows, 2]``, or one number ``[rows]``.
+        and offset, ``[rows, 2]``.
     """
+    if slot_mapping_format != BLOCK_AND_OFFSET:
+        raise RuntimeError(f"compressor_metadata: {slot_mapping_format=} is not emulated")
     cos = torch.ones(num_compressed_tokens, rope_cos.shape[1], dtype=rope_cos.dtype)
     sin = torch.zeros_like(cos)
     slots = torch.tensor([-1, kv_block_size - 1], dtype=torch.int32)
@@ -176,40 +179,18 @@ def compressor_metadata(
             cos[row], sin[row] = rope_cos[position], rope_sin[position]
             slots[row, 0] = kv_block_table[request, block]
             slots[row, 1] = window % kv_block_size
-    if slot_mapping_format == FLAT_SLOTS:
-        slots = torch.where(slots[:, 0] < 0, -1, slots[:, 0] * kv_block_size + slots[:, 1])
-    return [cos[:, None, None], sin[:, None, None], slots.to(torch.int32)]
+    return cos[:, None, None], sin[:, None, None], slots
 
 
 def compressor_metadata_outputs(
-    rope_cos: Tensor,
-    rope_sin: Tensor,
-    cu_seqlens: Tensor,
-    start_pos: Tensor,
-    kv_block_table: Tensor,
-    kv_block_size: int,
-    slot_mapping_format: int,
-    compress_ratio: int,
-    num_compressed_tokens: int,
-    num_reqs_actual: int,
+    rope_cos: Tensor, *more: Any
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    num_compressed_tokens = more[7]
     rope = ((num_compressed_tokens, 1, 1, rope_cos.shape[1]), rope_cos.dtype)
-    slots = (num_compressed_tokens, 2)[: 1 if slot_mapping_format == FLAT_SLOTS else 2]
-    return [rope, rope, (slots, torch.int32)]
+    return [rope, rope, ((num_compressed_tokens, 2), torch.int32)]
 
 
 KERNELS = {
-    "compressor(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) state_cache, Tensor ape,"
-    " Tensor norm_weight, Tensor rope_sin, Tensor rope_cos, Tensor? state_block_table,"
-    " Tensor? cu_seqlens, Tensor? seqused, Tensor? start_pos, int rope_head_dim, int cmp_ratio,"
-    " int coff, float norm_eps, int rotary_mode, int cache_mode) -> Tensor": (
-        compressor,
-        compressor_outputs,
-    ),
-    "compressor_metadata(Tensor rope_cos, Tensor rope_sin, Tensor cu_seqlens, Tensor start_pos,"
-    " Tensor kv_block_table, int kv_block_size, int slot_mapping_format, int compress_ratio,"
-    " int num_compressed_tokens, int num_reqs_actual) -> (Tensor, Tensor, Tensor)": (
-        compressor_metadata,
-        compressor_metadata_outputs,
-    ),
+    "compressor": (compressor, compressor_outputs),
+    "compressor_metadata": (compressor_metadata, compressor_metadata_outputs),
 }

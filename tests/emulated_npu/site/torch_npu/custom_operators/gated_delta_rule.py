@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_npu.kernels import nothing
+
 Outputs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -194,16 +196,9 @@ KERNELS = {
     " Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode,"
     " int pad_slot_id, int run_mode) -> Tensor output": (
         npu_causal_conv1d_custom,
-        lambda *args, **kwargs: [],
-        {"returned": lambda made, output, *args, **kwargs: output},
+        nothing,
+        lambda made, output, *args, **kwargs: output,
     ),
-    "npu_recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, *,"
-    " Tensor? beta=None, float? scale=None, Tensor? actual_seq_lengths=None,"
-    " Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, Tensor? g=None,"
-    " Tensor? gk=None) -> Tensor": (npu_recurrent_gated_delta_rule, _like_value),
+    "npu_recurrent_gated_delta_rule": (npu_recurrent_gated_delta_rule, _like_value),
 }
-
-OPERATORS = {
-    "npu_fused_gdn_gating(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias, float beta=1.0,"
-    " float threshold=20.0) -> (Tensor g, Tensor beta_output)": npu_fused_gdn_gating,
-}
+OPERATORS = {"npu_fused_gdn_gating": npu_fused_gdn_gating}

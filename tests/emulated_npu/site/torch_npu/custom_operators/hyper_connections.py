@@ -74,8 +74,4 @@ def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post.float().unsqueeze(-1) * x.float().unsqueeze(-2) + mixed).to(residual.dtype)
 
 
-OPERATORS = {
-    "npu_hc_pre_v2(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult,"
-    " int hc_sinkhorn_iters, float norm_eps, float hc_eps) -> (Tensor, Tensor, Tensor)": hc_pre,
-    "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor": hc_post,
-}
+OPERATORS = {"npu_hc_pre_v2": hc_pre, "npu_hc_post": hc_post}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 HEADS, HEAD_SIZE = 64, 128
+UNLIMITED = (1 << 63) - 1
 
 
 def quant_lightning_indexer(
@@ -27,11 +28,11 @@ def quant_lightning_indexer(
     layout_key: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    pre_tokens: int = 0,
-    next_tokens: int = 0,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     cmp_ratio: int = 1,
     return_value: bool = False,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Chooses for each token the keys with the best scores, of those whose windows have ended.
 
     A score is the sum over heads of what is positive in query times key, weighted.
@@ -58,9 +59,6 @@ def quant_lightning_indexer(
         raise RuntimeError(f"npu_vllm_quant_lightning_indexer: types {types}")
     if query.shape[1:] != (HEADS, HEAD_SIZE) or metadata is None:
         raise RuntimeError(f"npu_vllm_quant_lightning_indexer: query {query.shape}, {metadata=}")
-    assert actual_seq_lengths_query is not None
-    assert actual_seq_lengths_key is not None
-    assert block_table is not None
     chosen = torch.full((query.shape[0], 1, sparse_count), -1, dtype=torch.int32)
     first = 0
     for request, end in enumerate(actual_seq_lengths_query.tolist()):
@@ -84,7 +82,7 @@ def quant_lightning_indexer(
             places = torch.where(best.values == float("-inf"), -1, best.indices)
             chosen[first:end, 0, : places.shape[1]] = places.to(torch.int32)
         first = end
-    return [chosen, torch.empty(0)]
+    return chosen, torch.empty(0)
 
 
 def quant_lightning_indexer_outputs(
@@ -95,14 +93,5 @@ def quant_lightning_indexer_outputs(
 
 
 KERNELS = {
-    "npu_vllm_quant_lightning_indexer(Tensor query, Tensor key, Tensor weights,"
-    " Tensor query_dequant_scale, Tensor key_dequant_scale, int query_quant_mode=0,"
-    " int key_quant_mode=0, Tensor? actual_seq_lengths_query=None,"
-    " Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, Tensor? metadata=None,"
-    ' str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3,'
-    " int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int cmp_ratio=1,"
-    " bool return_value=False) -> (Tensor, Tensor)": (
-        quant_lightning_indexer,
-        quant_lightning_indexer_outputs,
-    ),
+    "npu_vllm_quant_lightning_indexer": (quant_lightning_indexer, quant_lightning_indexer_outputs)
 }

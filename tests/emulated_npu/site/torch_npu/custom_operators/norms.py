@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from torch_npu.operators.norms import normalize
+from torch_npu.operators.refusals import refuse_given
 
 
 def npu_gemma_rms_norm(
@@ -22,21 +23,13 @@ def npu_add_rms_norm_bias(
     beta: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm of ``x1 + x2``, plus ``beta``.
-
-    Returns:
-        The norm, ``1 / rms`` in float32, and ``x1 + x2`` in the type of ``x1``.
-    """
+    """The norm of ``x1 + x2``, ``1 / rms`` in float32, and ``x1 + x2``."""
+    refuse_given("npu_add_rms_norm_bias", {"beta": beta})
     total = x1 + x2
-    normalized, inverse_rms = normalize(total, gamma.float(), epsilon)
-    if beta is not None:
-        normalized = normalized + beta
-    return normalized, inverse_rms, total
+    return *normalize(total, gamma.float(), epsilon), total
 
 
 OPERATORS = {
-    "npu_gemma_rms_norm(Tensor x, Tensor gamma, float epsilon=1e-6)"
-    " -> (Tensor y, Tensor rstd)": npu_gemma_rms_norm,
-    "npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None,"
-    " float epsilon=1e-6) -> (Tensor y, Tensor rstd, Tensor x)": npu_add_rms_norm_bias,
+    "npu_gemma_rms_norm": npu_gemma_rms_norm,
+    "npu_add_rms_norm_bias": npu_add_rms_norm_bias,
 }

@@ -5,15 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns neighbouring elements of ``x`` as pairs; ``cos`` and ``sin`` have each angle twice."""
-    pairs = x.unflatten(-1, (-1, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
-    return x * cos + turned * sin
+from torch_npu.operators.rotary import npu_rotary_mul
 
 
 def inplace_partial_rotary_mul(
@@ -30,10 +24,7 @@ def inplace_partial_rotary_mul(
     if rotary_mode != "interleave" or x.dim() != 4:
         raise RuntimeError(f"inplace_partial_rotary_mul: {rotary_mode=}, x {x.shape}: not emulated")
     part = x[..., slice(*partial_slice)]
-    part.copy_(rotate_interleaved(part.float(), r1.float(), r2.float()))
+    part.copy_(npu_rotary_mul(part, r1.float(), r2.float(), rotary_mode))
 
 
-OPERATORS = {
-    "inplace_partial_rotary_mul(Tensor(a!) x, Tensor r1, Tensor r2, str rotary_mode,"
-    " int[] partial_slice) -> ()": inplace_partial_rotary_mul,
-}
+OPERATORS = {"inplace_partial_rotary_mul": inplace_partial_rotary_mul}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> list[Tensor]:
+def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> None:
     """Writes ``update[i]`` to ``var[indices[i]]``, unless an index is negative.
 
     On the device both have one type. Here ``var`` may be another floating type: a model in float32
@@ -23,16 +23,6 @@ def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> list[Tens
     is_given = (places >= 0).all(-1)
     rows = update.reshape(len(places), *var.shape[places.shape[-1] :])
     var[tuple(places[is_given].T)] = rows[is_given].to(var.dtype)
-    return []
 
 
-def _no_outputs(*args: object) -> list[object]:
-    return []
-
-
-KERNELS = {
-    "npu_scatter_nd_update_v2(Tensor(a!) var, Tensor indices, Tensor update) -> ()": (
-        scatter_nd_update,
-        _no_outputs,
-    ),
-}
+KERNELS = {"npu_scatter_nd_update_v2": (scatter_nd_update,)}

@@ -40,7 +40,7 @@ def sparse_attention(
     layout_q: str = "BSND",
     layout_kv: str = "PA_ND",
     return_softmax_lse: bool = False,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attends from each token to itself, to the tokens before it, and to compressed keys.
 
     A head's sink takes part in its softmax and adds nothing.
@@ -63,16 +63,12 @@ def sparse_attention(
         raise RuntimeError(f"npu_sparse_attn_sharedkv: {form} is not emulated")
     if ori_kv is None or sinks is None or metadata is None or q.shape[-1] != ori_kv.shape[-1]:
         raise RuntimeError("npu_sparse_attn_sharedkv: no ori_kv that fits q, sinks and metadata")
-    assert ori_block_table is not None
-    assert cu_seqlens_q is not None
-    assert seqused_kv is not None
     result = torch.empty_like(q)
     sink = sinks.float()[None, :, None]
     for request, (first, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
         num_tokens = int(seqused_kv[request])
         compressed = q.new_empty(0, q.shape[-1], dtype=torch.float32)
         if cmp_kv is not None:
-            assert cmp_block_table is not None
             compressed = _read(cmp_kv, cmp_block_table[request], 0, num_tokens // cmp_ratio)
         for row in range(first, end, ROWS_AT_A_TIME):
             rows = slice(row, min(row + ROWS_AT_A_TIME, end))
@@ -91,7 +87,7 @@ def sparse_attention(
             scores.masked_fill_(~is_seen[:, None], float("-inf"))
             shares = torch.cat((scores, sink.expand(len(scores), -1, 1)), -1).softmax(-1)
             result[rows] = torch.einsum("thk,kd->thd", shares[..., :-1], keys).to(q.dtype)
-    return [result, torch.empty(0)]
+    return result, torch.empty(0)
 
 
 def _read(cache: Tensor, block_table: Tensor, first: int, end: int) -> Tensor:
@@ -133,16 +129,4 @@ OPERATORS = {
     " int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,"
     ' int cmp_ratio=1, str device="npu") -> Tensor': plan,
 }
-KERNELS = {
-    "npu_sparse_attn_sharedkv(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None,"
-    " Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None,"
-    " Tensor? ori_block_table=None, Tensor? cmp_block_table=None, Tensor? cu_seqlens_q=None,"
-    " Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None,"
-    " Tensor? seqused_kv=None, Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=0,"
-    " int cmp_ratio=0, int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=128,"
-    ' int ori_win_right=0, str layout_q="BSND", str layout_kv="PA_ND",'
-    " bool return_softmax_lse=False) -> (Tensor, Tensor)": (
-        sparse_attention,
-        sparse_attention_outputs,
-    ),
-}
+KERNELS = {"npu_sparse_attn_sharedkv": (sparse_attention, sparse_attention_outputs)}

@@ -65,15 +65,3 @@ def get_device_properties(device: Any = None) -> types.SimpleNamespace:
         vector_core_num=48,
         uuid=f"emulated-{index_of(device)}",
     )
-
-
-def get_device_capability(device: Any = None) -> None:
-    return None
-
-
-def can_device_access_peer(device: Any, peer: Any) -> bool:
-    return False
-
-
-def utilization(device: Any = None) -> int:
-    return 0

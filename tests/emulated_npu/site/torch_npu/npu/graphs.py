@@ -26,9 +26,5 @@ graph_task_update_begin = _refuse("graph_task_update_begin")
 graph_task_update_end = _refuse("graph_task_update_end")
 
 
-def graph_pool_handle() -> None:
-    return None
-
-
 def is_current_stream_capturing() -> bool:
     return False

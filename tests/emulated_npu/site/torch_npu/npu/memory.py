@@ -45,10 +45,6 @@ def empty_cache() -> None:
     """There is no cache."""
 
 
-def memory_snapshot() -> list[dict[str, Any]]:
-    return []
-
-
 class NPUPluggableAllocator:
     """The allocator of vLLM-Ascend's library; see ``stand_ins.compiled_modules``.
 

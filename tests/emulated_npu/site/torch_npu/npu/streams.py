@@ -67,9 +67,6 @@ class Event(torch.Event):
         """Milliseconds. torch's own takes no subclass."""
         return _emulator.elapsed_ms(self.event_id, later.event_id)
 
-    def reset(self, stream: Any = None) -> None:
-        """Of graphs, which use an event again."""
-
 
 ExternalEvent = Event
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from torch_npu.operators.refusals import refuse_given, require
 UNLIMITED = 2147483647
 NO_MASK, CAUSAL, BAND = 0, 3, 4  # the values of sparse_mode that vllm-ascend uses
 MASK_SIDE = 2048  # of the mask that modes 3 and 4 take
-LAYOUTS = ("TND", "TND_NTD", "BNSD", "BNSD_NBSD")
+LAYOUTS = ("TND", "TND_NTD", "BNSD_NBSD")
 LATENT_SIZES = (128, 512)  # of a head whose rotary part comes as a tensor of its own
 
 Lengths = Sequence[int] | torch.Tensor
@@ -66,75 +67,30 @@ class Mask:
         return (keys > places + self.next_tokens) | (keys < places - num_before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rope:
-    """The part of each head that is turned by its position, if it comes as tensors of its own."""
-
-    query: torch.Tensor | None
-    key: torch.Tensor | None
-
-
 def npu_fused_infer_attention_score(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None,
-    pse_shift: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
-    actual_seq_lengths: Lengths | None = None,
-    actual_seq_lengths_kv: Lengths | None = None,
-    block_table: torch.Tensor | None = None,
     antiquant_scale: torch.Tensor | None = None,
     antiquant_mode: int = 0,
-    num_heads: int = 1,
-    num_key_value_heads: int = 0,
-    scale: float = 1.0,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
-    input_layout: str = "BSH",
-    sparse_mode: int = 0,
-    block_size: int = 0,
-    softmax_lse_flag: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``softmax(query @ key * scale + mask) @ value``, computed in float32.
-
-    Args:
-        query: ``[T, N, D]`` (TND) or ``[B, N, S, D]`` (BNSD).
-        key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]``
-            or ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
-        query_rope: further 64 numbers of each head, as ``query``, to multiply with ``key_rope``.
-        atten_mask: bool or int8, ``[2048, 2048]``, ones above the diagonal. Sparse modes 3 and 4
-            need it. Its values are not read: no other are allowed.
-        actual_seq_lengths: TND: where each sequence ends in ``query``.
-        actual_seq_lengths_kv: the length of each sequence, without pages where it ends in ``key``.
-        block_table: int32, ``[sequences, max_blocks]``.
-        sparse_mode: 0 no mask, 3 causal, 4 band.
-
-    Returns:
-        The output, and the logarithm of each query's sum of exponentials in float32: ``[T, N, 1]``
-        (TND) or ``[B, N, S, 1]``; without ``softmax_lse_flag`` a zero. A query without keys gets
-        zeros, and minus infinity.
-    """
+    """As ``npu_fused_infer_attention_score_v2``, with other names, and without sinks."""
     name = "npu_fused_infer_attention_score"
-    not_emulated = {"pse_shift": pse_shift, "antiquant_scale": antiquant_scale}
-    refuse_given(name, not_emulated | {"antiquant_mode": antiquant_mode})
-    mask = Mask(sparse_mode, pre_tokens, next_tokens)
-    _check(name, mask, atten_mask, query, query_rope, block_table, block_size)
-    output, lse = _attend_all(
-        name,
-        input_layout,
-        (query, key, value),
-        _Rope(query_rope, key_rope),
-        (num_heads, num_key_value_heads or num_heads),
-        (actual_seq_lengths, actual_seq_lengths_kv),
-        block_table,
-        mask,
-        scale,
-        None,
-    )
-    return output, lse if softmax_lse_flag else torch.zeros(1)
+    refused = {"antiquant_scale": antiquant_scale, "antiquant_mode": antiquant_mode}
+    refuse_given(name, refused | {"learnable_sink": options.get("learnable_sink")})
+    options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
+    return npu_fused_infer_attention_score_v2(query, key, value, name=name, **options)
+
+
+NAMES_OF_V2 = {
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "num_heads": "num_query_heads",
+    "scale": "softmax_scale",
+    "softmax_lse_flag": "return_softmax_lse",
+}
 
 
 def npu_fused_infer_attention_score_v2(
@@ -149,7 +105,6 @@ def npu_fused_infer_attention_score_v2(
     actual_seq_qlen: Lengths | None = None,
     actual_seq_kvlen: Lengths | None = None,
     block_table: torch.Tensor | None = None,
-    learnable_sink: torch.Tensor | None = None,
     num_query_heads: int = 1,
     num_key_value_heads: int = 0,
     softmax_scale: float = 1.0,
@@ -159,54 +114,105 @@ def npu_fused_infer_attention_score_v2(
     sparse_mode: int = 0,
     block_size: int = 0,
     return_softmax_lse: bool = False,
+    learnable_sink: torch.Tensor | None = None,
+    name: str = "npu_fused_infer_attention_score_v2",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``npu_fused_infer_attention_score``, with other names, and with sinks.
+    """``softmax(query @ key * softmax_scale + mask) @ value``, one sequence after the other.
 
     Args:
+        query: ``[T, N, D]`` (TND) or ``[B, N, S, D]`` (BNSD).
+        key: without pages ``[T, kv heads, D]``; with pages ``[blocks, block_size, kv heads * D]``
+            or ``[blocks, kv heads, block_size, D]``. ``value`` alike; its D can differ.
+        query_rope: further 64 numbers of each head, as ``query``, to multiply with ``key_rope``.
+        atten_mask: bool or int8, ``[2048, 2048]``, ones above the diagonal. Sparse modes 3 and 4
+            need it. Its values are not read: no other are allowed.
+        actual_seq_qlen: TND: where each sequence ends in ``query``.
+        actual_seq_kvlen: the length of each sequence, without pages where it ends in ``key``.
+        block_table: int32, ``[sequences, max_blocks]``.
+        sparse_mode: 0 no mask, 3 causal, 4 band.
         learnable_sink: ``[N]``: the score of one further key of each head, whose value is zero.
+        name: of the operator, for errors.
+
+    Returns:
+        The output, and the logarithm of each query's sum of exponentials in float32: ``[T, N, 1]``
+        (TND) or ``[B, N, S, 1]``; without ``return_softmax_lse`` a zero. A query without keys gets
+        zeros, and minus infinity.
     """
-    name = "npu_fused_infer_attention_score_v2"
     refuse_given(name, {"pse_shift": pse_shift})
-    require(name, learnable_sink is None or input_layout == "TND", "learnable_sink needs TND")
     mask = Mask(sparse_mode, pre_tokens, next_tokens)
     _check(name, mask, atten_mask, query, query_rope, block_table, block_size)
-    output, lse = _attend_all(
-        name,
-        input_layout,
-        (query, key, value),
-        _Rope(query_rope, key_rope),
-        (num_query_heads, num_key_value_heads or num_query_heads),
-        (actual_seq_qlen, actual_seq_kvlen),
-        block_table,
-        mask,
-        softmax_scale,
-        learnable_sink,
+    num_kv_heads = num_key_value_heads or num_query_heads
+    is_batch = input_layout == "BNSD_NBSD"
+    require(name, input_layout in LAYOUTS, f"input_layout {input_layout} is not emulated")
+    require(name, learnable_sink is None or not is_batch, "learnable_sink needs TND")
+    require(name, not is_batch or block_table is not None, f"{input_layout} without block_table")
+    if is_batch:
+        # One sequence after the other, as TND has them.
+        batch, _, num_queries = query.shape[:3]
+        actual_seq_qlen = range(num_queries, (batch + 1) * num_queries, num_queries)
+        queries = query.transpose(1, 2).flatten(0, 1)
+        query_rope = None if query_rope is None else query_rope.transpose(1, 2).flatten(0, 1)
+    else:
+        queries = query
+    if actual_seq_qlen is None or actual_seq_kvlen is None:
+        raise RuntimeError(f"{name}: the lengths of queries and keys are needed")
+    output = torch.zeros(
+        len(queries), num_query_heads, _value_size(value, num_kv_heads, block_table)
     )
+    lse = torch.full((len(queries), num_query_heads), float("-inf"))
+    first = first_key = 0
+    for row, (end, length) in enumerate(zip(actual_seq_qlen, actual_seq_kvlen, strict=True)):
+        num_keys = int(length) - first_key
+
+        def read(
+            tensor: torch.Tensor,
+            row: int = row,
+            first_key: int = first_key,
+            num_keys: int = num_keys,
+        ) -> torch.Tensor:
+            if block_table is None:
+                return tensor[first_key : first_key + num_keys]
+            return read_pages(_by_tokens(tensor, num_kv_heads), block_table[row], num_keys)
+
+        if end > first and num_keys > 0:
+            q, k = queries[first:end], read(key)
+            if query_rope is not None and key_rope is not None:
+                q = torch.cat((q, query_rope[first:end]), dim=-1)
+                k = torch.cat((k, read(key_rope)), dim=-1)
+            output[first:end], lse[first:end] = attend(
+                q, k, read(value), mask, softmax_scale, learnable_sink
+            )
+        first = int(end)
+        first_key += num_keys if block_table is None else 0
+    output, lse = output.to(query.dtype), lse.unsqueeze(-1)
+    if is_batch:
+        output, lse = (one.unflatten(0, (batch, num_queries)) for one in (output, lse))
+        output, lse = output.permute(2, 0, 1, 3).contiguous(), lse.transpose(1, 2).contiguous()
+    elif input_layout == "TND_NTD":
+        output = output.transpose(0, 1).contiguous()
     return output, lse if return_softmax_lse else torch.zeros(1)
 
 
 def attention_outputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> Shapes:
     """Shapes and types of what both versions return."""
-    layout = str(options.get("input_layout", "BSH"))
-    heads = options.get("num_query_heads") or options.get("num_heads") or 1
-    kv_heads = options.get("num_key_value_heads") or heads
-    assert isinstance(kv_heads, int)
-    is_flat = options.get("block_table") is not None and value.dim() == 3
-    size = value.shape[-1] // kv_heads if is_flat else value.shape[-1]
-    if layout.startswith("TND"):
-        num_tokens, num_heads = query.shape[:2]
-        shape = (num_tokens, num_heads, size)
-        lse = (num_tokens, num_heads, 1)
-        shape = (num_heads, num_tokens, size) if layout == "TND_NTD" else shape
-    else:
-        batch, num_heads, length = query.shape[:3]
-        lse = (batch, num_heads, length, 1)
-        shape = (batch, num_heads, length, size)
-        shape = (num_heads, batch, length, size) if layout == "BNSD_NBSD" else shape
-    with_lse = options.get("softmax_lse_flag") or options.get("return_softmax_lse")
-    return [(shape, query.dtype), (lse if with_lse else (1,), torch.float32)]
+    options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
+    num_kv_heads = options.get("num_key_value_heads") or options.get("num_query_heads") or 1
+    size = _value_size(value, num_kv_heads, options.get("block_table"))
+    *shape, _ = query.shape
+    lse = (*shape, 1)
+    if options.get("input_layout") == "TND_NTD":
+        shape = [shape[1], shape[0]]
+    elif options.get("input_layout") == "BNSD_NBSD":
+        shape = [shape[1], shape[0], shape[2]]
+    with_lse = options.get("return_softmax_lse")
+    return [((*shape, size), query.dtype), (lse if with_lse else (1,), torch.float32)]
+
+
+def _value_size(value: torch.Tensor, num_kv_heads: int, block_table: torch.Tensor | None) -> int:
+    is_flat = block_table is not None and value.dim() == 3
+    return value.shape[-1] // num_kv_heads if is_flat else value.shape[-1]
 
 
 def _check(
@@ -231,60 +237,6 @@ def _check(
     if block_table is not None:
         is_allowed = 0 < block_size <= 1024 and block_size % 16 == 0
         require(name, is_allowed, f"block_size {block_size} is no multiple of 16 up to 1024")
-
-
-def _attend_all(
-    name: str,
-    layout: str,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rope: _Rope,
-    heads: tuple[int, int],
-    lengths: tuple[Lengths | None, Lengths | None],
-    block_table: torch.Tensor | None,
-    mask: Mask,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value = tensors
-    require(name, layout in LAYOUTS, f"input_layout {layout} is not emulated")
-    require(name, lengths[1] is not None, "the lengths of the keys are needed")
-    kv_lengths = [int(length) for length in lengths[1]]  # type: ignore[union-attr]
-    if layout.startswith("TND"):
-        require(name, lengths[0] is not None, "TND needs the lengths of the queries")
-        ends = [int(end) for end in lengths[0]]  # type: ignore[union-attr]
-        queries, query_ropes = query, rope.query
-    else:
-        # One sequence after the other, as TND has them.
-        require(name, block_table is not None, f"{layout} without block_table is not emulated")
-        batch, _, num_queries = query.shape[:3]
-        ends = [num_queries * (row + 1) for row in range(batch)]
-        queries = query.transpose(1, 2).flatten(0, 1)
-        query_ropes = None if rope.query is None else rope.query.transpose(1, 2).flatten(0, 1)
-    is_flat = block_table is not None and value.dim() == 3
-    value_size = value.shape[-1] // heads[1] if is_flat else value.shape[-1]
-    output = torch.zeros(len(queries), heads[0], value_size)
-    lse = torch.full((len(queries), heads[0]), float("-inf"))
-    first = first_key = 0
-    for row, end in enumerate(ends):
-        if block_table is None:
-            part = slice(first_key, kv_lengths[row])
-            first_key = kv_lengths[row]
-            read = lambda tensor, part=part: tensor[part]  # noqa: E731
-            num_keys = part.stop - part.start
-        else:
-            num_keys = kv_lengths[row]
-            blocks = block_table[row]
-            read = lambda cache, blocks=blocks, num_keys=num_keys: read_pages(  # noqa: E731
-                _by_tokens(cache, heads[1]), blocks, num_keys
-            )
-        if end > first and num_keys > 0:
-            q, k = queries[first:end], read(key)
-            if query_ropes is not None and rope.key is not None:
-                q = torch.cat((q, query_ropes[first:end]), dim=-1)
-                k = torch.cat((k, read(rope.key)), dim=-1)
-            output[first:end], lse[first:end] = attend(q, k, read(value), mask, scale, sinks)
-        first = end
-    return _arrange(output.to(query.dtype), lse, layout, query.shape)
 
 
 def attend(
@@ -325,19 +277,6 @@ def _by_tokens(cache: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return cache.transpose(1, 2)
 
 
-def _arrange(
-    output: torch.Tensor, lse: torch.Tensor, layout: str, query_shape: torch.Size
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if layout == "TND":
-        return output, lse.unsqueeze(-1)
-    if layout == "TND_NTD":
-        return output.transpose(0, 1).contiguous(), lse.unsqueeze(-1)
-    by_sequence = output.unflatten(0, (query_shape[0], query_shape[2]))  # [B, S, N, D]
-    lse = lse.unflatten(0, (query_shape[0], query_shape[2])).transpose(1, 2).unsqueeze(-1)
-    order = (0, 2, 1, 3) if layout == "BNSD" else (2, 0, 1, 3)
-    return by_sequence.permute(order).contiguous(), lse.contiguous()
-
-
 def npu_fusion_attention(*args: object, **kwargs: object) -> None:
     """Exists because transformers imports it; vllm-ascend uses it for encoders alone."""
     raise NotImplementedError("npu_fusion_attention is not emulated")
@@ -350,6 +289,6 @@ KERNELS = {
         npu_fused_infer_attention_score_v2,
         attention_outputs,
         # vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
-        {"on_host": ["actual_seq_qlen"]},
+        *(None, ["actual_seq_qlen"]),
     ),
 }

@@ -9,7 +9,7 @@ import torch
 
 from torch_npu.operators.refusals import refuse_given, require
 
-CUMULATED, COUNTS = 0, 1  # values of group_list_type
+COUNTS = 1  # group_list_type
 
 
 def npu_grouped_matmul(
@@ -30,7 +30,7 @@ def npu_grouped_matmul(
     Args:
         x: one tensor, ``[rows, k]``, the rows of a group together.
         weight: one tensor, ``[groups, k, n]``; ``bias`` one tensor, ``[groups, n]``.
-        group_list: int64, ``[groups]``: where each group ends (type 0), or its rows (type 1).
+        group_list: int64, ``[groups]``: how many rows each group has (type 1).
 
     Returns:
         One tensor, ``[rows, n]``. Rows behind the last group are undefined; here they are not a
@@ -38,22 +38,14 @@ def npu_grouped_matmul(
     """
     name = "npu_grouped_matmul"
     refuse_given(name, {"scale": scale, "per_token_scale": per_token_scale})
-    require(
-        name,
-        group_type == 0 and split_item in (2, 3),
-        "only groups of rows in one tensor are emulated",
-    )
-    require(name, len(x) == 1 and len(weight) == 1, "one x and one weight are emulated")
-    require(
-        name,
-        group_list is not None and group_list_type in (CUMULATED, COUNTS),
-        "group_list is needed",
-    )
+    is_emulated = group_type == 0 and split_item in (2, 3) and len(x) == len(weight) == 1
+    require(name, is_emulated, "only groups of rows in one tensor, and one weight, are emulated")
+    if group_list is None or group_list_type != COUNTS:
+        raise RuntimeError(f"{name}: group_list has to have counts")
     rows, matrices = x[0], weight[0]
-    ends = group_list if group_list_type == CUMULATED else group_list.cumsum(0)
     output = torch.full((len(rows), matrices.shape[-1]), float("nan"))
     first = 0
-    for group, end in enumerate(ends.tolist()):
+    for group, end in enumerate(group_list.cumsum(0).tolist()):
         product = rows[first:end].float() @ matrices[group].float()
         output[first:end] = product if bias is None else product + bias[0][group]
         first = end
@@ -95,6 +87,6 @@ KERNELS = {
     "npu_grouped_matmul": (
         npu_grouped_matmul,
         grouped_matmul_outputs,
-        {"returned": lambda made, *args, **kwargs: made},  # a list of one
+        lambda made, *args, **kwargs: made,  # a list of one
     )
 }

@@ -82,11 +82,7 @@ def npu_paged_cache_load(
         first += num_tokens
 
 
-def _nothing(*args: object, **kwargs: object) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return []
-
-
 KERNELS = {
-    "_npu_reshape_and_cache": (_npu_reshape_and_cache, _nothing),
-    "atb.npu_paged_cache_load": (npu_paged_cache_load, _nothing),
+    "_npu_reshape_and_cache": (_npu_reshape_and_cache,),
+    "atb.npu_paged_cache_load": (npu_paged_cache_load,),
 }

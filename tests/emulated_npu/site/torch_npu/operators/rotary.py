@@ -22,21 +22,21 @@ def _npu_rotary_embedding(
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool = True,
 ) -> None:
-    """Turns ``query`` and ``key`` in place.
+    """Turns whole heads of ``query`` and ``key`` in place, as halves.
 
     Args:
         positions: int64, shape ``[num_tokens]``.
         query: shape ``[num_tokens, num_heads * head_size]``; ``key`` with its own number of heads.
-        cos_sin_cache: shape ``[max_positions, rotary_size]``, cosines in the first half of a row,
-            sines in the second; the first ``rotary_size`` numbers of each head are turned.
+        cos_sin_cache: shape ``[max_positions, head_size]``, cosines in the first half of a row,
+            sines in the second.
     """
+    is_emulated = is_neox_style and cos_sin_cache.shape[-1] == head_size
+    require("_npu_rotary_embedding", is_emulated, "only whole heads in neox style are emulated")
     cos, sin = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, dim=-1)
-    rotary_size = cos_sin_cache.shape[-1]
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     for tensor in (query, key):
-        turned = tensor.view(tensor.shape[0], -1, head_size)[..., :rotary_size]
-        first, second = _pairs(turned.float(), is_neox_style)
-        pairs = (first * cos - second * sin, second * cos + first * sin)
-        turned.copy_(_join(pairs, is_neox_style))
+        heads = tensor.view(tensor.shape[0], -1, head_size)
+        heads.copy_(npu_rotary_mul(heads, cos, sin))
 
 
 def npu_rotary_mul(
@@ -54,10 +54,13 @@ def npu_rotary_mul(
     """
     refuse_given("npu_rotary_mul", {"rotate": rotate})
     require("npu_rotary_mul", rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode!r}")
-    is_half = rotary_mode == "half"
     exact = input.float()
-    first, second = _pairs(exact, is_half)
-    return (exact * r1 + _join((-second, first), is_half) * r2).to(input.dtype)
+    if rotary_mode == "half":
+        first, second = exact.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    else:
+        turned = torch.stack((-exact[..., 1::2], exact[..., ::2]), dim=-1).flatten(-2)
+    return (exact * r1 + turned * r2).to(input.dtype)
 
 
 def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -67,26 +70,9 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
         x: shape ``[batch, num_heads, tokens, 64]``.
         cos: shape ``[batch, 1, tokens or 1, 64]``, as ``sin``.
     """
-    require(
-        "npu_interleave_rope",
-        x.dim() == 4 and x.shape[-1] == ROPE_SIZE,
-        "x has 4 dimensions, the last of 64",
-    )
-    require(
-        "npu_interleave_rope", cos.dim() == 4 and cos.shape[1] == 1, "cos is [batch, 1, tokens, 64]"
-    )
+    is_met = x.dim() == cos.dim() == 4 and x.shape[-1] == ROPE_SIZE and cos.shape[1] == 1
+    require("npu_interleave_rope", is_met, "x is [batch, heads, tokens, 64], cos for all heads")
     return npu_rotary_mul(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin)
-
-
-def _pairs(x: torch.Tensor, is_half: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if is_half:
-        first, second = x.chunk(2, dim=-1)
-        return first, second
-    return x[..., ::2], x[..., 1::2]
-
-
-def _join(pairs: tuple[torch.Tensor, torch.Tensor], is_half: bool) -> torch.Tensor:
-    return torch.cat(pairs, dim=-1) if is_half else torch.stack(pairs, dim=-1).flatten(-2)
 
 
 OPERATORS = {

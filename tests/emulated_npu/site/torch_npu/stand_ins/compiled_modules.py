@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of vLLM-Ascend that need the device's toolkit to be built or imported."""
+"""Modules that need the device's toolkit to be built or imported, or that do nothing here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch_npu import _emulator
@@ -46,4 +47,6 @@ WHOLE_MODULES: dict[str, dict[str, Any]] = {
     },
     # Its kernels without data serve graphs only, and want every operator to be defined.
     "vllm_ascend.meta_registration": {},
+    "torch_npu.op_plugin.atb._atb_ops": {"_register_atb_extensions": lambda: None},
+    "torch_npu.profiler": {"dynamic_profile": SimpleNamespace(step=lambda: None)},
 }

@@ -49,6 +49,6 @@ def compute_slot_mapping(
 
 STAND_INS = {
     ("vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"): Launched(
-        kernel("_compute_slot_mapping_kernel", compute_slot_mapping, lambda *args, **kwargs: [])
+        kernel("_compute_slot_mapping_kernel", compute_slot_mapping)
     )
 }

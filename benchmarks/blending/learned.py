@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether segments that the engine learns pay: prompts of documents behind a separator.
+
+    python benchmarks/blending/learned.py [--quick] [--load L] [--rounds N]
+
+A model with random weights, on the real engine. In a round every document of a pool stands in one
+prompt, six to a prompt, in a new order each round: so round N is the N-th use of every document.
+Three engines take turns, round by round: one with prefix caching alone; one whose client has stored
+the documents before; and one that is told the separator and nothing else, and learns segments.
+
+Two loads: *idle*, prompts come one by one, and the engine does what is left to do before the next;
+and *busy*, four clients ask as soon as they are answered. Learning costs the others time there.
+
+*Hit* is the share of a prompt's tokens that were in some cache. *First token* and *time*, of the
+whole round, are ratios to prefix caching in the same round; *computed* is the ratio of all tokens
+that the engine has computed from the beginning to the end of the round, stores and learning
+included. Below 1, it pays.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Instead of this folder, whose modules are not to be found by their short names.
+sys.path[0] = str(Path(__file__).parents[1])
+
+from common.cpu_engine import ENVIRON, CpuEngine, kvext_config  # noqa: E402
+from common.models import MODELS, VOCABULARY_TOKENS  # noqa: E402
+from common.processes import processes  # noqa: E402
+from common.report import Table, median_ratio, parser, verdict, write  # noqa: E402
+
+from blending.engine import store  # noqa: E402
+
+DOCUMENTS_PER_PROMPT = 6
+NUM_DOCUMENTS = 24
+NUM_ROUNDS = 6
+ANSWER_TOKENS = 16
+SYSTEM_TOKENS = 40
+DOCUMENT_TOKENS = (100, 200)
+QUESTION_TOKENS = 20
+SEPARATOR = (1, 2, 3)
+SINK = (0,)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""What else runs then does less harm to the times."""
+
+LOADS = {"idle": 1, "busy": 4}
+"""Clients that wait for answers."""
+
+PREFIX_CACHING, STORED, LEARNED = MODES = ("prefix", "stored", "learned")
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What is asked."""
+
+    documents: tuple[Tokens, ...]
+    rounds: tuple[tuple[Tokens, ...], ...]
+
+
+@dataclass(slots=True)
+class Round:
+    """What one engine did with the prompts of one round.
+
+    Attributes:
+        hit_share: Share of the prompts' tokens that were in some cache.
+        first_token_s: Time from adding each prompt to its first token.
+    """
+
+    hit_share: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One round in all modes.
+
+    Attributes:
+        use: Number of the round, from 1.
+    """
+
+    load: str
+    use: int
+    rounds: dict[str, Round]
+
+    def first_token_ratio(self, mode: str) -> float:
+        return median_ratio(*(self.rounds[each].first_token_s for each in (mode, PREFIX_CACHING)))
+
+    def ratio(self, name: str, mode: str) -> float:
+        return getattr(self.rounds[mode], name) / getattr(self.rounds[PREFIX_CACHING], name)
+
+
+def make_texts(num_documents: int, num_rounds: int) -> Texts:
+    rng = random.Random(0)
+
+    def text(num_tokens: int) -> Tokens:
+        return tuple(rng.choices(range(10, VOCABULARY_TOKENS), k=num_tokens))
+
+    system = text(SYSTEM_TOKENS)
+    documents = tuple(text(rng.randint(*DOCUMENT_TOKENS)) for _ in range(num_documents))
+    rounds = []
+    for _ in range(num_rounds):
+        order = rng.sample(documents, num_documents)
+        groups = [
+            order[n : n + DOCUMENTS_PER_PROMPT] for n in range(0, len(order), DOCUMENTS_PER_PROMPT)
+        ]
+        rounds.append(tuple(_prompt([system, *group, text(QUESTION_TOKENS)]) for group in groups))
+    return Texts(documents, tuple(rounds))
+
+
+def _prompt(parts: Sequence[Tokens]) -> Tokens:
+    first, *others = parts
+    return (*first, *(token for part in others for token in (*SEPARATOR, *part)))
+
+
+def start(mode: str, model: str, texts: Texts) -> None:
+    """Make the engine of this process."""
+    global _engine
+    config = None
+    if mode != PREFIX_CACHING:
+        config = kvext_config(
+            host_memory_gib=1,
+            blending=True,
+            segment_separator=list(SEPARATOR),
+            segment_sink=list(SINK),
+            learn_segments=mode == LEARNED,
+        )
+    _engine = CpuEngine(
+        model, config, dtype="float32", max_model_len=2048, max_num_batched_tokens=2048
+    )
+    _engine.ask(range(10, 100))
+    _engine.settle()
+    _engine.computed_tokens = 0
+    if mode == STORED:
+        for document in texts.documents:
+            store(_engine, document)
+
+
+def serve(prompts: Sequence[Tokens], num_clients: int) -> Round:
+    """Serve a round with the engine of this process."""
+    engine, found = _engine, Round()
+    waiting = list(prompts)
+    began_s: dict[str, float] = {}
+    hit_tokens, started_s = 0, time.perf_counter()
+    answering: set[str] = set()
+    while waiting or answering:
+        while waiting and len(answering) < num_clients:
+            request_id = engine.add(waiting.pop(0), ANSWER_TOKENS)
+            began_s[request_id] = time.perf_counter()
+            answering.add(request_id)
+        for output in engine.step():
+            if output.outputs[0].token_ids and output.request_id in began_s:
+                found.first_token_s.append(time.perf_counter() - began_s.pop(output.request_id))
+            if output.finished:
+                answering.discard(output.request_id)
+                hit_tokens += output.num_cached_tokens or 0
+                found.seconds = time.perf_counter() - started_s
+                if num_clients == 1:
+                    engine.settle()
+    found.hit_share = hit_tokens / sum(map(len, prompts))
+    found.computed_tokens = engine.computed_tokens
+    return found
+
+
+def measure(load: str, texts: Texts, model: str) -> Iterator[Row]:
+    """All rounds, in engines that take turns."""
+    with ExitStack() as stack:
+        engines = {mode: stack.enter_context(processes(1, ENVIRON | ONE_THREAD)) for mode in MODES}
+        for mode, process in engines.items():
+            process.submit(start, mode, model, texts).result()
+        for number, prompts in enumerate(texts.rounds):
+            turn = [*MODES[number % len(MODES) :], *MODES[: number % len(MODES)]]
+            found = {
+                mode: engines[mode].submit(serve, prompts, LOADS[load]).result() for mode in turn
+            }
+            yield Row(load, number + 1, {mode: found[mode] for mode in MODES})
+
+
+TABLE = Table(
+    *("load:<5", "use:>4", *(f"hit {mode}:>12" for mode in MODES)),
+    *(f"{what} {mode}:>20" for what in ("first token", "time", "computed") for mode in MODES[1:]),
+)
+
+
+def line(row: Row) -> str:
+    cells = [f"{row.rounds[mode].hit_share:.0%}" for mode in MODES]
+    cells += [f"{row.first_token_ratio(mode):.2f}" for mode in MODES[1:]]
+    for name in ("seconds", "computed_tokens"):
+        cells += [f"{row.ratio(name, mode):.2f}" for mode in MODES[1:]]
+    return TABLE.line(row.load, row.use, *cells)
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """Where learning pays, for each load."""
+    for load in dict.fromkeys(row.load for row in rows):
+        of_load = [row for row in rows if row.load == load]
+        paid = [row.use for row in of_load if row.ratio("computed_tokens", LEARNED) < 1]
+        uses = f"from use {paid[0]} on" if paid else "in no round"
+        yield verdict(bool(paid), f"{load}: learning has saved more tokens than it cost {uses}")
+        later = of_load[2:] or of_load
+        for mode in MODES[1:]:
+            first_token = statistics.median(row.first_token_ratio(mode) for row in later)
+            yield verdict(
+                first_token < 1,
+                f"{load}: first token after {first_token:.2f} x the time from the third use on, "
+                f"{mode}",
+            )
+
+
+def main() -> None:
+    options = parser(__doc__, "bench-blending")
+    options.add_argument("--load", action="append", choices=LOADS)
+    options.add_argument("--rounds", type=int)
+    arguments = options.parse_args()
+    num_rounds = arguments.rounds or (4 if arguments.quick else NUM_ROUNDS)
+    texts = make_texts(NUM_DOCUMENTS, num_rounds)
+    num_tokens = statistics.mean(map(len, texts.documents))
+    lines = [f"{NUM_DOCUMENTS} documents of {num_tokens:.0f} tokens in the mean", TABLE.head]
+    print(*lines, sep="\n", flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        MODELS["qwen3"].write(Path(folder))
+        for load in arguments.load or LOADS:
+            for row in measure(load, texts, folder):
+                rows.append(row)
+                lines.append(line(row))
+                print(lines[-1], flush=True)
+    ends = list(verdicts(rows))
+    print(*ends, sep="\n")
+    write(arguments.out, [*lines, *ends], rows, "learned")
+
+
+if __name__ == "__main__":
+    main()

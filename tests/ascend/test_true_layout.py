@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention on the true layouts of DeepSeek-V4, whose hits are thousands of tokens apart.
+
+What does not depend on the sizes is shared with vLLM's own managers, on a small layout of the same
+shape: ``tests/engine``, with ``KVEXT_MANAGERS=ascend``. A test named ``test_stock_...`` shows vLLM
+and vLLM-Ascend on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, planned_layout
+from long_prompts import CHUNK_TOKENS, NUM_BLOCKS, hits_around, outputs, prompt, serve
+from support.installed import installed, retention_installed
+from support.retention.checkpoints import adaptive_retention
+from support.retention.reachability import Difference, UnderPressure
+from support.scheduler.block_manager import BlockManager
+from vllm.v1.request import Request
+
+from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, REPAIRS
+from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
+from vllm_ascend_kvext.upstream_state import BlockManagerState
+
+UNIT_TOKENS = HIT_UNIT_TOKENS[128]
+C4, C128, WINDOW_A, WINDOW_B, C4_STATE, C128_STATE = range(6)
+TOKENS_PER_C4_BLOCK = 128 * 4
+EAGLE_SETS = {
+    "none": frozenset(),
+    "MTP": frozenset({WINDOW_B}),  # the group that holds the MTP layer
+    "all": frozenset(range(6)),  # what vllm-ascend falls back to when none is flagged
+}
+
+
+def true_world(
+    interval: int | str | None,
+    eagle_group_ids: frozenset[int] = frozenset(),
+    block_size: int = 128,
+) -> BlockManager:
+    return BlockManager(planned_layout(block_size, eagle_group_ids), interval, NUM_BLOCKS)
+
+
+@pytest.fixture
+def retention() -> Iterator[None]:
+    with retention_installed():
+        yield
+
+
+def lengths(block_size: int) -> Iterator[int]:
+    """Around every boundary of three units: at it, and up to one block of each size behind it."""
+    sizes = BLOCK_SIZES[block_size]
+    blocks = {0, sizes.c4_state, sizes.c128_state, sizes.window}
+    distances = sorted({-1, *(block + extra for block in blocks for extra in (0, 1))})
+    for index in (1, 2, 3):
+        yield from (index * HIT_UNIT_TOKENS[block_size] + distance for distance in distances)
+
+
+@pytest.mark.parametrize("eagle", EAGLE_SETS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_interval_0_hits_what_dense_caching_hits(block_size: int, eagle: str) -> None:
+    difference = Difference()
+    with retention_installed():
+        dense = true_world(None, EAGLE_SETS[eagle], block_size)
+        sparse = UnderPressure(planned_layout(block_size, EAGLE_SETS[eagle]), 0, NUM_BLOCKS)
+        for length in lengths(block_size):
+            found = hits_around(sparse, length)
+            difference.compare(f"{length} tokens", hits_around(dense, length), found)
+    assert not difference.examples
+
+
+def test_stock_loses_a_resend_with_mtp() -> None:
+    """The same comparison is red without the features: the look-ahead block does not fit."""
+    mtp, num_tokens = EAGLE_SETS["MTP"], 2 * UNIT_TOKENS + 32
+    assert hits_around(true_world(None, mtp), num_tokens)["resend"] == UNIT_TOKENS
+    assert hits_around(true_world(0, mtp), num_tokens)["resend"] == 0
+
+
+@pytest.mark.parametrize("eagle", EAGLE_SETS)
+def test_adaptive_retention_hits_at_least_what_dense_caching_hits(eagle: str) -> None:
+    """Sent again, extended, resumed; and the third of those that share a prefix."""
+    dense = true_world(None, EAGLE_SETS[eagle])
+    with adaptive_retention():
+        adaptive = true_world(None, EAGLE_SETS[eagle])
+        for num_tokens in (UNIT_TOKENS + 129, 2 * UNIT_TOKENS + 1, 3 * UNIT_TOKENS + 700):
+            found = hits_around(adaptive, num_tokens)
+            for moment, hit_tokens in hits_around(dense, num_tokens).items():
+                assert found[moment] >= hit_tokens, (num_tokens, moment)
+        num_hits = 0
+        for num_shared_tokens in (UNIT_TOKENS + 200, 2 * UNIT_TOKENS + 5000):
+            hits = [hit_of_the_third(world, num_shared_tokens) for world in (dense, adaptive)]
+            assert hits[1] >= hits[0], f"{num_shared_tokens} shared: {hits}"
+            num_hits += hits[0] > 0
+    assert num_hits > 0
+
+
+def hit_of_the_third(world: BlockManager, num_shared_tokens: int) -> int:
+    """What the third of three prompts hits that begin with the same tokens, and then part ways."""
+    world.reset()
+    for start in (10**6, 2 * 10**6):
+        own = range(start, start + UNIT_TOKENS + 500)
+        serve(world, [*prompt(num_shared_tokens), *own], 3)
+    own = range(3 * 10**6, 3 * 10**6 + UNIT_TOKENS + 500)
+    return world.hit_tokens(world.request([*prompt(num_shared_tokens), *own]))
+
+
+@pytest.mark.usefixtures("retention")
+@pytest.mark.parametrize(
+    "interval, nearest",
+    [("128", (0, UNIT_TOKENS)), ("24576", (UNIT_TOKENS, 2 * UNIT_TOKENS))],
+)
+def test_an_interval_is_refused_with_unit_and_nearest_values(
+    interval: str, nearest: tuple[int, int]
+) -> None:
+    with pytest.raises(ValueError, match=f"={interval!r}") as refused:
+        true_world(interval)
+    message = str(refused.value)
+    assert f"multiple of {UNIT_TOKENS}" in message
+    assert f"nearest valid values are {nearest[0]} and {nearest[1]};" in message
+
+
+@pytest.mark.usefixtures("retention")
+def test_blocks_kept_per_group() -> None:
+    """One tail per group: of a window of 128 tokens one block, or four blocks of 32 tokens."""
+    world = UnderPressure(planned_layout(128), 0, NUM_BLOCKS)
+    serve(world, prompt(2 * UNIT_TOKENS + UNIT_TOKENS // 2))
+    world.request(())  # looks the cache up when the surplus is gone
+    assert world.cached_blocks() == {
+        C4: 2 * UNIT_TOKENS // TOKENS_PER_C4_BLOCK,
+        C128: 2,
+        WINDOW_A: 1,
+        WINDOW_B: 1,
+        C4_STATE: 1,
+        C128_STATE: 4,
+    }
+
+
+def test_steps_between_two_blocks_are_quiet() -> None:
+    num_output_tokens = 300
+    with installed(FAST_PREFIX_CACHE.name, *(repair.name for repair in REPAIRS)):
+        world = true_world(None)
+        request = world.request(prompt(1000))
+        world.prefill(request, CHUNK_TOKENS)
+        world.decode(request, outputs(num_output_tokens))
+        steps = BlockManagerState.of(world.manager).steps
+    assert steps is not None and steps.groups
+    # In the group of the smallest blocks one begins, and one leaves the window, every 8 tokens.
+    assert min(group.limits.block_tokens for group in steps.groups) == 8
+    assert steps.counts.quiet >= 5 / 8 * num_output_tokens
+
+
+def test_no_second_allowance_is_made_for_drafts() -> None:
+    """vllm-ascend has its managers wait for the tokens in flight, drafts included."""
+    request: Request = true_world(None).request(range(10))
+    request.num_output_placeholders, request.spec_token_ids = 4, [-1] * 3
+    assert hasattr(request, "num_in_flight_tokens")
+    assert drafts_in_flight(request) == 0

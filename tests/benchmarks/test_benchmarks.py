@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each benchmark's parts run once on their smallest input, and print their table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import key_rotation
+import page_transfer
+from blending import learned
+from blending.engine import serve
+from blending.modes import FULL, HEADS_16
+from blending.prompts import Prompt, Workload
+from blending.questions import Kind
+from blending.tiny import in_engine
+from blending.tiny.model import write_folder
+from common.cpu_engine import ENVIRON
+from common.models import MODELS
+from common.processes import processes
+from holes import admission
+from holes.cells import ENDLESS_BYTES, Bench
+from holes.results import Variant as HoleVariant
+from holes.traces import TRACES, trace_named
+from host_tier import results as host_results
+from host_tier.cells import run_row
+from offload import engine as offload_engine
+from offload.contenders import contenders
+from offload.workload import PROMPT_TOKENS
+from retention.cells import run_cell
+from retention.engine import RecordingTable
+from retention.suite import Cell
+from retention.traces import WRITERS, write_trace
+from retention.variants import installed
+from transfer import geometry
+
+from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.eviction import EvictionOrder, Worth
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a script as a user does; returns what it prints."""
+
+    def run_script(script: str, *arguments: str) -> str:
+        command = [sys.executable, str(BENCHMARKS / script), *arguments]
+        finished = subprocess.run(command, cwd=tmp_path, check=True, text=True, capture_output=True)
+        return finished.stdout
+
+    return run_script
+
+
+def cell(layout: str, variant: str = "dense") -> Cell:
+    return Cell(layout, "chat", "inf", variant, scale=0.1)
+
+
+class TestRetention:
+    @pytest.mark.parametrize("layout", ["gptoss", "mamba"])
+    def test_a_cell_accounts_for_every_token(self, layout: str) -> None:
+        whole = run_cell(cell(layout), None)
+        num_blocks = whole["num_footprint_blocks"] // 3
+        for variant in ("dense", "adaptive"):
+            small = run_cell(cell(layout, variant), num_blocks)
+            losses = small["losses"]
+            assert small["num_evictions"] > 0
+            assert losses["granularity"] == whole["losses"]["granularity"]
+            if layout == "gptoss":
+                lost_tokens = whole["hit_tokens"] - small["hit_tokens"]
+                assert losses["never_kept"] + losses["evicted"] == lost_tokens
+        assert whole["num_evictions"] == whole["num_preemptions"] == 0
+        assert whole["computed_tokens"] == whole["prompt_tokens"] - whole["hit_tokens"]
+        assert run_cell(cell(layout), 50).get("does_not_fit")
+
+    def test_the_table_counts_what_a_pool_does(self) -> None:
+        pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=16)
+        table = RecordingTable()
+        pool.cached_block_hash_to_block._cache = table
+        key = bytes(32) + (3).to_bytes(4, "big")
+        blocks = pool.get_new_blocks(3)
+        for block in blocks:
+            pool.cached_block_hash_to_block.insert(key, block)
+        for dropped, block in enumerate(blocks, 1):
+            pool.cached_block_hash_to_block.pop(key, block.block_id)
+            assert (table.num_dropped, table.num_cached_by_group().total()) == (
+                dropped,
+                3 - dropped,
+            )
+        assert table.ever_cached == {key}
+
+    def test_runs_as_a_command(self, run: Run, tmp_path: Path) -> None:
+        arguments = ["--layout", "gptoss", "--trace", "chat", "--pool", "0.3", "--scale", "0.05"]
+        printed = run("retention/run.py", *arguments, "--variant", "dense", "--out", str(tmp_path))
+        assert printed.count("hit ") == 2
+        assert len(json.loads((tmp_path / "results.json").read_text())) == 2
+        assert "| chat | 30% |" in (tmp_path / "table.txt").read_text()
+
+    def test_soak(self, run: Run) -> None:
+        head, line = run("retention/soak.py", "--case", "siblings", "--requests", "80").splitlines()
+        assert head.startswith("case") and line.startswith("siblings") and "%" in line
+
+
+@pytest.mark.parametrize("name", [*WRITERS, *TRACES])
+def test_traces_are_the_same_every_time(name: str) -> None:
+    def shape(write: Callable) -> list[tuple[object, ...]]:
+        requests = write(name, 0.1).requests
+        return [(r.answered.tokens(), len(r.prompt), r.delay_steps, r.after) for r in requests]
+
+    write = write_trace if name in WRITERS else trace_named
+    assert shape(write) == shape(write)
+    assert len(shape(write)) > 10
+
+
+def test_a_host_tier_brings_hits() -> None:
+    row = run_row("gptoss", "chat", 0.1, (0.2, 0.4))
+    assert row.is_good, host_results.line(row)
+    device, host = (row.results[each].hit_rate for each in list(host_results.Variant)[::2])
+    assert host > device + 0.1
+
+
+def _worth_of_end(_: EvictionOrder, entry: Entry, *__: int) -> Worth:
+    end_tokens = entry.piece.end_tokens
+    return Worth(False, end_tokens, entry.use, end_tokens, entry.piece.kind, entry.number)
+
+
+class TestHoles:
+    def test_tokens_in_holes_are_computed_and_nothing_else_is(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench = Bench("full", "questions", 0.1, "second_touch")
+        # Beginnings of prompts give way first: otherwise there is hardly a hole.
+        monkeypatch.setattr(EvictionOrder, "_is_blocked", lambda *_: False)
+        monkeypatch.setattr(EvictionOrder, "_worth_of", _worth_of_end)
+        with installed(None):
+            endless = bench.serve(HoleVariant.PREFIX, ENDLESS_BYTES)
+            prefix, holes = (
+                bench.serve(variant, endless.held_bytes // 2)
+                for variant in (HoleVariant.PREFIX, HoleVariant.HOLES)
+            )
+        assert prefix.hole_tokens == 0 < holes.hole_tokens
+        assert endless.computed_tokens < holes.computed_tokens < prefix.computed_tokens
+        assert not prefix.num_leaks + holes.num_leaks
+
+    def test_admission_is_timed_beside_that_of_stock(self, tmp_path: Path) -> None:
+        admission.main(["--quick", "--rounds", "3", "--out", str(tmp_path)])
+        rows = json.loads((tmp_path / "admission.json").read_text())
+        assert [row["num_holes"] for row in rows] == [0, 0, 0, 2, 2, 7, 7]
+        assert rows[0]["ratio"] == 1 and all(row["match_us"] > 0 for row in rows)
+
+
+@pytest.fixture
+def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "ARENA_BYTES", 128 << 20)
+    monkeypatch.setattr(geometry, "HOST_BYTES", 64 << 20)
+
+
+@pytest.mark.usefixtures("small_arena")
+def test_transfers_are_compared() -> None:
+    layout = geometry.LAYOUTS[1]
+    memory = geometry.ColdMemory(layout)
+    names = (page_transfer.MEMCPY, page_transfer.LIMIT)
+    copies = [page_transfer.PlainCopy(name, name is names[1]) for name in names]
+    methods = [page_transfer.PageTransfer(page_transfer.OURS), page_transfer.TorchPerPlane()]
+    page_transfer.check(memory, methods)
+    results = [
+        result
+        for threads in (1, 2)
+        for is_random in (True, False)
+        for result in page_transfer.measure(memory, [*copies, *methods], is_random, threads, 2)
+    ]
+    assert len(list(page_transfer.lines(results, layout))) == 2 + 4
+    keys = key_rotation.keys_of(key_rotation.RowDtype.FLOAT32)[0]
+    memory = geometry.ColdMemory(keys.layout)
+    key_rotation.fill(memory, key_rotation.torch.float32)
+    key_rotation.check(memory, keys)
+    assert "x the plain copy" in key_rotation.target([*key_rotation.measure(memory, keys, 1, 2)])
+
+
+def test_host_bytes_are_printed(run: Run) -> None:
+    assert "MLA, 3 layers" in run("host_bytes.py")
+
+
+@pytest.mark.main_version
+def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
+    """On the real engine: tiny models, each benchmark's calls once."""
+    folder = tmp_path / "model"
+    write_folder("window", 1, folder)
+    document = tuple(range(20, 70))
+    prompt = Prompt((0, *document, 5, 6), ((1, 51),), Kind.FACT, 0, "")
+    workload = Workload((document,), (prompt,))
+    environ = ENVIRON | learned.ONE_THREAD
+    with processes(1, environ) as process:
+        full = process.submit(serve, FULL, str(folder), workload, None, 512).result()
+        heads = process.submit(serve, HEADS_16, str(folder), workload, full, 512).result()
+        mode = in_engine.question(4, check_layer=3)
+        question = process.submit(in_engine.serve, mode, "window", 1, 24).result()
+    assert len(heads.answers[0].top) == len(full.answers[0].tokens)
+    assert full.answers[0].computed_tokens == len(prompt.tokens)
+    # The sink and the question twice, and of each document a run of at most 4.
+    assert 6 + 8 * 3 <= question.computed_tokens <= 6 + 8 * 4 and question.right == 1
+    MODELS["qwen3"].write(tmp_path / "qwen3")
+    texts = learned.make_texts(6, 3)
+    with processes(1, environ) as process:
+        process.submit(learned.start, learned.LEARNED, str(tmp_path / "qwen3"), texts).result()
+        first, _, third = (
+            process.submit(learned.serve, prompts, 1).result() for prompts in texts.rounds
+        )
+    assert first.hit_share == 0 and third.hit_share > 0.7
+    ours = contenders(0.5, (1, 2), "")[0]
+    with processes(1, environ) as process:
+        arguments = (ours, str(tmp_path / "qwen3"), 200, tmp_path / "log.txt")
+        process.submit(offload_engine.start, *arguments).result()
+        found = process.submit(offload_engine.cold_and_warm, 0).result()
+    assert found.why_not is None and found.warm_hit_tokens < PROMPT_TOKENS

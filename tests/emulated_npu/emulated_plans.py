@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests that serve on the emulated NPU have in common."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from support.scenarios import processes
+
+TOLERANCE = 1e-3
+"""Of a log-probability; float32 differs by less than a tenth of it."""
+WRONG = 0.1
+
+GROUPS = {
+    "full attention": 1,
+    "windows": 6,
+    "sinks, windows, experts": 2,
+    "latent attention, experts": 1,
+    "states": 4,
+    "full attention, EAGLE": 1,
+    "latent attention, MTP": 1,
+}
+"""KV cache groups, by model of `random_models` and `draft_models`."""
+FULL_POOL_BLOCKS = {1: 120, 2: 240, 4: 400, 6: 700}
+CROWDED_BLOCKS = {1: 24, 2: 44, 4: 64, 6: 130}
+"""By the number of KV cache groups: too few for the storm."""
+
+connector = partial(processes.connector, host_memory_gib=0.25, store_policy="all")
+"""See `processes.connector`."""
+small_connector = partial(connector, host_memory_gib=1 / 256)
+
+SLEEPING = {
+    "enable_sleep_mode": True,
+    "additional_config": {"weight_nz_mode": 0},  # vLLM-Ascend wakes up with no other.
+}
+"""Arguments of an engine that can sleep."""
+
+
+def pool_of(model: str, blocks: dict[int, int] = FULL_POOL_BLOCKS) -> dict[str, Any]:
+    return {"num_gpu_blocks_override": blocks[GROUPS[model]]}

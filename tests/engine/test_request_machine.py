@@ -1,0 +1,702 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random lives of requests on vLLM's real scheduler and block manager, with holes and segments.
+
+Requests come, come back, are aborted and preempted in any order, while the tier and the device lose
+entries, transfers are slow or fail, caches are reset and the scheduler is paused. With blending,
+segments are stored and reused in any order beside that, and the same prompts come without them.
+After each step, what attention has read, all that anybody could find by a hash of tokens, and what
+blocks count is checked; at the end, requests have their own outputs, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.connector.blending_engine import BlendingEngine, Reused
+from support.connector.exact_contents import ExactContents
+from support.connector.offload_run import (
+    check_blocks,
+    check_nothing_is_left,
+    offloading_installed,
+)
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import (
+    DEEPSEEK_V4_LIKE,
+    FULL,
+    GEMMA,
+    GPT_OSS,
+    ROWS,
+    PagedLayout,
+    paged,
+)
+from support.connector.scripted_transfers import TransferScript
+from support.sample import IS_SAMPLE, sampled
+from support.scheduler import layouts
+from support.scheduler.options import Drafter, EngineOptions
+from support.scheduler.token_stream import TokenStream
+from support.scheduler.workload import RequestPlan
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.connector.scheduler import loads
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.transfer.errors import BackendError
+
+ONE_GROUP = (FULL, paged(layouts.FULL, ROWS))
+LAYOUTS = {
+    False: (ONE_GROUP, (GPT_OSS, GEMMA, DEEPSEEK_V4_LIKE)),
+    True: (ONE_GROUP, (GPT_OSS, GEMMA, paged(layouts.FULL_WINDOW, ROWS))),
+}
+"""By whether segments are reused: of one group and of several, whose pages move whole, and row by
+row."""
+
+BLOCK_TOKENS = FULL.groups[0].block_tokens
+MAX_PROMPT_TOKENS = 32 * BLOCK_TOKENS
+MAX_NEW_TOKENS = 8
+MAX_TOKENS = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+MAX_STEPS_TO_THE_END = 1500
+STEP_S = 0.2
+MAX_LIVE_REQUESTS = 12
+NUM_EXAMPLES = sampled(35)
+"""Of each kind of layout."""
+
+SEPARATOR = 62
+"""Nothing that is sampled, and in no document."""
+
+_rng = random.Random("documents")
+DOCUMENTS = [tuple(tokens(_rng, length)) for length in (40, 53, 32, 37, 120, 16)]
+DOCUMENTS.append((*DOCUMENTS[1][:32], *tokens(_rng, 9)))
+"""What prompts are made of. Some are as long as blocks are; the last one begins as another does."""
+
+ENGINES = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([1, 8, 40, 120]).map(
+            lambda n: MAX_TOKENS // BLOCK_TOKENS + 2 + n
+        ),
+        "max_num_seqs": st.sampled_from([1, 2, 4, 8]),
+        "max_num_batched_tokens": st.sampled_from([18, 40, 64, 256]),
+        "long_prefill_tokens": st.sampled_from([0, 0, 24]),
+        "reserve_full_prompt": st.booleans(),
+        "by_priority": st.sampled_from([False, False, True]),
+        "is_async": st.booleans(),
+        "caching": st.sampled_from([True, True, False]),
+        "events": st.booleans(),
+        "num_workers": st.sampled_from([1, 1, 1, 2]),
+        "drafter": st.sampled_from([None, None, Drafter.NGRAM]),
+    }
+)
+CONNECTORS = st.fixed_dictionaries(
+    {
+        "chunk_tokens": st.sampled_from([2, 1, 4, 8]),  # units of the layout
+        "store_policy": st.sampled_from(["all", "all", "all", "second_touch"]),
+    }
+)
+BLENDING = st.fixed_dictionaries(
+    {
+        "blending": st.just(True),
+        "segment_separator": st.just([SEPARATOR]),
+        "store_policy": st.sampled_from(["all", "all", "second_touch", "never"]),
+        "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
+        "learn_segments": st.sampled_from([False, True]),
+        "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
+        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
+            lambda n: n / (1 << 30)
+        ),
+    }
+)
+CHOSEN = st.fixed_dictionaries(
+    {"min_tokens": st.sampled_from([1, 6, 20])}, optional={"min_head_tokens": st.just(0)}
+)
+"""What users cannot choose: windows are read across the beginnings of segments with 0."""
+
+SCRIPTS = st.builds(
+    TransferScript,
+    seed=st.integers(0, 9),
+    failing_stores=st.sampled_from([0.0, 0.0, 0.2]),
+    failing_loads=st.sampled_from([0.0, 0.3]),
+    max_per_step=st.sampled_from([None, None, 1, 2]),
+)
+LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
+"""Of the entries of the tier."""
+
+SALTS = st.sampled_from([None, None, None, "salt"])
+PROMPTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5)
+NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
+PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
+"""Of a request that wants all of its prompt computed."""
+
+WRONG_SEGMENTS = ([[0, 4], [3, 9]], [[0, 1 << 20]], [[-2, 5]], [[7, 3]], "no pairs", [[1]])
+
+counts: Counter[str] = Counter()
+"""What has happened in all examples of a test."""
+
+
+class Watch:
+    """What steps compute, and what the engine answers.
+
+    Args:
+        engine: Whose steps are watched.
+    """
+
+    def __init__(self, engine: BlendingEngine) -> None:
+        self._engine = engine
+        self._execute = engine.runner.execute
+        self._update = engine.scheduler.update_from_output
+        self._computed: dict[str, list[tuple[int, int]]] = {}
+        self.began_again: set[str] = set()
+        """Requests part of which is computed more than once, as it has to be."""
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.was_blended: set[str] = set()
+        self._answered: dict[str, Reused] = {}  # What was reused when a token was last sampled.
+        self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step that is on its way.
+        engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        engine.runner.execute = self.execute  # type: ignore[method-assign]
+        engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
+        self.surprises: list[Exception] = []
+        for worker in engine.workers:
+            runner = worker.side._runner
+            runner.run = partial(self._run_job, runner.run)  # type: ignore[method-assign]
+
+    def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
+        """A worker carries out a job: it fails where the script says so."""
+        try:
+            return run(job, recorded)
+        except BackendError:
+            raise
+        except Exception as error:
+            self.surprises.append(error)
+            raise
+
+    def execute(self, scheduled: Any) -> Any:
+        """A step."""
+        num_tokens = scheduled.num_scheduled_tokens
+        options = self._engine.options
+        assert sum(num_tokens.values()) == scheduled.total_num_scheduled_tokens
+        assert scheduled.total_num_scheduled_tokens <= options.max_num_batched_tokens
+        assert len(num_tokens) <= options.max_num_seqs
+        if self._engine.scheduler.pause_state is PauseState.PAUSED_ALL:
+            assert not num_tokens
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.began_again |= set(cached.resumed_req_ids) | (scheduled.preempted_req_ids or set())
+        for row_id, number in num_tokens.items():
+            request_id = row_id
+            if row_id not in self._engine.requests:
+                request_id = row_id.rpartition("-hole-")[0]
+                counts["hole rows"] += 1
+                counts["hole rows of blended requests"] += request_id in self._engine.reused
+                parked = self._engine.scheduler.requests[request_id]
+                assert parked.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            run = (starts[row_id], starts[row_id] + number)
+            self._computed.setdefault(request_id, []).append(run)
+        self.was_blended |= self._engine.reused.keys()
+        self._sampling[id(scheduled)] = {
+            request_id: reused
+            for request_id in num_tokens
+            if (reused := self._engine.reused.get(request_id)) and self._samples(request_id)
+        }
+        output = self._execute(scheduled)
+        metadata = output.kv_connector_output.kv_connector_worker_meta
+        if metadata is not None:
+            self.began_again |= metadata.results.failed_loads
+        return output
+
+    def _samples(self, request_id: str) -> bool:
+        """Whether the step leads to a token of the answer; its tokens count as computed already."""
+        request = self._engine.scheduler.requests[request_id]
+        return request.num_computed_tokens >= request.num_tokens
+
+    def update(self, scheduled: Any, from_model: Any) -> Any:
+        """The output of a step."""
+        results = self._update(scheduled, from_model)
+        sampled = self._sampling.pop(id(scheduled))
+        for output in (output for of_client in results.values() for output in of_client.outputs):
+            # A reset throws away what was on its way.
+            if output.new_token_ids and output.request_id in sampled:
+                self._answered[output.request_id] = sampled[output.request_id]
+            self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = str(output.finish_reason)
+                self._check_mark(output.request_id, output.kv_transfer_params)
+            if output.prefill_stats is not None:
+                self._check_prefill(output.request_id, output.prefill_stats)
+        return results
+
+    def check_hits(self) -> None:
+        """What is loaded is counted as found, and nothing else."""
+        stats = self._engine.scheduler.connector_prefix_cache_stats
+        assert stats.hits + stats.preempted_hits == self._engine.num_loaded_tokens
+
+    def _check_prefill(self, request_id: str, stats: Any) -> None:
+        """Each token of the prompt was found, or computed once."""
+        request = self._engine.requests[request_id]
+        if request_id in self.began_again or request.num_preemptions:
+            return
+        num_tokens = stats.num_prompt_tokens
+        assert num_tokens == request.num_prompt_tokens
+        runs = [(first, min(end, num_tokens)) for first, end in self._computed[request_id]]
+        computed = [token for first, end in runs for token in range(first, end)]
+        assert len(computed) == len(set(computed)), f"{request_id} computes tokens twice: {runs}"
+        assert stats.num_cached_tokens + len(computed) == num_tokens, (
+            f"{request_id}: expected {num_tokens} tokens, found {stats.num_cached_tokens} cached "
+            f"and {len(computed)} computed: {runs}"
+        )
+        counts["checked prefills"] += 1
+
+    def _check_mark(self, request_id: str, mark: dict[str, int] | None) -> None:
+        request = self._engine.requests[request_id]
+        if STORE_KEY in (request.sampling_params.extra_args or {}):
+            assert mark is not None and mark.keys() == {"kvext_stored_tokens"}
+            counts["stores that were answered"] += bool(mark["kvext_stored_tokens"])
+            return
+        reused = self._engine.reused.get(request_id) or self._answered.get(request_id)
+        if reused is None:
+            assert mark is None
+            return
+        num_tokens = request.num_prompt_tokens
+        assert mark == {
+            "kvext_exact_tokens": reused.exact_tokens,
+            "kvext_reused_tokens": reused.num_tokens,
+            "kvext_recomputed_tokens": num_tokens - reused.exact_tokens - reused.num_tokens,
+        }
+        counts["marked answers"] += 1
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """One engine, and those who use it.
+
+    Attributes:
+        is_blending: Whether segments are reused.
+        layouts: One of which it has.
+    """
+
+    is_blending: bool
+    layouts: tuple[PagedLayout, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Any = None
+        self.plans: dict[str, RequestPlan] = {}
+        self.num_steps = 0
+        self.is_well = False  # Nothing has been found wrong.
+
+    @initialize(
+        data=st.data(),
+        min_run_blocks=st.sampled_from([1, 1, 3]),
+        engine=ENGINES,
+        connector=CONNECTORS,
+        script=SCRIPTS,
+        lost_share=LOST_SHARES,
+        seed=st.integers(0, 99),
+    )
+    def start(
+        self,
+        data: st.DataObject,
+        min_run_blocks: int,
+        engine: dict[str, Any],
+        connector: dict[str, Any],
+        script: TransferScript,
+        lost_share: float,
+        seed: int,
+    ) -> None:
+        layout = data.draw(st.sampled_from(self.layouts))
+        if self.is_blending:
+            connector |= data.draw(BLENDING)
+        if engine["is_async"]:
+            engine["drafter"] = None
+        engine["max_num_batched_tokens"] = max(
+            engine["max_num_batched_tokens"], 2 * engine["max_num_seqs"]
+        )
+        loads.MIN_RUN_TOKENS = min_run_blocks * BLOCK_TOKENS
+        engine["num_blocks"] *= 2 * len(layout.groups) - 1  # Holes have windows of their own.
+        engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout))
+        connector["chunk_tokens"] *= layout.unit_tokens
+        options = offloading(layout, **connector)
+        self.engine = BlendingEngine(layout, EngineOptions(offloading=options, **engine), script)
+        assert self.engine.side.computes_holes
+        assert self.engine.side.segments.is_on is self.is_blending
+        if self.is_blending:
+            self.engine.choose(**data.draw(CHOSEN))
+        self.watch = Watch(self.engine)
+        self.contents = None
+        if {group.block_tokens for group in layout.groups} == {self.engine.hash_block_size}:
+            self.contents = ExactContents(self.engine, MAX_TOKENS)
+        self.num_own_plans = 0
+        # Who waits for the load of another waits for a number of steps, however fast they are.
+        self.engine.clock = lambda: self.num_steps * STEP_S
+        self.is_well = True
+        if self.is_blending:
+            self._begin_with_segments(data)
+        else:
+            self._begin_with_chats(lost_share, seed)
+
+    def _begin_with_segments(self, data: st.DataObject) -> None:
+        numbers = st.integers(0, len(DOCUMENTS) - 1)
+        stored = st.lists(numbers, min_size=3, max_size=len(DOCUMENTS), unique=True)
+        for document in data.draw(stored):
+            self.store(document, salt=None, has_sink=False, priority=0, are_lost=False)
+        self.go_on(40)
+        for documents, named in (([5, 0, 1, 3], True), ([1, 5, 0], False)):
+            self.ask(documents, 3, 3, None, named=named, is_plain=False, priority=0)
+
+    def _begin_with_chats(self, lost_share: float, seed: int) -> None:
+        for documents in ([0, 1, 2, 3], [2, 4, 1], [4, 0, 3, 2], [1, 3, 4]):
+            self.ask(documents, 3, 2, None, named=True, is_plain=False, priority=0)
+        self.go_on(60)
+        lost = {"lost_share": lost_share, "is_lost_on_device": True, "seed": seed}
+        self.come_back([0, 1, 2, 3, 0], 3, 4, is_plain=False, **lost)
+
+    # Requests.
+
+    @rule(
+        documents=PROMPTS,
+        num_own=st.integers(0, 20),
+        max_tokens=NEW_TOKENS,
+        salt=SALTS,
+        named=st.booleans(),
+        is_plain=st.sampled_from([False, False, True]),
+        priority=st.integers(0, 2),
+    )
+    def ask(
+        self,
+        documents: list[int],
+        num_own: int,
+        max_tokens: int,
+        salt: str | None,
+        named: bool,
+        is_plain: bool,
+        priority: int,
+    ) -> None:
+        """A prompt that shares documents with others, and their order with some.
+
+        They are segments that it names, or that separators show, if it does not want all computed.
+        """
+        prompt, segments = self._prompt(documents, num_own, has_separators=not named)
+        extra_args = PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}
+        self._add(prompt, max_tokens, priority, salt, extra_args)
+
+    @rule(
+        numbers=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=5),
+        num_own=st.integers(0, 20),
+        max_tokens=NEW_TOKENS,
+        is_plain=st.booleans(),
+        lost_share=LOST_SHARES,
+        is_lost_on_device=st.sampled_from([True, True, False]),
+        seed=st.integers(0, 99),
+    )
+    def come_back(
+        self,
+        numbers: list[int],
+        num_own: int,
+        max_tokens: int,
+        is_plain: bool,
+        lost_share: float,
+        is_lost_on_device: bool,
+        seed: int,
+    ) -> None:
+        """The next turns of chats, of which the tier has lost some since, and the device all."""
+        self.evict(lost_share, seed)
+        if is_lost_on_device:
+            self._evict_on_device(1.0, random.Random(seed))
+        plans = list(self.plans.values())
+        for number in numbers if plans else ():
+            before = plans[number % len(plans)]
+            args = dict(before.extra_args)
+            if is_plain:
+                args = PLAIN
+            elif STORE_KEY in args or isinstance(args.get(SEGMENTS_KEY), str):
+                args = {}
+            own = tokens(random.Random(len(self.plans)), num_own + 1)
+            prompt = [*before.prompt, *self.watch.outputs.get(before.request_id, ())]
+            prompt = [*prompt[: MAX_PROMPT_TOKENS - len(own)], *own]
+            self._add(tuple(prompt), max_tokens, 0, before.cache_salt, args)
+
+    @precondition(lambda self: self.is_blending)
+    @rule(
+        document=st.integers(0, len(DOCUMENTS) - 1),
+        salt=SALTS,
+        has_sink=st.booleans(),
+        priority=st.integers(0, 2),
+        are_lost=st.booleans(),
+    )
+    def store(
+        self, document: int, salt: str | None, has_sink: bool, priority: int, are_lost: bool
+    ) -> None:
+        """A segment is to be stored, once more perhaps."""
+        if are_lost:
+            self.evict(1.0, 0)
+        token_ids = DOCUMENTS[document]
+        prompt = (*self.engine.sink_ids, *token_ids) if has_sink else token_ids
+        plan = self._add(prompt, 1, priority, salt, {STORE_KEY: True})
+        if plan is not None:
+            self.contents.expect_segment(token_ids, plan)
+
+    @precondition(lambda self: self.is_blending)
+    @rule(documents=PROMPTS, wrong=st.sampled_from(WRONG_SEGMENTS))
+    def ask_wrongly(self, documents: list[int], wrong: Any) -> None:
+        prompt, _ = self._prompt(documents, 5, has_separators=True)
+        self._add(prompt, 2, 0, None, {SEGMENTS_KEY: wrong})
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = self._live()
+        parked = [r for r in live if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+        request = data.draw(st.sampled_from(parked or live))
+        counts["aborts of parked requests"] += request in parked
+        counts["aborts of requests with holes"] += request.request_id in self.engine.held.hole_ids
+        counts["aborts of blended requests"] += request.request_id in self.engine.reused
+        self.engine.abort(request.request_id)
+
+    # Steps.
+
+    @rule(num_steps=st.sampled_from([1, 2, 3, 6, 12, 40]))
+    def go_on(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step()
+
+    @rule()
+    def go_on_once(self) -> None:
+        self._step()
+
+    @rule(state=st.sampled_from([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
+    def step_paused(self, state: PauseState) -> None:
+        self.engine.scheduler.set_pause_state(state)
+        self.go_on(3)
+        self.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(left=st.integers(0, 2))
+    def step_without_room(self, left: int) -> None:
+        """Somebody else has the free blocks of the pool: what runs is preempted."""
+        self._step(self._take_free_blocks(left))
+
+    @rule()
+    def use_free_blocks(self) -> None:
+        """Somebody else has had them for a while."""
+        self.engine.block_pool.free_blocks(self._take_free_blocks(0))
+
+    # What is lost.
+
+    @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
+    def evict(self, share: float, seed: int) -> None:
+        rng = random.Random(seed)
+        self.engine.evict(lambda entry: rng.random() < share)
+
+    @precondition(lambda self: self.engine.options.caching)
+    @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
+    def evict_on_device(self, share: float, seed: int) -> None:
+        self._evict_on_device(share, random.Random(seed))
+
+    @rule(
+        restarts_running=st.booleans(),
+        resets_connector=st.integers(0, 9).map(lambda number: number == 9),
+    )
+    def reset(self, restarts_running: bool, resets_connector: bool) -> None:
+        if not restarts_running or not self._can_restart_running():
+            self.engine.reset(False, resets_connector)
+            return
+        self.watch.began_again |= {request.request_id for request in self._live()}
+        counts["resets of running requests"] += 1
+        counts["resets of blended requests"] += bool(self.engine.reused)
+        assert self.engine.reset(True, resets_connector)
+
+    # The end.
+
+    def teardown(self) -> None:
+        if self.engine is None:
+            return
+        try:
+            if self.is_well:
+                self._end()
+        finally:
+            self.engine.shutdown()
+
+    def _end(self) -> None:
+        engine = self.engine
+        for _ in range(MAX_STEPS_TO_THE_END):
+            if not engine.has_work():
+                break
+            self._step()
+        left = {r.request_id: r.status.name for r in engine.scheduler.requests.values()}
+        assert not engine.has_work(), f"after {MAX_STEPS_TO_THE_END} steps, left are {left}"
+        check_nothing_is_left(engine)
+        assert not engine.runner._states, "workers remember requests or rows that have ended"
+        assert self.watch.outputs.keys() <= self.plans.keys(), "nobody has asked for these answers"
+        for request_id in self.plans:
+            self._check_output(request_id)
+        if self.contents is not None:
+            self.contents.check(is_end=True)
+            counts.update(self.contents.counts)
+        counters, blending = engine.side.counters, engine.side.counters.blending
+        counts["hole tokens"] += counters.hole_tokens
+        counts["failed loads"] += counters.tier.failed_loads
+        counts["preemptions"] += sum(r.num_preemptions for r in engine.requests.values())
+        counts["preemptions of blended requests"] += sum(
+            engine.requests[request_id].num_preemptions for request_id in self.watch.was_blended
+        )
+        counts["stored segments"] += blending.stored_segments
+        counts["learned segments"] += blending.learned_segments
+        counts["reused tokens"] += blending.reused_tokens
+        for drop, number in blending.learning_drops.items():
+            counts[f"not learned: {drop.value}"] += number
+        for refusal, number in blending.refusals.items():
+            counts[f"refused: {refusal.value}"] += number
+        counts["examples"] += 1
+
+    def _check_output(self, request_id: str) -> None:
+        """What a request is answered that has reused nothing, is the same however it is served."""
+        output = self.watch.outputs.get(request_id, [])
+        is_whole = self.watch.ended.get(request_id) in ("stop", "length")
+        request = self.engine.requests[request_id]
+        assert is_whole or request.status is RequestStatus.FINISHED_ABORTED
+        counts["whole outputs"] += is_whole
+        if request_id in self.watch.was_blended:
+            return
+        expected = TokenStream(request.prompt_token_ids, self.plans[request_id].seed).generate(
+            request.max_tokens
+        )
+        assert output == (expected if is_whole else expected[: len(output)])
+
+    # What rules have in common.
+
+    def _step(self, taken: list[Any] | None = None) -> None:
+        engine = self.engine
+        self.is_well = False
+        if engine.has_work():
+            engine.step()
+        for plan in engine.own_plans[self.num_own_plans :]:
+            self.contents.expect(plan)
+            self.contents.expect_segment(plan.prompt[len(engine.sink_ids) :], plan)
+        self.num_own_plans = len(engine.own_plans)
+        if taken is not None:
+            engine.block_pool.free_blocks(taken)
+        check_blocks(engine)
+        if self.watch.surprises:
+            raise self.watch.surprises[0]
+        if self.contents is not None:
+            self.contents.check()
+        self.watch.check_hits()
+        gone = engine.held.request_ids - engine.scheduler.requests.keys()
+        assert not gone, f"requests that are gone are remembered: {gone}"
+        self.is_well = True
+        self.num_steps += 1
+
+    def _prompt(
+        self, documents: list[int], num_own: int, has_separators: bool
+    ) -> tuple[tuple[int, ...], list[list[int]]]:
+        """A prompt, and where its documents are in it. It ends with tokens of its own."""
+        own = tokens(random.Random(len(self.plans)), num_own + 1)
+        prompt: list[int] = []
+        segments: list[list[int]] = []
+        for document in documents:
+            token_ids = DOCUMENTS[document]
+            if len(prompt) + len(token_ids) + len(own) + 2 > MAX_PROMPT_TOKENS:
+                break
+            prompt += [SEPARATOR] if has_separators else []
+            segments.append([len(prompt), len(prompt) + len(token_ids)])
+            prompt += token_ids
+        prompt += [SEPARATOR] if has_separators else []
+        return (*prompt, *own), segments
+
+    def _add(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        extra_args: dict[str, Any],
+    ) -> RequestPlan | None:
+        if len(self._live()) >= MAX_LIVE_REQUESTS:
+            return None
+        number = len(self.plans)
+        plan = RequestPlan(
+            request_id=f"request-{number}",
+            arrival_step=number,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            priority=priority,
+            cache_salt=salt,
+            extra_args=tuple(extra_args.items()),
+        )
+        self.plans[plan.request_id] = plan
+        self.engine.add_request(plan)
+        if self.contents is not None:
+            self.contents.expect(plan)
+        return plan
+
+    def _take_free_blocks(self, left: int) -> list[Any]:
+        pool = self.engine.block_pool
+        taken: list[Any] = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - left))
+        for worker in self.engine.workers:
+            worker.contents.overwrite([block.block_id for block in taken])
+        return taken
+
+    def _evict_on_device(self, share: float, rng: random.Random) -> None:
+        pool = self.engine.block_pool
+        cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
+        pool.evict_blocks({block_id for block_id in cached if rng.random() < share})
+
+    def _live(self) -> list[Request]:
+        return [r for r in self.engine.scheduler.requests.values() if not r.is_finished()]
+
+    def _can_restart_running(self) -> bool:
+        """Not while a load writes to blocks."""
+        scheduler = self.engine.scheduler
+        loaded = scheduler.finished_recving_kv_req_ids | self.engine.held.loaded_hole_ids
+        return all(
+            request.request_id in loaded
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            else not request.is_finished()
+            for request in scheduler.requests.values()
+        )
+
+
+def blocks_of_longest(layout: PagedLayout) -> int:
+    """Blocks without which vLLM may never admit a request: all of its windows' are counted."""
+    return sum(-(-MAX_TOKENS // group.block_tokens) + 2 for group in layout.groups)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    # What is swapped does not depend on how fast the machine is.
+    with offloading_installed(), mock.patch.object(TransferCost, "compute_s", return_value=None):
+        yield
+
+
+@pytest.mark.parametrize("is_blending", [False, True], ids=["holes", "segments"])
+def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
+    counts.clear()
+    RequestMachine.is_blending = is_blending
+    for RequestMachine.layouts in LAYOUTS[is_blending]:
+        machine = RequestMachine.TestCase
+        machine.settings = settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=40,
+            suppress_health_check=list(HealthCheck),
+        )
+        machine().runTest()
+    met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails"]
+    rare = ["aborts of requests with holes", "resets of running requests"]
+    if is_blending:
+        met += ["reused tokens", "marked answers", "learned segments", "segments"]
+        met += ["stores that were answered"]
+        rare = ["aborts of blended requests", "resets of blended requests"]
+    rare += ["failed loads", "preemptions"]
+    if not IS_SAMPLE:  # Half as many examples may well miss one of these.
+        met += rare
+    assert not [name for name in met if not counts[name]], counts

@@ -1,0 +1,642 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that clients store, or that are learned: on vLLM's real scheduler, real pages.
+
+What is computed, loaded, counted and answered in general is looked at by ``test_request_machine``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.connector.blending_engine import BlendingEngine
+from support.connector.engines import fail_next
+from support.connector.exact_contents import ExactContents
+from support.connector.offload_run import (
+    check_blocks,
+    check_nothing_is_left,
+    offloading_installed,
+)
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal, LearningDrop
+from vllm_ascend_kvext.connector.common.messages import WorkerOutput
+from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
+from vllm_ascend_kvext.connector.segments import segment_learning
+from vllm_ascend_kvext.connector.segments.segment_learning import MAX_BEGUN_SEGMENTS
+from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
+from vllm_ascend_kvext.store.counters import Removal
+
+_rng = random.Random("seen twice")
+SINK = [5]
+ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
+LONG = tuple(tokens(_rng, 150))
+LONGEST = tuple(tokens(_rng, 300))
+QUESTION = tuple(tokens(_rng, 9))
+HEAD_TOKENS = 4
+MAX_TOKENS = 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+class LearningEngine(BlendingEngine):
+    """Keeps what it answers, and looks at all that it does."""
+
+    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
+        super().__init__(layout, options, script)
+        self.answers: dict[str, list[int]] = {}
+        self.contents = ExactContents(self, MAX_TOKENS)
+        self.num_asked = 0
+
+    def ask(
+        self,
+        *documents: Sequence[int],
+        extra_args: dict[str, Any] | None = None,
+        max_tokens: int = 3,
+        **more: Any,
+    ) -> str:
+        """A request names some documents, between tokens of its own."""
+        prompt: list[int] = tokens(random.Random(self.num_asked), 5)
+        segments = []
+        for document in documents:
+            segments.append([len(prompt), len(prompt) + len(document)])
+            prompt += document
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=(*prompt, *QUESTION),
+            max_tokens=max_tokens,
+            extra_args=tuple({SEGMENTS_KEY: segments, **(extra_args or {})}.items()),
+            **more,
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        return plan.request_id
+
+    def answer(self, *documents: Sequence[int], **more: Any) -> None:
+        """The same, and nothing is left to do."""
+        self.ask(*documents, **more)
+        self.serve()
+
+    def show_twice(self, *documents: Sequence[int], **more: Any) -> None:
+        """Two requests have documents, one after the other."""
+        for _ in range(2):
+            self.ask(*documents, **more)
+            self.step_until(lambda: len(self.answers) == self.num_asked)
+
+    def store(self, document: Sequence[int], is_stored: Any = True) -> RequestPlan:
+        """A client has a document stored."""
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=tuple(document),
+            max_tokens=1,
+            extra_args=((STORE_KEY, is_stored),),
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        self.contents.expect_segment(document, plan)
+        return plan
+
+    def queue(self, *documents: Sequence[int]) -> None:
+        """In the steps that follow, it computes some documents."""
+        self.side.segments.learning.is_held = True
+        for document in (*documents, *documents):
+            self.ask(document)
+        self.serve()
+        self.side.segments.learning.is_held = False
+        self.ask(QUESTION, max_tokens=1)
+
+    def begin_learning(self, *documents: Sequence[int]) -> None:
+        """Nothing but requests of its own runs, which compute some documents."""
+        self.queue(*documents)
+        self.step_until(lambda: self.own_ids)
+        assert list(self.scheduler.requests) == self.own_ids
+
+    def step(self) -> Any:
+        num_own = len(self.own_plans)
+        step = super().step()
+        for plan in self.own_plans[num_own:]:
+            self.contents.expect(plan)
+            self.contents.expect_segment(plan.prompt[len(self.sink_ids) :], plan)
+        for request_id, token_ids, _ in step.outputs:
+            self.answers.setdefault(request_id, []).extend(token_ids)
+        check_blocks(self)
+        self.contents.check()
+        return step
+
+    def step_tokens(self) -> int:
+        """Tokens that a step computes."""
+        return sum(each.num_tokens for each in self.step().scheduled)
+
+    def serve(self) -> None:
+        self.step_until(lambda: not self.has_work())
+
+    def step_until(self, has_come: Callable[[], Any]) -> None:
+        for _ in range(300):
+            if has_come():
+                return
+            self.step()
+        raise AssertionError("the engine stands still")
+
+    @property
+    def own_ids(self) -> list[str]:
+        """Of its own requests that have not ended."""
+        own = {plan.request_id for plan in self.own_plans}
+        return [request_id for request_id in self.scheduler.requests if request_id in own]
+
+    @property
+    def learned(self) -> list[tuple[int, ...]]:
+        """What its own requests have computed, or were to."""
+        return [plan.prompt[len(self.sink_ids) :] for plan in self.own_plans]
+
+    @property
+    def counts(self) -> Any:
+        return self.side.counters.blending
+
+    @property
+    def drops(self) -> dict[LearningDrop, int]:
+        drops = self.counts.learning_drops
+        return {drop: number for drop, number in drops.items() if number}
+
+
+@contextmanager
+def learning_engine(
+    layout: PagedLayout = FULL,
+    script: TransferScript | None = None,
+    connector: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[LearningEngine]:
+    """An engine whose keys are checked."""
+    settings = {"segment_sink": SINK, "learn_segments": True, **(connector or {})}
+    config = offloading(layout, blending=True, blend_head_tokens=HEAD_TOKENS, **settings)
+    engine = LearningEngine(
+        layout,
+        EngineOptions(**({"num_blocks": 400} | options), offloading=config),
+        script or TransferScript(),
+    )
+    engine.choose(min_tokens=8)
+    try:
+        yield engine
+        engine.serve()
+        engine.contents.check(is_end=True)
+        check_nothing_is_left(engine)
+        check_nothing_is_remembered(engine)
+        assert set(engine.answers) <= {f"request-{n + 1}" for n in range(engine.num_asked)}
+    finally:
+        engine.shutdown()
+
+
+def check_nothing_is_remembered(engine: LearningEngine) -> None:
+    learning = engine.side.segments.learning
+    if learning is not None:
+        assert not engine.held.num_begun_segments and not learning.has_queue
+        connected = engine.scheduler.update_from_output.func.__self__
+        assert connected._learned is not None and not connected._learned._ids
+
+
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_what_two_requests_have_had_is_reused_by_the_third(
+    layout: PagedLayout, is_async: bool
+) -> None:
+    with learning_engine(layout, is_async=is_async) as engine:
+        # Else all of a segment as short as these lies within a window of its beginning.
+        engine.choose(min_head_tokens=0)
+        engine.answer(ONE, OTHER)
+        assert not engine.learned
+        engine.answer(OTHER)
+        assert engine.learned == [OTHER]
+        assert engine.counts.learned_segments == engine.counts.stored_segments == 1
+        assert engine.counts.reused_tokens == 0
+        engine.answer(ONE, OTHER)
+        assert engine.counts.reused_tokens == len(OTHER) - HEAD_TOKENS
+        engine.answer(ONE, OTHER)
+        assert engine.learned == [OTHER, ONE]
+        reused_tokens = 3 * (len(OTHER) - HEAD_TOKENS) + 2 * (len(ONE) - HEAD_TOKENS)
+        engine.answer(ONE, OTHER)
+        assert engine.counts.reused_tokens == reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("connector", "is_learned"),
+    [
+        ({"learn_segments": None}, False),
+        ({"learn_segments": False, "segment_separator": [62]}, False),
+        ({"learn_segments": None, "segment_separator": [62]}, True),
+    ],
+    ids=["no separator", "refused", "separator"],
+)
+def test_with_separators_segments_are_learned_by_default(
+    connector: dict[str, Any], is_learned: bool
+) -> None:
+    with learning_engine(connector=connector) as engine:
+        for _ in range(3):
+            engine.answer((62, *ONE, 62), extra_args={SEGMENTS_KEY: None})
+        assert engine.learned == [ONE] * is_learned
+        assert engine.counts.reused_tokens == (len(ONE) - HEAD_TOKENS) * is_learned
+
+
+def test_nothing_of_it_is_answered_or_counted_as_a_query() -> None:
+    with learning_engine() as engine:
+        engine.scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
+        ids = [engine.ask(ONE), engine.ask(ONE)]
+        engine.serve()
+        assert engine.counts.learned_segments == 1
+        assert engine.answers.keys() == set(ids)
+        num_tokens = sum(len(engine.requests[each].prompt_token_ids) for each in ids)
+        assert (stats.requests, stats.queries) == (len(ids), num_tokens)
+
+
+def test_a_segment_that_begins_like_the_sink_is_found() -> None:
+    segment = (*SINK, *ONE)
+    with learning_engine() as engine:
+        for _ in range(3):
+            engine.answer(QUESTION, segment)
+        assert engine.learned == [segment]
+        assert engine.counts.reused_tokens == len(segment) - HEAD_TOKENS
+
+
+def test_what_would_not_be_reused_is_not_learned() -> None:
+    with learning_engine() as engine:
+        short = ONE[: HEAD_TOKENS + 7]
+        for _ in range(3):
+            engine.ask(QUESTION, short)
+            engine.ask(ONE, adapter="adapter-1")
+            engine.ask(ONE, extra_args={SEGMENTS_KEY: [[5, 4]]})
+            engine.answer(ONE, extra_args={SEGMENTS_KEY: []})
+        assert not engine.own_plans
+
+
+def test_it_does_not_begin_while_a_request_waits() -> None:
+    with learning_engine(max_num_seqs=1) as engine:
+        for _ in range(4):
+            engine.ask(ONE)
+        engine.step_until(lambda: not engine.scheduler.waiting)
+        assert not engine.own_plans
+        engine.serve()
+        assert engine.learned == [ONE]
+
+
+def test_it_is_taken_back_where_a_request_has_to_wait_for_it() -> None:
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    with learning_engine(**options) as engine:
+        engine.answer(LONG)
+        engine.ask(LONG)
+        engine.step_until(lambda: engine.own_ids)
+        engine.ask(QUESTION, max_tokens=30)
+        engine.ask(QUESTION, max_tokens=30)
+        engine.step()
+        assert not engine.own_ids
+        engine.serve()
+        assert engine.drops == {LearningDrop.BUSY: 1}
+        assert engine.counts.learned_segments == 0
+        engine.answer(LONG)
+        assert len(engine.learned) == 1, "it was seen once since then"
+        engine.answer(LONG)
+        assert engine.counts.learned_segments == 1
+
+
+def test_no_request_is_preempted_for_it() -> None:
+    """Upstream would preempt the one that was admitted last, whoever lacks blocks."""
+    steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
+    with learning_engine(reserve_full_prompt=False, **steps) as engine:
+        engine.begin_learning(LONGEST)
+        client = engine.requests[engine.ask(QUESTION, max_tokens=30)]
+        engine.step_until(lambda: client.num_output_tokens)
+        assert len(engine.scheduler.running) == 2
+        taken = engine.block_pool.get_new_blocks(engine.block_pool.get_num_free_blocks())
+        for _ in range(4):
+            BlendingEngine.step(engine)  # Somebody else's blocks are not those of a request.
+        engine.block_pool.free_blocks(taken)
+        assert not engine.own_ids and not client.num_preemptions
+        engine.serve()
+        assert engine.drops == {LearningDrop.BUSY: 1}
+
+
+@pytest.mark.parametrize("is_blended", [False, True], ids=["prompt", "segments"])
+def test_it_is_taken_back_where_what_has_been_loaded_cannot_go_on(is_blended: bool) -> None:
+    """It has left some tokens when that was admitted, and another request has taken these."""
+    steps = {"max_num_batched_tokens": 32, "long_prefill_tokens": 16}
+    plain = {SEGMENTS_KEY: []}
+    with learning_engine(**steps) as engine:
+        engine.store(ONE)
+        engine.answer(LONG, extra_args=plain)
+        engine.begin_learning(LONGEST)
+        engine.block_pool.evict_blocks({block.block_id for block in engine.block_pool.blocks})
+        if is_blended:
+            engine.ask(QUESTION, ONE, QUESTION, max_tokens=1)
+        else:
+            engine.num_asked = 1  # Whose prompt is the same.
+            engine.ask(LONG, extra_args=plain, max_tokens=1)
+            engine.num_asked = len(engine.requests)
+        engine.ask(tokens(_rng, 200), extra_args=plain)
+        engine.step()
+        assert engine.own_ids
+        for _ in range(3):
+            engine.step()
+        assert not engine.own_ids
+        assert engine.drops == {LearningDrop.BUSY: 1}
+
+
+SLOW_STORES = {"script": TransferScript(max_per_step=1), "connector": {"host_memory_gib": 1}}
+
+
+def test_it_waits_for_the_stores_of_others() -> None:
+    """Nobody but itself waits: it is not taken back, and does not have to be seen twice again."""
+    documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
+    with learning_engine(num_blocks=100, max_num_batched_tokens=512, **SLOW_STORES) as engine:
+        engine.queue(*documents)
+        engine.serve()
+        assert engine.learned == documents
+        assert engine.counts.learned_segments == len(documents) and not engine.drops
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_clients_store_what_it_computes(comes_first: bool) -> None:
+    """Neither waits for the other for good, in a pool that has room for one store."""
+    documents = [tuple(tokens(_rng, 150)) for _ in range(4)]
+    with learning_engine(num_blocks=100, max_num_batched_tokens=64, **SLOW_STORES) as engine:
+        if comes_first:
+            engine.begin_learning(*documents[:2])
+        else:
+            engine.queue(*documents[:2])
+        for document in documents:
+            engine.store(document)
+        engine.serve()
+        store = engine.side.segments.store
+        assert not any(store.is_missing(store.prefix(document, None)) for document in documents)
+        assert not engine.counts.refusals[BlendRefusal.ROOM]
+        assert bool(engine.drops) is comes_first, "a client waits for blocks"
+
+
+def test_a_paused_scheduler_begins_nothing() -> None:
+    with learning_engine() as engine:
+        engine.answer(ONE)
+        engine.ask(ONE)
+        engine.step()
+        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        engine.serve()
+        assert not engine.own_plans
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        engine.answer(QUESTION)
+        assert engine.counts.learned_segments == 1
+
+
+CANCELS: dict[str, Callable[[LearningEngine], Any]] = {
+    "reset": lambda engine: engine.reset(reset_running_requests=False),
+    "reset that restarts": lambda engine: engine.reset(reset_running_requests=True),
+    "reset of the scheduler": lambda engine: engine.scheduler.reset_prefix_cache(),
+    "abort": lambda engine: engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED),
+}
+
+
+@pytest.mark.parametrize("way", CANCELS)
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_resets_and_an_abort_of_all_requests_cancel_it(way: str, is_async: bool) -> None:
+    with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
+        engine.show_twice(LONG, max_tokens=1)
+        engine.step_until(lambda: engine.own_ids)
+        assert CANCELS[way](engine) is not False
+        assert not engine.own_ids
+        engine.serve()
+        assert engine.drops == {LearningDrop.CANCELLED: 1}
+
+
+def test_a_reset_of_the_connector_forgets_what_was_seen() -> None:
+    with learning_engine() as engine:
+        engine.answer(ONE)
+        engine.reset(reset_connector=True)
+        engine.answer(ONE)
+        assert not engine.own_plans
+
+
+def stopping(engine: LearningEngine, shutdown_timeout: int) -> EngineCoreProc:
+    """The engine core of a process that has been asked to stop."""
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler = engine.scheduler
+    core.vllm_config = SimpleNamespace(shutdown_timeout=shutdown_timeout)
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    core.engines_running, core.batch_queue = False, engine._in_flight
+    core._send_abort_outputs = lambda aborted: None
+    return core
+
+
+@pytest.mark.parametrize("shutdown_timeout", [0, 30], ids=["abort", "drain"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_a_shutdown_does_not_wait_for_it(shutdown_timeout: int, is_async: bool) -> None:
+    """Nothing of it goes on, or begins in the steps that are left: host memory ends, too."""
+    with learning_engine(max_num_batched_tokens=32, is_async=is_async) as engine:
+        engine.begin_learning(LONG, ONE, OTHER)
+        client = engine.ask(QUESTION)
+        core = stopping(engine, shutdown_timeout)
+        core.shutdown_state = EngineShutdownState.RUNNING
+        assert core._handle_shutdown() and engine.own_ids, "it goes on before a shutdown"
+        core.shutdown_state = EngineShutdownState.REQUESTED
+        num_own = len(engine.own_plans)
+        for _ in range(50):
+            if not core._handle_shutdown():
+                break
+            assert not engine.own_ids
+            engine.step()
+        assert not engine.has_work() and len(engine.own_plans) == num_own
+        assert engine.drops == {LearningDrop.CANCELLED: 3}
+        assert (client in engine.answers) is bool(shutdown_timeout)
+
+
+def test_a_store_that_fails_is_not_tried_in_a_loop() -> None:
+    with learning_engine(script=TransferScript(seed=1, failing_stores=1.0)) as engine:
+        for _ in range(4):
+            engine.answer(ONE)
+        assert engine.learned == [ONE, ONE]
+        assert engine.drops == {LearningDrop.FAILED: 2}
+        assert engine.counts.learned_segments == 0
+
+
+def test_where_it_does_not_fit_into_host_memory_no_client_is_refused() -> None:
+    tiny = {"host_memory_gib": 2048 / (1 << 30)}
+    with learning_engine(connector=tiny) as engine:
+        for _ in range(2):
+            engine.answer(LONG)
+        assert engine.learned == [LONG]
+        assert engine.drops == {LearningDrop.ROOM: 1}
+        assert not engine.counts.refusals[BlendRefusal.ROOM]
+
+
+def test_by_priority_it_comes_last() -> None:
+    with learning_engine(by_priority=True, caching=False) as engine:
+        engine.ask(ONE, priority=1 << 40)
+        engine.answer(ONE, priority=1 << 40)
+        (plan,) = engine.own_plans
+        assert plan.priority > 1 << 40
+
+
+def test_engines_that_take_their_steps_together_learn_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def two_engines(**facts: Any) -> SchedulerView:
+        return SchedulerView(**{**facts, "num_data_parallel": 2})
+
+    monkeypatch.setattr(patched_scheduler, "SchedulerView", two_engines)
+    with learning_engine() as engine:
+        for _ in range(3):
+            engine.answer(ONE)
+        assert not engine.own_plans
+    assert "learn_segments is off: the 2 data-parallel engines" in caplog.text
+
+
+def test_where_keys_are_not_what_they_should_be_nothing_more_is_learned() -> None:
+    with learning_engine() as engine:
+        for document in (ONE, OTHER):
+            engine.answer(document)
+        engine.side.update_connector_output(
+            WorkerOutput(key_check_failure="keys of equal tokens differ"), ()
+        )
+        for document in (ONE, OTHER):
+            engine.answer(document)
+        assert not engine.own_plans
+
+
+def test_a_reset_that_waits_for_stores_begins_nothing() -> None:
+    """What is queued begins in the first step of a client that comes after it."""
+    with learning_engine(script=TransferScript(max_per_step=1)) as engine:
+        documents = [ONE, OTHER, LONG]
+        engine.show_twice(*documents)
+        engine.step_until(lambda: len(engine.own_plans) == MAX_BEGUN_SEGMENTS)
+        engine.step_until(lambda: not engine.scheduler.requests)
+        assert engine.side.has_transfers and engine.side.segments.learning.has_queue
+        assert engine.reset()
+        assert len(engine.own_plans) == MAX_BEGUN_SEGMENTS
+        engine.answer(QUESTION)
+        assert sorted(engine.learned) == sorted(documents)
+
+
+def test_it_is_not_learned_twice_nor_what_a_client_has_stored() -> None:
+    with learning_engine() as engine:
+        engine.answer(ONE, ONE)
+        assert not engine.own_plans, "a request that has it twice is one request"
+        engine.store(ONE)
+        for _ in range(2):
+            engine.answer(ONE)
+        assert not engine.own_plans
+        engine.queue(OTHER)
+        engine.store(OTHER)
+        engine.serve()
+        for _ in range(3):
+            engine.answer(OTHER)
+        assert engine.learned in ([], [OTHER])
+
+
+def test_a_segment_that_is_too_long_behind_the_sink_is_not_computed() -> None:
+    with learning_engine() as engine:
+        engine.side.segments.learning._max_model_len = len(SINK) + len(OTHER)
+        engine.show_twice(ONE, OTHER)
+        engine.serve()
+        assert engine.learned == [ONE]
+        assert engine.drops == {LearningDrop.TOO_LONG: 1}
+
+
+def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_learning, "MAX_QUEUED_SEGMENTS", 1)
+    with learning_engine() as engine:
+        engine.queue(ONE, OTHER)
+        engine.serve()
+        assert engine.learned == [ONE] and engine.drops == {LearningDrop.QUEUE: 1}
+    monkeypatch.setattr(segment_learning, "MAX_SEEN_SEGMENTS", 1)
+    with learning_engine() as engine:
+        for document in (ONE, OTHER, ONE):
+            engine.answer(document)
+        assert not engine.own_plans, "it was seen longest ago"
+
+
+# Segments that clients store.
+
+STORED_ONLY = {"learn_segments": False}
+
+
+def params_of_answers(engine: LearningEngine) -> list[Any]:
+    """What responses will say, in the order in which requests end."""
+    params: list[Any] = []
+    finished = engine.scheduler._connector_finished
+
+    def finish(request: Any) -> Any:
+        params.append(engine.side.segments.params(request))
+        return finished(request)
+
+    engine.scheduler._connector_finished = finish
+    return params
+
+
+def test_answers_say_how_much_of_a_segment_was_stored() -> None:
+    with learning_engine(num_blocks=40, connector=STORED_ONLY) as engine:
+        params = params_of_answers(engine)
+        for document, is_stored in ((ONE, True), (LONGEST, True), (ONE, "perhaps")):
+            engine.store(document, is_stored)
+        engine.serve()
+        stored_tokens = [len(ONE), 0, 0]
+        assert params == [{"kvext_stored_tokens": number} for number in stored_tokens]
+        assert engine.counts.refusals[BlendRefusal.ROOM] == 1
+
+
+@pytest.mark.parametrize("num_blocks", [140, 200, 260])
+def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
+    """Windows of what is computed between segments take blocks beside those of the request."""
+    with learning_engine(GEMMA, num_blocks=num_blocks, connector=STORED_ONLY) as engine:
+        engine.choose(min_tokens=1)
+        engine.clock = lambda: 0.0  # Nobody has ever waited for long.
+        for document in (ONE, OTHER):
+            engine.store(document)
+        engine.serve()
+        engine.answer(OTHER, QUESTION, ONE)
+        assert bool(engine.counts.refusals[BlendRefusal.ROOM]) is not bool(
+            engine.counts.reused_tokens
+        )
+
+
+@pytest.mark.parametrize("layout", [FULL, GEMMA], ids=["full", "windows"])
+def test_whole_blocks_of_a_sink_are_computed_once_and_nothing_of_segments_is_cached(
+    layout: PagedLayout,
+) -> None:
+    sink = tokens(random.Random("sink"), 3 * layout.unit_tokens + 2)
+    with learning_engine(layout, connector={**STORED_ONLY, "segment_sink": sink}) as engine:
+        computed_tokens = []
+        for document in (ONE, ONE, ONE, OTHER):
+            engine.store(document)
+            computed_tokens.append(sum(engine.step_tokens() for _ in iter(engine.has_work, False)))
+            engine.side.reset_cache()
+        again = 2 + len(ONE)
+        assert computed_tokens == [len(sink) + len(ONE), again, again, 2 + len(OTHER)]
+
+
+def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
+    documents = [tokens(_rng, 64) for _ in range(5)]
+    with learning_engine(connector=STORED_ONLY) as engine:
+        for document in documents:
+            engine.store(document)
+        engine.serve()
+        (worker,) = engine.workers
+        removed = engine.side.counters.tier.removed_entries
+        for number, failing in enumerate([{1}, {1, 2}]):
+            fail_next(engine, *failing)
+            engine.answer(*documents)
+            assert worker.transfers.counts["failed loads"] == len(failing)
+            assert removed[Removal.LOAD_FAILED] == number

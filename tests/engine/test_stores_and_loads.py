@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single cases of stores and loads, on vLLM's real scheduler, with real pages and without a model.
+
+What random requests meet rarely, or cannot tell: what is refused, waited for, counted and logged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.connector.engines import engine_of, plan_of, step_without_admissions
+from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
+from support.connector.scripted_transfers import TransferScript
+from support.connector.simulated_engine import SimulatedEngine
+from vllm.v1.request import Request
+
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
+from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.lookup import Shortfall
+
+PROMPT = tokens(random.Random("prompt"), 100)
+UNIT_TOKENS = FULL.unit_tokens
+HIT_TOKENS = (len(PROMPT) - 1) // UNIT_TOKENS * UNIT_TOKENS
+NEVER = TransferScript(max_per_step=0)
+"""No transfer ends until `let_go`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_installed() -> Iterator[None]:
+    with offloading_installed():
+        yield
+
+
+def let_go(engine: SimulatedEngine) -> None:
+    for worker in engine.workers:
+        worker.transfers.open()
+
+
+def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
+    """What workers are told from now on, step by step."""
+    found: list[ConnectorMetadata] = []
+    plan_step = engine.side.build_connector_meta
+
+    def watched(*args: Any) -> ConnectorMetadata:
+        found.append(plan_step(*args))
+        return found[-1]
+
+    engine.side.build_connector_meta = watched  # type: ignore[method-assign]
+    return found
+
+
+def compute_some(engine: SimulatedEngine, request_id: str, num_steps: int) -> Request:
+    """A request is computed for some steps, all stores made, and then aborted."""
+    request = engine.add_request(plan_of(request_id, PROMPT))
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(request_id)
+    serve(engine)
+    return request
+
+
+# What the log says.
+
+
+@pytest.fixture
+def logged() -> Iterator[dict[str, list[str]]]:
+    """What the scheduler side has logged by level, once the test has made an engine."""
+    found: dict[str, list[str]] = {"info": [], "warning": []}
+    with mock.patch("vllm_ascend_kvext.connector.scheduler.connector_scheduler.logger") as logger:
+        for level, messages in found.items():
+            getattr(logger, level).side_effect = lambda text, *values, messages=messages: (
+                messages.append(text % values)
+            )
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("caching", "remedy"),
+    [(False, "Add --enable-prefix-caching"), (True, "Raise --max-model-len")],
+)
+def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
+    caching: bool, remedy: str, logged: dict[str, list[str]]
+) -> None:
+    with engine_of(FULL, caching=caching, max_model_len=UNIT_TOKENS):
+        (message,) = logged["warning"]
+    assert f"needs {UNIT_TOKENS + 1} tokens to hit, and a request has at most 8" in message
+    assert remedy in message
+
+
+def test_an_engine_with_one_prompt_that_hits_is_not_warned(
+    logged: dict[str, list[str]],
+) -> None:
+    with engine_of(FULL, max_model_len=UNIT_TOKENS + 1):
+        assert not logged["warning"]
+        assert "hits: prompts of 9 tokens or more, in multiples of 8;" in logged["info"][0]
+
+
+# Stores.
+
+
+@pytest.mark.parametrize(("policy", "hits"), [("all", [0, 1, 1]), ("second_touch", [0, 0, 1])])
+def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]) -> None:
+    """As soon as they are computed, if somebody else has had them, or all is stored; not more."""
+    connector = offloading(FULL, store_policy=policy, chunk_tokens=16)
+    found = []
+    with engine_of(FULL, offloading=connector, max_num_batched_tokens=24) as engine:
+        for number in range(len(hits)):
+            before = engine.side.counters.hit_tokens
+            compute_some(engine, str(number), num_steps=2 + 2 * hits[number])
+            found.append((engine.side.counters.hit_tokens - before) / 48)
+        assert found[:2] == hits[:2]
+        assert found[2] >= 1
+        check_nothing_is_left(engine)
+
+
+def test_stores_leave_blocks_for_others() -> None:
+    """Stores that do not end hold three quarters of the pool at most. A swap holds none."""
+    rng = random.Random(1)
+    connector = offloading(FULL)
+    with engine_of(FULL, NEVER, offloading=connector, num_blocks=200) as engine:
+        for number in range(12):
+            plan = plan_of(str(number), tokens(rng, 160), max_tokens=1)
+            engine.add_request(plan)
+            while plan.request_id in engine.scheduler.requests:
+                engine.step()
+        refused = engine.side.counters.tier.refused_stores
+        assert refused[Refusal.BUSY]
+        held = engine.held.num_referenced_blocks
+        assert 0.5 * 200 < held <= 0.75 * 200
+        request = engine.add_request(plan_of("swapped", PROMPT, max_tokens=20))
+        while not request.num_output_tokens:
+            engine.step()
+        in_steps = referenced_in_steps(engine)
+        preempt(engine)
+        assert request.num_preemptions == 1
+        assert in_steps[0] == held
+        assert engine.side.counters.swapped_requests == 1
+        let_go(engine)
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
+    """From now on, the blocks that are kept for transfers while steps are computed."""
+    found: list[int] = []
+    execute = engine.runner.execute
+
+    def watched(output: Any) -> Any:
+        found.append(engine.held.num_referenced_blocks)
+        return execute(output)
+
+    engine.runner.execute = watched  # type: ignore[method-assign]
+    return found
+
+
+def preempt(engine: SimulatedEngine) -> None:
+    """Others have all free blocks while a step is made in which a request needs one."""
+    pool = engine.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    (request,) = engine.scheduler.running
+    while not request.num_preemptions:
+        engine.step()
+    pool.free_blocks(taken)
+
+
+@pytest.mark.parametrize("num_answered", [0, 10], ids=["prompt", "answer"])
+def test_a_preempted_request_goes_on_where_it_was(num_answered: int) -> None:
+    connector = offloading(GPT_OSS, chunk_tokens=128)
+    small = {"max_num_batched_tokens": 40, "reserve_full_prompt": False}
+    with engine_of(GPT_OSS, offloading=connector, **small) as engine:
+        request = engine.add_request(plan_of("first", PROMPT[:95], max_tokens=40))
+        engine.step()
+        while request.num_output_tokens < num_answered or engine.side.has_transfers:
+            engine.step()
+        jobs, in_steps = watch_jobs(engine), referenced_in_steps(engine)
+        preempt(engine)
+        assert jobs[-1].stores_before
+        assert not in_steps[-1]
+        computed_tokens = request.num_tokens - 1 if num_answered else 40
+        last_boundary = computed_tokens // GPT_OSS.unit_tokens * GPT_OSS.unit_tokens
+        serve(engine)
+        assert engine.side.counters.hit_tokens == last_boundary
+        assert engine.side.counters.swapped_requests == 1
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_preempted_request_goes_out_where_that_pays(pays: bool) -> None:
+    with engine_of(GPT_OSS, reserve_full_prompt=False) as engine:
+        request = engine.add_request(plan_of("first", PROMPT, max_tokens=40))
+        while request.num_output_tokens < 10:
+            engine.step()
+        with mock.patch.object(TransferCost, "pays_out_and_back", return_value=pays):
+            preempt(engine)
+        serve(engine)
+        assert engine.side.counters.swapped_requests == pays
+
+
+def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
+    """Stores do not end. From a quarter of the pool on, only the end of a prompt is stored."""
+    rng = random.Random(2)
+    num_tokens, boundary_tokens = 257, 256
+    stored: list[list[int]] = []
+    with engine_of(GPT_OSS, NEVER, num_blocks=400, max_num_batched_tokens=512) as engine:
+        jobs = watch_jobs(engine)
+        while not stored or len(stored[-1]) != 1:
+            jobs.clear()
+            plan = plan_of(str(len(stored)), tokens(rng, num_tokens), max_tokens=1)
+            engine.add_request(plan)
+            engine.step()
+            chunks = [chunk for job in jobs[-1].stores for chunk in job.chunks]
+            stored.append(
+                [chunk.tokens.end_tokens for chunk in chunks if 1 in (chunk.groups or ())]
+            )
+            while plan.request_id in engine.scheduler.requests:
+                engine.step()
+        assert len(stored) > 1
+        assert {tails[0] for tails in stored} == {boundary_tokens}
+        assert engine.side.counters.tier.refused_stores[Refusal.BUSY]
+        assert engine.held.num_referenced_blocks < 0.5 * 400
+        let_go(engine)
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None:
+    with engine_of(FULL, NEVER, num_workers=2) as engine:
+        engine.workers[failing].transfers._script = TransferScript(failing_stores=1.0)
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+        num_entries = len(engine.entries)
+        assert num_entries, "the other worker still writes to these places"
+        let_go(engine)
+        serve(engine)
+        assert not engine.entries
+        assert engine.side.counters.tier.failed_stores == num_entries
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
+def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
+    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
+    with engine_of(FULL, NEVER, offloading=chunk) as engine:
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+        assert engine.held.num_planned_stores
+        if is_under_way:
+            engine.step()
+            assert engine.held.num_stores
+        engine.side.abandon_stores()
+        assert not engine.held.num_referenced_blocks and not engine.held.num_planned_stores
+        let_go(engine)
+        serve(engine)
+        assert not engine.entries
+        check_nothing_is_left(engine)
+
+
+def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
+    """What is counted travels with a step, and no step may follow for a while."""
+    with engine_of(FULL, NEVER) as engine:
+        jobs = watch_jobs(engine)
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        while engine.scheduler.requests or engine.held.num_planned_stores:
+            engine.step()
+        engine.step()
+        let_go(engine)
+        while engine.held.num_stores:
+            engine.step()
+        num_steps = len(jobs)
+        serve(engine)
+        assert len(jobs) == num_steps + 1
+        assert jobs[-1].wants_stats and not jobs[-1].has_forward
+
+
+# Loads.
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hit_tokens"), [(95, 88), (96, 88), (97, 96), (98, 96), (8, 0), (9, 8)]
+)
+def test_the_same_prompt_resumes_at_the_last_unit_below_its_length(
+    num_tokens: int, hit_tokens: int
+) -> None:
+    """The last token of a prompt is always computed."""
+    with engine_of(FULL) as engine:
+        for request_id in ("first", "second"):
+            serve(engine, plan_of(request_id, PROMPT[:num_tokens], max_tokens=1))
+        assert engine.side.counters.hit_tokens == hit_tokens
+
+
+def test_a_request_that_skips_the_cache_loads_nothing() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        engine.add_request(plan_of("second", PROMPT)).skip_reading_prefix_cache = True
+        serve(engine)
+        assert not engine.side.counters.hit_tokens
+
+
+def test_a_load_of_other_tokens_than_were_found_is_refused() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        request = engine.add_request(plan_of("second", PROMPT))
+        step_without_admissions(engine, 1)
+        assert engine.held.pinned_ids == {"second"}
+        with pytest.raises(ConnectorError, match=r"expected to load \d+ tokens, .*, found 8"):
+            engine.side.update_state_after_alloc(request, ([],), 8)
+        assert not engine.held.pinned_ids
+
+
+def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        engine.add_request(plan_of("second", PROMPT))
+        step_without_admissions(engine, 3)
+        assert engine.held.pinned_ids == {"second"} and not engine.held.loading_ids
+        engine.abort("second")
+        assert not engine.held.pinned_ids
+        engine.add_request(plan_of("third", PROMPT))
+        with mock.patch.object(engine.workers[0].transfers, "end_some"):
+            for _ in range(3):
+                engine.step()
+                assert engine.held.pinned_ids == engine.held.loading_ids == {"third"}
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def test_what_was_found_follows_what_the_device_has() -> None:
+    """It had the beginning when the request was looked up, and has lost it since."""
+    with engine_of(FULL, caching=True) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        assert engine.reset()
+        with mock.patch.object(engine.side, "get_num_new_matched_tokens", return_value=0):
+            serve(engine, plan_of("beginning", PROMPT[:41], max_tokens=1))
+        engine.add_request(plan_of("second", PROMPT))
+        step_without_admissions(engine)
+        assert engine.held.pinned_ids == {"second"}
+        pool = engine.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash})
+        serve(engine)
+        assert engine.side.counters.hit_tokens == HIT_TOKENS
+        check_nothing_is_left(engine)
+
+
+def test_an_abort_while_it_loads_stores_nothing() -> None:
+    """Its pages do not hold yet what its count of computed tokens says."""
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        before = len(engine.entries)
+        request = engine.add_request(plan_of("second", [*PROMPT, *PROMPT]))
+        jobs = watch_jobs(engine)
+        with mock.patch.object(engine.workers[0].transfers, "end_some"):
+            engine.step()
+            assert engine.held.loading_ids == {"second"}
+            engine.side.request_finished(request, is_end_of_turn=True)
+            engine.step()
+            assert not any(each.stores for each in jobs)
+        assert len(engine.entries) == before
+        engine.abort("second")
+        serve(engine)
+
+
+JOINED = {
+    "joined": (FULL, True, {"second"}),
+    "no local cache": (FULL, False, {"second", "third"}),
+    # A local hit drops its last block: who waited would have to load all the same.
+    "drafts": (DEEPSEEK_V4_EAGLE, True, {"second", "third"}),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_requests_with_the_same_prefix_load_it_once(name: str) -> None:
+    layout, caching, loading = JOINED[name]
+    prompt = tokens(random.Random(3), 6 * layout.unit_tokens + 1)
+    for waits_long in (False, True):
+        with engine_of(layout, caching=caching) as engine:
+            serve(engine, plan_of("first", prompt, max_tokens=1))
+            assert engine.reset()
+            now_s = 100.0
+            engine.clock = lambda: now_s  # noqa: B023
+            for request_id in ("second", "third"):
+                engine.add_request(plan_of(request_id, prompt))
+            with mock.patch.object(engine.workers[0].transfers, "end_some"):
+                for _ in range(3):
+                    engine.step()
+                    assert engine.held.loading_ids == loading
+                now_s += MAX_PATIENCE_S * waits_long
+                engine.step()
+                assert engine.held.loading_ids == (loading | {"third"} if waits_long else loading)
+            serve(engine)
+            is_joined = len(loading) == 1
+            assert engine.side.counters.joined_loads == is_joined
+            assert engine.side.counters.hit_requests == 2 - (is_joined and not waits_long)
+            check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("hole_reuse", [False, True])
+def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> None:
+    """Where time stands still for the scheduler, computing costs nothing, and copies do."""
+    connector = offloading(FULL, load_if_slower=False, hole_reuse=hole_reuse)
+    with engine_of(FULL, offloading=connector) as engine:
+        engine.clock = lambda: 100.0
+        counters = engine.side.counters
+        for request_id in ("first", "second"):  # No copy has been measured yet.
+            serve(engine, plan_of(request_id, PROMPT, max_tokens=1))
+        assert counters.hit_requests == 1
+        engine.add_request(plan_of("last", PROMPT))
+        step_without_admissions(engine, 3)
+        serve(engine)
+        assert counters.hit_requests == 1
+        assert counters.too_dear_loads == 1
+        check_nothing_is_left(engine)
+
+
+def test_the_reason_for_a_shorter_hit_is_counted_once_per_request() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        engine.add_request(plan_of("second", tokens(random.Random(4), 30)))
+        step_without_admissions(engine, 3)
+        serve(engine)
+        assert engine.side.counters.tier.shortfalls[Shortfall.NEVER_STORED] == 2
+
+
+def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:
+    """Two of them would leave too few blocks for either to go on."""
+    prompt = tokens(random.Random(5), 384)
+    with engine_of(FULL, num_blocks=1 + 384 // UNIT_TOKENS * 3 // 2) as engine:
+        serve(engine, plan_of("first", prompt, max_tokens=1))
+        for request_id in ("second", "third"):
+            engine.add_request(plan_of(request_id, prompt))
+        look_up = engine.tier.look_up
+        with (
+            mock.patch.object(engine.tier, "look_up", side_effect=look_up) as looked_up,
+            mock.patch.object(engine.workers[0].transfers, "end_some"),
+        ):
+            for _ in range(6):
+                engine.step()
+                assert engine.held.loading_ids == {"second"}
+            assert looked_up.call_count == 2
+        serve(engine)
+        assert engine.side.counters.hit_requests == 2
+        check_nothing_is_left(engine)

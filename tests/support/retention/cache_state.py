@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to hold between retention's state and a pool of blocks. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+
+def num_checkpoints(cache_state: Any) -> int:
+    """Boundaries that can be resumed from."""
+    return sum(bool(node["tail"]) for node in cache_state.describe())
+
+
+def check_cache_state(
+    retention: Any, blocks: Iterable[Any], free_blocks: Iterable[Any], is_exact: bool = True
+) -> None:
+    """Structure, counts of needs and the order of free blocks agree with each other.
+
+    ``free_blocks`` are in the order in which they will be reallocated. With ``is_exact`` false,
+    blocks were uncached that the checkpoints did not give up: the order is not looked at then.
+    """
+    cache_state = retention.cache_state
+    nodes = cache_state.describe()
+    check_structure(nodes, [group.block_tokens for group in retention.full_groups])
+    assert cache_state.counts()[0] == sum(bool(node["tail"]) for node in nodes)
+    needs: Counter[int] = Counter()
+    for node in nodes:
+        for ids in (*node["runs"], node["tail"]):
+            needs.update(ids)
+    for request in retention._request_states.values():
+        needs.update(request.held_blocks())
+    for block in blocks:
+        counted = cache_state.num_needs(block.block_id)
+        assert counted == needs[block.block_id], f"{block} is miscounted as needed {counted} times"
+    if not is_exact:
+        return
+    needed = None
+    for block in free_blocks:
+        if needs[block.block_id]:
+            needed = block
+            assert block._block_hash is not None, f"{block} is needed and not cached"
+        else:
+            assert needed is None, f"{block}, which nothing needs, waits behind {needed}"
+
+
+def check_structure(nodes: list[dict[str, Any]], block_tokens: list[int]) -> None:
+    """Parents and children agree, and no boundary is there for nothing."""
+    by_key = {node["key"]: node for node in nodes}
+    num_children = Counter(node["parent_key"] for node in nodes)
+    for node in nodes:
+        tokens, parent_tokens = node["boundary_tokens"], node["parent_tokens"]
+        assert parent_tokens < tokens
+        assert node["is_in_order"] == bool(node["tail"]), f"{node} is never evicted"
+        assert len(set(node["tail"])) == len(node["tail"]), f"{node} has a block twice"
+        if not block_tokens:
+            assert node["tail"], f"{node} is kept for nothing"
+            continue
+        parent_key = node["parent_key"]
+        assert not parent_key or by_key[parent_key]["boundary_tokens"] == parent_tokens
+        assert node["num_children"] == num_children[node["key"]]
+        assert node["tail"] or node["num_children"] > 1, f"{node} is kept for nothing"
+        for run, of_group in zip(node["runs"], block_tokens, strict=True):
+            assert len(run) == (tokens - parent_tokens) // of_group, f"{node}: a wrong run"

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines are asked in processes of their own, on a CPU and on the emulated NPU alike.
+
+A *plan* says what one engine is and what it is asked; see `processes.Plan`. A *scenario* is a
+function of the module that a plan names. It gets the module's ``Engine``, asks it, and what was
+answered becomes the report: `serve` runs plans and writes their reports, `processes` starts such a
+process for a test, and `answers` compares reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Scenario = TypeVar("Scenario", bound=Callable[[Any], None])
+_SCENARIOS: set[Callable[[Any], None]] = set()
+
+
+def scenario(function: Scenario) -> Scenario:
+    """Register a function that plans can name. It gets an engine."""
+    _SCENARIOS.add(function)
+    return function
+
+
+def scenario_of(module: Any, name: str) -> Callable[[Any], None]:
+    """The scenario of a module with some name, which the module may have imported."""
+    function = getattr(module, name, None)
+    if function not in _SCENARIOS:
+        raise LookupError(f"{module.__name__} has no scenario {name!r}")
+    return function

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines have answered, and how far it is from what others have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LOGPROB_TOLERANCE = 1e-4
+"""fp32; a prefill in other chunks has been seen to differ by 0, a wrong cached block by 2 to 3."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request brought back; what an engine does not report is empty.
+
+    Attributes:
+        hit_tokens: Tokens of the prompt that were not computed.
+        logprobs: By step of the reply, the five best and that of the reply, by token.
+        segments: First and end token of segments that the request named.
+        params: What the response says of segments; None for a plain request.
+        probe: What its question attended to.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    reply: list[int]
+    logprobs: list[dict[str, float]]
+    prompt: Sequence[int] = ()
+    segments: Sequence[Sequence[int]] = ()
+    params: Mapping[str, int] | None = None
+    is_preempted: bool = False
+    probe: Mapping[str, Any] | None = None
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.params["kvext_exact_tokens"] if self.params else self.prompt_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.params["kvext_reused_tokens"] if self.params else 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """The report of one engine, and what its process has logged."""
+
+    report: Mapping[str, Any]
+    log: str
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.report["asked"])
+
+    def answers(self, label: str) -> list[Answer]:
+        return [Answer(**answer) for answer in self.report["asked"][label]["answers"]]
+
+    def hit_tokens(self, label: str) -> list[int]:
+        return [answer.hit_tokens for answer in self.answers(label)]
+
+    def counted(self, label: str, name: str) -> int:
+        """What the engine has counted while ``label`` was answered."""
+        return int(self.report["asked"][label]["counted"].get(name, 0))
+
+    def counted_in_all(self, name: str, labels: Iterable[str] | None = None) -> int:
+        """The same of several labels, or of all."""
+        return sum(self.counted(label, name) for label in labels or self.labels)
+
+    def kept_blocks(self, label: str, kind: str) -> list[int]:
+        """Cached blocks of each group of one kind, right after ``label`` was answered."""
+        kept: list[int] = self.report["asked"][label]["kept_blocks"][kind]
+        return kept
+
+    def logprob_error(self, label: str, reference: Served) -> float:
+        """The largest difference of a top-5 log-probability from the reference's."""
+        return max(self.logprob_errors(label, reference))
+
+    def logprob_errors(self, label: str, reference: Served) -> list[float]:
+        """The same of each answer."""
+        return errors(self.answers(label), reference.answers(label))
+
+    def check_equal(
+        self,
+        reference: Served,
+        labels: Iterable[str],
+        tolerance: float | Callable[[str], float] = LOGPROB_TOLERANCE,
+    ) -> float:
+        """Assert that answers are the reference's; return the largest difference.
+
+        It is one of log-probabilities, as the tolerance, which may depend on the label.
+        """
+        error_of = {label: self.logprob_error(label, reference) for label in labels}
+        for label, error in error_of.items():
+            replies = [answer.reply for answer in self.answers(label)]
+            assert replies == [answer.reply for answer in reference.answers(label)], label
+            assert error <= (tolerance(label) if callable(tolerance) else tolerance), error_of
+        return max(error_of.values())
+
+    def check_nothing_is_left(self) -> None:
+        """Assert that requests have given back all that they held."""
+        assert set(self.report["left"].values()) == {0}, self.report["left"]
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Infinity if one of them is not a number, which ``max`` overlooks."""
+    return max(math.inf if math.isnan(each) else each for each in differences)
+
+
+def errors(answers: Sequence[Answer], references: Sequence[Answer]) -> list[float]:
+    return [logprob_error(*both) for both in zip(answers, references, strict=True)]
+
+
+def logprob_error(answer: Answer, reference: Answer) -> float:
+    """The largest difference of a top-5 log-probability from the reference's.
+
+    The reply may be shorter than the reference's.
+    """
+    steps = reference.logprobs[: len(answer.logprobs)]
+    return _largest(
+        abs(logprob - theirs.get(token, min(theirs.values())))
+        for step, theirs in zip(answer.logprobs, steps, strict=True)
+        for token, logprob in step.items()
+    )
+
+
+def oracle_error(log_probabilities: Any, answer: Answer) -> float:
+    """The same from an oracle's, which are those of all tokens; shape: [steps, tokens]."""
+    return _largest(
+        abs(float(of_token[int(token)]) - logprob)
+        for of_token, step in zip(log_probabilities, answer.logprobs, strict=True)
+        for token, logprob in step.items()
+    )

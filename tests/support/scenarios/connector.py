@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with and without a KvextConnector: what is stored, loaded, lost, and wrong on purpose.
+
+A scenario sends the same prompts to every engine: what needs a connector is left out where there is
+none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from support.scenarios import engine as scenarios_engine
+from support.scenarios import scenario, sleep
+from support.scenarios.engine import (
+    CHUNK_TOKENS,
+    Prompt,
+    Tokens,
+    random_tokens,
+    watch,
+    wrong_bytes,
+)
+
+sleeps = sleep.sleeps
+
+PROMPT_LENGTHS = (300, 777, 64, 65, 16, 17)
+DOCUMENT_TOKENS = 333
+DAMAGED_TOKENS = 400
+DAMAGED_BOUNDARIES_TOKENS = {"rows": CHUNK_TOKENS, "tails": 384}
+"""The first chunk, and where the prompt is resumed."""
+
+HOLES_TOKENS = {
+    "at the beginning": [(0, CHUNK_TOKENS)],
+    "in the middle": [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
+    "several": [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (3 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+}
+"""Tokens whose rows host memory loses."""
+
+LONE_TURNS_TOKENS = (977, 1105, 1122)
+"""Prompts of a conversation. They end within chunks, the last two one full block apart."""
+LONE_REPLY_TOKENS = 8
+LONE_HOLES_TOKENS = {
+    "intact": (0, []),
+    "at the beginning": (0, [(0, CHUNK_TOKENS)]),
+    "adjacent": (0, [(256, 384), (384, 512)]),
+    "adjacent, in one chunk": (0, [(960, 976), (976, 1024)]),
+    "several": (0, [(0, 128), (128, 256), (512, 640)]),
+    "at the end of the first turn": (0, [(960, 976)]),
+    "before the last chunk": (0, [(896, 1024)]),
+    "all but the last chunk": (0, [(0, 1024)]),
+    "at the last full block": (0, [(1104, 1120)]),
+    "in the middle and at the last full block": (0, [(512, 640), (1104, 1120)]),
+    "everything": (0, [(0, 1120)]),
+    "on the device": (256, [(0, 256)]),
+    "behind what the device has": (256, [(256, 384)]),
+    "on the device and behind it": (256, [(128, 256), (256, 384)]),
+    "away from what the device has": (256, [(512, 640), (640, 768)]),
+}
+"""Tokens that the device has, and those whose entries host memory loses."""
+
+DOCUMENTS_TOKENS = {"A": 260, "B": 310, "C": 214}
+"""They end within chunks, and within blocks."""
+QUESTIONS_TOKENS = (1, 21, 90, 150, 220)
+ORDERS = (
+    *("ABC", "ACB", "BAC", "BCA", "CAB", "CBA", "ABC", "BCA"),
+    *("AB", "BA", "CA", "AC", "A", "BC", "CAB", "ABC"),
+)
+"""Documents of 16 prompts, each with a question behind. Equal beginnings have equal hashes."""
+LOST_TOGETHER_TOKENS = (
+    [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
+    [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+    [(0, CHUNK_TOKENS)],
+    [(3 * CHUNK_TOKENS, 4 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
+    [],
+)
+"""Of one prompt after the other, in turns; besides, every third one loses its last full block."""
+TOGETHER_REPLY_TOKENS = 160
+TOGETHER_POOL_BLOCKS = {"full": 200, "one window": 400}
+"""By model: too few for them."""
+
+NUM_EVICTED_PROMPTS = 8
+STORM_REPLY_TOKENS = 100
+SMALL_POOL_BLOCKS = 350
+"""Too few for the storm."""
+
+
+class Engine(scenarios_engine.Engine):
+    """An engine whose connector, if it has one, is looked into."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        if "windows_tokens" in Path(plan["model"], "config.json").read_text():
+            let_layers_have_windows()
+        super().__init__(plan)
+
+    def take_up(self, core: Any) -> None:
+        super().take_up(core)
+        self._events: list[Any] = []
+        self._hole_tokens = 0
+        self.prefixes: dict[tuple[int, ...], Any] = {}
+        self._ids_with_holes: set[str] = set()
+        if self.has_connector:
+            self._count_what_becomes_of_holes()
+        self._count_what_the_scheduler_counts()
+
+    def entries(self, kind: str, end_tokens: int) -> list[Any]:
+        """What host memory holds of one kind, ``rows`` or ``tails``, that ends at some token.
+
+        In the order of their stores: a prompt's that was asked first comes first.
+        """
+        found = [
+            entry
+            for entry in self.side.tier._entries.values()
+            if entry.piece.kind.name.lower() == kind and entry.piece.end_tokens == end_tokens
+        ]
+        return sorted(found, key=lambda entry: entry.number)
+
+    def lose_rows(self, lost: Sequence[Sequence[int]], prompt: Tokens | None = None) -> None:
+        """Evict what host memory has of these tokens, of any prompt or of one that was asked."""
+        if not self.has_connector:
+            return
+        from vllm_ascend_kvext.store.counters import Removal
+
+        tier = self.side.tier
+        for entry in self._entries_of(prompt):
+            piece = entry.piece
+            is_rows = piece.first_tokens < piece.end_tokens
+            if is_rows and any(
+                piece.first_tokens < end and first < piece.end_tokens for first, end in lost
+            ):
+                tier._remove(entry, Removal.EVICTED)
+
+    def full_blocks_tokens(self, prompt: Tokens) -> int:
+        """The last token is computed: a block that it fills is of no use."""
+        return (len(prompt) - 1) // self.block_tokens * self.block_tokens
+
+    def missing_tokens(self, prompt: Tokens) -> list[tuple[int, int]]:
+        """Full blocks of a prompt that was asked, in runs, whose rows host memory lacks."""
+        if not self.has_connector:
+            return []
+        runs = self._runs_of(prompt)
+        ends = [0, *(run.end_tokens for run in runs)]
+        firsts = [*(run.first_tokens for run in runs), self.full_blocks_tokens(prompt)]
+        return [run for run in zip(ends, firsts, strict=True) if run[0] < run[1]]
+
+    def tails_tokens(self, prompt: Tokens) -> list[int]:
+        """Where host memory has the windows of a prompt that was asked."""
+        if not self.has_connector:
+            return []
+        prefix = self.prefixes[tuple(prompt)]
+        tails = self.side.tier.find_all_tails(prefix, self.full_blocks_tokens(prompt))
+        return [entry.piece.end_tokens for entry in tails]
+
+    def _runs_of(self, prompt: Tokens) -> list[Any]:
+        """Rows of a prompt that was asked that host memory has."""
+        prefix = self.prefixes[tuple(prompt)]
+        return self.side.tier.find_runs(prefix, self.full_blocks_tokens(prompt))
+
+    def _entries_of(self, prompt: Tokens | None) -> list[Any]:
+        """Entries of host memory: all of them, or those with rows of one prompt."""
+        if prompt is None:
+            return list(self.side.tier._entries.values())
+        return [entry for run in self._runs_of(prompt) for entry in run.entries]
+
+    @contextmanager
+    def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
+        """Let holes count as computed that are not."""
+        if not (self.has_connector and is_left_out):
+            yield
+            return
+        side = self.side
+        take_rows = side.take_hole_rows
+
+        def take_no_rows(*args: Any) -> list[Any]:
+            take_rows(*args)
+            side._hole_tokens = 0
+            return []
+
+        side.take_hole_rows = take_no_rows
+        yield
+        del side.take_hole_rows
+
+    def take_computed_in_holes(self) -> int:
+        """Tokens since the last call."""
+        if not self.has_connector:
+            return 0
+        before, self._hole_tokens = self._hole_tokens, self.side.counters.hole_tokens
+        return int(self._hole_tokens - before)
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """KV events of host memory since the last call."""
+        names = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
+        events = [event for batch in self._events for event in batch.events]
+        self._events.clear()
+        return [
+            {name: getattr(event, name) for name in names if hasattr(event, name)}
+            for event in events
+            if getattr(event, "medium", None) == "CPU"
+        ]
+
+    def _count_what_the_scheduler_counts(self) -> None:
+        """In this process vLLM drops the statistics of steps that answer no request."""
+        scheduler, counted = self.scheduler, self.counted
+
+        def note_stats(stats: Any, *_: Any, **__: Any) -> None:
+            for name in ("prefix_cache_stats", "connector_prefix_cache_stats"):
+                of_cache = getattr(stats, name, None)
+                if of_cache is not None:
+                    counted[name.removesuffix("_prefix_cache_stats")] += of_cache.hits
+
+        def note_preemption(_: Any, request: Any, *__: Any, **___: Any) -> None:
+            counted["preemptions"] += 1
+            counted["preemptions with holes"] += request.request_id in self._ids_with_holes
+
+        def note_drafts(
+            *_: Any, num_draft_tokens: int, num_accepted_tokens: int, **__: Any
+        ) -> None:
+            counted["draft tokens"] += num_draft_tokens
+            counted["accepted draft tokens"] += num_accepted_tokens
+
+        def note_step(output: Any, *_: Any, **__: Any) -> None:
+            counted["computed tokens"] += output.total_num_scheduled_tokens
+            are_requests = {each in scheduler.requests for each in output.num_scheduled_tokens}
+            counted["steps of requests and holes"] += len(are_requests) == 2
+
+        watch(scheduler, "make_stats", note_stats)
+        watch(scheduler, "make_spec_decoding_stats", note_drafts)
+        watch(scheduler, "_preempt_request", note_preemption)
+        watch(scheduler, "schedule", note_step)
+        scheduler.kv_event_publisher.publish = self._events.append
+
+    def _count_what_becomes_of_holes(self) -> None:
+        """And remember by which hashes prompts are stored."""
+        side, counted = self.side, self.counted
+        end, add_request = side._loads.end, self.scheduler.add_request
+
+        def note_holes(holes: list[Any]) -> None:
+            counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)
+            self._ids_with_holes.update(of_request.request_id for of_request in holes)
+
+        def end_and_count(*args: Any) -> Any:
+            before = side.counters.behind_hole_tokens
+            lacking = end(*args)
+            behind_tokens = side.counters.behind_hole_tokens - before
+            counted["tokens behind holes"] += behind_tokens
+            counted["requests with tokens behind holes"] += behind_tokens > 0
+            return lacking
+
+        def add_and_remember(request: Any) -> None:
+            self.prefixes[tuple(request.prompt_token_ids)] = side._view.prefix(request)
+            add_request(request)
+
+        watch(side, "take_new_holes", note_holes)
+        side._loads.end = end_and_count
+        self.scheduler.add_request = add_and_remember
+
+
+@scenario
+def turns(engine: Engine) -> None:
+    """Prompts that end everywhere in a block: new, sent again, and their next turns."""
+    rng = random.Random(1)
+    prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
+    replies = engine.ask("cold", prompts)
+    engine.reset()
+    engine.ask("warm", prompts)
+    engine.ask("twice", prompts)
+    engine.reset()
+    second = [p + r + random_tokens(rng, 50) for p, r in zip(prompts, replies, strict=True)]
+    engine.ask("second turn", second)
+    engine.reset(is_host_too=True)
+    engine.ask("forgotten", prompts[:1])
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def document(engine: Engine) -> None:
+    """Questions about one document, at last four at the same time."""
+    rng = random.Random(2)
+    document = random_tokens(rng, DOCUMENT_TOKENS)
+    questions = [random_tokens(rng, 90 + 7 * number) for number in range(6)]
+    engine.ask("first question", [document + questions[0]])
+    engine.reset()
+    engine.ask("second question", [document + questions[1]])
+    engine.reset()
+    engine.ask("four questions", [document + question for question in questions[2:]])
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def salts(engine: Engine) -> None:
+    """One prompt with two salts and without."""
+    prompt = random_tokens(random.Random(3), 200)
+    engine.ask("salted", [Prompt(prompt, cache_salt="mine")])
+    for label, salt in (("other salt", "yours"), ("no salt", None), ("same salt", "mine")):
+        engine.reset()
+        engine.ask(label, [Prompt(prompt, cache_salt=salt)])
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def damage(engine: Engine) -> None:
+    """A prompt whose bytes in host memory are intact, zeroed, or another prompt's.
+
+    Rows of one prompt may change places: keys are rotated already, and attention sees a set.
+    """
+    rng = random.Random(4)
+    prompt, other = (random_tokens(rng, DAMAGED_TOKENS) for _ in range(2))
+    for damage in ("intact", "zeroed rows", "swapped rows", "zeroed tails", "swapped tails"):
+        engine.ask(f"before {damage}", [prompt], reply_tokens=2)
+        engine.ask(f"other before {damage}", [other], reply_tokens=2)
+        engine.reset()
+        wrong: list[Any] = []
+        if engine.has_connector and damage != "intact":
+            what, _, kind = damage.partition(" ")
+            entries = engine.entries(kind, DAMAGED_BOUNDARIES_TOKENS[kind])
+            engine.note(damage, [(entry.piece.first_tokens, entry.num_bytes) for entry in entries])
+            wrong = [[engine.host_bytes(entry)] for entry in entries[: 2 if "swap" in what else 1]]
+        with wrong_bytes(*wrong) if wrong else nullcontext():
+            engine.ask(damage, [prompt], reply_tokens=8)
+        engine.reset(is_host_too=True)
+
+
+@scenario
+def failures(engine: Engine) -> None:
+    """Transfers that fail, and what comes after them."""
+    rng = random.Random(5)
+    prompts = [random_tokens(rng, 130 + 40 * number) for number in range(4)]
+    with engine.failing("store"):
+        engine.ask("failing stores", prompts)
+        engine.reset()
+    engine.ask("after failed stores", prompts)
+    engine.spoil_pages()  # What is not loaded is wrong.
+    with engine.failing("load"):
+        engine.ask("failing loads", prompts)
+        engine.spoil_pages()
+    engine.ask("after failed loads", prompts)
+    engine.reset()
+    engine.ask("after failures", prompts)
+    engine.reset()
+    prompt = random_tokens(rng, max(250, 4 * engine.block_tokens - 20))
+    engine.ask("before one part fails", [prompt])
+    engine.spoil_pages()
+    # The load of all parts, and that of the first chunk alone.
+    with engine.failing("load", numbers=(1, 2)):
+        engine.ask("one part fails", [prompt])
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def storm(engine: Engine) -> None:
+    """Requests that outgrow the pool together, so that some are preempted; then each goes on."""
+    _crowd(engine, "storm", [180 + 7 * number for number in range(10)], STORM_REPLY_TOKENS)
+
+
+@scenario
+def large_storm(engine: Engine) -> None:
+    """The same for twice the pool."""
+    _crowd(engine, "large storm", [150 + 3 * number for number in range(16)], 250)
+
+
+def _crowd(engine: Engine, label: str, lengths: Sequence[int], reply_tokens: int) -> None:
+    rng = random.Random(label)
+    prompts = [random_tokens(rng, length) for length in lengths]
+    replies = engine.ask(label, prompts, reply_tokens=reply_tokens)
+    engine.reset()
+    following = [p + r + random_tokens(rng, 20) for p, r in zip(prompts, replies, strict=True)]
+    engine.ask(f"after the {label}", following)
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def eviction(engine: Engine) -> None:
+    """More prompts than a small host memory holds, three times."""
+    rng = random.Random(7)
+    prompts = [random_tokens(rng, 200 + 9 * number) for number in range(NUM_EVICTED_PROMPTS)]
+    for number in (1, 2, 3):
+        for index, prompt in enumerate(prompts):
+            engine.ask(f"round {number}, prompt {index}", [prompt], reply_tokens=4)
+            engine.reset()
+
+
+@scenario
+def events(engine: Engine) -> None:
+    """What the host tier tells of a prompt that is stored, and then forgotten."""
+    prompt = random_tokens(random.Random(8), 400)
+    engine.take_events()
+    (reply,) = engine.ask("told", [prompt])
+    engine.reset()
+    engine.ask("told twice", [prompt])
+    engine.reset()
+    engine.note("tokens told", prompt + reply)
+    engine.note("stored events", engine.take_events())
+    engine.reset(is_host_too=True)
+    # Events are taken by steps.
+    engine.ask("told no more", [prompt[: engine.block_tokens]], reply_tokens=2)
+    engine.note("removed events", engine.take_events())
+    engine.reset(is_host_too=True)
+
+
+@scenario
+def holes(engine: Engine) -> None:
+    """Prompts of which host memory has lost chunks, before pages that hold no right byte."""
+    rng = random.Random(9)
+    shared = random_tokens(rng, 6 * CHUNK_TOKENS)
+    prompts = [shared + random_tokens(rng, length) for length in (1, 130, 200)]
+    for name, lost in HOLES_TOKENS.items():
+        engine.ask("stored", prompts)
+        for label in ("hole", "hole left out"):
+            engine.spoil_pages()
+            engine.lose_rows(lost)
+            with engine.leaving_out_holes(label == "hole left out"):
+                engine.ask(f"{label}: {name}", prompts, reply_tokens=8)
+                engine.note(f"{label}: {name}", engine.take_computed_in_holes())
+        engine.reset(is_host_too=True)
+
+
+@scenario
+def lone_holes(engine: Engine) -> None:
+    """One request at a time, the next turn of a conversation: all that is computed is its own."""
+    rng = random.Random(10)
+    for name, (device_tokens, lost) in LONE_HOLES_TOKENS.items():
+        prompt = random_tokens(rng, LONE_TURNS_TOKENS[-1])
+        engine.store([prompt[:end_tokens] for end_tokens in LONE_TURNS_TOKENS])
+        engine.spoil_pages()
+        if device_tokens:
+            engine.store([prompt[: device_tokens + 1]])
+        engine.lose_rows(lost, prompt)
+        engine.note(f"missing, {name}", engine.missing_tokens(prompt))
+        engine.note(f"tails, {name}", engine.tails_tokens(prompt))
+        engine.take_computed_in_holes()
+        engine.ask(f"lone hole: {name}", [prompt], reply_tokens=LONE_REPLY_TOKENS)
+        engine.note(f"lone hole: {name}", engine.take_computed_in_holes())
+        engine.reset(is_host_too=True)
+
+
+@scenario
+def holes_together(engine: Engine) -> None:
+    """Many requests at once whose beginnings are shared and have holes, in a pool too small."""
+    prompts = _prompts_of_documents(random.Random(11))
+    engine.store(prompts)
+    for label in ("holes together", "hole left out together"):
+        engine.spoil_pages()
+        for number, prompt in enumerate(prompts):
+            engine.lose_rows(LOST_TOGETHER_TOKENS[number % len(LOST_TOGETHER_TOKENS)], prompt)
+            if number % 3 == 2:
+                end_tokens = engine.full_blocks_tokens(prompt)
+                engine.lose_rows([(end_tokens - engine.block_tokens, end_tokens)], prompt)
+        with engine.leaving_out_holes(label == "hole left out together"):
+            engine.ask(label, prompts, reply_tokens=TOGETHER_REPLY_TOKENS)
+    engine.reset(is_host_too=True)
+
+
+def _prompts_of_documents(rng: random.Random) -> list[Tokens]:
+    documents = {name: random_tokens(rng, length) for name, length in DOCUMENTS_TOKENS.items()}
+    prompts = []
+    for number, order in enumerate(ORDERS):
+        question = random_tokens(rng, QUESTIONS_TOKENS[number % len(QUESTIONS_TOKENS)])
+        prompts.append([*itertools.chain(*(documents[name] for name in order)), *question])
+    return prompts
+
+
+@cache
+def let_layers_have_windows() -> None:
+    """Gemma 3 has one window for all layers; a config with ``windows_tokens`` has one for each."""
+    import copy
+
+    from vllm.model_executor.models.gemma3 import Gemma3Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    make = Gemma3Attention.__init__
+
+    def make_with_window(self: Any, config: Any, *args: Any, prefix: str = "", **more: Any) -> None:
+        windows_tokens = getattr(config, "windows_tokens", None)
+        if windows_tokens is not None:
+            config = copy.copy(config)
+            config.sliding_window = windows_tokens[extract_layer_index(prefix)]
+        make(self, config, *args, prefix=prefix, **more)
+
+    Gemma3Attention.__init__ = make_with_window

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts made of documents in some order, from random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from support.scenarios.engine import VOCABULARY_TOKENS, Prompt, Tokens
+
+SEPARATOR = [3, 2]
+"""Token ids that occur nowhere else: random ones are larger."""
+
+STORED_LENGTHS = (137, 203, 90, 300, 171, 171)
+"""Of documents. Ends lie within blocks and within chunks; the last two have one length."""
+MISSING = len(STORED_LENGTHS)
+"""The document that is not stored."""
+
+
+def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
+    return rng.choices(range(4, VOCABULARY_TOKENS), k=num_tokens)
+
+
+def documents(rng: random.Random) -> list[Tokens]:
+    """Those that are stored, and the one that is missing."""
+    return [random_tokens(rng, length) for length in (*STORED_LENGTHS, 155)]
+
+
+def in_order(
+    rng: random.Random,
+    texts: Sequence[Tokens],
+    order: Sequence[int],
+    instructions: Tokens | None = None,
+) -> Prompt:
+    """Instructions, documents with a few tokens behind each, and a question."""
+    token_ids = list(instructions or random_tokens(rng, rng.randrange(5, 70)))
+    segments = []
+    for index in order:
+        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
+        token_ids += texts[index] + random_tokens(rng, rng.randrange(4))
+    return Prompt(token_ids + random_tokens(rng, rng.randrange(10, 40)), segments)
+
+
+def separated(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:
+    """The same, with the separator around each document."""
+    token_ids = random_tokens(rng, 23) + SEPARATOR
+    segments = []
+    for index in order:
+        segments.append([len(token_ids), len(token_ids) + len(texts[index])])
+        token_ids += texts[index] + SEPARATOR
+    return Prompt(token_ids + random_tokens(rng, 30), segments, is_named=False)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that scenarios ask, in this process."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+VOCABULARY_TOKENS = 512
+CHUNK_TOKENS = 128
+REPLY_TOKENS = 24
+POOL_BLOCKS = 700
+"""Stores may hold half of it: all turns of a conversation find a place, however slow copies are."""
+
+Tokens = list[int]
+Segments = list[list[int]]
+
+COMMON = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 10,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": POOL_BLOCKS,
+    "disable_log_stats": False,
+    "disable_hybrid_kv_cache_manager": False,
+}
+
+
+class Prompt(NamedTuple):
+    """A request: its tokens, and first and end of each document in them, which it names or not."""
+
+    token_ids: Tokens
+    segments: Segments = []  # noqa: RUF012 (nobody changes it)
+    is_named: bool = True
+    cache_salt: str | None = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """As ``LLM.generate`` takes it."""
+        salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
+        return {"prompt_token_ids": self.token_ids, **salt}
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Of the request, besides."""
+        return {"kvext_segments": self.segments} if self.segments and self.is_named else None
+
+
+STORED = {"kvext_store_segment": True}
+"""Arguments of a request that is stored as a segment."""
+
+
+def sampling_of(reply_tokens: int, arguments: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    chosen = {"temperature": 0, "ignore_eos": True, "logprobs": 5, "detokenize": False, **more}
+    return SamplingParams(max_tokens=reply_tokens, extra_args=arguments, **chosen)
+
+
+def answer_of(prompt: Prompt, output: Any, **more: Any) -> dict[str, Any]:
+    """What a request brought back; see `answers.Answer`."""
+    (reply,) = output.outputs
+    return {
+        "prompt_tokens": len(prompt.token_ids),
+        "hit_tokens": output.num_cached_tokens or 0,
+        "reply": list(reply.token_ids),
+        "logprobs": [
+            {token: entry.logprob for token, entry in step.items()} for step in reply.logprobs
+        ],
+        "prompt": prompt.token_ids,
+        "segments": prompt.segments,
+        "params": output.kv_transfer_params,
+        **more,
+    }
+
+
+def random_tokens(rng: random.Random, num_tokens: int) -> Tokens:
+    return rng.choices(range(VOCABULARY_TOKENS), k=num_tokens)
+
+
+def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
+    """Have a function get what each call of a method returns, and its arguments."""
+    method = getattr(owner, name)
+
+    def call_and_note(*args: Any, **more: Any) -> Any:
+        result = method(*args, **more)
+        note(result, *args, **more)
+        return result
+
+    setattr(owner, name, call_and_note)
+
+
+class Engine:
+    """An engine, its host memory, and a report that grows with everything asked of it."""
+
+    reply_tokens = REPLY_TOKENS
+    defaults: Mapping[str, Any] = {}
+    """Of a module: arguments of ``LLM``, on top of what all have in common."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self.plan = plan
+        self.llm = LLM(plan["model"], **COMMON | dict(self.defaults) | plan["engine"])
+        self.request_ids = count()
+        self.take_up(getattr(self.llm.llm_engine.engine_core, "engine_core", None))
+
+    def take_up(self, core: Any) -> None:
+        """Report what this engine does from now on.
+
+        The core is None if it is in another process: nothing but requests can reach it.
+        """
+        self.core = core
+        self.asked: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, Any] = {}
+        self.counted: Counter[str] = Counter()
+        self.has_connector = core is not None and core.scheduler.connector is not None
+        self.worker_side: Any = None  # Several workers are in processes of their own.
+        self.batched_copies.clear()
+        if core is None:
+            return
+        self.scheduler = core.scheduler
+        self.block_tokens: int = core.vllm_config.cache_config.block_size
+        if self.has_connector:
+            from vllm.distributed import kv_transfer
+
+            from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
+
+            self.side = kvext_connector_in(self.scheduler.connector).scheduler_side
+            if kv_transfer.has_kv_transfer_group():
+                group = kv_transfer.get_kv_transfer_group()
+                self.worker_side = kvext_connector_in(group).worker_side
+
+    # What is asked.
+
+    def ask(
+        self,
+        label: str,
+        prompts: Sequence[Tokens | Prompt],
+        reply_tokens: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[Tokens]:
+        """Send all prompts at once; report the answers under ``label`` and return the replies.
+
+        Arguments of the requests take the place of what the prompts say.
+        """
+        asked = [each if isinstance(each, Prompt) else Prompt(each) for each in prompts]
+        before = self.counted.copy()
+        outputs = self.llm.generate(
+            [each.inputs for each in asked],
+            [
+                sampling_of(
+                    reply_tokens or self.reply_tokens, arguments or each.arguments, **sampling
+                )
+                for each in asked
+            ],
+            use_tqdm=False,
+        )
+        found = [answer_of(*both) for both in zip(asked, outputs, strict=True)]
+        self.note_answers(label, found, self.counted - before)
+        return [answer["reply"] for answer in found]
+
+    def note_answers(
+        self, label: str, answers: Iterable[dict[str, Any]], counted: Counter[str]
+    ) -> None:
+        """Report answers, beside those that have the same label."""
+        asked = self.asked.setdefault(label, {"answers": [], "counted": {}})
+        asked["answers"] += answers
+        asked["counted"] = counted + Counter(asked["counted"])
+
+    def store(
+        self, prompts: Iterable[Tokens | Prompt], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have host memory hold these prompts, and nothing that is under way to it."""
+        if not self.has_connector:
+            return
+        for each in prompts:
+            prompt = each if isinstance(each, Prompt) else Prompt(each)
+            sampling = sampling_of(1, arguments)
+            self.llm.generate([prompt.inputs], sampling, use_tqdm=False)
+            self.finish()
+
+    def finish(self) -> None:
+        """Step until no transfer is under way."""
+        while self.has_connector and self.side.has_transfers:
+            self.llm.llm_engine.step()
+
+    def reset(self, is_host_too: bool = False) -> None:
+        """Empty the local prefix cache, and the host tier if asked."""
+        if not self.llm.reset_prefix_cache(reset_connector=is_host_too and self.has_connector):
+            raise RuntimeError("the prefix cache was not reset")
+
+    # What goes wrong on purpose.
+
+    def spoil_pages(self) -> None:
+        """Forget what the device has cached; its pages hold wrong bytes from now on."""
+        self.reset()
+        if self.worker_side is not None:
+            for tensor in self.worker_side._runner.pools.tensors:
+                tensor.fill_(0x44)  # 785.07 in float32
+
+    def host_bytes(self, entry: Any) -> Any:
+        """The place of an entry in host memory, to read and to write."""
+        return self.worker_side._host.tensor[entry.offset_bytes :][: entry.num_bytes]
+
+    @contextmanager
+    def failing(self, direction: str, numbers: Sequence[int] = ()) -> Iterator[None]:
+        """Let every second transfer in one direction fail, or those that are named, from 1 on.
+
+        What fails moves nothing.
+        """
+        calls = count(1)
+
+        def fail(way: str, move: Callable[[], None]) -> None:
+            if way == direction:
+                number = next(calls)
+                if number in numbers if numbers else number % 2:
+                    raise RuntimeError(f"injected: {direction} fails")
+            move()
+
+        with self._moving_by(fail):
+            yield
+
+    @contextmanager
+    def loading_nothing(self, is_on: bool = True) -> Iterator[None]:
+        """Let loads end well that have moved nothing."""
+
+        def skip(way: str, move: Callable[[], None]) -> None:
+            if not is_on or way == "store":
+                move()
+
+        with self._moving_by(skip):
+            yield
+
+    @contextmanager
+    def _moving_by(self, instead: Callable[[str, Callable[[], None]], None]) -> Iterator[None]:
+        """Call a function, with the direction and the transfer, in place of each transfer."""
+        if self.worker_side is None:
+            yield
+            return
+        runner = self.worker_side._runner
+        move = runner._move
+
+        def moved(pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any) -> None:
+            direction = "load" if way.name == "HOST_TO_PAGES" else "store"
+            instead(direction, lambda: move(pools, host, planes, runs, way, **more))
+
+        runner._move = moved
+        yield
+        runner._move = move
+
+    # What is reported.
+
+    def note(self, label: str, fact: Any) -> None:
+        """Report a fact."""
+        self.facts[label] = fact
+
+    def report(self) -> dict[str, Any]:
+        """What was asked, and what is left when all is done."""
+        self.reset()
+        report: dict[str, Any] = {
+            "asked": self.asked,
+            "facts": self.facts,
+            "num_groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "left": self.left(),
+            "batched copies": dict(self.batched_copies),
+        }
+        if self.has_connector:
+            report["own"] = self.side.counters.totals()
+        return report
+
+    @property
+    def batched_copies(self) -> Counter[str]:
+        """Calls of the emulated NPU, which counts them; empty elsewhere."""
+        copies = sys.modules.get("torch_npu.custom_operators.block_copies")
+        return copies.counts if copies else Counter()
+
+    def left(self) -> dict[str, int]:
+        """What is held, for requests that have ended."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
+        if self.has_connector:
+            left |= {
+                "references": self.side.num_references,
+                "pins": len(self.side.held().pinned_ids),
+                "transfers": int(self.side.has_transfers),
+            }
+        return left
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def wrong_bytes(sections: Sequence[Any], others: Sequence[Any] = ()) -> Iterator[None]:
+    """Let tensors hold zeros for a while, or change places with as many others of their sizes."""
+    kept = [section.clone() for section in (*sections, *others)]
+    for section in sections:
+        section.zero_()
+    for section, other in zip(sections, others, strict=bool(others)):
+        section.copy_(other)
+    for other, before in zip(others, kept, strict=False):
+        other.copy_(before)
+    yield
+    for section, before in zip((*sections, *others), kept, strict=True):
+        section.copy_(before)

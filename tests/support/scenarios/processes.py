@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start plans in a fresh process, and read what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.scenarios.answers import Served
+
+INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
+ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
+NO_PREFIX_CACHING = {"enable_prefix_caching": False}
+
+ENGINE_ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+_MAX_S = 1800
+"""Of a process: pytest's own limit is less, unless it is raised."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What engines run on, with this block size unless they are told otherwise.
+
+    The interpreter of the tests has it; ``flags`` are that interpreter's.
+    """
+
+    block_tokens: int
+    flags: Sequence[str]
+    environ: Mapping[str, str]
+
+
+CPU = Platform(16, ("-I",), ENGINE_ENVIRON)
+NPU = Platform(
+    128,  # vLLM-Ascend takes no other for most models.
+    (),
+    # A seed of late streams is to find sets in the same order again.
+    ENGINE_ENVIRON | {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
+)
+"""The emulated one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine, and what it is asked.
+
+    Attributes:
+        model: Its folder, or a function that makes it.
+        module: One of this package, with the scenarios and the engine that they get.
+        engine: Arguments of ``LLM``, on top of what all have in common.
+        options: What scenarios are told; see the module.
+    """
+
+    model: Path | Callable[[], Path]
+    scenarios: Sequence[str]
+    module: str = "connector"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, platform: Platform) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "module": self.module,
+            "model": str(self.model() if callable(self.model) else self.model),
+            "scenarios": list(self.scenarios),
+            "engine": {"block_size": platform.block_tokens, **self.engine},
+            **self.options,
+        }
+
+    @property
+    def num_devices(self) -> int:
+        sizes = ("tensor_parallel_size", "data_parallel_size")
+        return int(self.engine.get(sizes[0], 1)) * int(self.engine.get(sizes[1], 1))
+
+
+def connector(**extra: Any) -> dict[str, Any]:
+    """Arguments of an engine with a KvextConnector, which gets options on top of common ones."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KvextConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "host_memory_gib": 0.125,
+                "chunk_tokens": 128,
+                "load_if_slower": True,
+                **extra,
+            },
+        },
+    }
+
+
+def blending(**extra: Any) -> dict[str, Any]:
+    """The same, with segments that may be reused approximately, and nothing else stored."""
+    return connector(**{"store_policy": "never", "blending": True, **extra})
+
+
+Serve = Callable[..., Served]
+"""What a fixture ``serve`` is, which serves one plan."""
+
+
+class Reports(dict[str, Served]):
+    """By name of a plan. One that has failed fails the test that asks for it."""
+
+    def __getitem__(self, name: str) -> Served:
+        served = super().__getitem__(name)
+        if "error" in served.report:
+            pytest.fail(f"{name}: {served.report['error']}\n{served.log[-3000:]}")
+        return served
+
+
+class LazyReports(Mapping[str, Served]):
+    """The same of several processes, each of which starts when a report of it is asked for.
+
+    A process is environment variables, and plans by names that no other one has.
+    """
+
+    def __init__(
+        self,
+        folders: pytest.TempPathFactory,
+        processes: Iterable[tuple[Mapping[str, str], Mapping[str, Plan]]],
+        platform: Platform = CPU,
+    ) -> None:
+        self._folders, self._platform = folders, platform
+        self._process_of = {name: (env, plans) for env, plans in processes for name in plans}
+        self._reports = Reports()
+
+    def __getitem__(self, name: str) -> Served:
+        if name not in self._reports:
+            environ, plans = self._process_of[name]
+            self._reports.update(serve(self._folders, plans, environ, self._platform))
+        return self._reports[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._process_of)
+
+    def __len__(self) -> int:
+        return len(self._process_of)
+
+
+def serve(
+    folders: pytest.TempPathFactory,
+    plans: Mapping[str, Plan],
+    environ: Mapping[str, str],
+    platform: Platform = CPU,
+    working_folder: Path | None = None,
+) -> Reports:
+    """Serve plans, one after the other, in one process; their reports by name."""
+    folder = folders.mktemp("plans")
+    report_path, plans_path = folder / "report.json", folder / "plans.json"
+    plans_path.write_text(json.dumps({name: plan.on(platform) for name, plan in plans.items()}))
+    devices = str(max(plan.num_devices for plan in plans.values()))
+    ended = run(
+        Path(__file__).with_name("serve.py"),
+        [str(report_path), str(plans_path)],
+        {"EMULATED_NPU_DEVICES": devices, **environ},
+        platform,
+        working_folder,
+    )
+    if ended.exit_code:
+        error = f"exit code {ended.exit_code} with {environ}:\n{ended.log[-6000:]}"
+        reports = {name: {"error": error} for name in plans}
+    else:
+        reports = json.loads(report_path.read_text())
+    return Reports({name: Served(report, ended.log) for name, report in reports.items()})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and its output."""
+
+    exit_code: int
+    log: str
+
+
+def run(
+    script: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    platform: Platform = CPU,
+    working_folder: Path | None = None,
+) -> Ended:
+    """Run a script to its end, in an environment that holds no settings of ours but these."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
+    }
+    finished = subprocess.run(
+        [sys.executable, *platform.flags, script, *arguments],
+        env={**inherited, **platform.environ, **environ},
+        cwd=working_folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_MAX_S,
+        check=False,
+    )
+    return Ended(finished.returncode, finished.stdout)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve plans, one engine after the other, in this process; write what happened.
+
+    python serve.py REPORT PLANS
+
+Both are JSON files. ``PLANS`` has plans by name (`processes.Plan`), ``REPORT`` gets what their
+engines report by the same names. Environment variables are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+TESTS = str(Path(__file__).resolve().parents[2])
+
+
+def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Serve one plan. If it fails, the report says why: the others are served all the same."""
+    from support.scenarios import scenario_of
+
+    engine = None
+    try:
+        module = import_module(f"support.scenarios.{plan['module']}")
+        engine = module.Engine({"name": name, **plan})
+        for scenario in plan["scenarios"]:
+            scenario_of(module, scenario)(engine)
+        return engine.report()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        if engine is not None:
+            engine.shutdown()
+
+
+def main() -> None:
+    report, plans = map(Path, sys.argv[1:])
+    reports = {name: serve(name, plan) for name, plan in json.loads(plans.read_text()).items()}
+    report.write_text(json.dumps(reports, default=bytes.hex))
+
+
+if __name__ == "__main__":
+    # In place of this folder, whose modules have names that are common. Spawned workers inherit it.
+    sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
+    main()

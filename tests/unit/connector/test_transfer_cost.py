@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether loading costs less than computing."""
+
+from __future__ import annotations
+
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import MIN_PREFILL_TOKENS, TransferCost
+
+
+def measured() -> TransferCost:
+    """1 ms per token, 1 MB/s, parked for 10 ms."""
+    cost = TransferCost()
+    cost.note_step(1000, 1.0)
+    cost.note_copies(1_000_000, 1.0)
+    cost.note_load(1_000_000, 1.01)
+    return cost
+
+
+def test_nothing_is_refused_before_prefill_is_measured() -> None:
+    assert not TransferCost().is_slower_than_computing(1 << 40, 1)
+
+
+def test_load_is_too_dear_once_it_takes_longer_than_computing() -> None:
+    cost = measured()
+    assert not cost.is_slower_than_computing(80_000, 100)  # 90 ms against 100 ms
+    assert cost.is_slower_than_computing(100_000, 100)  # 110 ms
+
+
+def test_small_load_is_too_dear_for_the_time_it_parks_a_request() -> None:
+    assert measured().is_slower_than_computing(1, 9)
+    assert not measured().is_slower_than_computing(1, 11)
+
+
+def test_kv_goes_out_and_back_once_that_is_known_to_be_faster_than_computing() -> None:
+    cost = TransferCost()
+    assert not cost.pays_out_and_back(1, 1 << 20), "nothing is known"
+    cost.note_step(1000, 1.0)
+    assert not cost.pays_out_and_back(1, 1 << 20), "stores are not known"
+    cost.note_stores(1_000_000, 0.5)
+    assert cost.pays_out_and_back(100_000, 101)  # 50 ms each way
+    assert not cost.pays_out_and_back(100_000, 99)
+    cost.note_copies(1_000_000, 1.0)
+    cost.note_load(1_000_000, 1.01)
+    assert cost.pays_out_and_back(100_000, 161)  # 50 ms out, 100 ms and 10 ms back
+    assert not cost.pays_out_and_back(100_000, 159)
+    assert TransferCost(is_ignored=True).pays_out_and_back(1 << 40, 1)
+
+
+def test_steps_of_few_tokens_say_nothing() -> None:
+    cost = measured()
+    for _ in range(100):
+        cost.note_step(MIN_PREFILL_TOKENS - 1, 60.0)
+    assert cost.compute_s(1000) == 1.0
+
+
+def test_estimates_follow_what_is_measured() -> None:
+    cost = measured()
+    for _ in range(100):
+        cost.note_step(1000, 4.0)
+        cost.note_copies(1_000_000, 0.5)
+    compute_s = cost.compute_s(1000)
+    assert compute_s is not None
+    assert abs(compute_s - 4.0) < 0.01
+    assert abs(cost.load_s(1_000_000) - 0.51) < 0.01

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest hit of all groups, against a lookup that searches block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.retention.cache_model import look_up
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
+from vllm_ascend_kvext.prefix_cache.lookup import Lookup, LookupGroups
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
+
+FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
+HASHES = [index.to_bytes(2, "big") for index in range(64)]
+UNIT_TOKENS = 4
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> list[tuple[GroupGeometry, list[set[int]]]]:
+    """Groups in upstream's order, and the blocks that each of its one or two groups has cached."""
+    kinds = [FULL] * draw(st.integers(0, 1)) + draw(
+        st.lists(st.sampled_from([WINDOW, WINDOW, STATE]), min_size=1, max_size=2)
+    )
+    found = []
+    for kind in kinds:
+        block_tokens = draw(st.sampled_from([1, 2, 4]))
+        window_tokens = draw(st.integers(2, 9)) if kind is WINDOW else 0
+        use_eagle = kind is not STATE and draw(st.booleans())
+        group = GroupGeometry(kind, block_tokens, window_tokens, use_eagle, block_tokens)
+        everything = set(range(len(HASHES) // block_tokens))
+        losses = st.sets(st.integers(0, len(HASHES) // block_tokens), max_size=3)
+        lost = draw(st.lists(losses, min_size=1, max_size=2))
+        found.append((group, [everything - each for each in lost]))
+    return found
+
+
+def described(group: GroupGeometry, group_ids: tuple[int, ...]) -> LookupGroups:
+    return LookupGroups(
+        kind=group.kind,
+        block_tokens=group.block_tokens,
+        unit_blocks=UNIT_TOKENS // group.block_tokens,
+        window_blocks=-(-(group.window_tokens - 1) // group.block_tokens),
+        use_eagle=group.use_eagle,
+        group_ids=group_ids,
+        keys=tuple(GroupKeys.of_group(id, group.block_tokens) for id in group_ids),
+    )
+
+
+@settings(max_examples=400)
+@given(caches(), st.integers(0, len(HASHES)))
+def test_the_longest_hit_is_that_of_a_search_block_by_block(
+    cache: list[tuple[GroupGeometry, list[set[int]]]], limit_tokens: int
+) -> None:
+    groups: list[LookupGroups] = []
+    table: dict[bytes, Any] = {}
+    num_ids = 0
+    for geometry, columns in cache:
+        group = described(geometry, tuple(range(num_ids, num_ids + len(columns))))
+        for id, keys, column in zip(group.group_ids, group.keys, columns, strict=True):
+            # Of several blocks with one content the first is taken.
+            table |= {keys.at(HASHES, n): {7: (id, n), 8: 0} if n % 5 else (id, n) for n in column}
+        groups.append(group)
+        num_ids += len(columns)
+    blocks, hit_tokens = Lookup.of(groups, "null").longest_hit(table.get, HASHES, limit_tokens)
+    geometries = tuple(geometry for geometry, _ in cache)
+    cached = [set.intersection(*columns) for _, columns in cache]
+    assert hit_tokens == look_up(geometries, cached, limit_tokens, UNIT_TOKENS)
+    for geometry, group in zip(geometries, groups, strict=True):
+        first = 0
+        if geometry.is_sparse and hit_tokens:
+            first = geometry.tail(hit_tokens, UNIT_TOKENS).start
+        for id in group.group_ids:
+            read = [(id, n) for n in range(first, hit_tokens // geometry.block_tokens)]
+            assert blocks[id] == ["null"] * first + read

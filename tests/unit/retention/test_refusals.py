@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not as the compiled module knows it is refused in words, and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from unit.retention.manager_model import ModelCache
+from unit.retention.pool_model import ModelKeyTable, ModelRequest
+from unit.retention.test_checkpoint_tree import LAYOUTS, UNIT_TOKENS, check
+
+from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
+from vllm_ascend_kvext.retention.geometry import HitGeometry
+from vllm_ascend_kvext.retention.managed import geometry_tables, group_tables
+
+
+@dataclass(eq=False)
+class BlockWithoutSlots:
+    block_id: int
+    ref_cnt: int = 0
+    _block_hash: bytes | None = None
+    is_null: bool = False
+    prev_free_block: Any = None
+    next_free_block: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class BlockWithoutLinks:
+    block_id: int
+    ref_cnt: int = 0
+    _block_hash: bytes | None = None
+    is_null: bool = False
+
+
+@pytest.fixture(params=[False, True], ids=["quiet", "events"])
+def cache(request: pytest.FixtureRequest) -> ModelCache:
+    geometry = HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS)
+    return ModelCache(geometry, 60, has_events=request.param)
+
+
+def make_cache_state(
+    cache: ModelCache, blocks: Any, head: Any = None, tail: Any = None
+) -> RetainedCache:
+    retention, queue = cache.retention, cache.pool.free_block_queue
+    policy = retention.policy
+    return RetainedCache(
+        blocks=blocks,
+        head=queue.fake_free_list_head if head is None else head,
+        tail=queue.fake_free_list_tail if tail is None else tail,
+        geometry=geometry_tables(policy, retention.sparse_groups, retention.full_groups),
+        sparse_groups=group_tables(retention.sparse_groups, policy, cache.pool),
+        full_groups=group_tables(retention.full_groups, policy, cache.pool),
+        has_events=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("block_class", "slot"),
+    [(BlockWithoutSlots, "block_id"), (BlockWithoutLinks, "prev_free_block"), (int, "block_id")],
+)
+def test_blocks_without_slots_are_refused(cache: ModelCache, block_class: Any, slot: str) -> None:
+    message = f"the slot {slot}, found {block_class.__name__} without it.*status"
+    with pytest.raises(TypeError, match=message):
+        make_cache_state(cache, [block_class(index) for index in range(3)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda blocks: blocks[1:],
+        lambda blocks: blocks[::-1],
+        lambda blocks: [*blocks, None],
+        lambda blocks: [*blocks[:-1], object()],
+        lambda blocks: [*blocks, blocks[0]],
+    ],
+    ids=["no first", "reversed", "none", "another class", "twice"],
+)
+def test_blocks_out_of_place_are_refused(cache: ModelCache, change: Any) -> None:
+    with pytest.raises(TypeError, match="each at the place of its id"):
+        make_cache_state(cache, change(cache.pool.blocks))
+
+
+def test_a_pool_without_blocks_is_refused(cache: ModelCache) -> None:
+    with pytest.raises(TypeError, match="at least one"):
+        make_cache_state(cache, [])
+    with pytest.raises(TypeError):
+        make_cache_state(cache, tuple(cache.pool.blocks))
+
+
+def test_ends_of_a_queue_that_are_no_blocks_are_refused(cache: ModelCache) -> None:
+    with pytest.raises(TypeError, match="ends of the class of its blocks"):
+        make_cache_state(cache, cache.pool.blocks, head=object())
+
+
+@pytest.mark.parametrize(
+    ("hashes", "message"),
+    [
+        ((b"a",) * 3, "expected a list"),
+        (None, "expected a list"),
+        (["a"] * 3, "expected bytes"),
+        ([1, 2, 3], "expected bytes"),
+    ],
+)
+def test_hashes_that_are_no_list_of_bytes_are_refused(
+    cache: ModelCache, hashes: Any, message: str
+) -> None:
+    cache.serve("b" * 12 + "x")
+    request = ModelRequest.of("r", "a" * 12 + "x", None)
+    for manager in cache.managers:
+        manager.extend("r", 12)
+    request.block_hashes = hashes
+    state = RetainedRequest(cache.cache_state, request)
+    with pytest.raises(TypeError, match=message):
+        state.find_shared(cache.pool.cached_block_hash_to_block, 0, 12)
+    with pytest.raises(TypeError, match=message):
+        cache.retention.cache(request, 12)
+    assert not any(block._block_hash for block in cache.managers[0].req_to_blocks["r"])
+    request.block_hashes = []
+    request.hash_blocks(UNIT_TOKENS)
+    cache.retention.cache(request, 12)
+    assert all(block._block_hash for block in cache.managers[0].req_to_blocks["r"])
+
+
+def test_a_full_block_without_a_hash_is_refused() -> None:
+    cache = ModelCache(HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS), 60)
+    request = ModelRequest.of("r", "a" * 12 + "x")
+    for manager in cache.managers:
+        manager.extend("r", 12)
+    with pytest.raises(IndexError):
+        cache.retention.cache(request, 12)
+
+
+def test_more_tokens_than_a_request_has_hashes_for_are_refused(cache: ModelCache) -> None:
+    cache.serve("a" * 12 + "x")
+    cache.cache_state.make_room(60)
+    state = RetainedRequest(cache.cache_state, ModelRequest.of("r", "a" * 12))
+    for refused in (lambda: state.find_evicted(0, 12), lambda: state.want(12)):
+        with pytest.raises(IndexError, match="hashes"):
+            refused()
+    with pytest.raises(IndexError, match="hashes"):
+        state.want(0)
+
+
+def test_a_key_table_without_a_dict_is_refused(cache: ModelCache) -> None:
+    request = cache.request("r", "a" * 12)
+
+    table = ModelKeyTable()
+    table._cache = [b"a"]  # type: ignore[assignment]
+    state = RetainedRequest(cache.cache_state, request)
+    with pytest.raises(TypeError, match="expected a dict"):
+        state.find_shared(table, 0, 12)
+    with pytest.raises(AttributeError):
+        state.find_shared(object(), 0, 12)
+
+
+@pytest.mark.parametrize("call", ["split_freed", "note_surplus", "note_uncached"])
+@pytest.mark.parametrize("wrong", [None, 3, BlockWithoutLinks(0)])
+def test_what_is_no_block_of_the_pool_is_not_freed(
+    cache: ModelCache, call: str, wrong: Any
+) -> None:
+    more = [1] if call == "note_surplus" else []
+    with pytest.raises(TypeError, match="blocks of the pool"):
+        getattr(cache.cache_state, call)([wrong], *more)
+    check(cache)
+
+
+@pytest.mark.parametrize("block_id", [-1, 60, 10**6])
+def test_needs_of_no_block_are_refused(cache: ModelCache, block_id: int) -> None:
+    with pytest.raises(IndexError, match="no such block"):
+        cache.cache_state.num_needs(block_id)
+
+
+def test_a_request_keeps_its_cache_alive() -> None:
+    geometry = HitGeometry(LAYOUTS["full and window"], UNIT_TOKENS)
+    cache = ModelCache(geometry, 60)
+    cache.serve("a" * 12 + "x")
+    state = RetainedRequest(cache.cache_state, cache.request("r", "a" * 12 + "x"))
+    key_table = cache.pool.cached_block_hash_to_block
+    del cache
+    assert state.find_shared(key_table, 0, 12) == [12]
+    assert state.find_evicted(0, 12) == 0

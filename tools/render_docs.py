@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the generated pages of ``docs/``: patches.md and settings.md, from what declares them.
+
+`make docs` runs it with the installed package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
+from vllm_ascend_kvext.connector.common.options import CONFIG, describe_options
+from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.patches import PATCHES
+from vllm_ascend_kvext.patching.declaration import Feature
+from vllm_ascend_kvext.patching.store import FingerprintStore
+from vllm_ascend_kvext.settings import describe_variables
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def patches_page() -> str:
+    """The supported releases, and every patch with its reason."""
+    lines = [
+        "# Patches",
+        "",
+        "This page is generated: `make docs` writes it from the declarations below `patches/`.",
+        "A feature is installed as a whole or not at all. A patch is left out of its feature on",
+        "the versions of vLLM that its row does not name. *wrap* calls upstream's function,",
+        "*replace* need not call it, *hook* uses a way in that upstream offers.",
+        "",
+        "## Supported releases",
+        "",
+        *_releases(FingerprintStore.load()),
+    ]
+    for feature in FEATURES:
+        rows = [
+            (
+                patch.id,
+                f"`{patch.target}`",
+                patch.kind.value,
+                " ".join(f"`{versions}`" for versions in patch.vllm),
+                patch.why,
+                patch.retire_when,
+            )
+            for patch in PATCHES
+            if patch.feature == feature.name
+        ]
+        lines += ["", f"## {feature.name}", "", _introduction(feature), ""]
+        lines += _table(("id", "target", "kind", "vLLM", "why", "until"), rows)
+    return "\n".join([*lines, ""])
+
+
+def settings_page() -> str:
+    """Every environment variable, and every option of the connector."""
+    lines = [
+        "# Settings",
+        "",
+        "This page is generated: `make docs` writes it from `vllm_ascend_kvext/settings.py` and",
+        "`vllm_ascend_kvext/connector/common/options.py`.",
+        "",
+        "## Environment variables",
+        "",
+        "Set them before vLLM starts. A variable that begins with `VLLM_ASCEND_KVEXT_` and is not",
+        "on this page is refused.",
+    ]
+    for variable in describe_variables():
+        lines += _section(*variable)
+    lines += [
+        "",
+        "## Options of `KvextConnector`",
+        "",
+        f"Keys of `{CONFIG}` in `--kv-transfer-config`, as JSON. A key that is not on",
+        "this page is refused. A key whose value is `null` has its default.",
+    ]
+    for option in describe_options():
+        lines += _section(*option)
+    return "\n".join([*lines, ""])
+
+
+PAGES = {"patches.md": patches_page, "settings.md": settings_page}
+
+
+def _introduction(feature: Feature) -> str:
+    default = "On by default." if feature.default_on else "Off by default."
+    if not feature.requires:
+        return default
+    return f"{default} Built on {', '.join(f'`{name}`' for name in feature.requires)}."
+
+
+def _releases(store: FingerprintStore) -> list[str]:
+    rows = []
+    for release in SUPPORTED:
+        read = [
+            " ".join(version for version in store.versions(distribution) if version_in(version, of))
+            for distribution, of in ((VLLM, release.vllm), (VLLM_ASCEND, release.vllm_ascend))
+        ]
+        rows.append((f"`{release.vllm}`", f"`{release.vllm_ascend}` or none", *read))
+    return _table(("vLLM", "vLLM-Ascend", "read and tested: vLLM", "vLLM-Ascend"), rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; a vertical bar in a cell is escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
+
+
+def _section(name: str, default: str, doc: str) -> list[str]:
+    return ["", f"### `{name}`", "", f"Default: {default}.", "", doc]
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

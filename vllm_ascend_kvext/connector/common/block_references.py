@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps pages from being given to others while a transfer reads them, or a later one will.
+
+A referenced block is to the pool as one that another request holds: it is not reallocated when its
+request is preempted, moves its window on, or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ascend_kvext.upstream_types import BlockPool
+
+MAX_REFERENCED_SHARE = 0.75
+"""The share of the pool's blocks that stores under way hold at most."""
+
+
+class BlockReferences:
+    """References that the connector holds. A block that is referenced twice counts twice."""
+
+    __slots__ = ("_pool", "num_references")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.num_references = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of the pool that nobody holds."""
+        return self._pool.get_num_free_blocks()
+
+    def take(self, blocks: Sequence[Any]) -> None:
+        """Hold blocks, none of them null."""
+        self._pool.touch(blocks)
+        self.num_references += len(blocks)
+
+    def allocate(self, num_blocks: int) -> Sequence[Any]:
+        """New blocks, held as if by `take`; the pool must have as many free ones."""
+        blocks = self._pool.get_new_blocks(num_blocks)
+        self.num_references += num_blocks
+        return blocks
+
+    def release(self, blocks: Sequence[Any]) -> None:
+        """Let go of blocks that `take` was called for."""
+        # The end of a request goes first, as where upstream frees one.
+        self._pool.free_blocks(reversed(blocks))
+        self.num_references -= len(blocks)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side of the connector counts, and reports; see ``counted``.
+
+Knows neither Prometheus nor how a report travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.messages import Direction, Traffic
+from vllm_ascend_kvext.counted import Counted, MetricTable, Reporting, zeros
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal
+from vllm_ascend_kvext.store.counters import TierCounters
+
+_zeros_by_direction = partial(zeros, ("store", "load"))
+
+
+@dataclass(slots=True)
+class ConnectorCounters(Reporting):
+    """The counters of one engine. Whoever counts adds to the attributes; they never go down.
+
+    ``tier`` and ``blending`` are the very objects that the tier and blending count in.
+    """
+
+    transfer_bytes: Annotated[
+        dict[Direction, int],
+        Counted(
+            "Bytes copied to and from host memory, by all workers.",
+            "direction",
+            name="transfer_bytes",
+        ),
+    ] = field(default_factory=_zeros_by_direction)
+    transfer_seconds: Annotated[
+        dict[Direction, float],
+        Counted(
+            "Time that these copies took, summed over workers.",
+            "direction",
+            name="transfer_seconds",
+        ),
+    ] = field(default_factory=_zeros_by_direction)
+    transfers: Annotated[
+        dict[Direction, int],
+        Counted("Copies of one request each, summed over workers.", "direction", name="transfers"),
+    ] = field(default_factory=_zeros_by_direction)
+    hit_tokens: Annotated[int, Counted("Prompt tokens that requests had from host memory.")] = 0
+    hit_requests: Annotated[int, Counted("Requests that had prompt tokens from host memory.")] = 0
+    hole_tokens: Annotated[
+        int, Counted("Prompt tokens computed in holes, before tokens that were loaded.")
+    ] = 0
+    holes: Annotated[int, Counted("Holes of requests that had prompt tokens from host memory.")] = 0
+    behind_hole_tokens: Annotated[
+        int, Counted("Prompt tokens from host memory that lie behind a hole.")
+    ] = 0
+    hole_refusals: Annotated[
+        dict[HoleRefusal, int],
+        Counted(
+            "Requests that stopped at a hole although more was stored behind it, by reason.",
+            "reason",
+        ),
+    ] = field(default_factory=partial(zeros, HoleRefusal))
+    too_dear_loads: Annotated[
+        int, Counted("Loads not made, because computing was estimated to be faster.")
+    ] = 0
+    joined_loads: Annotated[
+        int, Counted("Requests that waited for another's load of the same, and made none.")
+    ] = 0
+    swapped_requests: Annotated[
+        int, Counted("Preempted requests whose KV went to host memory.")
+    ] = 0
+    blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
+    tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
+    capacity_bytes: Annotated[
+        int, Counted("Host memory that there is for entries on each worker.", is_gauge=True)
+    ] = 0
+
+    def add_traffic(self, traffic: Mapping[Direction, Traffic]) -> None:
+        """Count what workers say they have moved."""
+        for direction, moved in traffic.items():
+            self.transfer_bytes[direction] += moved.num_bytes
+            self.transfer_seconds[direction] += moved.seconds
+            self.transfers[direction] += moved.transfers
+
+
+METRICS = ConnectorCounters.metrics = MetricTable(ConnectorCounters, prefix="host_")

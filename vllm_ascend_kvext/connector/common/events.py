@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events of the host tier, for routers: what `vllm.distributed.kv_events` publishes.
+
+One event per entry of rows. Its hash is the one that vLLM's own events have for the block that
+ends where the piece ends; its parent is the hash where the piece begins. Tails have no events:
+without the rows before them nobody can use them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+)
+
+from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.entries import Entry, Kind
+from vllm_ascend_kvext.store.prefix import Prefix
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+MEDIUM_CPU = "CPU"
+
+
+class TierEvents:
+    """Collects events until vLLM takes them; nothing unless ``is_enabled``."""
+
+    __slots__ = ("_announced", "_events", "_is_enabled")
+
+    def __init__(self, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
+        self._events: list[KVCacheEvent] = []
+        # By key: the numbers of the entries that end there, mostly one.
+        self._announced: dict[bytes, set[int]] = {}
+
+    def stored(self, entry: Entry, prefix: Prefix, request: Request) -> None:
+        """An entry, of the prefix of a request, which may have ended, can be found from now on."""
+        kind, first_tokens, end_tokens = entry.piece
+        if not self._is_enabled or kind is not Kind.ROWS:
+            return
+        self._announced.setdefault(entry.key, set()).add(entry.number)
+        parent = prefix.key_at(first_tokens) if first_tokens else None
+        lora = request.lora_request
+        extra_keys, _ = generate_block_hash_extra_keys(request, first_tokens, end_tokens, 0)
+        self._events.append(
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(entry.key)],
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                token_ids=list(request.all_token_ids[first_tokens:end_tokens]),
+                block_size=end_tokens - first_tokens,
+                lora_id=lora.adapter_id if lora else None,
+                medium=MEDIUM_CPU,
+                lora_name=lora.name if lora else None,
+                extra_keys=[extra_keys],
+            )
+        )
+
+    def removed(self, entry: Entry, removal: Removal) -> None:
+        """An entry is not there any more: a ``HostTier``'s ``on_removed``.
+
+        Says nothing while another entry ends at the same key, or if this one was not announced.
+        """
+        del removal  # Routers are not told why.
+        numbers = self._announced.get(entry.key)
+        if numbers is None:
+            return
+        numbers.discard(entry.number)
+        if numbers:
+            return
+        del self._announced[entry.key]
+        self._events.append(
+            BlockRemoved(block_hashes=[maybe_convert_block_hash(entry.key)], medium=MEDIUM_CPU)
+        )
+
+    def take(self) -> list[Any]:
+        """The events since the last call, in their order."""
+        events, self._events = self._events, []
+        return events

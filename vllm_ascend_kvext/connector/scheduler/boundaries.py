@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At which boundaries of a request tails are stored.
+
+The same policy as that of the local prefix cache (`RetentionPolicy`), on another grid: a host hit
+is a multiple of the layout's row unit, where a local one is a multiple of every group's page. What
+suggested a boundary is remembered: suggestions that nobody uses are made less often.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.hints import hinted_boundaries, report_unusable_hints
+from vllm_ascend_kvext.retention.policy import RetentionPolicy
+from vllm_ascend_kvext.retention.reasons import STEPS_END_AT, Origin, Reason
+from vllm_ascend_kvext.upstream_types import Request
+
+UNASKED = frozenset({Origin.LADDER, Origin.GRID, Origin.CHUNK})
+"""Reasons of boundaries that nobody asked for."""
+
+_END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
+"""Where prefill steps have to end for a state. vLLM ends them elsewhere: at the last block of a
+prompt, even if it ends with the prompt, or one block earlier with EAGLE and MTP."""
+
+_CHUNK = Reason(Origin.CHUNK)
+_NEVER = 1 << 60
+
+_TRIALS = 16
+"""Tails of one reason that are tried before their hits are looked at."""
+
+_MIN_HITS_PER_TAIL = 1 / 64
+_MIN_HITS_PER_STEP = 1 / 16
+"""The same where a prefill step has to end for a state, at a rung: that costs time, too."""
+
+_TRY_EVERY = 32
+"""One in so many tails that are not worth it is stored, to notice when that changes."""
+
+
+class BoundaryPlanner:
+    """Plans boundaries, multiples of the layout's unit, and learns which reasons pay."""
+
+    def __init__(
+        self, groups: Sequence[LayoutGroup], unit_tokens: int, interval_tokens: int = 0
+    ) -> None:
+        geometry = HitGeometry(_geometries(groups, unit_tokens), unit_tokens)
+        # On the coarser grid of the host, the interval means the next multiple.
+        interval_tokens = -(-interval_tokens // unit_tokens) * unit_tokens
+        self._policy = RetentionPolicy(geometry, interval_tokens, is_adaptive=True)
+        self._tried: dict[Reason, int] = {}
+        self._hits: dict[Reason, int] = {}
+
+    @property
+    def min_prompt_tokens(self) -> int:
+        """The shortest prompt that hits in host memory when it comes again."""
+        return self._policy.geometry.min_prompt_tokens
+
+    def plan(self, request: Request, hit_tokens: int, shared_tokens: int) -> dict[int, Reason]:
+        """Boundaries past the hit that are known at admission.
+
+        Somebody has computed the first ``shared_tokens`` of the prompt before.
+        """
+        geometry = self._policy.geometry
+        demand = {}
+        # The last token of a prompt is always computed: nobody resumes behind it.
+        shared_tokens = min(shared_tokens, request.num_prompt_tokens - 1)
+        junction_tokens = geometry.reachable_tokens(shared_tokens)
+        if junction_tokens > hit_tokens:
+            demand[junction_tokens] = Reason(Origin.JUNCTION)
+        for tokens in hinted_boundaries(request, geometry):
+            demand[tokens] = Reason(Origin.HINT)
+        is_trial = zlib.crc32(request.request_id.encode()) % _TRY_EVERY == 0
+
+        def is_worth_trying(reason: Reason) -> bool:
+            return not geometry.has_states or is_trial or self._pays(reason, _MIN_HITS_PER_STEP)
+
+        plan = self._policy.plan(request.num_prompt_tokens, hit_tokens, demand, is_worth_trying)
+        return {tokens: reason for tokens, reason in plan.items() if tokens > hit_tokens}
+
+    def report_hints(self, request: Request) -> None:
+        """Log the hints of a request that is admitted and that leave no checkpoint."""
+        report_unusable_hints(request, self._policy.geometry)
+
+    def crossed(
+        self, plan: dict[int, Reason], after_tokens: int, upto_tokens: int
+    ) -> list[tuple[int, Reason]]:
+        """Boundaries that a step passes, at which tails are to be stored, ascending."""
+        boundaries = self._policy.lasting_boundaries(plan, after_tokens, upto_tokens)
+        geometry = self._policy.geometry
+        if (
+            geometry.has_states
+            and upto_tokens < max(plan, default=0)
+            and upto_tokens not in dict(boundaries)
+            and geometry.is_boundary(upto_tokens)
+        ):
+            # Wherever a step of the prompt ends, it leaves a state.
+            boundaries.append((upto_tokens, _CHUNK))
+        return [(tokens, reason) for tokens, reason in boundaries if self._is_worth_storing(reason)]
+
+    def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary that `crossed` may name; a very large number if there is none."""
+        following = min((each for each in plan if each > tokens), default=_NEVER)
+        return min(following, _next_multiple(self._policy.grid_tokens, tokens))
+
+    def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
+        """The next boundary at which a prefill step has to end to leave a state.
+
+        Returns:
+            A very large number if there is none.
+        """
+        asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
+        following = min((each for each in asked if each > tokens), default=_NEVER)
+        return min(following, _next_multiple(self._policy.interval_tokens, tokens))
+
+    def note_tried(self, reason: Reason) -> None:
+        """Tails of a boundary that this suggested are going to be stored, or there is no room."""
+        self._tried[reason] = self._tried.get(reason, 0) + 1
+
+    def note_hit(self, reason: Reason) -> None:
+        """A request resumed there."""
+        self._hits[reason] = self._hits.get(reason, 0) + 1
+
+    def _is_worth_storing(self, reason: Reason) -> bool:
+        if reason.origin not in UNASKED or self._pays(reason, _MIN_HITS_PER_TAIL):
+            return True
+        if reason.origin is Origin.LADDER and self._policy.geometry.has_states:
+            return True  # `plan` has decided, and a step has ended there.
+        tried = self._tried[reason]
+        self._tried[reason] = tried + 1
+        return tried % _TRY_EVERY == 0
+
+    def _pays(self, reason: Reason, min_hits_per_tail: float) -> bool:
+        """Whether requests resume often enough from what was stored for a reason, or may do so."""
+        tried = self._tried.get(reason, 0)
+        return tried < _TRIALS or self._hits.get(reason, 0) >= tried * min_hits_per_tail
+
+
+def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
+    """The next multiple of a distance; 0 has none."""
+    if not distance_tokens:
+        return _NEVER
+    return (after_tokens // distance_tokens + 1) * distance_tokens
+
+
+def _geometries(groups: Sequence[LayoutGroup], unit_tokens: int) -> tuple[GroupGeometry, ...]:
+    # Equal groups are one to the lookup; the order is full attention first.
+    counts: dict[tuple[GroupKind, int, int], int] = {}
+    for group in sorted(groups, key=lambda group: group.kind is not GroupKind.FULL):
+        is_window = group.kind is GroupKind.WINDOW
+        block_tokens = math.gcd(group.tokens_per_page, unit_tokens)
+        key = group.kind, block_tokens, group.window_tokens if is_window else 0
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(
+        GroupGeometry(kind, block_tokens, window_tokens, num_groups=count)
+        for (kind, block_tokens, window_tokens), count in counts.items()
+    )

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of the connector: puts loads, stores, holes, segments and counters together.
+
+It is made when the workers have registered their pages. In a step, vLLM calls
+``get_num_new_matched_tokens`` and ``update_state_after_alloc`` for requests that are admitted,
+``build_connector_meta``, then ``update_connector_output`` with what the workers report, and
+``request_finished`` for requests that have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.connector.common.block_references import BlockReferences
+from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout, common_layout
+from vllm_ascend_kvext.connector.common.messages import (
+    ConnectorMetadata,
+    LoadJob,
+    ProbeJob,
+    StoreJob,
+    WorkerLayout,
+    WorkerOutput,
+)
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
+from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
+from vllm_ascend_kvext.connector.scheduler.request_state import Held, RequestOffloadStates
+from vllm_ascend_kvext.connector.scheduler.stores import Stores
+from vllm_ascend_kvext.connector.segments.make_blending import make_blending
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
+from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
+from vllm_ascend_kvext.holes.eligibility import EngineRefusal
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
+from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
+from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.layout.transfer_plan import TablePart
+from vllm_ascend_kvext.store.tier import HostTier
+from vllm_ascend_kvext.token_range import TokenRange
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.common.events import TierEvents
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+_STATS_EVERY_S = 1.0
+"""How often workers are asked for statistics only so that the scheduler side's travel with them."""
+
+MAX_STEPS_IN_FLIGHT = 64
+"""Beyond it, some have ended without a word: their time is not measured."""
+
+
+class NewHoles(NamedTuple):
+    """Holes of a request of which the scheduler does not know yet.
+
+    ``is_planned`` where the load leaves them out; not where it has failed to bring them, or has
+    brought them in vain.
+    """
+
+    request_id: str
+    num_tokens: int
+    is_planned: bool
+
+
+class ConnectorScheduler:
+    """The scheduler side of one engine, whose workers have registered their pages.
+
+    Args:
+        workers: By rank.
+        clock: Seconds that only grow.
+        segment_tokens: What stands before and between segments, with ``blending``.
+
+    Raises:
+        ConnectorError: If workers differ, or options do not fit the engine.
+        SettingsError: If the chunk does not suit the layout.
+        TierError: If the host memory is too small, or the tier cannot be made.
+
+    Attributes:
+        computes_holes: Whether steps may compute rows that are not those of a scheduled request.
+        holes: Requests that wait for their holes, or for `end_hole_step`.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        workers: Sequence[WorkerLayout],
+        options: ConnectorOptions,
+        events: TierEvents,
+        clock: Callable[[], float] = time.monotonic,
+        segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
+    ) -> None:
+        worker = common_layout(workers)
+        layout = HostLayout(
+            worker.layout, view.hash_block_size, options.chunk_tokens_of, options.state_policy
+        )
+        self._view = view
+        self._clock = clock
+        self._references = BlockReferences(view.block_pool)
+        refusal = _why_no_holes(view, layout, options) if options.hole_reuse else None
+        self.computes_holes = options.hole_reuse and refusal is None
+        if refusal is not None:
+            logger.warning("KvextConnector: hole_reuse is off: %s.", refusal.text)
+        self.tier = HostTier(
+            worker.host_bytes,
+            layout.geometry,
+            on_removed=lambda *removed: self._stores.note_removed(*removed),
+            evicts_ends_first=not self.computes_holes,
+        )
+        windows = None
+        if self.computes_holes and layout.geometry.needs_tails:
+            windows = WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
+        self.holes = HoleQueue(windows)
+        self.counters = ConnectorCounters()
+        self.counters.tier = self.tier.counters
+        self.counters.capacity_bytes = self.tier.capacity_bytes
+        self._jobs = StoreJobs(self._references, len(workers))
+        self.segments = NoSegments()
+        if options.blending:
+            parts = SchedulerParts(
+                view,
+                layout,
+                self.tier,
+                self._references,
+                self._jobs,
+                self.holes,
+                self.computes_holes,
+                self.counters.blending,
+            )
+            self.segments = make_blending(parts, options, segment_tokens, workers)
+        self._loads = Loads(
+            view,
+            self.tier,
+            layout,
+            self.counters,
+            clock,
+            self.holes,
+            self.computes_holes,
+            self.segments,
+            loads_if_slower=options.load_if_slower,
+        )
+        self._room, self._cost = self._loads.room, self._loads.cost
+        self._stores = Stores(
+            view, self.tier, layout, options.store_policy, self._references, events, self._jobs
+        )
+        self._states = RequestOffloadStates()
+        self._step_loads: list[LoadJob] = []
+        self._swaps: list[StoreJob] = []
+        # When steps that compute something and whose output has not come were planned, and tokens.
+        self._steps: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        self._last_output_s = 0.0
+        self._next_stats_s = 0.0
+        self._new_holes: list[NewHoles] = []
+        self._hole_tokens = 0  # of the step that is being scheduled
+        self._probes: list[ProbeJob] = []  # of the same
+        self._has_news = False
+        min_prompt_tokens = self._stores.planner.min_prompt_tokens
+        logger.info(
+            "KvextConnector: %.2f GiB of host memory on each of %d worker(s); hits: prompts of %d "
+            "tokens or more, in multiples of %d; chunks have %d tokens; store_policy=%s, "
+            "state_policy=%s.",
+            worker.host_bytes / (1 << 30),
+            len(workers),
+            min_prompt_tokens,
+            layout.unit_tokens,
+            layout.geometry.chunk_tokens,
+            options.store_policy.value,
+            options.state_policy.value,
+        )
+        if not self.segments.is_on:
+            _warn_if_no_prompt_can_hit(view, min_prompt_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed: to end transfers, and one to report the last of them."""
+        return self._has_news or self.has_transfers
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers are planned or under way."""
+        return bool(
+            self._jobs
+            or self._stores.num_planned
+            or self._loads.num_under_way
+            or self._step_loads
+            or self._swaps
+        )
+
+    @property
+    def num_references(self) -> int:
+        """Blocks that are kept from being reallocated."""
+        return self._references.num_references
+
+    @property
+    def remembered_tails(self) -> set[int]:
+        """Numbers of the entries of which it is known why they were stored."""
+        return set(self._stores.reasons)
+
+    def held(self) -> Held:
+        """What is held for requests at this moment."""
+        states = self._states
+        loading = {each for each, state in states.items() if state.under_way is not None}
+        pinned = {each for each, state in states.items() if state.admission.pinned is not None}
+        return Held(
+            request_ids=frozenset(
+                states.keys()
+                | self.holes.request_ids
+                | self._room.request_ids
+                | self.segments.request_ids
+                | {new.request_id for new in self._new_holes}
+                | {job.request_id for job in self._step_loads}
+            ),
+            pinned_ids=frozenset(loading | pinned),
+            loading_ids=frozenset(loading),
+            hole_ids=frozenset(self.holes.parked_ids),
+            loaded_hole_ids=frozenset(self.holes.loaded_ids),
+            num_planned_stores=self._stores.num_planned + len(self._swaps),
+            num_stores=len(self._jobs),
+            num_referenced_blocks=self.num_references,
+            num_awaited_blocks=self.segments.num_expected_blocks,
+            num_begun_segments=self.segments.num_begun,
+        )
+
+    # Admission.
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens past those on the device that can be loaded; None to be asked again later."""
+        if self.segments.has_to_wait(request):
+            return None
+        may_load = not self.segments.is_segment(request.request_id)
+        state = self._states[request.request_id]
+        return self._loads.match(request, state, num_computed_tokens, may_load)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """A request has got blocks, those for the tokens that are to be loaded among them."""
+        state = self._states[request.request_id]
+        job = self._loads.begin(request, state, num_external_tokens, block_ids)
+        if job is None:
+            return
+        assert state.under_way is not None
+        plan = state.under_way.plan
+        self._step_loads.append(job)
+        # Not those of the job, whose holes are what workers find no rows of prompts for.
+        if plan.holes:
+            self._note_new_holes(request.request_id, plan.holes, is_planned=True)
+        tails = plan.tails.get(plan.exact_tokens)
+        if tails is not None:
+            self._stores.note_hit(tails)
+
+    def is_looked_up_again(self, request_id: str) -> bool:
+        """Whether a request whose load has failed is to load what is left."""
+        state = self._states.get(request_id)
+        return state is not None and 0 < state.num_failed_loads < MAX_FAILED_LOADS
+
+    # Steps.
+
+    def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Where a prefill step from there is to end, at the latest."""
+        state = self._states[request.request_id]
+        return self._stores.next_stop_tokens(request, state, computed_tokens)
+
+    def end_hole_step(self) -> list[str]:
+        """The latest step has been handed to the workers; see ``HoleQueue.end_step``."""
+        filled = self.holes.end_step()
+        self.counters.blending.lost_probes += self.holes.take_lost_probes()
+        return filled
+
+    def restart_holes(self, request_id: str) -> bool:
+        """See ``HoleQueue.restart``. What is known of its load does not matter any more."""
+        if not self.holes.restart(request_id):
+            return False
+        self._new_holes = [new for new in self._new_holes if new.request_id != request_id]
+        return True
+
+    def take_hole_rows(
+        self, budget: tuple[int, int, int], other_ids: Collection[str]
+    ) -> list[HoleRow]:
+        """Rows for the step that is scheduled next; see ``HoleQueue.take_rows``."""
+        rows = self.holes.take_rows(*budget, other_ids)
+        self._hole_tokens = sum(row.run.num_tokens for row in rows)
+        self._probes = [self._probe_job(row) for row in rows if row.is_probe]
+        probed_tokens = sum(row.run.num_tokens for row in rows if not row.is_kept)
+        self.counters.hole_tokens += self._hole_tokens - probed_tokens
+        self.counters.blending.probed_tokens += probed_tokens
+        return rows
+
+    def _probe_job(self, row: HoleRow) -> ProbeJob:
+        block_ids = [
+            [block.block_id for block in manager.req_to_blocks.get(row.request_id, ())]
+            for manager in self._view.managers
+        ]
+        parts = tuple(TablePart(0, tuple(ids)) for ids in row.tables(block_ids))
+        return ProbeJob(row.row_id, row.run, self.segments.scored(row.request_id), parts)
+
+    def take_new_holes(self) -> list[NewHoles]:
+        """Holes of loads that have begun, or left something out, since the last call."""
+        new, self._new_holes = self._new_holes, []
+        return new
+
+    def build_connector_meta(
+        self, num_scheduled_tokens: Mapping[str, int], preempted_req_ids: Iterable[str]
+    ) -> ConnectorMetadata:
+        """What the workers do in the step that has just been scheduled.
+
+        Called before the requests' computed tokens are advanced.
+        """
+        now_s = self._clock()
+        num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
+        self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
+        if num_tokens:
+            self._steps.append((now_s, num_tokens))
+        for request_id in preempted_req_ids:
+            state = self._states.get(request_id)
+            if state is not None:
+                self._stores.release_held(state)
+            self.segments.preempted(request_id)
+        segment_jobs = self._note_step(num_scheduled_tokens)
+        self._room.end_step()
+        self._loads.end_step()
+        swaps, self._swaps = tuple(self._swaps), []
+        loads, self._step_loads = tuple(self._step_loads), []
+        # A step that computes nothing may be the last for a while.
+        wants_stats = not num_tokens or now_s >= self._next_stats_s
+        self._has_news = False
+        if wants_stats:
+            self._next_stats_s = now_s + _STATS_EVERY_S
+        jobs = (*self._stores.take_jobs(), *segment_jobs)
+        probes, self._probes = tuple(self._probes), []
+        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes)
+
+    def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> list[StoreJob]:
+        """Plan the stores of the requests that compute; returns those of segments."""
+        segment_jobs = []
+        for request_id, num_new_tokens in num_scheduled_tokens.items():
+            if self._room.num_parked:
+                self._room.unpark(request_id)
+            request = self._view.requests[request_id]
+            job = self.segments.note_step(request, num_new_tokens)
+            if job is not None:
+                segment_jobs.append(job)
+            if self.segments.stores_prompt(request_id):
+                self._stores.note_step(request, self._states[request_id], num_new_tokens)
+        return segment_jobs
+
+    def update_connector_output(
+        self, results: WorkerOutput | None, finished_recving: Iterable[str]
+    ) -> frozenset[str]:
+        """A step has ended.
+
+        Args:
+            results: What workers report; None if there is nothing.
+            finished_recving: Requests whose load has ended on all workers.
+
+        Returns:
+            Those of them whose holes are still to be computed.
+        """
+        if results is not None:
+            self._note_results(results)
+        with_holes = set()
+        for request_id in finished_recving:
+            state = self._states.get(request_id)
+            if state is not None:  # Else it is another connector's.
+                holes = self._loads.end(request_id, state)
+                self._states.drop_ended(request_id)
+                if holes:
+                    self.holes.add(request_id, holes)
+                    self._note_new_holes(request_id, holes)
+            if self.holes.note_load_ended(request_id):
+                with_holes.add(request_id)
+        return frozenset(with_holes)
+
+    def _note_results(self, results: WorkerOutput) -> None:
+        if results.has_forward:
+            self._measure_step()
+        self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
+        self.counters.add_traffic(results.traffic)
+        moved = results.traffic["load"]
+        self._cost.note_copies(moved.num_bytes, moved.seconds)
+        stored = results.traffic["store"]
+        self._cost.note_stores(stored.num_bytes, stored.seconds)
+        for request_id in results.failed_loads | results.unreadable.keys():
+            state = self._states.get(request_id)
+            if state is not None and state.under_way is not None:
+                state.under_way.has_failed |= request_id in results.failed_loads
+                state.under_way.unreadable |= results.unreadable.get(request_id, set())
+        for number, num_workers in results.stores_ended.items():
+            self._jobs.end(number, num_workers, number in results.failed_stores)
+        self.segments.note_key_checks(results.key_checks, results.key_check_failure)
+        for row_id, scores in results.scores.items():
+            self._end_probe(row_id, scores)
+
+    def _end_probe(self, row_id: str, scores: Scores | None) -> None:
+        """A question has been compared with segments; its request may have ended meanwhile."""
+        request_id = self.holes.probed_request(row_id)
+        if request_id is None:
+            return
+        runs = self.segments.choose(request_id, scores)
+        self.holes.end_probe(request_id, runs)
+        if runs:
+            self._note_new_holes(request_id, runs)
+
+    def _note_new_holes(
+        self, request_id: str, holes: Sequence[TokenRange], is_planned: bool = False
+    ) -> None:
+        num_tokens = sum(hole.num_tokens for hole in holes)
+        self._new_holes.append(NewHoles(request_id, num_tokens, is_planned))
+
+    def request_finished(self, request: Request, is_end_of_turn: bool) -> None:
+        """A request has ended; its blocks are about to be freed."""
+        request_id = request.request_id
+        state = self._states[request_id]
+        self._loads.forget(request_id, state)
+        # While a load is under way, its pages do not hold what the request's count says.
+        is_whole = state.under_way is None and self.segments.stores_prompt(request_id)
+        self._stores.finish(request, state, is_end_of_turn and is_whole)
+        self.segments.forget(request_id)
+        self._states.end(request_id)
+
+    def preempt(self, request: Request) -> None:
+        """A running request is about to be preempted; its blocks are still there."""
+        if self.segments.shared_tokens(request.request_id) is not None:
+            return  # It is planned anew.
+        state = self._states[request.request_id]
+        num_bytes = self._stores.swap_bytes(request)
+        if self._cost.pays_out_and_back(num_bytes, request.num_computed_tokens):
+            job, is_whole = self._stores.swap_out(request, state)
+            self._swaps += [job] if job is not None else []
+            self.counters.swapped_requests += is_whole
+        self._stores.release_held(state)
+
+    # Resets and reports.
+
+    def release_pages(self) -> None:
+        """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
+        for state in self._states.values():
+            self._stores.release_held(state)
+        self.segments.release_all_held()
+
+    def abandon_stores(self) -> None:
+        """Let go of all pages at once: what is being stored is lost."""
+        self.release_pages()
+        self._stores.abandon()
+        self._jobs.abandon()
+
+    def reset_cache(self) -> None:
+        """Forget what is stored; transfers under way end by themselves."""
+        self.tier.clear()
+        self._stores.chooser.clear()
+        self.segments.clear()
+
+    def _measure_step(self) -> None:
+        """Steps end in the order in which they were planned."""
+        if not self._steps:
+            return
+        planned_s, num_tokens = self._steps.popleft()
+        now_s = self._clock()
+        began_s = max(planned_s, self._last_output_s)
+        self._last_output_s = now_s
+        self._cost.note_step(num_tokens, now_s - began_s)
+
+
+def _why_no_holes(
+    view: SchedulerView, layout: HostLayout, options: ConnectorOptions
+) -> EngineRefusal | None:
+    if not layout.geometry.needs_rows:
+        return EngineRefusal.NO_ROWS
+    if any(group.is_snapshot for group in layout.all_groups):
+        return EngineRefusal.STATES
+    if options.state_policy is StatePolicy.SKIP:
+        return EngineRefusal.SKIPPED_STATES
+    if view.use_eagle or view.num_lookahead_tokens:
+        return EngineRefusal.DRAFTS
+    return None
+
+
+def _warn_if_no_prompt_can_hit(view: SchedulerView, min_prompt_tokens: int) -> None:
+    # With state layers vLLM leaves prefix caching off unless it is asked for. Blocks, and so what
+    # can be hit, are then as long as the longest request.
+    if min_prompt_tokens <= view.max_model_len:
+        return
+    remedy = "Raise --max-model-len, or leave the connector out."
+    if not view.enable_caching:
+        remedy = "Add --enable-prefix-caching."
+    logger.warning(
+        "KvextConnector: nothing will be reused. A prompt needs %d tokens to hit, and a request "
+        "has at most %d with its answer. %s",
+        min_prompt_tokens,
+        view.max_model_len,
+        remedy,
+    )

@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of requests: what is planned for them, what is under way, how it ends.
+
+    match() ── a pinned plan ──> begin() ── under way ──> end()
+       │                           │
+       └ asked again, with other   └ the request was not admitted with it ──> cancelled
+         tokens on the device ──> cancelled
+
+Where another request is loading the same prefix, `match` answers "later": what that loads can be
+hit on the device once it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.messages import LoadJob
+from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs
+from vllm_ascend_kvext.connector.scheduler.request_state import (
+    Admission,
+    Awaited,
+    Later,
+    RequestLoad,
+    RequestOffloadState,
+)
+from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
+from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
+from vllm_ascend_kvext.holes.both_ends import fastest
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
+from vllm_ascend_kvext.holes.window_blocks import WindowTables
+from vllm_ascend_kvext.store.entries import LoadOutcome
+from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.store.tier import HostTier
+from vllm_ascend_kvext.token_range import TokenRange, union
+
+MIN_RUN_TOKENS = 64
+"""Behind a hole, a shorter run is not worth a row and a load. On a CPU, a further row of a step
+costs as much as 7 tokens (``benchmarks/holes/first_token.py``); an accelerator computes faster."""
+
+MAX_PATIENCE_S = 10.0
+"""How long a request waits for the load of another before it makes its own, and for blocks of its
+holes, which later requests may take, before it does without."""
+
+MAX_LOOKUPS_IN_VAIN = 16
+"""So many requests are looked up in one step only to be told to wait. A lookup takes about a
+millisecond, and thousands of requests may be waiting."""
+
+MAX_FAILED_LOADS = 2
+"""Failed loads of a request, after which all of it is computed. Before, it is looked up again, for
+what is left."""
+
+
+class Loads:
+    """The loads of one engine.
+
+    Args:
+        clock: Seconds that only grow.
+        holes: Where holes wait to be computed.
+        computes_holes: Whether holes may be computed; if not, a load stops at the first one.
+        loads_if_slower: Whether loads are made whatever they cost.
+
+    Attributes:
+        num_under_way: Loads that workers make.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        tier: HostTier,
+        layout: HostLayout,
+        counters: ConnectorCounters,
+        clock: Callable[[], float],
+        holes: HoleQueue,
+        computes_holes: bool,
+        segments: NoSegments,
+        loads_if_slower: bool,
+    ) -> None:
+        self._view = view
+        self._tier = tier
+        self._layout = layout
+        self._jobs = LoadJobs(layout, len(view.managers))
+        self.room = PoolRoom(layout.all_groups, view)
+        self.cost = TransferCost(is_ignored=loads_if_slower)
+        self._counters = counters
+        self._clock = clock
+        self._holes = holes
+        self._computes_holes = computes_holes
+        self._segments = segments
+        # What can be hit on the device once a load is there: its boundary, by its key.
+        self._promised: dict[bytes, int] = {}
+        self.num_under_way = 0
+        self._lookups_in_vain = 0  # of the step that is being planned
+
+    def match(
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_computed_tokens: int,
+        may_load: bool = True,
+    ) -> int | None:
+        """How many tokens past those on the device can be loaded; pinned until `begin` or `forget`.
+
+        Args:
+            may_load: Whether anything may be loaded; always the same for one request.
+
+        Returns:
+            None if the answer has to wait: for the load of another request, or for room.
+        """
+        admission = state.admission
+        self.room.release(request.request_id)
+        # Its own load has ended, and what that left may have been taken.
+        self._withdraw_promise(state)
+        if self._still_lacks_room(request, admission, num_computed_tokens):
+            return None
+        admission.later = None
+        self._segments.restart(request.request_id)
+        num_tokens = self._match(request, state, num_computed_tokens) if may_load else 0
+        if num_tokens == 0 and self.room.of_other(request.num_tokens) is Room.LATER:
+            admission.later = Later(num_computed_tokens, None)
+            return None
+        return num_tokens
+
+    def _still_lacks_room(
+        self, request: Request, admission: Admission, num_computed_tokens: int
+    ) -> bool:
+        """Whether a request would get the answer that it got before; asked in every step."""
+        later = admission.later
+        if later is None or later.num_computed_tokens != num_computed_tokens:
+            return False
+        if later.room_version is None:
+            return self.room.of_other(request.num_tokens) is Room.LATER
+        self.room.keep_turn(request.request_id)
+        if later.free_blocks:
+            has_too_few = later.free_blocks > self.room.num_free
+            return has_too_few and not self._has_waited_long(admission)
+        return later.room_version == self.room.version or self.room.is_behind_other(
+            request.request_id
+        )
+
+    def _match(
+        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
+    ) -> int | None:
+        admission = state.admission
+        pinned = admission.pinned
+        if pinned is not None:
+            is_good = pinned.is_good_for(num_computed_tokens)
+            # Free blocks may have become few since it was found.
+            needs_more = is_good and self._holes_need_more_blocks(request, admission, pinned.plan)
+            if is_good and not (needs_more and self._has_waited_long(admission)):
+                if needs_more or self._keeps_parked_waiting():
+                    return None
+                if self._room_for(request, pinned.plan) is not Room.YES:
+                    return None
+                if self._hold_windows(request, pinned.plan):
+                    return pinned.plan.num_tokens
+            self._cancel(admission)
+        if self._still_waits(admission, num_computed_tokens):
+            return None
+        admission.shortfall = None
+        if request.skip_reading_prefix_cache:
+            return 0
+        if state.num_failed_loads >= MAX_FAILED_LOADS:
+            return 0
+        if self._lookups_in_vain >= MAX_LOOKUPS_IN_VAIN:
+            return None
+        num_tokens = self._look_up(request, admission, num_computed_tokens)
+        self._lookups_in_vain += num_tokens is None
+        return num_tokens
+
+    def _look_up(
+        self, request: Request, admission: Admission, num_computed_tokens: int
+    ) -> int | None:
+        prefix = self._view.prefix(request)
+        # The last token is computed in any case: its output is wanted.
+        hit = self._tier.look_up(prefix, request.num_tokens - 1, num_computed_tokens)
+        admission.shortfall = hit.shortfall
+        plan = self._with_segments(request, admission, hit)
+        if plan is None:
+            exact = self._plan_without_segments(request, admission, hit)
+            if exact.num_tokens <= 0:
+                return 0
+            if self._waits_for_other(admission, exact):
+                return None
+            plan = self._if_faster(request, exact)
+            if plan is None:
+                # It is asked about in every step while it waits.
+                self._counters.too_dear_loads += not admission.is_slower
+                admission.is_slower = True
+                return 0
+        room = self._room_for(request, plan)
+        if room is Room.LATER:
+            admission.later = Later(num_computed_tokens, self.room.version)
+            return None
+        if room is Room.NEVER:
+            return 0
+        if self._holes_need_more_blocks(request, admission, plan):
+            return None
+        load = self._tier.begin_load(plan, self._tier.next_use())
+        if load is None:
+            return 0
+        admission.pinned = RequestLoad(plan, load)
+        self._hold_windows(request, plan)
+        return plan.num_tokens
+
+    def _keeps_parked_waiting(self) -> bool:
+        """Whether a request that was not admitted with its load stands before parked ones.
+
+        vLLM 0.23 admits a load only beside all that parked requests still need, and tries nobody
+        behind one that it cannot admit: where nothing runs, the engine would stand still.
+        """
+        return self.room.num_parked > 0 and not self._view.num_running()
+
+    def _hold_windows(self, request: Request, plan: LoadPlan) -> bool:
+        """Keep what a request with segments reads of windows on the device until it begins.
+
+        Returns:
+            False if it is not there any more.
+        """
+        windows = self._holes.windows
+        if windows is None or plan.is_exact or plan.exact_tokens in plan.tails:
+            return True
+        if windows.is_held(request.request_id):
+            return True
+        cached = self._segments.cached_windows(request, plan.exact_tokens)
+        if cached is not None:
+            windows.hold(request.request_id, cached)
+        return cached is not None
+
+    def end_step(self) -> None:
+        """A step is planned: who has not begun in it is asked about again."""
+        self._lookups_in_vain = 0
+        if self._holes.windows is not None:
+            self._holes.windows.release_held()
+
+    def _with_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan | None:
+        """The plan with segments behind a hit, if there are some, and it could have room."""
+        plan = self._segments.plan(request, hit)
+        if plan is None or not self._has_no_room(request, admission, plan):
+            return plan
+        self._segments.refuse_for_room(request.request_id)
+        return None
+
+    def _plan_without_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan:
+        """The plan that goes on behind holes, if that costs less than it saves and has room."""
+        first = plan_of_hit(hit)
+        if not self._computes_holes or admission.hole_refusal is not None:
+            return first
+        beyond = plan_behind_holes(self._tier, hit, request.num_tokens, MIN_RUN_TOKENS)
+        if beyond is None:
+            return first
+        refusal = why_no_holes(request)
+        if refusal is None and self._has_no_room(request, admission, beyond):
+            refusal = HoleRefusal.ROOM
+        if refusal is None and self._takes_longer(beyond):
+            refusal = HoleRefusal.TOO_DEAR
+        admission.hole_refusal = refusal
+        return beyond if refusal is None else first
+
+    def _if_faster(self, request: Request, plan: LoadPlan) -> LoadPlan | None:
+        """The plan, or one that computes its beginning meanwhile; None if computing is faster."""
+        if not self._can_split(request, plan):
+            return None if self._takes_longer(plan) else plan
+        split = fastest(plan, self.cost)
+        # The windows of the beginning take blocks that the load alone does not.
+        if split is not None and self._room_for(request, split) is Room.NEVER:
+            return plan
+        return split
+
+    def _can_split(self, request: Request, plan: LoadPlan) -> bool:
+        """Whether the beginning can be computed while the rest is loaded, at nobody's cost."""
+        return (
+            self._computes_holes
+            and not self.cost.is_ignored
+            and why_no_holes(request) is None
+            and (plan.after_tokens == 0 or self._holes.windows is None)
+            and plan.after_tokens % self._layout.unit_tokens == 0
+            and not self._view.num_running()
+            and not self.num_under_way
+        )
+
+    def _holes_need_more_blocks(
+        self, request: Request, admission: Admission, plan: LoadPlan
+    ) -> bool:
+        """Whether there are too few free blocks for the request and the windows of its holes.
+
+        Upstream asks only for those of the request, and takes them at once.
+        """
+        free_blocks = self._too_few_blocks(request, plan)
+        if not free_blocks:
+            admission.lacks_blocks_since_s = None
+            return False
+        admission.later = Later(plan.after_tokens, self.room.version, free_blocks)
+        if admission.lacks_blocks_since_s is None:
+            admission.lacks_blocks_since_s = self._clock()
+        return True
+
+    def _too_few_blocks(self, request: Request, plan: LoadPlan) -> int:
+        """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
+        windows = self._holes.windows
+        has_tails = any(hole.first_tokens in plan.tails for hole in plan.holes)
+        if windows is None or (plan.is_exact and not has_tails):
+            return 0
+        free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
+        if not plan.is_exact:
+            free_blocks += windows.num_blocks(plan.exact_tokens, plan.boundary_tokens)
+        return free_blocks if free_blocks > self.room.num_free else 0
+
+    def _has_no_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
+        """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
+        free_blocks = self._too_few_blocks(request, plan)
+        return (
+            free_blocks > self.room.num_blocks
+            or (free_blocks > 0 and self._has_waited_long(admission))
+            or self._room_for(request, plan) is Room.NEVER
+        )
+
+    def _has_waited_long(self, admission: Admission) -> bool:
+        """Whether the windows of a request's holes have lacked blocks for a long time."""
+        since_s = admission.lacks_blocks_since_s
+        return since_s is not None and self._clock() - since_s >= MAX_PATIENCE_S
+
+    def begin(
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        num_tokens: int,
+        block_ids: tuple[list[int], ...],
+    ) -> LoadJob | None:
+        """A request has got its blocks, and is to load as many tokens as `match` said, or none.
+
+        Args:
+            block_ids: By KV cache group, from the request's first token on.
+
+        Raises:
+            ConnectorError: If the number is another: tokens would count as computed that are not.
+        """
+        request_id = request.request_id
+        self._withdraw_promise(state)
+        admission, state.admission = state.admission, Admission()
+        if admission.shortfall is not None and not state.num_failed_loads:
+            self._tier.counters.shortfalls[admission.shortfall] += 1  # Else it has been counted.
+        if admission.hole_refusal is not None:
+            self._counters.hole_refusals[admission.hole_refusal] += 1
+        pinned = admission.pinned
+        if num_tokens == 0:
+            self._cancel(admission)
+            self.room.withdraw(request_id)
+            return None
+        if pinned is None or pinned.plan.num_tokens != num_tokens:
+            self._cancel(admission)
+            found = 0 if pinned is None else pinned.plan.num_tokens
+            raise ConnectorError(
+                f"request {request_id}: expected to load {found} tokens, as matched, found "
+                f"{num_tokens}; the scheduler has to use what get_num_new_matched_tokens said"
+            )
+        plan = pinned.plan
+        pinned.began_s = self._clock()
+        state.under_way = pinned
+        self.num_under_way += 1
+        self._promise(state, plan)
+        self.room.park(request_id, request.num_tokens, plan.boundary_tokens, plan.holes)
+        if not plan.is_exact:
+            dense = self._begin_dense(request, plan, block_ids)
+            self._segments.begin(request, plan)
+            return self._jobs.plan_blended(request_id, plan, block_ids, dense)
+        tables = []
+        if plan.holes:
+            tables = self._holes.begin(request_id, plan.holes, plan.after_tokens)
+        return self._jobs.plan(request_id, plan, block_ids, tables, self._may_lack(request))
+
+    def _begin_dense(
+        self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]
+    ) -> WindowTables:
+        """By KV cache group with windows; nothing where there are none, or no blocks for them."""
+        probe = self._segments.probe(request, plan)
+        if not plan.holes and self._holes.windows is None and probe is None:
+            return {}
+        dense = self._holes.begin_dense(
+            request.request_id, plan.holes, plan.after_tokens, plan.exact_tokens, block_ids, probe
+        )
+        return dense or {}
+
+    def _may_lack(self, request: Request) -> bool:
+        """Whether what a load fails to bring is computed as a hole at once.
+
+        Not where a hole reads windows, for which it has no blocks yet, from the last tails before
+        it, which may be what failed. There the request is looked up again.
+        """
+        return (
+            self._computes_holes
+            and self._holes.windows is None
+            and self._view.recomputes_failed_loads
+            and why_no_holes(request) is None
+        )
+
+    def end(self, request_id: str, state: RequestOffloadState) -> Sequence[TokenRange]:
+        """All workers have ended a load; of another connector's nothing is known.
+
+        Returns:
+            Tokens that the request has to have computed as holes.
+        """
+        under_way, state.under_way = state.under_way, None
+        if under_way is None:
+            return []
+        self.num_under_way -= 1
+        plan = under_way.plan
+        failed = {e for e in plan.entries if e.offset_bytes in under_way.unreadable}
+        if under_way.has_failed:
+            self._tier.end_load(under_way.load, LoadOutcome.FAILED, failed)
+            self._holes.drop(request_id)
+            # It holds its blocks until the scheduler looks at it: it stays parked.
+            self._withdraw_promise(state)
+            self._segments.restart(request_id)
+            is_all = len(failed) == len(plan.entries)
+            state.num_failed_loads += MAX_FAILED_LOADS if is_all else 1
+            return []
+        runs = union(
+            TokenRange(span.first_tokens, span.end_tokens)
+            for span in plan.exact_spans
+            if span.entry in failed
+        )
+        self._tier.end_load(under_way.load, LoadOutcome.LOADED, failed)
+        self._count_hit(plan, union([*plan.holes, *runs]))
+        if not runs:
+            self.cost.note_load(plan.num_bytes, self._clock() - under_way.began_s)
+        return [] if state.has_ended else runs
+
+    def _count_hit(self, plan: LoadPlan, holes: Sequence[TokenRange]) -> None:
+        hole_tokens = sum(hole.num_tokens for hole in holes)
+        self._counters.hit_tokens += plan.num_tokens - hole_tokens
+        self._counters.hit_requests += 1
+        self._counters.holes += len(holes)
+        if holes:
+            behind_tokens = plan.boundary_tokens - holes[0].first_tokens - hole_tokens
+            self._counters.behind_hole_tokens += behind_tokens
+
+    def forget(self, request_id: str, state: RequestOffloadState) -> None:
+        """A request has ended. A load under way ends by itself."""
+        self._cancel(state.admission)
+        self._withdraw_promise(state)
+        self._holes.drop(request_id)
+        self.room.unpark(request_id)
+
+    def _cancel(self, admission: Admission) -> None:
+        """Let go of what is pinned for a request that is not admitted."""
+        if admission.pinned is not None:
+            self._tier.end_load(admission.pinned.load, LoadOutcome.CANCELLED)
+            admission.pinned = None
+
+    def _room_for(self, request: Request, plan: LoadPlan) -> Room:
+        return self.room.of_load(
+            request.request_id, request.num_tokens, plan.boundary_tokens, plan.holes
+        )
+
+    def _takes_longer(self, plan: LoadPlan) -> bool:
+        """Whether a load is estimated to take longer than computing the same tokens."""
+        return self.cost.is_slower_than_computing(plan.num_bytes, plan.loaded_tokens)
+
+    def _promise(self, state: RequestOffloadState, plan: LoadPlan) -> None:
+        """Others may wait for what this load leaves on the device, if they can hit all of it."""
+        if not self._view.enable_caching or self._view.use_eagle or not plan.is_exact:
+            return
+        boundary = plan.boundary_tokens
+        if any(boundary % tokens for tokens in self._layout.tokens_per_page.values()):
+            return
+        key = plan.prefix.key_at(boundary)
+        if key not in self._promised:
+            self._promised[key] = boundary
+            state.promised_key = key
+
+    def _withdraw_promise(self, state: RequestOffloadState) -> None:
+        if state.promised_key is not None:
+            del self._promised[state.promised_key]
+            state.promised_key = None
+
+    def _still_waits(self, admission: Admission, num_computed_tokens: int) -> bool:
+        """Whether what a request waited for is still to come; asked in every step."""
+        awaited = admission.awaited
+        return (
+            awaited is not None
+            and awaited.key in self._promised
+            and num_computed_tokens < awaited.boundary_tokens
+            and self._clock() - awaited.since_s < MAX_PATIENCE_S
+        )
+
+    def _waits_for_other(self, admission: Admission, plan: LoadPlan) -> bool:
+        """Whether the load of another will leave on the device what this one needs."""
+        if not self._promised or admission.awaited is not None:
+            return False  # Once is enough.
+        for boundary in set(self._promised.values()):
+            if plan.after_tokens < boundary <= plan.boundary_tokens:
+                key = plan.prefix.key_at(boundary)
+                if key in self._promised:
+                    admission.awaited = Awaited(key, boundary, self._clock())
+                    self._counters.joined_loads += 1
+                    return True
+        return False

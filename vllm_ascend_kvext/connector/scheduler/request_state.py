@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side knows of one request, from its arrival to its end.
+
+One object per request, in one place: it goes when the request has ended and no load of it is under
+way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from vllm_ascend_kvext.connector.common.store_jobs import Pages
+from vllm_ascend_kvext.holes.eligibility import HoleRefusal
+from vllm_ascend_kvext.holes.load_plan import LoadPlan
+from vllm_ascend_kvext.retention.reasons import Reason
+from vllm_ascend_kvext.store.entries import EntryState, Load
+from vllm_ascend_kvext.store.lookup import Shortfall
+
+
+@dataclass(slots=True)
+class RequestLoad:
+    """A load of a request, with its pins: planned while it waits to be admitted, then under way.
+
+    Attributes:
+        began_s: When it was handed to the workers.
+        has_failed: Whether some worker could not make it.
+        unreadable: Where in host memory that begins which some worker could not read.
+    """
+
+    plan: LoadPlan
+    load: Load
+    began_s: float = 0.0
+    has_failed: bool = False
+    unreadable: set[int] = field(default_factory=set)
+
+    def is_good_for(self, num_computed_tokens: int) -> bool:
+        """Whether its plan still holds, with so many tokens on the device."""
+        return self.plan.after_tokens == num_computed_tokens and all(
+            entry.state is EntryState.STORED for entry in self.load.entries
+        )
+
+
+class Awaited(NamedTuple):
+    """The load of another request, which leaves on the device what ends with ``key``."""
+
+    key: bytes
+    boundary_tokens: int
+    since_s: float
+
+
+class Later(NamedTuple):
+    """Why a request has to wait for room, when the device had ``num_computed_tokens`` of it.
+
+    Attributes:
+        room_version: The version of the room that its load did not find; None if it has nothing to
+            load.
+        free_blocks: Free blocks that its load needs, where it waits for their number; else 0.
+    """
+
+    num_computed_tokens: int
+    room_version: int | None
+    free_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Admission:
+    """What is known of a request while it waits to be admitted.
+
+    Attributes:
+        pinned: What can be loaded; None if nothing was found, or it was not looked for.
+        awaited: The load that it waits for, or has waited for.
+        later: Why it waits for room.
+        shortfall: Why the lookup found no more.
+        hole_refusal: Why its load stops at the first hole.
+        is_slower: Whether its load was counted as slower than computing.
+        lacks_blocks_since_s: Since when the windows of its holes have lacked blocks.
+    """
+
+    pinned: RequestLoad | None = None
+    awaited: Awaited | None = None
+    later: Later | None = None
+    shortfall: Shortfall | None = None
+    hole_refusal: HoleRefusal | None = None
+    is_slower: bool = False
+    lacks_blocks_since_s: float | None = None
+
+
+@dataclass(slots=True)
+class StoreProgress:
+    """What is stored of a request that has computed something.
+
+    Attributes:
+        use: The moment of its admission, see ``HostTier.next_use``.
+        boundaries: Boundaries at which its tails are stored, and why.
+        done_tokens: Boundaries up to here have been looked at.
+        next_event_tokens: Below it, a step changes nothing.
+        rows_tokens: Up to here, rows are in the tier, or on their way there.
+        held: Pages of the latest tails, those at ``held_tokens``, that leave their windows.
+    """
+
+    use: int
+    boundaries: dict[int, Reason]
+    done_tokens: int
+    next_event_tokens: int = 0
+    rows_tokens: int = 0
+    held: Pages = field(default_factory=dict)
+    held_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestOffloadState:
+    """One request.
+
+    Attributes:
+        admission: Begins anew whenever the request has got blocks.
+        promised_key: The key of what its load leaves on the device for others; None if they do not
+            wait for it.
+        planned: While it is not admitted: where it is to begin, at which boundaries tails will be
+            stored then, and why.
+        progress: What is stored of it; None before it computes.
+        has_ended: Whether the request is gone, and only its load is not.
+    """
+
+    admission: Admission = field(default_factory=Admission)
+    under_way: RequestLoad | None = None
+    promised_key: bytes | None = None
+    num_failed_loads: int = 0
+    planned: tuple[int, dict[int, Reason]] | None = None
+    progress: StoreProgress | None = None
+    has_ended: bool = False
+
+
+class RequestOffloadStates(dict[str, RequestOffloadState]):
+    """The requests of one engine, by id, in the order in which they arrived."""
+
+    def __missing__(self, request_id: str) -> RequestOffloadState:
+        state = self[request_id] = RequestOffloadState()
+        return state
+
+    def end(self, request_id: str) -> None:
+        """A request has ended; a load of it may still be under way."""
+        self[request_id].has_ended = True
+        self.drop_ended(request_id)
+
+    def drop_ended(self, request_id: str) -> None:
+        """Forget a request that has ended, and has no load any more."""
+        state = self.get(request_id)
+        if state is not None and state.has_ended and state.under_way is None:
+            del self[request_id]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a scheduler side holds for requests at one moment: for tests, and to find what leaks.
+
+    Attributes:
+        request_ids: Requests of which anything is remembered.
+        pinned_ids: Requests that pin entries of the tier.
+        loading_ids: Requests whose load is under way.
+        hole_ids: Requests some of whose holes are not computed.
+        loaded_hole_ids: Those of them whose load has ended: they wait for nothing else.
+        num_planned_stores: Stores of the step that is being planned.
+        num_stores: Stores that workers make.
+        num_referenced_blocks: Blocks that are kept from being reallocated. One that is referenced
+            twice counts twice.
+        num_awaited_blocks: Blocks that stores of segments will reference.
+        num_begun_segments: Segments that requests of our own compute, or that workers store for
+            them. Queued ones are not held for anybody.
+    """
+
+    request_ids: frozenset[str] = frozenset()
+    pinned_ids: frozenset[str] = frozenset()
+    loading_ids: frozenset[str] = frozenset()
+    hole_ids: frozenset[str] = frozenset()
+    loaded_hole_ids: frozenset[str] = frozenset()
+    num_planned_stores: int = 0
+    num_stores: int = 0
+    num_referenced_blocks: int = 0
+    num_awaited_blocks: int = 0
+    num_begun_segments: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        return not any(getattr(self, field.name) for field in fields(self))

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of requests: what is worth storing, when its pages are complete, how it ends.
+
+Where a request's computed tokens pass a boundary, the rows before it and the tails at it are stored
+after that step, before windows move on. A store holds references to its pages until all workers
+have ended it. The end of an answer is known only when it is reached: until then the pages of the
+latest tails that would leave their windows are held as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_ascend_kvext.connector.common.block_references import (
+    MAX_REFERENCED_SHARE,
+    BlockReferences,
+)
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
+from vllm_ascend_kvext.connector.common.store_jobs import Pages, StoreJobs, table_parts
+from vllm_ascend_kvext.connector.scheduler.boundaries import UNASKED, BoundaryPlanner
+from vllm_ascend_kvext.connector.scheduler.request_state import (
+    RequestOffloadState,
+    StoreProgress,
+)
+from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.prefix import HashedPrefix
+from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
+from vllm_ascend_kvext.store.tier import HostTier
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.common.events import TierEvents
+
+_NEVER = 1 << 60
+_LATEST = Reason(Origin.LATEST)
+
+MAX_UNASKED_SHARE = 0.25
+"""As `MAX_REFERENCED_SHARE`, for tails that nobody has asked for."""
+
+_THERE = (None, Refusal.ALREADY_STORED, Refusal.BEING_STORED)
+"""What a store is answered that leaves nothing to do."""
+
+
+class _Stored(NamedTuple):
+    """An entry whose store is under way, and whose it is."""
+
+    entry: Entry
+    prefix: HashedPrefix
+    request: Request
+
+
+@dataclass(slots=True)
+class _Job:
+    """Stores of one request in one step."""
+
+    chunks: list[PlacedChunk] = field(default_factory=list)
+    pages: Pages = field(default_factory=dict)
+    stored: list[_Stored] = field(default_factory=list)
+
+
+class Stores:
+    """The stores of one engine.
+
+    Attributes:
+        reasons: Why tails were stored, by the number of the entry.
+        num_planned: Jobs of this step.
+    """
+
+    def __init__(
+        self,
+        view: SchedulerView,
+        tier: HostTier,
+        layout: HostLayout,
+        policy: StorePolicy,
+        references: BlockReferences,
+        events: TierEvents,
+        jobs: StoreJobs,
+    ) -> None:
+        self._view = view
+        self._tier = tier
+        self._layout = layout
+        self._references = references
+        self._events = events
+        self._under_way = jobs
+        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, view.interval_tokens)
+        self.chooser = StoreChooser(policy)
+        self._is_off = policy is StorePolicy.NEVER
+        self._jobs: dict[str, _Job] = {}  # of this step
+        self.reasons: dict[int, Reason] = {}
+
+    @property
+    def num_planned(self) -> int:
+        return len(self._jobs)
+
+    # What happens to a request.
+
+    def note_step(
+        self, request: Request, state: RequestOffloadState, num_scheduled_tokens: int
+    ) -> None:
+        """A request computes in the step that is being planned."""
+        # Beyond the tokens that are known lie drafts, which may be rejected.
+        computed_tokens = request.num_computed_tokens + num_scheduled_tokens
+        progress = state.progress
+        if progress is None or request.num_computed_tokens < progress.done_tokens:
+            if self._is_off:
+                return
+            progress = self._admit(request, state)
+        if computed_tokens >= progress.next_event_tokens:
+            self._advance(request, progress, min(computed_tokens, request.num_tokens))
+
+    def next_stop_tokens(
+        self, request: Request, state: RequestOffloadState, computed_tokens: int
+    ) -> int:
+        """Where a prefill step that begins there is to end, so that it leaves a state to store.
+
+        The request may not have been admitted yet.
+
+        Returns:
+            A boundary past the beginning; a very large number if there is none.
+        """
+        is_prefill = computed_tokens < request.num_prompt_tokens
+        if self._is_off or not self._layout.has_states or not is_prefill:
+            return _NEVER
+        progress = state.progress
+        if progress is None or computed_tokens < progress.done_tokens:
+            boundaries = self._plan(request, state, computed_tokens)
+        else:
+            boundaries = progress.boundaries
+        return self.planner.next_stop_after(boundaries, computed_tokens)
+
+    def finish(self, request: Request, state: RequestOffloadState, is_end_of_turn: bool) -> None:
+        """A request has ended; its block table is still there.
+
+        Args:
+            is_end_of_turn: Whether its next turn may resume where it ended, and its pages hold
+                what it has computed.
+        """
+        progress, state.progress = state.progress, None
+        if progress is None:
+            return
+        if is_end_of_turn and not self._is_off:
+            progress.use = self._tier.next_use()
+            progress.rows_tokens = 0  # Some may have been evicted since.
+            boundary = self._last_boundary(request)
+            prompt_tokens = min(request.num_prompt_tokens, boundary)
+            self._tier.note_ended(self._view.prefix(request), prompt_tokens, boundary)
+            if boundary > 0:
+                self._store_end(request, progress, boundary)
+        self._release_held(progress)
+
+    def release_held(self, state: RequestOffloadState) -> None:
+        """Let go of the blocks that a request's stores hold: its block table goes."""
+        if state.progress is not None:
+            self._release_held(state.progress)
+
+    def swap_out(
+        self, request: Request, state: RequestOffloadState
+    ) -> tuple[StoreJob | None, bool]:
+        """A request is about to be preempted: store what it would have to compute again.
+
+        Its pages are wanted at once, so the job holds none: workers make it before the step
+        overwrites them.
+
+        Returns:
+            The job, None if there is nothing to store; and whether the request can go on from where
+            it stands once the job is made.
+        """
+        progress = state.progress
+        boundary = self._last_boundary(request)
+        if progress is None or boundary <= 0 or self._is_off:
+            return None, False
+        progress.use = self._tier.next_use()  # It is going to be read before what others stored.
+        is_whole = self._store_end(request, progress, boundary, max_share=math.inf)
+        job = self._jobs.pop(request.request_id, None)
+        if job is None:
+            return None, is_whole
+        self._references.release(list(job.pages.values()))
+        return self._begin(job, []), is_whole
+
+    def swap_bytes(self, request: Request) -> int:
+        """Host bytes of what `swap_out` would store."""
+        prefix = self._view.prefix(request)
+        boundary = self._last_boundary(request)
+        pieces = self._tier.missing_pieces(prefix, 0, boundary) if boundary else []
+        if boundary and self._layout.geometry.needs_tails:
+            pieces.append(Piece.tails(boundary))
+        return sum(self._layout.num_bytes(piece) for piece in pieces)
+
+    def abandon(self) -> None:
+        """Let go of the pages of the stores of this step, which are not made."""
+        for planned in self._jobs.values():
+            self._references.release(list(planned.pages.values()))
+            self._end(planned.stored, has_failed=True)
+        self._jobs.clear()
+
+    # Jobs.
+
+    def take_jobs(self) -> tuple[StoreJob, ...]:
+        """What has been planned since the last call, for the workers."""
+        jobs = [self._begin(job, list(job.pages.values())) for job in self._jobs.values()]
+        self._jobs.clear()
+        return tuple(jobs)
+
+    def note_hit(self, entry: Entry) -> None:
+        """A request resumes from tails."""
+        reason = self.reasons.get(entry.number)
+        if reason is not None:
+            self.planner.note_hit(reason)
+
+    def note_removed(self, entry: Entry, removal: Removal) -> None:
+        """An entry is not there any more."""
+        self.reasons.pop(entry.number, None)
+        self._events.removed(entry, removal)
+
+    # What is behind it.
+
+    def _begin(self, job: _Job, blocks: list[Block]) -> StoreJob:
+        number = self._under_way.begin(blocks, partial(self._end, job.stored))
+        parts = table_parts(job.pages, len(self._view.managers))
+        return StoreJob(number, tuple(job.chunks), parts)
+
+    def _end(self, stored: Sequence[_Stored], has_failed: bool) -> None:
+        for entry, prefix, request in stored:
+            if has_failed:
+                self._tier.fail_store(entry)
+            elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
+                self._events.stored(entry, prefix, request)
+                continue
+            self.reasons.pop(entry.number, None)
+
+    def _plan(
+        self,
+        request: Request,
+        state: RequestOffloadState,
+        computed_tokens: int,
+        shared_tokens: int | None = None,
+    ) -> dict[int, Reason]:
+        """The boundaries of a request that is to begin there.
+
+        They are those of `_admit`, whatever others store meanwhile: steps end where it will store.
+        """
+        if state.planned is None or state.planned[0] != computed_tokens:
+            if shared_tokens is None:
+                shared_tokens = self._shared_tokens(request)
+            boundaries = self.planner.plan(request, computed_tokens, shared_tokens)
+            state.planned = computed_tokens, boundaries
+        return state.planned[1]
+
+    def _admit(self, request: Request, state: RequestOffloadState) -> StoreProgress:
+        """A request begins, or begins again after its blocks were taken."""
+        self.release_held(state)
+        self.planner.report_hints(request)
+        computed_tokens = request.num_computed_tokens
+        shared_tokens = self._shared_tokens(request)
+        boundaries = self._plan(request, state, computed_tokens, shared_tokens)
+        state.planned = None
+        state.progress = StoreProgress(
+            self._tier.next_use(),
+            boundaries,
+            done_tokens=computed_tokens,
+            rows_tokens=shared_tokens,
+        )
+        return state.progress
+
+    def _shared_tokens(self, request: Request) -> int:
+        """Up to where the rows of a prompt are stored, or being stored."""
+        prefix = self._view.prefix(request)
+        return self._tier.present_tokens(prefix, request.num_prompt_tokens)
+
+    def _advance(self, request: Request, progress: StoreProgress, computed_tokens: int) -> None:
+        """A step takes a request past an event."""
+        geometry = self._layout.geometry
+        self._store_chunks(request, progress, computed_tokens)
+        next_tokens = _NEVER
+        if geometry.needs_rows:
+            chunk_tokens = geometry.chunk_tokens
+            next_tokens = computed_tokens - computed_tokens % chunk_tokens + chunk_tokens
+        # Without tails, a request can resume at every unit of what is stored.
+        if geometry.needs_tails:
+            self._store_boundaries(request, progress, computed_tokens)
+            next_tokens = min(
+                next_tokens, self.planner.next_after(progress.boundaries, computed_tokens)
+            )
+            boundary = self._layout.geometry.floor(computed_tokens)
+            self._hold_tails(request, progress, boundary)
+            next_tokens = min(next_tokens, boundary + self._layout.unit_tokens)
+        progress.done_tokens = computed_tokens
+        progress.next_event_tokens = next_tokens
+
+    def _store_boundaries(
+        self, request: Request, progress: StoreProgress, computed_tokens: int
+    ) -> None:
+        """Store the boundaries that a step passes."""
+        crossed = self.planner.crossed(progress.boundaries, progress.done_tokens, computed_tokens)
+        known_tokens = self._view.prefix(request).num_tokens
+        crossed = [(tokens, reason) for tokens, reason in crossed if tokens <= known_tokens]
+        if not crossed:
+            return
+        # Rows of all of them at once: in fewer pieces. Then what was asked for.
+        has_rows = self._store_rows(request, progress, crossed[-1][0])
+        for tokens, reason in sorted(crossed, key=lambda each: each[1].origin in UNASKED):
+            tails = Piece.tails(tokens)
+            if not has_rows or self._store(request, progress, tails, reason) not in _THERE:
+                self.planner.note_tried(reason)
+
+    def _store_chunks(
+        self, request: Request, progress: StoreProgress, computed_tokens: int
+    ) -> None:
+        """Store whole chunks that somebody else has computed before, or all of them."""
+        geometry = self._layout.geometry
+        if not geometry.needs_rows:
+            return
+        prefix = self._view.prefix(request)
+        chunk_tokens = geometry.chunk_tokens
+        first_end = progress.done_tokens - progress.done_tokens % chunk_tokens + chunk_tokens
+        last_end = min(computed_tokens, prefix.num_tokens)
+        wanted_tokens = 0
+        for chunk_end in range(first_end, last_end + 1, chunk_tokens):
+            if self.chooser.is_wanted(prefix.key_at(chunk_end), request.request_id):
+                wanted_tokens = chunk_end
+        if wanted_tokens > progress.rows_tokens:
+            self._store_rows(request, progress, wanted_tokens)
+
+    def _store_end(
+        self,
+        request: Request,
+        progress: StoreProgress,
+        boundary_tokens: int,
+        max_share: float = MAX_REFERENCED_SHARE,
+    ) -> bool:
+        """Store what a resume where a request stands needs.
+
+        Returns:
+            Whether all of it is stored, or going to be.
+        """
+        # Tails without the rows before them are of no use.
+        if not self._store_rows(request, progress, boundary_tokens, max_share):
+            return False
+        if not self._layout.geometry.needs_tails:
+            return True
+        tails = Piece.tails(boundary_tokens)
+        return self._store(request, progress, tails, _LATEST, max_share) in _THERE
+
+    def _store_rows(
+        self,
+        request: Request,
+        progress: StoreProgress,
+        upto_tokens: int,
+        max_share: float = MAX_REFERENCED_SHARE,
+    ) -> bool:
+        """Whether all rows before a boundary are stored, or going to be."""
+        if not self._layout.geometry.needs_rows:
+            return True
+        prefix = self._view.prefix(request)
+        for piece in self._tier.missing_pieces(prefix, progress.rows_tokens, upto_tokens):
+            if self._store(request, progress, piece, None, max_share) not in _THERE:
+                return False
+            progress.rows_tokens = max(progress.rows_tokens, piece.end_tokens)
+        progress.rows_tokens = max(progress.rows_tokens, self._layout.geometry.floor(upto_tokens))
+        return True
+
+    def _store(
+        self,
+        request: Request,
+        progress: StoreProgress,
+        piece: Piece,
+        reason: Reason | None = None,
+        max_share: float = MAX_REFERENCED_SHARE,
+    ) -> Refusal | None:
+        """Plan the store of one piece; None if it is going to be made.
+
+        Stores may hold ``max_share`` of the pool's blocks then.
+        """
+        blocks = self._blocks(request.request_id, progress, self._layout.pages(piece))
+        pages: Pages = {key: block for key, block in blocks.items() if block is not None}
+        if len(pages) < len(blocks):
+            self._tier.counters.refused_stores[Refusal.PAGES_GONE] += 1
+            return Refusal.PAGES_GONE
+        is_unasked = reason is not None and reason.origin in UNASKED
+        max_share = MAX_UNASKED_SHARE if is_unasked else max_share
+        if self._references.num_references + len(pages) > max_share * self._view.num_blocks:
+            self._tier.counters.refused_stores[Refusal.BUSY] += 1
+            return Refusal.BUSY
+        prefix = self._view.prefix(request)
+        num_bytes = self._layout.num_bytes(piece)
+        # What nobody asked for gives way first, until somebody resumes there.
+        use = 0 if is_unasked else progress.use
+        entry = self._tier.begin_store(prefix, piece, num_bytes, use)
+        if isinstance(entry, Refusal):
+            return entry
+        if reason is not None:
+            self.reasons[entry.number] = reason
+            self.planner.note_tried(reason)
+        job = self._jobs.setdefault(request.request_id, _Job())
+        new = [block for key, block in pages.items() if key not in job.pages]
+        self._references.take(new)
+        job.pages.update(pages)
+        job.chunks.append(self._layout.chunk(piece, entry.offset_bytes))
+        job.stored.append(_Stored(entry, prefix, request))
+        return None
+
+    def _blocks(
+        self, request_id: str, progress: StoreProgress, page_ranges: Iterable[tuple[int, int, int]]
+    ) -> dict[tuple[int, int], Block | None]:
+        """Blocks of ranges of pages; None where they are neither in the table nor held."""
+        blocks: dict[tuple[int, int], Block | None] = {}
+        for group, first_page, end_page in page_ranges:
+            found = self._view.blocks(request_id, group, first_page, end_page)
+            for page in range(first_page, end_page):
+                block = found[page - first_page] if page - first_page < len(found) else None
+                if block is None or block.is_null:
+                    block = progress.held.get((group, page))
+                blocks[group, page] = block
+        return blocks
+
+    def _last_boundary(self, request: Request) -> int:
+        """The last boundary whose tokens are known and computed, by steps in flight at least."""
+        known_tokens = min(request.num_computed_tokens, request.num_tokens)
+        known_tokens = min(known_tokens, self._view.prefix(request).num_tokens)
+        return self._layout.geometry.floor(known_tokens)
+
+    def _hold_tails(self, request: Request, progress: StoreProgress, boundary_tokens: int) -> None:
+        """Hold what leaves the windows of the latest boundary before another can be reached."""
+        if boundary_tokens <= progress.held_tokens or boundary_tokens <= 0:
+            return
+        # Drafts that are rejected, and steps in flight, count as computed for a while: one more.
+        upto_tokens = boundary_tokens + 2 * self._layout.unit_tokens
+        leaving = self._layout.pages_that_leave(boundary_tokens, upto_tokens)
+        blocks = self._blocks(request.request_id, progress, leaving)
+        held: Pages = {key: block for key, block in blocks.items() if block is not None}
+        self._references.take(list(held.values()))
+        self._release_held(progress)
+        progress.held, progress.held_tokens = held, boundary_tokens
+
+    def _release_held(self, progress: StoreProgress) -> None:
+        self._references.release(list(progress.held.values()))
+        progress.held, progress.held_tokens = {}, 0

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether loading costs less than computing, estimated from what was measured.
+
+A load costs its bytes at the measured bandwidth, and the time that a request is parked for whatever
+the size: until a step takes note of its end. Computing costs the measured time per prefill token.
+No load is refused before both are known. KV of a preempted request that would go out and come back
+costs a store, too, for which the step waits. It does not go before all of that is known: an engine
+that has measured nothing cannot say for how long everybody would wait.
+"""
+
+from __future__ import annotations
+
+MIN_PREFILL_TOKENS = 64
+"""A step with fewer tokens says more about its fixed cost than about prefill."""
+
+_WEIGHT = 0.2
+"""The weight of a new sample in a moving mean: some ten samples are remembered."""
+
+
+class TransferCost:
+    """Measurements of one engine.
+
+    With ``is_ignored``, loads are made, and preempted requests stored, whatever they cost.
+    """
+
+    def __init__(self, is_ignored: bool = False) -> None:
+        self.is_ignored = is_ignored
+        # Moving means; None before anything was measured.
+        self._s_per_byte: float | None = None
+        self._s_per_stored_byte: float | None = None
+        self._s_per_token: float | None = None
+        self._parked_s: float | None = None
+
+    def note_copies(self, num_bytes: int, seconds: float) -> None:
+        """Copies of loads took so long, all of them together."""
+        if num_bytes > 0:
+            self._s_per_byte = _mean(self._s_per_byte, seconds / num_bytes)
+
+    def note_stores(self, num_bytes: int, seconds: float) -> None:
+        """Copies of stores took so long, all of them together."""
+        if num_bytes > 0:
+            per_byte = seconds / num_bytes
+            self._s_per_stored_byte = _mean(self._s_per_stored_byte, per_byte)
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """From the step that began a load to the one that reported it, so much time passed."""
+        parked_s = max(0.0, seconds - self._copy_s(num_bytes))
+        self._parked_s = _mean(self._parked_s, parked_s)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens."""
+        if num_tokens >= MIN_PREFILL_TOKENS:
+            self._s_per_token = _mean(self._s_per_token, seconds / num_tokens)
+
+    def load_s(self, num_bytes: int) -> float:
+        """Estimated seconds of a load; 0 if nothing was measured."""
+        return self._copy_s(num_bytes) + (self._parked_s or 0.0)
+
+    def compute_s(self, num_tokens: int) -> float | None:
+        """Estimated seconds of computing tokens; None if nothing was measured."""
+        return None if self._s_per_token is None else self._s_per_token * num_tokens
+
+    def is_slower_than_computing(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether computing so many tokens is faster than loading so many bytes."""
+        compute_s = None if self.is_ignored else self.compute_s(num_tokens)
+        return compute_s is not None and self.load_s(num_bytes) > compute_s
+
+    def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether storing and loading so many bytes is faster than computing so many tokens.
+
+        Before anything was loaded, the way back is estimated as the way out.
+        """
+        if self.is_ignored:
+            return True
+        compute_s, out_s_per_byte = self.compute_s(num_tokens), self._s_per_stored_byte
+        if compute_s is None or out_s_per_byte is None:
+            return False
+        out_s = num_bytes * out_s_per_byte
+        back_s = out_s if self._s_per_byte is None else self.load_s(num_bytes)
+        return out_s + back_s <= compute_s
+
+    def _copy_s(self, num_bytes: int) -> float:
+        return num_bytes * (self._s_per_byte or 0.0)
+
+
+def _mean(mean: float | None, sample: float) -> float:
+    return sample if mean is None else mean + _WEIGHT * (sample - mean)

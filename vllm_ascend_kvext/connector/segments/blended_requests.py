@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in whose prompts segments are reused.
+
+A blended request is loaded and computed like one with holes: what is reused is loaded, all between
+is a hole. From its first reused token on its KV is approximate, and kept from everyone else: see
+``shared_tokens`` and ``private_hashes``. Requests that store a segment are left to `SegmentStores`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
+from vllm_ascend_kvext.blending.segments import (
+    behind_head,
+    named_segments,
+    plan_blend,
+    separated_segments,
+)
+from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
+from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
+from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
+from vllm_ascend_kvext.connector.segments.questions import Questions
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
+from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
+from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.holes.hole_queue import ProbePlan
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_span, with_holes
+from vllm_ascend_kvext.store.lookup import Hit
+from vllm_ascend_kvext.token_range import TokenRange
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOptions:
+    """What is reused; see ``ConnectorOptions``.
+
+    Of each reused segment the first ``head_tokens`` are computed, and at least ``min_head_tokens``:
+    with windows, so many tokens read across its beginning. What is shorter than ``min_tokens`` is
+    computed. Empty ``separator_ids`` find no segments.
+    """
+
+    head_tokens: int
+    min_head_tokens: int
+    min_tokens: int
+    separator_ids: tuple[int, ...]
+
+
+class _KnownSegment(NamedTuple):
+    segment: TokenRange
+    prefix: SegmentPrefix
+
+
+@dataclass(slots=True)
+class _Blended:
+    """A request of which ``reused_tokens`` of ``hit_tokens`` behind ``exact_tokens`` are reused.
+
+    ``hashes`` are those of what is not exact. ``known_tokens`` is how many tokens it had when it
+    got them, those on their way included.
+    """
+
+    exact_tokens: int
+    hit_tokens: int
+    reused_tokens: int
+    hashes: PrivateHashes
+    known_tokens: int
+
+
+@dataclass(slots=True)
+class _State:
+    """The segments of a request, and what it reuses; None if all of its KV is exact.
+
+    ``answered``: what it has lost since it reused it, and has answered by. ``is_refused``: a
+    refusal is counted once, although it may be asked about in every step.
+    """
+
+    known: list[_KnownSegment] = field(default_factory=list)
+    blended: _Blended | None = None
+    answered: _Blended | None = None
+    is_refused: bool = False
+
+
+class Blending(NoSegments):
+    """The segments of one engine; what `NoSegments` says of each method holds here, too.
+
+    Without ``questions`` nothing is compared, without ``learning`` only clients have segments
+    computed. The keys of so many workers are to be compared.
+
+    Attributes:
+        keys_are_checked: Whether this model's keys are known to turn with their positions alone.
+        why_no_reuse: Why nothing is reused for good; empty if something may be.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        store: SegmentStore,
+        options: BlendOptions,
+        questions: Questions | None,
+        learning: SegmentLearning | None,
+        num_workers: int,
+    ) -> None:
+        self._view = parts.view
+        self._window_pages = parts.layout.window_pages
+        self._needs_tails = bool(self._window_pages(0))
+        self._counters = parts.counters
+        self.store = store
+        self.options = options
+        self.questions = questions
+        self.learning = learning
+        self._stores = SegmentStores(parts, store, learning)
+        self._key_checks_missing = num_workers
+        self.keys_are_checked = False
+        self.why_no_reuse = ""
+        self._states: dict[str, _State] = {}
+
+    # Admission.
+
+    def add_request(self, request: Request) -> None:
+        if self._stores.note_new(request):
+            return
+        token_ids = request.prompt_token_ids
+        if token_ids is None or request.sampling_params is None:
+            return
+        try:
+            segments = named_segments(request.sampling_params.extra_args, len(token_ids))
+        except SegmentError as error:
+            self._refuse(request.request_id, BlendRefusal.WRONG_SEGMENTS)
+            logger.warning("Request %s: %s", request.request_id, error)
+            return
+        if segments is None:
+            separator_ids = self.options.separator_ids
+            segments = separated_segments(token_ids, separator_ids) if separator_ids else []
+        long_enough = [each for each in segments if each.num_tokens >= self.options.min_tokens]
+        if not long_enough:
+            return
+        if why_no_holes(request) is not None:
+            self._refuse(request.request_id, BlendRefusal.UNSUITED_REQUEST)
+            return
+        known = [
+            _KnownSegment(each, self.store.prefix(token_ids[slice(*each)], request.cache_salt))
+            for each in long_enough
+        ]
+        self._states[request.request_id] = _State(known)
+        if self.learning is not None:
+            runs = [(self._reusable(each, each.num_tokens), prefix) for each, prefix in known]
+            worth_storing = [
+                prefix for run, prefix in runs if run and run.num_tokens >= self.options.min_tokens
+            ]
+            self.learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
+
+    def has_to_wait(self, request: Request) -> bool:
+        return self._stores.has_to_wait(request)
+
+    def stores_prompt(self, request_id: str) -> bool:
+        return self._blended(request_id) is None and not self._stores.is_segment(request_id)
+
+    def is_segment(self, request_id: str) -> bool:
+        return self._stores.is_segment(request_id)
+
+    def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
+        request_id = request.request_id
+        state = self._states.get(request_id)
+        if state is None or not state.known:
+            return None
+        if not self.keys_are_checked:
+            self._refuse(request_id, BlendRefusal.UNCHECKED_KEYS)
+            return None
+        exact_tokens = hit.boundary_tokens
+        if (
+            self._needs_tails
+            and exact_tokens
+            and hit.tails is None
+            and self.cached_windows(request, exact_tokens) is None
+        ):
+            self._refuse(request_id, BlendRefusal.NO_WINDOW)
+            return None
+        found: list[Span] = []
+        candidates: list[TokenRange] = []
+        for segment, prefix in state.known:
+            if segment.end_tokens <= exact_tokens:
+                continue
+            spans = self.store.find(prefix, segment.first_tokens)
+            stored_tokens = spans[-1].end_tokens - segment.first_tokens if spans else 0
+            run = self._reusable(segment, stored_tokens)
+            if run is not None:
+                found += spans
+                candidates.append(run)
+        plan = plan_blend(request.num_tokens, exact_tokens, candidates, self.options.min_tokens)
+        if plan is None:
+            return None
+        loaded = _cut(found, plan.reused)
+        if self.questions is not None:
+            heads = (span._replace(is_computed=True) for span in _cut(found, plan.holes))
+            loaded = sorted((*loaded, *heads))
+        exact = map(loaded_span, hit.rows)
+        behind = with_holes(exact_tokens, loaded, plan.resume_tokens)
+        tails = {} if hit.tails is None else {exact_tokens: hit.tails}
+        return LoadPlan(
+            hit.prefix,
+            hit.after_tokens,
+            plan.resume_tokens,
+            exact_tokens,
+            (*exact, *behind),
+            tails,
+        )
+
+    def _reusable(self, segment: TokenRange, stored_tokens: int) -> TokenRange | None:
+        options = self.options
+        return behind_head(segment, stored_tokens, options.head_tokens, options.min_head_tokens)
+
+    def refuse_for_room(self, request_id: str) -> None:
+        self._refuse(request_id, BlendRefusal.ROOM)
+
+    def cached_windows(
+        self, request: Request, exact_tokens: int
+    ) -> dict[int, Sequence[Block]] | None:
+        cached: dict[int, Sequence[Block]] = {}
+        for group, (first_page, end_page) in self._window_pages(exact_tokens).items():
+            blocks = self._view.cached_blocks(request, group, first_page, end_page)
+            if blocks is None:
+                return None
+            cached[group] = blocks
+        return cached
+
+    def begin(self, request: Request, plan: LoadPlan) -> None:
+        state = self._states[request.request_id]
+        known = state.known
+        reused = [span for span in plan.segment_spans if not span.is_computed]
+        reused_tokens = sum(span.num_tokens for span in reused)
+        starts = {span.first_tokens - span.entry_tokens for span in reused}
+        hits = [each.segment for each in known if each.segment.first_tokens in starts]
+        num_asked = sum(each.segment.end_tokens > plan.exact_tokens for each in known)
+        counters = self._counters
+        counters.hit_segments += len(hits)
+        counters.missed_segments += num_asked - len(hits)
+        hit_tokens = sum(
+            each.end_tokens - max(each.first_tokens, plan.exact_tokens) for each in hits
+        )
+        hashes = PrivateHashes(request, plan.exact_tokens, self._view.hash_block_size)
+        state.blended = _Blended(
+            plan.exact_tokens, hit_tokens, reused_tokens, hashes, _known_tokens(request)
+        )
+
+    def probe(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
+        return None if self.questions is None else self.questions.begin(request, plan)
+
+    def restart(self, request_id: str) -> None:
+        state = self._states.get(request_id)
+        if state is not None and state.blended is not None:
+            blended, state.blended = state.blended, None
+            self._count(blended)
+            blended.hashes.take_back()
+            # None of its KV is approximate from here on, but what it has answered till then is.
+            request = self._view.requests.get(request_id)
+            if request is not None and _known_tokens(request) > blended.known_tokens:
+                state.answered = blended
+        if self.questions is not None:
+            self.questions.forget(request_id)
+
+    def take_wanted(self) -> WantedSegment | None:
+        return None if self.learning is None else self.learning.take(self._stores.has_room)
+
+    # Steps.
+
+    def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
+        return self._stores.note_step(request, num_scheduled_tokens)
+
+    def preempted(self, request_id: str) -> None:
+        self._stores.preempted(request_id)
+
+    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
+        assert self.questions is not None
+        return self.questions.scored(request_id)
+
+    def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
+        assert self.questions is not None
+        runs = self.questions.choose(request_id, scores)
+        blended = self._blended(request_id)
+        if blended is not None:
+            blended.reused_tokens -= sum(run.num_tokens for run in runs)
+        return runs
+
+    def note_key_checks(self, num_workers: int, failure: str) -> None:
+        if failure and not self.why_no_reuse:
+            self.why_no_reuse = failure
+            self.keys_are_checked = False
+            if self.learning is not None:
+                self.learning.stop()
+            logger.error(
+                "KvextConnector: blending is off: %s Requests are computed as without segments.",
+                failure,
+            )
+        elif not failure and self._key_checks_missing > 0:
+            self._key_checks_missing -= num_workers
+            self.keys_are_checked = self._key_checks_missing <= 0 and not self.why_no_reuse
+
+    # What is told to others.
+
+    def shared_tokens(self, request_id: str) -> int | None:
+        """Behind it, KV is approximate, or that of a segment behind a sink of its own."""
+        blended = self._blended(request_id)
+        return self._stores.shared_tokens(request_id) if blended is None else blended.exact_tokens
+
+    def params(self, request: Request) -> Mapping[str, int] | None:
+        """What is stored of a segment, or how a request is marked; None if all of it is exact.
+
+        One that was preempted is marked as it was when it last answered with reused tokens.
+        """
+        stored = self._stores.params(request.request_id)
+        state = self._states.get(request.request_id, _State())
+        blended = state.blended or state.answered
+        if stored is not None or blended is None:
+            return stored
+        computed_tokens = request.num_prompt_tokens - blended.exact_tokens - blended.reused_tokens
+        return {
+            "kvext_exact_tokens": blended.exact_tokens,
+            "kvext_reused_tokens": blended.reused_tokens,
+            "kvext_recomputed_tokens": computed_tokens,
+        }
+
+    # Ends.
+
+    def forget(self, request_id: str) -> None:
+        self._stores.forget(request_id)
+        state = self._states.pop(request_id, None)
+        if state is not None and state.blended is not None:
+            self._count(state.blended)
+        if self.questions is not None:
+            self.questions.forget(request_id)
+
+    def release_all_held(self) -> None:
+        self._stores.release_all_held()
+
+    def clear(self) -> None:
+        if self.learning is not None:
+            self.learning.clear()
+
+    # What is held.
+
+    @property
+    def request_ids(self) -> set[str]:
+        questions = self.questions.request_ids if self.questions is not None else set()
+        return self._stores.request_ids.union(questions, self._states)
+
+    @property
+    def num_expected_blocks(self) -> int:
+        return self._stores.num_expected_blocks
+
+    @property
+    def num_begun(self) -> int:
+        return 0 if self.learning is None else self.learning.num_begun
+
+    def _refuse(self, request_id: str, refusal: BlendRefusal) -> None:
+        state = self._states.setdefault(request_id, _State())
+        if not state.is_refused:
+            state.is_refused = True
+            self._counters.refusals[refusal] += 1
+
+    def _count(self, blended: _Blended) -> None:
+        """Count tokens once they are what they are: counters never go down."""
+        self._counters.reused_tokens += blended.reused_tokens
+        self._counters.recomputed_tokens += blended.hit_tokens - blended.reused_tokens
+
+    def _blended(self, request_id: str) -> _Blended | None:
+        state = self._states.get(request_id)
+        return None if state is None else state.blended
+
+
+def _known_tokens(request: Request) -> int:
+    """Tokens of a request, those that are being computed included."""
+    return request.num_tokens + request.num_output_placeholders
+
+
+def _cut(found: Sequence[Span], runs: Sequence[TokenRange]) -> list[Span]:
+    """What of some spans lies in some runs. Both ascend, and are disjoint; may be thousands."""
+    cut = []
+    num_behind = 0  # Runs that end before what is looked at.
+    for span in found:
+        while num_behind < len(runs) and runs[num_behind].end_tokens <= span.first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(runs)):
+            run = runs[index]
+            if span.end_tokens <= run.first_tokens:
+                break
+            first = max(span.first_tokens, run.first_tokens)
+            end = min(span.end_tokens, run.end_tokens)
+            entry_tokens = span.entry_tokens + first - span.first_tokens
+            cut.append(Span(first, end, span.entry, entry_tokens))
+    return cut

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine reuses segments, decided once its workers are known, and with which options."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+
+from vllm_ascend_kvext.blending.segment_store import SegmentStore
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.segments.blended_requests import Blending, BlendOptions
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
+from vllm_ascend_kvext.connector.segments.questions import Questions
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens
+from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+MIN_REUSED_TOKENS = 32
+"""Fewer tokens of a segment are computed. Twice the default head: a segment has to be as long to be
+reused at all. Nothing that docs/blending.md measured is shorter."""
+
+
+def make_blending(
+    parts: SchedulerParts,
+    options: ConnectorOptions,
+    segment_tokens: SegmentTokens,
+    workers: Sequence[WorkerLayout],
+) -> NoSegments:
+    """What reuses segments in the pages of some workers, or nothing, with the reason in the log."""
+    refusal = _why_no_blending(parts, workers)
+    if refusal is not None:
+        logger.warning("KvextConnector: blending is off: %s.", refusal)
+        return NoSegments()
+    of_workers = [each.segments for each in workers if each.segments is not None]
+    fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
+    sink_ids = segment_tokens.sink_ids
+    store = SegmentStore(parts.tier, of_workers[0], fingerprint.hexdigest(), sink_ids)
+    window_tokens = max(each.window_tokens for each in of_workers)
+    blend_options = BlendOptions(
+        options.blend_head_tokens,
+        max(0, window_tokens - 1),
+        MIN_REUSED_TOKENS,
+        segment_tokens.separator_ids,
+    )
+    questions = _make_questions(parts, options, workers)
+    learning = _make_learning(parts, store) if options.learns_segments else None
+    logger.info(
+        "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
+        "without their first %d%s. It is approximate. Ask once whether it suits the "
+        "model: `python -m vllm_ascend_kvext check-model MODEL`.",
+        len(sink_ids),
+        max(blend_options.head_tokens, blend_options.min_head_tokens),
+        "" if questions is None else ", and without what the question attends to",
+    )
+    return Blending(parts, store, blend_options, questions, learning, len(workers))
+
+
+def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> str | None:
+    if not parts.computes_holes:
+        return "the tokens between segments are computed as holes, and hole_reuse is off"
+    for rank, worker in enumerate(workers):
+        if worker.segments is None:
+            return f"worker {rank}: {worker.segment_refusal}"
+    if len({worker.segments.row_bytes for worker in workers if worker.segments}) > 1:
+        return "the rows of its workers differ in size"
+    if parts.view.has_other_connectors:
+        return "other connectors of a MultiConnector would take approximate KV for exact"
+    return None
+
+
+def _make_learning(parts: SchedulerParts, store: SegmentStore) -> SegmentLearning | None:
+    view = parts.view
+    if view.num_data_parallel > 1:
+        logger.warning(
+            "KvextConnector: learn_segments is off: the %d data-parallel engines of a mixture "
+            "of experts take their steps together, and one of them would begin some alone. Let "
+            "clients store segments, and set learn_segments to false.",
+            view.num_data_parallel,
+        )
+        return None
+    return SegmentLearning(store, view.max_model_len, parts.counters)
+
+
+def _make_questions(
+    parts: SchedulerParts, options: ConnectorOptions, workers: Sequence[WorkerLayout]
+) -> Questions | None:
+    """None if questions are not compared with segments."""
+    if options.blend_selector is not Selector.QUESTION:
+        return None
+    for rank, worker in enumerate(workers):
+        if worker.probe_refusal:
+            logger.warning(
+                "KvextConnector: blend_selector is heads: worker %d: %s", rank, worker.probe_refusal
+            )
+            return None
+    parts.holes.probe_blocks = ProbeBlocks(parts.references, parts.layout.tokens_per_page)
+    return Questions(parts.view, options.blend_ratio, parts.counters)

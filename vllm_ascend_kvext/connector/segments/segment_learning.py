@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that no client has stored, and that are stored because two requests have had them.
+
+The life of one::
+
+    seen       a request has it; a second one does, and it is still not stored
+    queued     until the scheduler has nothing else to admit
+    begun      a request of our own computes it, which `SegmentStores` treats like a client's
+    ended      it is stored, or counted as dropped: to be tried again, it has to be seen twice again
+
+Decides what is computed, and what becomes of it. Knows nothing of the scheduler: its requests are
+made, and taken back, by ``patches.connector.learned_requests``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
+from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters, LearningDrop
+
+MAX_SEEN_SEGMENTS = 8192
+"""So many are known to have been in one request; of each, 32 bytes and a place in a dictionary."""
+
+MAX_QUEUED_SEGMENTS = 64
+MAX_BEGUN_SEGMENTS = 2
+
+
+class WantedSegment(NamedTuple):
+    """A segment that is to be computed, with the salt of the requests that had it.
+
+    The block hasher is ``vllm.v1.request.Request``'s, the same for all requests of an engine.
+    """
+
+    prefix: SegmentPrefix
+    cache_salt: str | None
+    block_hasher: Callable[[Any], list[bytes]] | None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A segment that a request of our own computes.
+
+    If nothing else happens it is counted as ``drop``; None if it is stored. ``is_storing``: workers
+    store it. ``is_computed``: its request has ended.
+    """
+
+    key: bytes
+    drop: LearningDrop | None = LearningDrop.CANCELLED
+    is_storing: bool = False
+    is_computed: bool = False
+
+
+class SegmentLearning:
+    """The segments that one engine learns; nothing is begun while ``is_held``."""
+
+    def __init__(self, store: SegmentStore, max_model_len: int, counters: BlendCounters) -> None:
+        self._store = store
+        self._max_model_len = max_model_len
+        self._counters = counters
+        self._seen: dict[bytes, None] = {}  # in order
+        self._queue: deque[WantedSegment] = deque()
+        self._known: set[bytes] = set()  # keys of those that are queued or begun
+        self._begun: dict[str, _Begun] = {}
+        self._has_stopped = False
+        self.is_held = False
+
+    @property
+    def sink_ids(self) -> tuple[int, ...]:
+        """What segments are computed behind."""
+        return self._store.sink_ids
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether segments wait to be computed."""
+        return bool(self._queue)
+
+    @property
+    def num_begun(self) -> int:
+        """Segments that our own requests compute, or that workers store for them."""
+        return max(len(self._known) - len(self._queue), len(self._begun))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Our own requests that have not ended."""
+        return [each for each, begun in self._begun.items() if not begun.is_computed]
+
+    def note_seen(
+        self,
+        prefixes: Iterable[SegmentPrefix],
+        cache_salt: str | None,
+        block_hasher: Callable[[Any], list[bytes]] | None,
+    ) -> None:
+        """A request has arrived that has segments which are worth storing."""
+        if self._has_stopped:
+            return
+        of_request: set[bytes] = set()
+        for prefix in prefixes:
+            is_missing = self._store.is_missing(prefix)
+            key = _key_of(prefix)
+            if key in of_request:
+                continue
+            of_request.add(key)
+            if not is_missing:
+                self._seen.pop(key, None)
+            elif key not in self._known and self._was_seen(key):
+                self._enqueue(key, WantedSegment(prefix, cache_salt, block_hasher))
+
+    def _was_seen(self, key: bytes) -> bool:
+        """Whether another request had a segment before; it then counts as never seen."""
+        if key in self._seen:
+            del self._seen[key]
+            return True
+        if len(self._seen) == MAX_SEEN_SEGMENTS:
+            del self._seen[next(iter(self._seen))]
+        self._seen[key] = None
+        return False
+
+    def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
+        """A segment that is to be computed now; None if there is none, or enough are begun.
+
+        The next one waits until one of so many tokens ``has_room`` to be stored beside what is
+        being stored: its request would be taken back.
+        """
+        while self._queue and not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
+            wanted = self._queue[0]
+            is_missing = self._store.is_missing(wanted.prefix)
+            if is_missing and not has_room(wanted.prefix.num_segment_tokens):
+                return None
+            self._queue.popleft()
+            self._known.discard(_key_of(wanted.prefix))
+            if is_missing:
+                return wanted
+        return None
+
+    def begin(self, request_id: str, wanted: WantedSegment) -> None:
+        """A request of our own is about to be queued that computes a segment."""
+        key = _key_of(wanted.prefix)
+        self._known.add(key)
+        self._begun[request_id] = _Begun(key)
+
+    def note_busy(self, request_id: str) -> None:
+        """A request of our own is taken back, because others need the room."""
+        self._begun[request_id].drop = LearningDrop.BUSY
+
+    def note_no_room(self, request_id: str) -> bool:
+        """There is no room to store what a request computes. Returns whether it is our own."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.drop = LearningDrop.ROOM
+        return begun is not None
+
+    def note_store(self, request_id: str, is_needed: bool) -> None:
+        """All of a segment has been computed: workers store it, unless it is there already."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.is_storing = is_needed
+            begun.drop = LearningDrop.FAILED if is_needed else None
+
+    def end_store(self, request_id: str, has_failed: bool) -> None:
+        """Workers have ended a store."""
+        begun = self._begun.get(request_id)
+        if begun is None:
+            return
+        begun.is_storing = False
+        if not has_failed:
+            begun.drop = None
+            self._counters.learned_segments += 1
+        self._settle(request_id, begun)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        begun = self._begun.get(request_id)
+        if begun is not None:
+            begun.is_computed = True
+            self._settle(request_id, begun)
+
+    def clear(self) -> None:
+        """What was seen, and is queued, is not worth anything any more."""
+        self._seen.clear()
+        for wanted in self._queue:
+            self._known.discard(_key_of(wanted.prefix))
+            self._drop(LearningDrop.CANCELLED)
+        self._queue.clear()
+
+    def stop(self) -> None:
+        """Learn nothing from here on: segments are not reused."""
+        self._has_stopped = True
+        self.clear()
+
+    def _enqueue(self, key: bytes, wanted: WantedSegment) -> None:
+        num_tokens = len(self.sink_ids) + wanted.prefix.num_segment_tokens
+        if num_tokens >= self._max_model_len:
+            self._drop(LearningDrop.TOO_LONG)
+        elif len(self._queue) >= MAX_QUEUED_SEGMENTS:
+            self._drop(LearningDrop.QUEUE)
+        else:
+            self._known.add(key)
+            self._queue.append(wanted)
+
+    def _settle(self, request_id: str, begun: _Begun) -> None:
+        if begun.is_storing or not begun.is_computed:
+            return
+        del self._begun[request_id]
+        self._known.discard(begun.key)
+        if begun.drop is not None:
+            self._drop(begun.drop)
+
+    def _drop(self, drop: LearningDrop) -> None:
+        self._counters.learning_drops[drop] += 1
+
+
+def _key_of(prefix: SegmentPrefix) -> bytes:
+    """The key of a whole segment."""
+    return prefix.key_at(prefix.num_tokens)

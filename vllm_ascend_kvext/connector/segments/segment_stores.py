@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose prompt is a segment that is to be stored.
+
+The prompt is computed behind the sink and nothing else: whatever the client sends, the sink is put
+before it. Whole blocks of the sink are read from the local prefix cache, and nothing of the segment
+is read from any cache. After the step that ends it, its rows are stored, in one job. Until then the
+pages that leave its windows are held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
+from vllm_ascend_kvext.blending.segments import is_to_be_stored
+from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
+from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
+from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
+from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.holes.eligibility import why_no_holes
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import Entry
+
+logger = logging.getLogger("vllm.ascend_kvext.blending")
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A request that is to store its prompt: ``token_ids`` without the sink, none if refused.
+
+    The sink may be read from the cache with ``has_cached_sink``. ``held`` are pages of windows; the
+    store holds ``expected_blocks`` in the end, 0 until the request may begin.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    has_cached_sink: bool = False
+    is_wanted: bool = False
+    stored_tokens: int = 0
+    held: Pages = field(default_factory=dict)
+    expected_blocks: int = 0
+
+
+class SegmentStores:
+    """The stores of one engine, for clients and, if there is learning, for requests of its own."""
+
+    def __init__(
+        self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None = None
+    ) -> None:
+        self._view = parts.view
+        self._store = store
+        self._tokens_per_page = parts.layout.tokens_per_page
+        self._window_groups = parts.layout.window_pages(0).keys()
+        self._references = parts.references
+        self._jobs = parts.jobs
+        self._counters = parts.counters
+        self._learning = learning
+        self._segments: dict[str, _Segment] = {}  # by request
+        self._num_expected_blocks = 0  # of all that are wanted or being stored
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests of which anything is remembered."""
+        learned = self._learning.request_ids if self._learning is not None else ()
+        return set(learned).union(self._segments)
+
+    @property
+    def num_expected_blocks(self) -> int:
+        """Blocks that stores of segments hold, or will hold."""
+        return self._num_expected_blocks
+
+    def is_segment(self, request_id: str) -> bool:
+        """Whether the prompt of a request is one: it is not stored once more as a prompt."""
+        segment = self._segments.get(request_id)
+        return segment is not None and bool(segment.token_ids)
+
+    def shared_tokens(self, request_id: str) -> int | None:
+        """Before which token the blocks of a request are for everyone; None if all of them are."""
+        segment = self._segments.get(request_id)
+        has_cached_sink = segment is not None and segment.has_cached_sink
+        return len(self._store.sink_ids) if has_cached_sink else None
+
+    def note_new(self, request: Any) -> bool:
+        """A request has arrived; whether its prompt is a segment. The sink is put before one."""
+        if request.sampling_params is None or request.prompt_token_ids is None:
+            return False
+        try:
+            if not is_to_be_stored(request.sampling_params.extra_args):
+                return False
+        except SegmentError as error:
+            logger.warning("Request %s: %s", request.request_id, error)
+            refusal: BlendRefusal | None = BlendRefusal.WRONG_SEGMENTS
+            segment = _Segment()
+        else:
+            refusal, segment = self._prepare(request)
+        self._segments[request.request_id] = segment
+        if refusal is not None:
+            self._counters.refusals[refusal] += 1
+        return True
+
+    def has_to_wait(self, request: Request) -> bool:
+        """Whether segments before this one hold so many pages that it might be refused.
+
+        Asked before a request is admitted. One that needs too many by itself does not wait.
+        """
+        wanted = self._wanted(request.request_id)
+        if wanted is None or wanted.expected_blocks:
+            return False
+        if not self.has_room(len(wanted.token_ids)):
+            return True
+        wanted.expected_blocks = self._blocks_of_store(len(wanted.token_ids))
+        self._num_expected_blocks += wanted.expected_blocks
+        return False
+
+    def has_room(self, num_segment_tokens: int) -> bool:
+        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
+        max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Others store, too.
+        num_expected = self._num_expected_blocks
+        return (
+            not num_expected
+            or num_expected + self._blocks_of_store(num_segment_tokens) <= max_blocks
+        )
+
+    def params(self, request_id: str) -> dict[str, int] | None:
+        """What the response says of a request that was to store a segment."""
+        segment = self._segments.get(request_id)
+        return None if segment is None else {"kvext_stored_tokens": segment.stored_tokens}
+
+    def _wanted(self, request_id: str) -> _Segment | None:
+        """The segment that a request computes, and that is not being stored yet."""
+        segment = self._segments.get(request_id)
+        return segment if segment is not None and segment.is_wanted else None
+
+    def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
+        """A request computes in the step that is being planned; what is stored after it."""
+        wanted = self._wanted(request.request_id)
+        if wanted is None:
+            return None
+        token_ids = wanted.token_ids
+        num_tokens = len(self._store.sink_ids) + len(token_ids)
+        computed_tokens = request.num_computed_tokens + num_scheduled_tokens
+        if not self._hold_windows(request, wanted, min(computed_tokens, num_tokens)):
+            self._give_up(request.request_id, wanted)
+            return None
+        if computed_tokens < num_tokens:
+            return None
+        prefix = self._store.prefix(token_ids, request.cache_salt)
+        pages = self._pages(request.request_id, wanted, num_tokens)
+        new = [block for key, block in pages.items() if key not in wanted.held]
+        if self._lacks_pages(pages, num_tokens) or self._has_too_many_references(len(new)):
+            self._give_up(request.request_id, wanted)
+            return None
+        entries = self._store.begin_store(prefix)
+        if isinstance(entries, Refusal):
+            self._give_up(request.request_id, wanted)
+            return None
+        wanted.is_wanted, wanted.stored_tokens = False, len(token_ids)
+        if self._learning is not None:
+            self._learning.note_store(request.request_id, bool(entries))
+        if not entries:
+            self._let_go(wanted)
+            return None
+        self._references.take(new)
+        blocks, wanted.held = [*wanted.held.values(), *new], {}
+        number = self._jobs.begin(
+            blocks, partial(self._end, request.request_id, wanted, prefix, entries)
+        )
+        rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
+        return StoreJob(number, (), table_parts(pages, len(self._view.managers)), rows)
+
+    def preempted(self, request_id: str) -> None:
+        """A request begins again: its pages are gone."""
+        wanted = self._wanted(request_id)
+        if wanted is not None:
+            self._let_go(wanted)
+
+    def release_all_held(self) -> None:
+        """Let go of the pages that no store reads yet: they are not stored then."""
+        for segment in self._segments.values():
+            self._release(segment)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        segment = self._segments.pop(request_id, None)
+        if segment is not None and segment.is_wanted:
+            self._let_go(segment)
+        if self._learning is not None:
+            self._learning.forget(request_id)
+
+    def _end(
+        self,
+        request_id: str,
+        wanted: _Segment,
+        prefix: SegmentPrefix,
+        entries: Sequence[Entry],
+        has_failed: bool,
+    ) -> None:
+        """All workers have ended a store."""
+        self._expect_nothing(wanted)
+        for entry in entries:
+            if has_failed:
+                self._store.fail_store(entry)
+            else:
+                self._store.finish_store(prefix, entry)
+        self._counters.stored_segments += not has_failed
+        if self._learning is not None:
+            self._learning.end_store(request_id, has_failed)
+
+    def _give_up(self, request_id: str, wanted: _Segment) -> None:
+        if self._learning is None or not self._learning.note_no_room(request_id):
+            self._counters.refusals[BlendRefusal.ROOM] += 1
+        wanted.is_wanted = False
+        self._let_go(wanted)
+
+    def _let_go(self, wanted: _Segment) -> None:
+        """It is not stored, or not yet: its pages are for others."""
+        self._expect_nothing(wanted)
+        self._release(wanted)
+
+    def _blocks_of_store(self, num_segment_tokens: int) -> int:
+        """How many blocks of all KV cache groups the store of a segment holds."""
+        num_tokens = len(self._store.sink_ids) + num_segment_tokens
+        return sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
+
+    def _expect_nothing(self, wanted: _Segment) -> None:
+        self._num_expected_blocks -= wanted.expected_blocks
+        wanted.expected_blocks = 0
+
+    def _release(self, wanted: _Segment) -> None:
+        self._references.release(list(wanted.held.values()))
+        wanted.held = {}
+
+    def _has_too_many_references(self, num_new: int) -> bool:
+        max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks
+        return self._references.num_references + num_new > max_blocks
+
+    def _hold_windows(self, request: Request, wanted: _Segment, end_tokens: int) -> bool:
+        """Hold the pages of windows that a step writes; False if that is too many."""
+        held: Pages = {}
+        for group in self._window_groups:
+            tokens_per_page = self._tokens_per_page[group]
+            first_page = request.num_computed_tokens // tokens_per_page
+            end_page = -(-end_tokens // tokens_per_page)
+            found = self._view.blocks(request.request_id, group, first_page, end_page)
+            for page, block in enumerate(found, first_page):
+                if not block.is_null and (group, page) not in wanted.held:
+                    held[group, page] = block
+        if self._has_too_many_references(len(held)):
+            return False
+        self._references.take(list(held.values()))
+        wanted.held |= held
+        return True
+
+    def _prepare(self, request: Any) -> tuple[BlendRefusal | None, _Segment]:
+        refused = _Segment()
+        if why_no_holes(request) is not None:
+            return BlendRefusal.UNSUITED_REQUEST, refused
+        sink = list(self._store.sink_ids)
+        prompt = list(request.prompt_token_ids)
+        # A tokenizer may have put the beginning of the sequence there.
+        has_sink = prompt[: len(sink)] == sink
+        segment = prompt[len(sink) :] if has_sink else prompt
+        if not segment:
+            return BlendRefusal.WRONG_SEGMENTS, refused
+        if len(sink) + len(segment) >= self._view.max_model_len:
+            return BlendRefusal.TOO_LONG, refused
+        if not has_sink:
+            _put_before(request, sink)
+        hash_block_size = self._view.hash_block_size
+        has_cached_sink = len(sink) >= hash_block_size
+        if has_cached_sink:
+            PrivateHashes(request, len(sink), hash_block_size)  # The request keeps it.
+        else:
+            request.skip_reading_prefix_cache = True
+        return None, _Segment(tuple(segment), has_cached_sink, is_wanted=True)
+
+    def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
+        """The blocks of a request up to a token."""
+        pages = dict(wanted.held)
+        for group in range(len(self._view.managers)):
+            end_page = -(-num_tokens // self._tokens_per_page[group])
+            for page, block in enumerate(self._view.blocks(request_id, group, 0, end_page)):
+                if not block.is_null:
+                    pages[group, page] = block
+        return pages
+
+    def _lacks_pages(self, pages: Pages, num_tokens: int) -> bool:
+        """Whether pages of windows have been let go of, for a reset of the prefix cache."""
+        sink_tokens = len(self._store.sink_ids)
+        return any(
+            (group, page) not in pages
+            for group, tokens_per_page in self._tokens_per_page.items()
+            for page in range(sink_tokens // tokens_per_page, -(-num_tokens // tokens_per_page))
+        )
+
+
+def _put_before(request: Any, token_ids: Sequence[int]) -> None:
+    """Put tokens before the prompt of a request that nobody has looked at yet."""
+    request.prompt_token_ids = [*token_ids, *request.prompt_token_ids]
+    request._all_token_ids[:0] = token_ids
+    request.num_prompt_tokens += len(token_ids)
+    request.block_hashes.clear()
+    request.update_block_hashes()

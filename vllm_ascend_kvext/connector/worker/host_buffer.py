@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host memory of one worker: one buffer, allocated once. Knows nothing of what lies in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
+from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
+from vllm_ascend_kvext.transfer.errors import BackendError
+from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+
+_MAX_ROUNDING = 1.125
+"""Pinned memory over what was asked for that is not worth a warning."""
+
+
+class HostMemoryError(ConnectorError, MemoryError):
+    """The host memory of a worker cannot be had."""
+
+
+class HostBuffer:
+    """Host memory that transfers read and write; made by `allocate`.
+
+    Attributes:
+        tensor: dtype: uint8, shape: [num_bytes], contiguous. Its content is undefined at first.
+    """
+
+    def __init__(self, tensor: torch.Tensor, mapped_by: AscendKernelBackend | None = None) -> None:
+        self.tensor = tensor
+        self._mapped_by = mapped_by
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> HostBuffer:
+        """Memory for pages on a device: pinned unless that is a CPU.
+
+        All of it is taken at once. Where the kernel hands it out page by page, as it is written to
+        for the first time, stores have been seen to take five times as long.
+
+        For an NPU it is mapped as well, where ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` asks for the
+        kernel. Where it cannot be mapped, one WARNING says so and the DMA engines serve it.
+        Another says where much of the pinned memory is lost.
+
+        Args:
+            num_bytes: Size; what is over a multiple of 64 is left out.
+            device: That has the pages.
+
+        Raises:
+            HostMemoryError: If the size is less than 64, or there is not so much memory.
+            SettingsError: ``VLLM_ASCEND_KVEXT_ASCEND_KERNEL`` has a wrong value.
+        """
+        import torch
+
+        num_bytes -= num_bytes % HOST_ALIGNMENT_BYTES
+        if num_bytes < HOST_ALIGNMENT_BYTES:
+            raise HostMemoryError(
+                f"host memory: expected at least {HOST_ALIGNMENT_BYTES} bytes per worker, found "
+                f"{num_bytes}; give the connector more memory or leave it out"
+            )
+        is_pinned = device.type != "cpu"
+        if is_pinned:
+            _warn_of_rounding(num_bytes)
+        try:
+            if is_pinned:
+                tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                tensor = _taken_memory(num_bytes)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise HostMemoryError(
+                f"host memory: expected {num_bytes} bytes{' that can be pinned' * is_pinned} for "
+                f"this worker, found less ({error}); give the connector less memory, and mind "
+                "that every worker of a node takes as much"
+            ) from error
+        return cls(tensor, _map(tensor) if device.type == "npu" else None)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.tensor.numel())
+
+    def unmap(self) -> None:
+        """End what `allocate` has mapped. The caller has waited for every transfer. Idempotent."""
+        backend, self._mapped_by = self._mapped_by, None
+        if backend is not None:
+            backend.unmap_host(self.tensor)
+
+
+def _taken_memory(num_bytes: int) -> torch.Tensor:
+    """Plain memory, each page of it written to once; in huge pages where the kernel has them.
+
+    Raises:
+        MemoryError: If there is less memory: the kernel would end some process instead.
+        OSError: If the process may not have so much.
+    """
+    import torch
+
+    available_bytes = _available_bytes()
+    if available_bytes is not None and num_bytes > available_bytes:
+        raise MemoryError(f"{available_bytes} bytes are available")
+    memory = mmap.mmap(-1, num_bytes)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+def _available_bytes() -> int | None:
+    """What the machine can give without swapping; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _warn_of_rounding(num_bytes: int) -> None:
+    """torch's ``CachingHostAllocator``, also under torch_npu, allocates powers of two."""
+    rounded_bytes = 1 << (num_bytes - 1).bit_length()
+    if rounded_bytes > num_bytes * _MAX_ROUNDING:
+        logger.warning(
+            "Host memory: torch may pin %d bytes for the %d of this worker, because it rounds up "
+            "to a power of two. Choose host memory per worker that is a little under one.",
+            rounded_bytes,
+            num_bytes,
+        )
+
+
+def _map(tensor: torch.Tensor) -> AscendKernelBackend | None:
+    """The backend that has mapped it; None where that is not wanted or not possible."""
+    if not parse_uses_ascend_kernel(os.environ):
+        return None
+    try:
+        backend = AscendKernelBackend()
+        backend.map_host(tensor)
+    except BackendError as error:
+        logger.warning(
+            "%s=1: host memory is not mapped, the DMA engines serve it: %s",
+            ASCEND_KERNEL_VARIABLE,
+            error,
+        )
+        return None
+    return backend

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out one job of a worker: plans it, lets the model's kernels finish, moves the bytes.
+
+All or nothing: a job whose plan lacks anything fails before a byte moves. A load whose bytes do not
+move is made again, part by part: so it is known which parts cannot be read. Knows no queue and no
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyGate
+from vllm_ascend_kvext.blending.segment_mover import SegmentMover
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.planner import TransferPlanner
+from vllm_ascend_kvext.layout.row_map import MissingRows
+from vllm_ascend_kvext.layout.rows import needed_rows
+from vllm_ascend_kvext.layout.transfer_plan import TransferPlan
+from vllm_ascend_kvext.token_range import TokenRange, union, without
+from vllm_ascend_kvext.transfer.compute_fence import ComputeFence
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement
+from vllm_ascend_kvext.transfer.pools import Pools
+from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn
+
+if TYPE_CHECKING:
+    import torch
+
+Job = StoreJob | LoadJob
+Move = Callable[..., None]
+"""As `page_transfer`: pools, host, planes, runs, direction; ``placement`` by its name."""
+
+
+MAX_FAILED_IN_A_ROW = 3
+"""Parts of one load: then no other is tried. Each may take until a device's time limit, and other
+transfers wait, and so may a shutdown."""
+
+
+class Moved(NamedTuple):
+    """What a job has moved.
+
+    Attributes:
+        num_bytes: Of all planes.
+        seconds: That the copies took.
+        unreadable: Where in host memory those parts of a load begin that could not be read.
+        error: Why a load was made part by part; None if it was not.
+        key_check: Of the segments of a store; None if none were checked.
+    """
+
+    num_bytes: int
+    seconds: float
+    unreadable: frozenset[int] = frozenset()
+    error: Exception | None = None
+    key_check: KeyCheck | None = None
+
+
+class JobRunner:
+    """Moves bytes between the pages and the host memory of one worker. Threads may share it.
+
+    Args:
+        host: The host buffer. dtype: uint8, shape: [num_bytes].
+        placement: Where copies on the host run; None leaves it to the calling thread.
+        move: Moves the bytes; tests hand in another.
+
+    Attributes:
+        segments: Moves tokens of segments; None if jobs have none.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        states: StatePolicy,
+        pools: Pools,
+        host: torch.Tensor,
+        fence: ComputeFence,
+        placement: CopyPlacement | None = None,
+        move: Move = page_transfer,
+    ) -> None:
+        self.layout = layout
+        self.pools = pools
+        self.fence = fence
+        self.segments: SegmentMover | None = None
+        self._key_gate = KeyGate()
+        self._states = states
+        self._host = host
+        self._placement = placement
+        self._move = move
+        self._planner = TransferPlanner(layout, states)
+
+    def run(self, job: Job, recorded: Any) -> Moved:
+        """Move what a job names, after the kernels that were recorded (see `ComputeFence`).
+
+        Raises:
+            ConnectorError: Rows are missing; nothing has been written.
+            SegmentError: Segments do not fit; of them nothing has been written.
+            TokenRangeError: The job does not fit the layout; nothing has been written.
+            DescriptorError: The same.
+            BackendError: The device refused; its destination may have been written in part.
+        """
+        plans, missing = plan_job(self._planner, job)
+        if missing:
+            raise _incomplete(job, missing)
+        if isinstance(job, StoreJob):
+            moved = self._move_all(job, plans, recorded)
+            if not job.segments:
+                return moved
+            check = self._key_gate.check(self._mover().check_keys, job.segments)
+            return moved._replace(key_check=check)
+        try:
+            return self._move_all(job, plans, recorded)
+        except Exception as error:
+            return self._load_apart(job, recorded, error)
+
+    def _move_all(self, job: Job, plans: Iterable[TransferPlan], recorded: Any) -> Moved:
+        is_store = isinstance(job, StoreJob)
+        direction = Direction.PAGES_TO_HOST if is_store else Direction.HOST_TO_PAGES
+        num_bytes, seconds = 0, 0.0
+        for plan in plans:
+            if not len(plan.runs):
+                continue
+            num_bytes += _num_bytes(plan)
+            seconds += self.fence.run(
+                recorded,
+                partial(
+                    self._move,
+                    self.pools,
+                    self._host,
+                    plan.planes,
+                    plan.runs,
+                    direction,
+                    placement=self._placement,
+                ),
+            )
+        if not job.segments:
+            return Moved(num_bytes, seconds)
+        mover = self._mover()
+        move = mover.store if is_store else mover.load
+        of_segments: list[int] = []
+        seconds += self.fence.run(
+            recorded, lambda: of_segments.append(move(job.segments, job.block_ids))
+        )
+        return Moved(num_bytes + sum(of_segments), seconds)
+
+    def _mover(self) -> SegmentMover:
+        if self.segments is None:
+            raise SegmentError(
+                "segments: expected a worker that can move them, found one that has refused to. "
+                "Plan no segments for it."
+            )
+        return self.segments
+
+    def _load_apart(self, job: LoadJob, recorded: Any, error: Exception) -> Moved:
+        """Load each part by itself, once the load of all of them has failed.
+
+        Raises:
+            Exception: What the load of all has raised, if no part can be read.
+        """
+        num_bytes, seconds = 0, 0.0
+        num_in_a_row = 0
+        unreadable: set[int] = set()
+        for part in _parts_of(job):
+            moved = self._try(part, recorded) if num_in_a_row < MAX_FAILED_IN_A_ROW else None
+            if moved is None:
+                num_in_a_row += 1
+                unreadable |= part.places
+                continue
+            num_in_a_row = 0
+            num_bytes += moved.num_bytes
+            seconds += moved.seconds
+        if unreadable == job.places:
+            raise error
+        return Moved(num_bytes, seconds, frozenset(unreadable), error)
+
+    def _try(self, part: LoadJob, recorded: Any) -> Moved | None:
+        """What a part moves; None if it cannot be read. What it does not have, other parts have."""
+        try:
+            plans, _ = plan_job(self._planner, part)
+            return self._move_all(part, plans, recorded)
+        except Exception:
+            return None
+
+    def pages_to_fill(self, job: LoadJob) -> set[int]:
+        """Block ids of the pages that a load is to fill, as far as its tables name them.
+
+        Does not raise, whatever is wrong with the job.
+        """
+        found: set[int] = set()
+        for group in self.layout.groups:
+            if group.kv_cache_group_id >= len(job.block_ids):
+                continue
+            table = job.block_ids[group.kv_cache_group_id]
+            rows = needed_rows(group, job.tokens, self._states)
+            filled = [(each.first_tokens, each.end_tokens) for each in job.segments]
+            filled.append((rows.start * group.tokens_per_row, rows.stop * group.tokens_per_row))
+            for first_tokens, end_tokens in filled:
+                first_page = first_tokens // group.tokens_per_page - table.first_page
+                end_page = -(-end_tokens // group.tokens_per_page) - table.first_page
+                found.update(table.ids[max(0, first_page) : max(0, end_page)])
+        return found - {NULL_PAGE}
+
+
+def plan_job(planner: TransferPlanner, job: Job) -> tuple[list[TransferPlan], list[MissingRows]]:
+    """What a job moves, in the order of its calls, and what of it is not there."""
+    if isinstance(job, StoreJob):
+        if not job.chunks:
+            return [], []
+        store = planner.plan_store(job.chunks, job.block_ids)
+        return [store], list(store.missing)
+    load = planner.plan_load(job.stored, job.tokens, job.block_ids)
+    holes = union(job.holes)
+    missing = [rows for rows in load.missing if without([rows.tokens], holes)]
+    of_holes = [
+        planner.plan_load(
+            [tails.stored], TokenRange(0, tails.boundary_tokens), tails.block_ids, tails.groups
+        )
+        for tails in job.hole_tails
+    ]
+    missing += [rows for plan in of_holes for rows in plan.missing]
+    return [load, *of_holes], missing
+
+
+def _incomplete(job: Job, missing: list[MissingRows]) -> ConnectorError:
+    what = "store" if isinstance(job, StoreJob) else "load"
+    first = missing[0]
+    return ConnectorError(
+        f"{what}: expected all rows that resuming needs, found {len(missing)} ranges without, the "
+        f"first is tokens {first.tokens.first_tokens} to {first.tokens.end_tokens - 1} of KV cache "
+        f"group {first.kv_cache_group_id}: no page or no stored chunk has them; compute "
+        "these tokens"
+    )
+
+
+def _parts_of(job: LoadJob) -> Iterator[LoadJob]:
+    """A load of each of its entries."""
+    nothing = replace(job, stored=(), hole_tails=(), segments=())
+    for stored in job.stored:
+        yield replace(nothing, stored=(stored,))
+    for tails in job.hole_tails:
+        yield replace(nothing, hole_tails=(tails,))
+    for rows in job.segments:
+        yield replace(nothing, segments=(rows,))
+
+
+def _num_bytes(plan: TransferPlan) -> int:
+    """Every run of a group times every plane of that group."""
+    group_of_plane = plan.planes[:, PlaneColumn.GROUP]
+    rows_of_group = np.zeros(int(group_of_plane.max()) + 1, np.int64)
+    np.add.at(rows_of_group, plan.runs[:, RunColumn.GROUP], plan.runs[:, RunColumn.NUM_ROWS])
+    return int((rows_of_group[group_of_plane] * plan.planes[:, PlaneColumn.ROW_BYTES]).sum())

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares questions with the keys of segments while a worker's model computes.
+
+A hook on the attention module of one layer, called when that layer has written its keys. vLLM is
+not imported: the module is read by attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_ascend_kvext.blending.attention_keys import LayerKeys
+from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.blending.question_selection import Scores, attention_scores
+from vllm_ascend_kvext.blending.rotary import torch_dtype
+from vllm_ascend_kvext.blending.token_rows import TokenPages, slots_of
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.messages import ProbeJob
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+CHECK_DEPTH = 3, 5
+"""Where the check layer is if nobody says: so far into the model. Of the 30 layers of SmolLM2-135M,
+the one with index 18 is by far the best at finding the answer to a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLayer:
+    """The layer at which questions are compared, and the scale of its attention's products.
+
+    Its attention module is vLLM's, which is called with queries, keys and values.
+    """
+
+    name: str
+    attention: torch.nn.Module
+    scale: float
+
+
+def check_layer_of(
+    compilation: Any, layers: Mapping[str, LayerKeys], index: int | None
+) -> CheckLayer:
+    """Choose the layer with that index among those with pages, which are in the model's order.
+
+    None takes the full-attention layer next to `CHECK_DEPTH`. ``compilation`` is vLLM's
+    ``CompilationConfig``.
+
+    Raises:
+        BlendingError: Questions cannot be compared in this model, or not there.
+    """
+    for key in ("mode", "cudagraph_mode"):
+        mode = getattr(compilation, key, None)
+        if mode is not None and getattr(mode, "value", mode) != 0:
+            raise BlendingError(
+                f"blend_selector=question: expected a model that is neither compiled nor captured, "
+                f"so that queries can be read while it runs, found {key} {mode!s}. Serve with "
+                "--enforce-eager, or leave blend_selector out."
+            )
+    names = list(layers)
+    full = [place for place, name in enumerate(names) if not layers[name].window_tokens]
+    if index is None:
+        if not full:
+            raise BlendingError(
+                "blend_selector=question: expected a layer with full attention, found windows in "
+                f"all {len(names)}. Leave blend_selector out."
+            )
+        wanted = CHECK_DEPTH[0] * len(names) // CHECK_DEPTH[1]
+        index = min(full, key=lambda place: abs(place - wanted))
+    if index not in full:
+        raise BlendingError(
+            f"blend_check_layer: expected one of the layers with full attention, {full}, found "
+            f"{index}. Correct it, or leave it out for the default."
+        )
+    attention = compilation.static_forward_context[names[index]]
+    scale = getattr(getattr(attention, "impl", None), "scale", None)
+    if not isinstance(scale, float):
+        raise BlendingError(
+            f"layer {names[index]}: expected an attention module with a scale, found "
+            f"{type(attention).__qualname__} with {scale!r}. Leave blend_selector out."
+        )
+    return CheckLayer(names[index], attention, scale)
+
+
+class QuestionProbe:
+    """The probes of one worker at one layer. All is called by the model's thread.
+
+    ``slots_of_step`` returns the slots of the tokens that the layer is computing, in their order;
+    negative ones are of no token. ``pages`` are others with the same rows after a reset.
+    """
+
+    def __init__(
+        self, layer: CheckLayer, pages: TokenPages, slots_of_step: Callable[[], torch.Tensor]
+    ) -> None:
+        self._layer = layer
+        self._slots_of_step = slots_of_step
+        self._jobs: tuple[ProbeJob, ...] = ()
+        self._scores: dict[str, Scores] = {}
+        self.pages = pages
+        self._plane = next(
+            index
+            for index, plane in enumerate(pages.planes)
+            if plane.layer_name == layer.name and plane.keys is not None
+        )
+        self._hook = layer.attention.register_forward_hook(self._see, with_kwargs=True)
+
+    def begin_step(self, jobs: Sequence[ProbeJob]) -> None:
+        """The next forward computes the rows of these probes."""
+        self._jobs = tuple(jobs)
+        self._scores = {}
+
+    def end_step(self) -> dict[str, Scores | None]:
+        """What was found since `begin_step`, by row; None of a row that was not seen."""
+        jobs, self._jobs = self._jobs, ()
+        return {job.row_id: self._scores.get(job.row_id) for job in jobs}
+
+    def shutdown(self) -> None:
+        """Take the hook away. Idempotent."""
+        self._hook.remove()
+
+    def _see(
+        self, module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any
+    ) -> None:
+        """The layer has been computed."""
+        if not self._jobs:
+            return
+        try:
+            queries = inputs[0] if inputs else keywords["query"]
+            self._compare(queries)
+        except Exception:  # A forward serves others, too; a row that lacks scores is reported.
+            logger.exception("A question was not compared with its segments")
+
+    def _compare(self, queries: torch.Tensor) -> None:
+        import torch
+
+        pages = self.pages
+        plane = pages.planes[self._plane]
+        tokens_per_page = pages.tokens_per_page[plane.group]
+        slots_of_step = self._slots_of_step().numpy()
+        order = np.argsort(slots_of_step, kind="stable")
+        heads = queries.reshape(len(queries), -1, plane.head_elements)
+        for job in self._jobs:
+            table = job.block_ids[plane.group]
+            of_pages = table, tokens_per_page, pages.num_pages
+            what = f"probe {job.row_id}"
+            own = slots_of(what, job.tokens.first_tokens, job.tokens.end_tokens, *of_pages)
+            places = np.searchsorted(slots_of_step, own, sorter=order)
+            rows = order[np.minimum(places, len(order) - 1)]
+            if not np.array_equal(slots_of_step[rows], own):
+                raise _wrong(job, "a row of this step", "tokens that it does not compute")
+            slots = slots_of(what, 0, job.tokens.end_tokens, *of_pages)
+            stored = pages.read_plane(self._plane, slots)
+            keys = (
+                torch.from_numpy(stored)
+                .view(torch_dtype(plane.dtype))
+                .reshape(len(slots), plane.num_heads, plane.head_elements)
+            )
+            of_row = heads[torch.from_numpy(rows)]
+            scores = attention_scores(of_row, keys, self._layer.scale).numpy()
+            self._scores[job.row_id] = np.concatenate(
+                [scores[each.first_tokens : each.end_tokens] for each in job.scored]
+            )
+
+
+def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:
+    return ConnectorError(
+        f"probe {job.row_id}: expected {expected}, found {found}. The scheduler has to plan rows "
+        "and probes for the same step."
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread that carries out the jobs of a worker beside the model.
+
+Loads come before stores, each kind in its order: a request waits for a load, and nobody waits for
+a store. Every job that is handed in ends exactly once, well or not. Knows nothing of pages; what a
+job does is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.worker.job_runner import Job, Moved
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+_QUIET_S = 10.0
+"""After a failure was logged, others are only counted for so long."""
+
+
+class TransferThread:
+    """Carries out jobs in a daemon thread, which starts with the first of them.
+
+    Args:
+        run: Carries out one job after what was recorded (``ComputeFence``). The thread and a caller
+            of `run_now` may call it at the same time.
+        on_start: Called in the thread before its first job.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Job, object], Moved],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run = run
+        self._on_start = on_start
+        self._failures = _FailureLog()
+        self._changed = threading.Condition()  # Guards all that follows.
+        self._loads: deque[tuple[Job, object]] = deque()
+        self._stores: deque[tuple[Job, object]] = deque()
+        self._num_running = 0
+        self._ended: list[tuple[Job, Moved | None]] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, jobs: Iterable[Job], recorded: object) -> None:
+        """Carry out jobs some time later, in order; after `shutdown` they fail at once."""
+        with self._changed:
+            for job in jobs:
+                if self._is_closed:
+                    self._ended.append((job, None))
+                else:
+                    queue = self._loads if isinstance(job, LoadJob) else self._stores
+                    queue.append((job, recorded))
+            if self._loads or self._stores:
+                self._start()
+                self._changed.notify_all()
+
+    def run_now(self, stores: Iterable[StoreJob], recorded: object) -> None:
+        """Carry out stores on the calling thread, in order, without waiting for others."""
+        for store in stores:
+            with self._changed:
+                if self._is_closed:
+                    self._ended.append((store, None))
+                    continue
+                self._num_running += 1
+            self._carry_out(store, recorded)
+
+    def fail(self, jobs: Iterable[Job], reason: str) -> None:
+        """Report jobs as failed that were not submitted, and now cannot be carried out."""
+        failed: list[tuple[Job, Moved | None]] = [(job, None) for job in jobs]
+        with self._changed:
+            self._ended += failed
+        if failed:
+            logger.warning("%d transfers are not carried out: %s", len(failed), reason)
+
+    def take_ended(self) -> list[tuple[Job, Moved | None]]:
+        """The jobs that have ended since the last call, in the order of their ends.
+
+        Beside each what it has moved; None if it failed.
+        """
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when a job has ended that was not taken, when none is under way, or in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or not (self._loads or self._stores or self._num_running),
+                timeout_s,
+            )
+
+    def drop(self) -> None:
+        """Fail what is queued and wait for what is running; the thread goes on."""
+        with self._changed:
+            self._ended += [(job, None) for job, _ in (*self._loads, *self._stores)]
+            self._loads.clear()
+            self._stores.clear()
+            self._changed.wait_for(lambda: not self._num_running)
+
+    def shutdown(self) -> None:
+        """`drop`, and end the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.drop()
+        with self._changed:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _start(self) -> None:
+        """With the first job, not earlier: a process that forks has no thread to lose."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="kvext-transfer", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._on_start()
+        except Exception:
+            logger.exception("The transfer thread starts without its settings")
+        while self._serve_next():
+            pass
+
+    def _serve_next(self) -> bool:
+        """Carry out one job; False if the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._loads or self._stores)
+            if self._is_closed:
+                return False
+            job, recorded = (self._loads or self._stores).popleft()
+            self._num_running += 1
+        try:
+            self._carry_out(job, recorded)
+        except BaseException:
+            # Such as SystemExit. The job has ended as failed; the thread is for all jobs.
+            logger.exception("A transfer tried to end its thread")
+        return True
+
+    def _carry_out(self, job: Job, recorded: object) -> None:
+        moved = None
+        try:
+            moved = self._run(job, recorded)
+            if moved.error is not None:
+                self._failures.add(job, moved.error, len(moved.unreadable))
+        except Exception as error:
+            self._failures.add(job, error)
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._ended.append((job, moved))
+                self._changed.notify_all()
+
+
+class _FailureLog:
+    """Logs the first failure of a burst with its cause, and counts the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logged_at_s: float | None = None
+        self._num_unlogged = 0
+
+    def add(self, job: Job, error: Exception, num_unreadable: int | None = None) -> None:
+        """A job has failed, or a load has been made part by part.
+
+        Args:
+            num_unreadable: Of its parts, which are left out; None if nothing of the job is there.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
+                self._num_unlogged += 1
+                return
+            self._logged_at_s = now_s
+            num_unlogged, self._num_unlogged = self._num_unlogged, 0
+        if isinstance(job, StoreJob):
+            what = f"Store {job.number}"
+        else:
+            what = f"The load of request {job.request_id}"
+            if num_unreadable is not None:
+                what += f", made again without {num_unreadable} of its {len(job.places)} parts,"
+        since = f" ({num_unlogged} other transfers since the last message)" if num_unlogged else ""
+        logger.error("%s failed%s: %s", what, since, error, exc_info=error)

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of the connector: what one worker does with the jobs of a step.
+
+It decides nothing: the scheduler side says what is moved and where to. A step::
+
+    run_before_step   stores that must have ended before the step overwrites their pages
+    begin_step        loads begin, and stores if nothing is computed
+    (the forward)     questions are compared with segments
+    end_of_forward    stores begin
+    end_step          what has ended since the last time, of whichever steps
+
+The last two may come in either order. All are called by the model's thread. vLLM is not imported:
+its configuration is read by attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.blending.key_check import KeyCheckOutcome
+from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.connector.common.messages import (
+    ConnectorMetadata,
+    Direction,
+    StoreJob,
+    Traffic,
+    WorkerLayout,
+    WorkerOutput,
+)
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
+from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, Moved
+from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
+from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
+from vllm_ascend_kvext.connector.worker.worker_segments import WorkerSegments
+from vllm_ascend_kvext.errors import KvextError
+from vllm_ascend_kvext.layout.build import build_layout
+from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.layout.fingerprint import worker_fingerprint
+from vllm_ascend_kvext.layout.model import KVLayout
+from vllm_ascend_kvext.layout.views import storage_tensors
+from vllm_ascend_kvext.layout.worker_config import read_nz_layers
+from vllm_ascend_kvext.settings import parse_is_bundled, parse_uses_ascend_kernel
+from vllm_ascend_kvext.transfer.compute_fence import fence_of
+from vllm_ascend_kvext.transfer.page_transfer import page_transfer
+from vllm_ascend_kvext.transfer.placement import CopyPlacement, default_placement
+from vllm_ascend_kvext.transfer.pools import Pools
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.ascend_kvext.connector")
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJobs:
+    """What has ended since the last report; all parts belong to the same jobs.
+
+    Attributes:
+        loads: Requests whose load has ended, well or not.
+        failed_pages: Block ids that failed ones among them should have filled; no null block.
+    """
+
+    loads: frozenset[str]
+    failed_pages: frozenset[int]
+    results: WorkerOutput
+
+
+class WorkerSide:
+    """Stores and loads the pages of one worker.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, as the worker has it.
+        kv_cache_config: vLLM's ``KVCacheConfig``, as the worker has it.
+        options: Of the connector.
+        move: Moves the bytes. By default the transfer op, as the process's settings want it.
+        cpu_backend: How vLLM's CPU attention writes pages; None refuses segments on a CPU.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: ConnectorOptions,
+        *,
+        move: Move | None = None,
+        cpu_backend: CpuBackend | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._move = move or _transfer_op(os.environ)
+        self._cpu_backend = cpu_backend
+        self._segments: WorkerSegments | None = None
+        self._segment_refusal = ""
+        self._probe: QuestionProbe | None = None
+        self._probe_refusal = ""
+        self._thread = TransferThread(self._run, self._move_to_copy_cpus)
+        self._placement: CopyPlacement | None = None
+        self._host: HostBuffer | None = None
+        self._runner: JobRunner | None = None
+        self._fingerprint = ""
+        self._stores_after_forward: tuple[StoreJob, ...] = ()
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take note of the tensors that hold the pages, and allocate host memory for them.
+
+        Called again after a reset, it takes the pages where they are now. Stores and
+        loads that have not begun fail then; what lies in host memory stays.
+
+        Raises:
+            GroupError: If the config is not understood.
+            LayoutError: If config and tensors contradict each other; with pipeline or context
+                parallelism; or if the pages are laid out otherwise than those registered first.
+            BackendError: If no backend serves the device.
+            HostMemoryError: If the host memory cannot be had.
+            PlacementError: If copies cannot run on the CPUs that the options name.
+            CompiledModuleError: If the compiled module cannot be had.
+        """
+        nz_layers = read_nz_layers(self._vllm_config, kv_caches)
+        layout = build_layout(self._kv_cache_config, kv_caches, nz_layers)
+        tensors = storage_tensors(layout, kv_caches)
+        if self._runner is not None:
+            _require_same(self._runner.layout, layout)
+            self._thread.drop()
+            self._runner.pools.register(tensors)
+            self._renew_segments(self._runner, kv_caches)
+            return
+        device = tensors[0].device
+        fence = fence_of(device)
+        pools = Pools(tensors)
+        fingerprint = worker_fingerprint(
+            self._vllm_config,
+            layout,
+            layer_names=kv_caches.keys(),
+            has_nz_pages=bool(nz_layers),
+            device_type=device.type,
+            instruction_set=_instruction_set(device.type),
+            states=self._options.state_policy,
+            environ=os.environ,
+        )
+        placement = _placement(self._options, device.type)
+        host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
+        self._placement, self._host, self._fingerprint = placement, host, fingerprint
+        self._runner = JobRunner(
+            layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
+        )
+        if self._options.blending:
+            self._make_segments(self._runner, kv_caches, host.tensor)
+
+    def _make_segments(
+        self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
+    ) -> None:
+        """Hand the runner what moves tokens of segments, or note why there is nothing."""
+        try:
+            segments = WorkerSegments(
+                self._vllm_config,
+                runner.layout,
+                kv_caches,
+                runner.pools,
+                # Keys are rotated in host memory, whatever device has the pages.
+                self._placement or default_placement(os.environ),
+                self._cpu_backend,
+                self._move,
+            )
+            runner.segments = segments.mover(self._fingerprint, host)
+            self._segments = segments
+        except Exception as error:
+            self._segment_refusal = _refusal_of(error)
+            return
+        if self._options.blend_selector is Selector.QUESTION:
+            try:
+                self._probe = segments.probe(self._options.blend_check_layer)
+            except Exception as error:
+                self._probe_refusal = _refusal_of(error)
+
+    def _renew_segments(self, runner: JobRunner, kv_caches: Mapping[str, Any]) -> None:
+        """Take the rows where they are now. If that fails, jobs with segments do."""
+        if self._segments is None or runner.segments is None:
+            return
+        runner.segments.pages = None
+        try:
+            pages = self._segments.pages_of(kv_caches)
+            runner.segments.pages = pages
+            if self._probe is not None:
+                self._probe.pages = pages
+        except Exception as error:
+            logger.warning("Segments are not loaded any more: %s", _refusal_of(error))
+
+    def describe(self) -> WorkerLayout:
+        """What the scheduler side has to know of this worker.
+
+        Raises:
+            ConnectorError: If nothing is registered.
+        """
+        if self._runner is None or self._host is None:
+            raise _nothing_registered()
+        mover = self._runner.segments
+        return WorkerLayout(
+            self._runner.layout,
+            self._fingerprint,
+            self._host.num_bytes,
+            None if mover is None else mover.layout,
+            self._segment_refusal,
+            self._probe_refusal,
+        )
+
+    def run_before_step(self, jobs: ConnectorMetadata) -> None:
+        """Carry out ``stores_before``; they have ended when this returns, well or not.
+
+        They do not wait for stores in the queue.
+        """
+        if jobs.stores_before:
+            self._thread.run_now(jobs.stores_before, self._record())
+
+    def begin_step(self, jobs: ConnectorMetadata) -> None:
+        """Begin the loads of a step; and its stores, if it computes nothing.
+
+        Stores of an earlier step whose forward did not end are reported as failed: nobody knows
+        what is in their pages.
+        """
+        self._thread.fail(self._stores_after_forward, "the forward of their step did not end")
+        if self._probe is not None:
+            self._probe.begin_step(jobs.probes)
+        self._stores_after_forward = jobs.stores if jobs.has_forward else ()
+        self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
+
+    def end_of_forward(self) -> None:
+        """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
+        stores, self._stores_after_forward = self._stores_after_forward, ()
+        self._submit(stores)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when a job has ended that `end_step` has not reported, or when none is under way.
+
+        For steps that compute nothing: vLLM would ask again at once.
+        """
+        self._thread.wait_for_end(timeout_s)
+
+    def end_step(self) -> EndedJobs:
+        """What has ended since the last call. Every job is reported once."""
+        loads: set[str] = set()
+        failed_pages: set[int] = set()
+        traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic()}
+        results = WorkerOutput(traffic=traffic)
+        for job, moved in self._thread.take_ended():
+            if isinstance(job, StoreJob):
+                results.stores_ended[job.number] = 1
+                if moved is None:
+                    results.failed_stores.add(job.number)
+            else:
+                loads.add(job.request_id)
+                unreadable = job.places if moved is None else set(moved.unreadable)
+                if moved is None or (unreadable and not job.may_lack):
+                    results.failed_loads.add(job.request_id)
+                    if self._runner is not None:
+                        failed_pages |= self._runner.pages_to_fill(job)
+                if unreadable:
+                    results.unreadable[job.request_id] = unreadable
+            if moved is not None:
+                direction: Direction = "store" if isinstance(job, StoreJob) else "load"
+                traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
+                check = moved.key_check
+                if check is not None and check.outcome is KeyCheckOutcome.PASSED:
+                    results.key_checks += 1
+                elif check is not None and check.outcome is KeyCheckOutcome.FAILED:
+                    results.key_check_failure = results.key_check_failure or check.message
+        if self._probe is not None:
+            results.scores = self._probe.end_step()
+        return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
+
+    def end_transfers(self) -> None:
+        """Wait for what is running; what is queued fails.
+
+        Until the next step nothing reads or writes a page: their memory may be taken away, as sleep
+        mode does. What lies in host memory stays.
+        """
+        self._thread.drop()
+
+    def shutdown(self) -> None:
+        """End the thread: waits for what is running, and what is queued fails. Idempotent."""
+        self._thread.shutdown()
+        if self._probe is not None:
+            self._probe.shutdown()
+        if self._runner is not None and self._runner.segments is not None:
+            self._runner.segments.close()
+        if self._host is not None:
+            self._host.unmap()
+
+    def _submit(self, jobs: tuple[Job, ...]) -> None:
+        if jobs:
+            self._thread.submit(jobs, self._record())
+
+    def _record(self) -> object:
+        return None if self._runner is None else self._runner.fence.record()
+
+    def _run(self, job: Job, recorded: object) -> Moved:
+        if self._runner is None:
+            raise _nothing_registered()
+        return self._runner.run(job, recorded)
+
+    def _move_to_copy_cpus(self) -> None:
+        """A new thread has the CPUs of the thread that starts it: perhaps one that runs the model.
+
+        Small copies are made by the calling thread, and plans are.
+        """
+        if self._placement is not None:
+            os.sched_setaffinity(0, self._placement.cpus)
+
+
+def _instruction_set(device_type: str) -> str:
+    """For which vLLM's CPU attention orders a page; of no meaning on devices."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability()) if device_type == "cpu" else ""
+
+
+def _transfer_op(environ: Mapping[str, str]) -> Move:
+    return partial(
+        page_transfer,
+        is_bundled=parse_is_bundled(environ),
+        uses_kernel=parse_uses_ascend_kernel(environ),
+    )
+
+
+def _placement(options: ConnectorOptions, device_type: str) -> CopyPlacement | None:
+    """Where transfers run; None where a device copies and no CPUs are named for enqueueing it."""
+    if options.copy_cpus is not None:
+        return CopyPlacement.on(options.copy_cpus)
+    return default_placement(os.environ) if device_type == "cpu" else None
+
+
+def _refusal_of(error: Exception) -> str:
+    """Why there are no segments. What nobody has thought of is logged: the engine serves on."""
+    if isinstance(error, KvextError):
+        return str(error)
+    logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
+    return f"{type(error).__name__}: {error}. Serve this model without blending, and report it."
+
+
+def _require_same(registered: KVLayout, found: KVLayout) -> None:
+    """Refuse pages that what was planned and stored so far does not fit."""
+    layouts = [
+        replace(each, storages=tuple(replace(storage, address=0) for storage in each.storages))
+        for each in (registered, found)
+    ]
+    if layouts[0] != layouts[1]:
+        raise LayoutError(
+            f"kv_caches: expected the pages registered first at other addresses "
+            f"({registered.num_pages} pages, {registered.num_planes} planes), found pages that are "
+            f"laid out otherwise ({found.num_pages} pages, {found.num_planes} planes); start a new "
+            "engine for another layout"
+        )
+
+
+def _nothing_registered() -> ConnectorError:
+    return ConnectorError(
+        "kv_caches: expected the tensors of a worker, found none; call register before a step"
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a prompt can be loaded from the host tier if holes between are computed.
+
+Block hashes are chained: a block behind a hole that has the right hash holds what this prompt
+needs. So only the holes are computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_span, with_holes
+from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.lookup import Hit, StoredRows, StoredRun
+from vllm_ascend_kvext.store.tier import HostTier
+from vllm_ascend_kvext.token_range import TokenRange, union, without
+
+
+def plan_behind_holes(
+    tier: HostTier, hit: Hit, num_tokens: int, min_run_tokens: int
+) -> LoadPlan | None:
+    """A plan that goes on behind what is missing; None if that is not worth it.
+
+    Where the model has windows or states, a hole is computed from the last boundary at which tails
+    are stored: what the device has of them is not looked at.
+
+    Args:
+        min_run_tokens: A shorter run behind a hole is computed.
+    """
+    geometry = tier.geometry
+    after_tokens = hit.after_tokens
+    if after_tokens % geometry.unit_tokens or hit.shortfall is None or not geometry.needs_rows:
+        return None
+    runs = tier.find_runs(hit.prefix, num_tokens - 1, after_tokens)
+    if not runs or runs[-1].end_tokens <= hit.boundary_tokens:
+        return None
+    tails: dict[int, Entry] = {}
+    if geometry.needs_tails:
+        found = tier.find_all_tails(hit.prefix, runs[-1].end_tokens, after_tokens)
+        tails = {entry.piece.end_tokens: entry for entry in found}
+    starts = sorted(tails) if geometry.needs_tails else None
+    device = [TokenRange(0, after_tokens)] if after_tokens else []
+    rows = union([*device, *(TokenRange(run.first_tokens, run.end_tokens) for run in runs)])
+    computed = plan_spans(num_tokens, rows, starts, min_run_tokens)
+    *holes, end = computed
+    if not holes or holes[0].first_tokens < after_tokens:
+        return None
+    boundary_tokens = end.first_tokens
+    cached = without([TokenRange(0, num_tokens)], computed)
+    loaded = map(loaded_span, _within(runs, cached))
+    begins = [hole.first_tokens for hole in holes]
+    needed = {begin: tails[begin] for begin in (*begins, boundary_tokens) if begin in tails}
+    spans = tuple(with_holes(after_tokens, loaded, boundary_tokens))
+    return LoadPlan(hit.prefix, after_tokens, boundary_tokens, boundary_tokens, spans, needed)
+
+
+def plan_spans(
+    num_tokens: int,
+    rows: Sequence[TokenRange],
+    starts: Sequence[int] | None = None,
+    min_run_tokens: int = 0,
+) -> tuple[TokenRange, ...]:
+    """What of a prompt is computed, ascending; the last span ends with the prompt.
+
+    A computed span reads what lies before it: all rows of full attention, and, where the model has
+    windows or states, those of its first token. So it begins only where these are cached, or where
+    the span before it ends, and a hole may begin earlier than what is missing::
+
+        rows               [cached    ][hole ][cached        ][hole ][cached   ]
+        windows            ^0                      ^                          ^
+        computed           [=================]     [================]         [=]
+
+    Each span begins as late as it can. Never computes more than a prompt that stops at the first
+    missing token does.
+
+    Args:
+        rows: Tokens whose rows are cached in all groups of full attention; not the last token,
+            whose output is wanted. Ascending runs that do not touch.
+        starts: Tokens, ascending, at which windows and states are cached; the first token needs
+            none. None if the model has no windows or states: a span then begins anywhere.
+        min_run_tokens: A cached run behind a hole that is shorter is computed with the hole.
+    """
+    computed: list[TokenRange] = []
+    for hole in without([TokenRange(0, num_tokens)], rows):
+        after_tokens = computed[-1].end_tokens if computed else 0
+        first_tokens = hole.first_tokens
+        if starts is not None:
+            place = bisect.bisect_right(starts, first_tokens)
+            first_tokens = max(after_tokens, starts[place - 1] if place else 0)
+        if computed and first_tokens - after_tokens < max(1, min_run_tokens):
+            first_tokens = computed.pop().first_tokens
+        computed.append(TokenRange(first_tokens, hole.end_tokens))
+    return tuple(computed)
+
+
+def _within(stored: Iterable[StoredRun], ranges: Sequence[TokenRange]) -> Iterator[StoredRows]:
+    """What of stored rows lies in some ranges. Both ascend; there may be thousands."""
+    num_behind = 0  # Ranges that end before what is looked at.
+    for run in stored:
+        for entry, first_tokens, end_tokens in run.rows:
+            while num_behind < len(ranges) and ranges[num_behind].end_tokens <= first_tokens:
+                num_behind += 1
+            for index in range(num_behind, len(ranges)):
+                if end_tokens <= ranges[index].first_tokens:
+                    break
+                yield StoredRows(
+                    entry,
+                    max(first_tokens, ranges[index].first_tokens),
+                    min(end_tokens, ranges[index].end_tokens),
+                )

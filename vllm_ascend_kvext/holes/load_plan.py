@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From where the KV of a prompt comes: on the device, loaded, or computed.
+
+A plan is made once, when the prompt is looked up, and handed on: to the pins, to the room of the
+pool, to the workers, to what waits for its holes. Its spans ascend without a gap::
+
+    tokens      0 ── after_tokens ──────────────────────────────── boundary_tokens ── end
+    spans       (device) [loaded  ][computed][loaded    ][computed][loaded        ] (computed)
+
+Tails are loaded where computing begins: at the boundary, and at the holes of models with windows.
+Knows nothing of why a span is what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.lookup import Hit, StoredRows
+from vllm_ascend_kvext.store.prefix import Prefix
+from vllm_ascend_kvext.token_range import TokenRange, union
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a prompt.
+
+    Attributes:
+        entry: The entry whose rows are loaded; None if they are only computed.
+        entry_tokens: Tokens of the entry's prefix before the first of these rows.
+        is_computed: Whether the rows are computed. With an entry, they are loaded all the same, to
+            be looked at before that.
+    """
+
+    first_tokens: int
+    end_tokens: int
+    entry: Entry | None = None
+    entry_tokens: int = 0
+    is_computed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end_tokens - self.first_tokens
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plan of one prompt.
+
+    Attributes:
+        exact_tokens: Rows from here on are those of other prefixes, or computed behind such rows;
+            ``boundary_tokens`` if there are none.
+        spans: From ``after_tokens`` to ``boundary_tokens``. Empty if the model has no rows.
+    """
+
+    prefix: Prefix
+    after_tokens: int
+    boundary_tokens: int
+    exact_tokens: int
+    spans: tuple[Span, ...]
+    tails: Mapping[int, Entry]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the device's to the boundary."""
+        return self.boundary_tokens - self.after_tokens
+
+    @property
+    def is_exact(self) -> bool:
+        return self.exact_tokens == self.boundary_tokens
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything that is read, once each: rows in ascending order, then tails."""
+        rows = [span.entry for span in self.spans if span.entry is not None]
+        return tuple(dict.fromkeys((*rows, *self.tails.values())))
+
+    @cached_property
+    def holes(self) -> tuple[TokenRange, ...]:
+        """What is computed before the boundary, ascending, in as few runs as possible."""
+        return union(
+            TokenRange(span.first_tokens, span.end_tokens)
+            for span in self.spans
+            if span.is_computed
+        )
+
+    @property
+    def hole_tokens(self) -> int:
+        return sum(hole.num_tokens for hole in self.holes)
+
+    @property
+    def loaded_tokens(self) -> int:
+        return self.num_tokens - self.hole_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in host memory of all that is read."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def exact_spans(self) -> Iterator[Span]:
+        """Loaded rows of the prompt's own prefix."""
+        for span in self.spans:
+            if not span.is_computed and span.first_tokens < self.exact_tokens:
+                yield span
+
+    @property
+    def segment_spans(self) -> Iterator[Span]:
+        """Loaded rows of other prefixes, those included that are computed all the same."""
+        for span in self.spans:
+            if span.entry is not None and span.first_tokens >= self.exact_tokens:
+                yield span
+
+
+def plan_of_hit(hit: Hit) -> LoadPlan:
+    """The plan that stops at the first gap."""
+    tails = {} if hit.tails is None else {hit.boundary_tokens: hit.tails}
+    return LoadPlan(
+        hit.prefix,
+        hit.after_tokens,
+        hit.boundary_tokens,
+        hit.boundary_tokens,
+        tuple(map(loaded_span, hit.rows)),
+        tails,
+    )
+
+
+def loaded_span(rows: StoredRows) -> Span:
+    """The span of rows that are loaded to where they were stored."""
+    return Span(rows.first_tokens, rows.end_tokens, rows.entry, rows.first_tokens)
+
+
+def with_holes(first_tokens: int, loaded: Iterable[Span], end_tokens: int) -> Iterator[Span]:
+    """Loaded spans, ascending, and computed ones between them and up to the end."""
+    for span in loaded:
+        if first_tokens < span.first_tokens:
+            yield Span(first_tokens, span.first_tokens, is_computed=True)
+        yield span
+        first_tokens = span.end_tokens
+    if first_tokens < end_tokens:
+        yield Span(first_tokens, end_tokens, is_computed=True)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks stay in the prefix cache: caches densely, and chooses what stays longest.
+
+Every block that a lookup can reach is cached, as dense caching does. Some boundaries become
+checkpoints. Where blocks run short, those that no checkpoint needs are reallocated first::
+
+      request   ├── hit ──┼───── computed ─────┼────────┤
+      cached    ■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■    full attention
+                ■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■    sliding window
+      needed            ■■■                  ■■■      ■■■    tails of checkpoints; the rest of the
+                                                             window is surplus once it is freed
+
+Which boundaries, is decided here, when a request is admitted. What every step does, and what gives
+way, is compiled: ``csrc/retention``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_kvext.native import native
+from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
+from vllm_ascend_kvext.retention.hints import report_unusable_hints
+from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool, geometry_tables, group_tables
+from vllm_ascend_kvext.retention.policy import RetentionPolicy
+from vllm_ascend_kvext.retention.reasons import Origin, Reason
+from vllm_ascend_kvext.retention.stats import RetentionStats
+from vllm_ascend_kvext.upstream_types import Request
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext._native import RetainedCache, RetainedRequest
+
+
+@dataclass(slots=True)
+class CheckpointRetention:
+    """Retention of one coordinator. A call takes time in proportion to the request's blocks.
+
+    Of ``sparse_groups``, sliding windows and states, a hit reads a tail only; ``full_groups`` are
+    cached from the first token up to what the latest boundary needs.
+    """
+
+    policy: RetentionPolicy
+    sparse_groups: tuple[ManagedGroup, ...]
+    full_groups: tuple[ManagedGroup, ...]
+    pool: Pool
+    cache_state: RetainedCache = field(init=False)
+    _stats: RetentionStats = field(init=False, default_factory=RetentionStats)
+    _request_states: dict[str, RetainedRequest] = field(init=False, default_factory=dict)
+    # What the request asked for at which the scheduler looked just before its admission.
+    _looked_up: tuple[Request, Demand] | None = field(init=False, default=None)
+    _new_request_state: type[RetainedRequest] = field(init=False)
+
+    def __post_init__(self) -> None:
+        block_pool = self.pool.block_pool
+        queue = block_pool.free_block_queue
+        self._new_request_state = native().RetainedRequest
+        self.cache_state = native().RetainedCache(
+            blocks=block_pool.blocks,
+            head=queue.fake_free_list_head,
+            tail=queue.fake_free_list_tail,
+            geometry=geometry_tables(self.policy, self.sparse_groups, self.full_groups),
+            sparse_groups=group_tables(self.sparse_groups, self.policy, block_pool),
+            full_groups=group_tables(self.full_groups, self.policy, block_pool),
+            has_events=block_pool.enable_kv_cache_events,
+        )
+
+    @property
+    def stats(self) -> RetentionStats:
+        stats = self._stats
+        (
+            stats.checkpoints,
+            stats.checkpoints_kept,
+            stats.checkpoints_evicted,
+            stats.junctions_hit,
+        ) = self.cache_state.counts()
+        return stats
+
+    def cache(self, request: Request, num_computed_tokens: int) -> None:
+        """Cache what a lookup can reach, and keep what is planned, once tokens are scheduled.
+
+        Args:
+            num_computed_tokens: As upstream counts them: those being scheduled are included,
+                draft tokens are not.
+        """
+        state = self._request_states.get(request.request_id)
+        if state is None or not state.holds_blocks:
+            state = self._admit(request, state)
+        state.cache(self, num_computed_tokens)
+
+    def quiet_until_tokens(self, request: Request) -> int:
+        """The tokens to cache up to which `cache` only takes note of them."""
+        state = self._request_states.get(request.request_id)
+        return state.next_event_tokens if state and state.holds_blocks else 0
+
+    def note_quiet_step(self, request: Request, num_computed_tokens: int) -> None:
+        """What `cache` does below `quiet_until_tokens`."""
+        cached_tokens = min(num_computed_tokens, request.num_tokens)
+        self._request_states[request.request_id].cached_tokens = cached_tokens
+
+    def before_skip(self, request_id: str, total_computed_tokens: int) -> int:
+        """Hold blocks that are about to leave the windows of a request and are needed later.
+
+        Returns:
+            The computed tokens up to which windows may move on. Draft tokens that are still in
+            flight do not count: where they are rejected, the request needs the window before them
+            (vLLM #47728).
+        """
+        state = self._request_states.get(request_id)
+        if state is None:
+            return total_computed_tokens
+        return state.before_skip(self, total_computed_tokens)
+
+    def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Where a prefill step of a request has to end, so that a state is there to keep.
+
+        Returns:
+            The nearest boundary past ``computed_tokens`` that was asked for; None where states
+            play no part, or nothing was asked for.
+        """
+        if not (self.policy.geometry.has_states and self.policy.is_adaptive):
+            return None
+        state = self._request_states.get(request.request_id)
+        stop_tokens: int | None
+        if state is not None and state.holds_blocks:
+            stop_tokens = state.next_stop_tokens(computed_tokens)
+        else:
+            if state is None:
+                state = self._new_request_state(self.cache_state, request)
+            demand = self._find_demand(state, request, computed_tokens)
+            self._looked_up = (request, demand)
+            stop_tokens = min(demand.stops_tokens, default=None)
+        if interval_tokens := self.policy.interval_tokens:
+            grid_tokens = (computed_tokens // interval_tokens + 1) * interval_tokens
+            stop_tokens = grid_tokens if stop_tokens is None else min(stop_tokens, grid_tokens)
+        return stop_tokens
+
+    def release(self, request: Request) -> None:
+        """Settle what a request leaves behind; call it before its blocks are freed."""
+        if self._looked_up is not None and self._looked_up[0] is request:
+            self._looked_up = None
+        state = self._request_states.get(request.request_id)
+        if state is None:
+            return
+        if state.holds_blocks:
+            computed_tokens = min(state.cached_tokens, request.num_computed_tokens)
+            # Whoever extends a finished request reads all of it; the request itself, when it
+            # comes back, all but its last token.
+            own_tokens = computed_tokens if request.is_finished() else request.num_tokens - 1
+            state.release(self, computed_tokens, own_tokens)
+        if request.is_finished():
+            del self._request_states[request.request_id]
+
+    def _admit(self, request: Request, state: RetainedRequest | None) -> RetainedRequest:
+        if state is None:
+            state = self._new_request_state(self.cache_state, request)
+            self._request_states[request.request_id] = state
+        policy, num_prompt_tokens = self.policy, request.num_prompt_tokens
+        hit_tokens = state.admit(self.key_table)
+        looked_up, self._looked_up = self._looked_up, None
+        stops_tokens: list[int] = []
+        if policy.is_adaptive:
+            if looked_up and looked_up[0] is request and looked_up[1].hit_tokens == hit_tokens:
+                demand = looked_up[1]
+            else:
+                demand = self._find_demand(state, request, hit_tokens)
+            report_unusable_hints(request, policy.geometry)
+            count_losses(demand, policy.geometry, self._stats)
+            for tokens, reason in demand.boundaries.items():
+                if reason.origin is Origin.WANTED:
+                    state.want(tokens)
+            stops_tokens = demand.stops_tokens
+            plan = policy.plan(
+                num_prompt_tokens, hit_tokens, demand.boundaries, self._is_worth_trying
+            )
+        else:
+            plan = policy.plan(num_prompt_tokens)
+        state.set_plan(
+            [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())],
+            stops_tokens,
+            policy.replay_boundary_tokens(num_prompt_tokens),
+        )
+        return state
+
+    def _find_demand(self, state: RetainedRequest, request: Request, hit_tokens: int) -> Demand:
+        num_prompt_tokens = request.num_prompt_tokens
+        shared = state.find_shared(self.key_table, hit_tokens, num_prompt_tokens)
+        lengths = [
+            (tokens, group.block_tokens)
+            for tokens, group in zip(shared, self.full_groups, strict=True)
+        ]
+        evicted_tokens = state.find_evicted(hit_tokens, num_prompt_tokens)
+        return find_demand(request, self.policy.geometry, hit_tokens, lengths, evicted_tokens)
+
+    def _is_worth_trying(self, reason: Reason) -> bool:
+        return self.cache_state.rates.is_worth_trying((reason.origin, reason.step, 0))
+
+    # What the compiled module asks for.
+
+    @property
+    def key_table(self) -> Any:
+        """Keys to cached blocks."""
+        return self.pool.block_pool.cached_block_hash_to_block
+
+    def cache_run(self, request: Request, sparse_index: int, start: int, stop: int) -> None:
+        """Cache a run of blocks of a sparse group, none of them cached yet, and report it."""
+        self.pool.cache(request, self.sparse_groups[sparse_index], range(start, stop))
+
+    def cache_full_group(self, request: Request, full_index: int, num_tokens: int) -> None:
+        """Have a manager cache a full-attention group up to a token."""
+        self.full_groups[full_index].manager.cache_blocks(request, num_tokens)
+
+    def skipped_tokens(self, sparse_index: int, computed_tokens: int) -> int:
+        """How many tokens no computation of a sparse group reads any more."""
+        return self.sparse_groups[sparse_index].manager.get_num_skipped_tokens(computed_tokens)
+
+    def discard(self, blocks: list[Any]) -> None:
+        """Uncache blocks."""
+        self.pool.discard(blocks)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPUs: those that vLLM's CPU platform binds a model to, and which share a core or a memory node.
+
+vLLM starts each worker with variables of its OpenMP runtime, which bind the worker's threads
+(``vllm/utils/ompmultiprocessing.py``): ``KMP_AFFINITY`` (Intel), ``GOMP_CPU_AFFINITY`` (GNU) or
+``OMP_PLACES``. They name this worker's CPUs. ``VLLM_CPU_OMP_THREADS_BIND`` names those of all
+workers where the user has chosen them. What shares a core or a node Linux says below ``/sys``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_ITEM = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
+_PLACE = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCpus:
+    """Where the model runs; empty where nothing binds it.
+
+    ``has_all_workers`` says whether the CPUs of every worker on this machine are among them.
+    """
+
+    cpus: frozenset[int]
+    has_all_workers: bool
+
+
+def model_cpus(environ: Mapping[str, str], process_cpus: Iterable[int]) -> ModelCpus:
+    """Read the variables of this process.
+
+    What is bound in words that are not read here, such as ``OMP_PLACES=cores``, is taken to have
+    every CPU of the process: the main thread has one of them, the model's other threads the rest.
+    """
+    chosen = environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto").strip()
+    of_all_workers: frozenset[int] = frozenset()
+    if chosen not in ("", "auto", "nobind"):
+        of_all_workers = frozenset().union(*(_numbers(part) or () for part in chosen.split("|")))
+    is_bound = is_main_thread_bound(environ)
+    of_worker = _cpus_of_worker(environ) if is_bound else frozenset()
+    if is_bound and not of_worker and not of_all_workers:
+        of_worker = frozenset(process_cpus)
+    return ModelCpus(of_all_workers | of_worker, bool(of_all_workers))
+
+
+def is_main_thread_bound(environ: Mapping[str, str]) -> bool:
+    """Whether OpenMP has narrowed, or will narrow, what the main thread has."""
+    if environ.get("GOMP_CPU_AFFINITY") or environ.get("KMP_AFFINITY"):
+        return True
+    binding = environ.get("OMP_PROC_BIND", "").strip().lower()
+    return binding not in ("", "false") or bool(environ.get("OMP_PLACES") and binding != "false")
+
+
+def _cpus_of_worker(environ: Mapping[str, str]) -> frozenset[int]:
+    """Empty where the variables name no numbers."""
+    intel = re.search(r"proclist=\[([^\]]*)\]", environ.get("KMP_AFFINITY", ""))
+    if intel:
+        return _numbers(intel.group(1).replace("{", "").replace("}", "")) or frozenset()
+    gnu = environ.get("GOMP_CPU_AFFINITY", "")
+    if gnu:
+        return _numbers(gnu) or frozenset()
+    places = [_numbers(place) for place in _PLACE.findall(environ.get("OMP_PLACES", ""))]
+    return frozenset().union(*(place or () for place in places)) if all(places) else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTopology:
+    """Sets of CPUs that share a core, and sets that share a memory node.
+
+    A CPU that is in no set shares with none. Where nothing is known about memory nodes, every CPU
+    is on the same one.
+    """
+
+    cores: tuple[frozenset[int], ...] = ()
+    nodes: tuple[frozenset[int], ...] = ()
+
+    @classmethod
+    def of_this_machine(cls, root: Path = Path("/sys/devices/system")) -> CpuTopology:
+        """Read it; what cannot be read is left out."""
+        cores = {_read(path) for path in root.glob("cpu/cpu[0-9]*/topology/thread_siblings_list")}
+        nodes = {_read(path) for path in root.glob("node/node[0-9]*/cpulist")}
+        return cls(tuple(cores - {frozenset()}), tuple(nodes - {frozenset()}))
+
+    def same_core(self, cpus: frozenset[int]) -> frozenset[int]:
+        """The CPUs themselves, and those on the same cores."""
+        return cpus.union(*(core for core in self.cores if core & cpus))
+
+    def same_node(self, cpus: frozenset[int]) -> frozenset[int]:
+        """The CPUs on the same memory nodes."""
+        if not self.nodes:
+            return frozenset(range(1 << 16))
+        return cpus.union(*(node for node in self.nodes if node & cpus))
+
+
+def _read(path: Path) -> frozenset[int]:
+    try:
+        return _numbers(path.read_text()) or frozenset()
+    except OSError:
+        return frozenset()
+
+
+def _numbers(text: str) -> frozenset[int] | None:
+    """Of a list such as ``0,2-4`` or ``0 2-8:2``; None where it is something else."""
+    numbers: set[int] = set()
+    for item in text.replace(",", " ").split():
+        found = _ITEM.fullmatch(item)
+        if found is None:
+            return None
+        first, last, step = (int(part) if part else None for part in found.groups())
+        assert first is not None  # The pattern begins with it.
+        numbers.update(range(first, (first if last is None else last) + 1, step or 1))
+    return frozenset(numbers)

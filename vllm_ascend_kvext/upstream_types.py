@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's objects, as far as plain code reads them: protocols under upstream's names.
+
+What they name is there in every supported version, and in vLLM-Ascend's subclasses. Knows
+nothing of who reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+
+class Block(Protocol):
+    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``.
+
+    Its hash is the field, not upstream's property: it is read for every block of a prompt.
+    """
+
+    block_id: int
+    ref_cnt: int
+    is_null: bool
+    _block_hash: bytes | None
+
+
+class Request(Protocol):
+    """``vllm.v1.request.Request``."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_output_placeholders: int
+    all_token_ids: Sequence[int]
+    lora_request: Any
+    sampling_params: Any
+    skip_reading_prefix_cache: bool
+    pooling_params: Any
+    prompt_token_ids: Any
+    prompt_embeds: Any
+    mm_features: Any
+    cache_salt: str | None
+    status: Any
+    _block_hasher: Any
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def is_finished(self) -> bool: ...
+
+
+class BlockPool(Protocol):
+    """``vllm.v1.core.block_pool.BlockPool``."""
+
+    blocks: list[Any]
+    free_block_queue: Any
+    cached_block_hash_to_block: Any  # Another one after each reset.
+    hash_block_size: int
+    enable_kv_cache_events: bool
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+    def get_new_blocks(self, num_blocks: int) -> Sequence[Any]: ...
+
+    def get_num_free_blocks(self) -> int: ...
+
+
+class GroupManager(Protocol):
+    """``vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager``."""
+
+    kv_cache_group_id: int
+    req_to_blocks: dict[str, list[Any]]
+    num_cached_block: dict[str, int]
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[Any]: ...
+
+    def cache_blocks(self, request: Any, num_tokens: int) -> None: ...
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int: ...
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
+
+
+class BlockManager(Protocol):
+    """``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
+
+    block_pool: BlockPool
+    enable_caching: bool
+    max_model_len: int
+    empty_kv_cache_blocks: Any
+
+    @property
+    def coordinator(self) -> Any: ...
+
+    def create_kv_cache_blocks(self, blocks: tuple[list[Any], ...]) -> Any: ...
