@@ -31,7 +31,6 @@ from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
-from vllm_ascend_kvext.holes.both_ends import fastest
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
@@ -184,13 +183,12 @@ class Loads:
         admission.shortfall = hit.shortfall
         plan = self._with_segments(request, admission, hit)
         if plan is None:
-            exact = self._plan_without_segments(request, admission, hit)
-            if exact.num_tokens <= 0:
+            plan = self._plan_without_segments(request, admission, hit)
+            if plan.num_tokens <= 0:
                 return 0
-            if self._waits_for_other(admission, exact):
+            if self._waits_for_other(admission, plan):
                 return None
-            plan = self._if_faster(request, exact)
-            if plan is None:
+            if self._takes_longer(plan):
                 # It is asked about in every step while it waits.
                 self._counters.too_dear_loads += not admission.is_slower
                 admission.is_slower = True
@@ -263,28 +261,6 @@ class Loads:
             refusal = HoleRefusal.TOO_DEAR
         admission.hole_refusal = refusal
         return beyond if refusal is None else first
-
-    def _if_faster(self, request: Request, plan: LoadPlan) -> LoadPlan | None:
-        """The plan, or one that computes its beginning meanwhile; None if computing is faster."""
-        if not self._can_split(request, plan):
-            return None if self._takes_longer(plan) else plan
-        split = fastest(plan, self.cost)
-        # The windows of the beginning take blocks that the load alone does not.
-        if split is not None and self._room_for(request, split) is Room.NEVER:
-            return plan
-        return split
-
-    def _can_split(self, request: Request, plan: LoadPlan) -> bool:
-        """Whether the beginning can be computed while the rest is loaded, at nobody's cost."""
-        return (
-            self._computes_holes
-            and not self.cost.is_ignored
-            and why_no_holes(request) is None
-            and (plan.after_tokens == 0 or self._holes.windows is None)
-            and plan.after_tokens % self._layout.unit_tokens == 0
-            and not self._view.num_running()
-            and not self.num_under_way
-        )
 
     def _holes_need_more_blocks(
         self, request: Request, admission: Admission, plan: LoadPlan
