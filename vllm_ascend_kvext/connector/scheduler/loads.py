@@ -35,7 +35,6 @@ from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
 from vllm_ascend_kvext.holes.window_blocks import WindowTables
-from vllm_ascend_kvext.store.entries import LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange, union
@@ -389,8 +388,8 @@ class Loads:
         self.num_under_way -= 1
         plan = under_way.plan
         failed = {e for e in plan.entries if e.offset_bytes in under_way.unreadable}
+        self._tier.end_load(under_way.load, failed)
         if under_way.has_failed:
-            self._tier.end_load(under_way.load, LoadOutcome.FAILED, failed)
             self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._withdraw_promise(state)
@@ -403,7 +402,6 @@ class Loads:
             for span in plan.exact_spans
             if span.entry in failed
         )
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, failed)
         self._count_hit(plan, union([*plan.holes, *runs]))
         if not runs:
             self.cost.note_load(plan.num_bytes, self._clock() - under_way.began_s)
@@ -428,7 +426,7 @@ class Loads:
     def _cancel(self, admission: Admission) -> None:
         """Let go of what is pinned for a request that is not admitted."""
         if admission.pinned is not None:
-            self._tier.end_load(admission.pinned.load, LoadOutcome.CANCELLED)
+            self._tier.end_load(admission.pinned.load)
             admission.pinned = None
 
     def _room_for(self, request: Request, plan: LoadPlan) -> Room:
