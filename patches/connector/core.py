@@ -85,7 +85,6 @@ PATCHES = (
         target="vllm.v1.engine.core:EngineCore.reset_prefix_cache",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=drain_before_reset,
         why="The prefix cache cannot be reset while a store reads a block, and without requests "
         "nobody notices that it has ended.",
@@ -96,7 +95,6 @@ PATCHES = (
         target="vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=stop_learning_at_shutdown,
         why="An engine that shuts down makes steps until no request is left, and each of them may "
         "begin requests that learn segments, for host memory that ends with the process.",

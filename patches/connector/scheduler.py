@@ -362,7 +362,6 @@ PATCHES = (
         target=f"{_SCHEDULER}.__init__",
         kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=connect,
         undo=_replaced.take_back,
         why="A connector is not told the block tables; an engine without requests stops, whatever "

@@ -313,23 +313,17 @@ class LoadRecovery:
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
         what = f"{len(failed)} block(s)" if failed else "what it had found"
+        log, outcome = logger.error, "fail (kv_load_failure_policy=fail)"
         if self.scheduler.recompute_kv_load_failures:
-            logger.warning(
-                "The KV connector failed to load %s. %d request(s) are computed again, "
-                "without %s: %s",
-                what,
-                len(requests),
-                "what has failed" if self._forgets_failed_loads else "its hits",
-                ids,
-            )
-        else:
-            logger.error(
-                "The KV connector failed to load %s. %d request(s) fail "
-                "(kv_load_failure_policy=fail): %s",
-                what,
-                len(requests),
-                ids,
-            )
+            without = "what has failed" if self._forgets_failed_loads else "its hits"
+            log, outcome = logger.warning, f"are computed again, without {without}"
+        log(
+            "The KV connector failed to load %s. %d request(s) %s: %s",
+            what,
+            len(requests),
+            outcome,
+            ids,
+        )
 
 
 _replaced = InstanceMethods()

@@ -3,7 +3,6 @@
 
 from vllm_ascend_kvext.patches.retention import (
     block_pool,
-    envs,
     kv_cache_coordinator,
     kv_cache_manager,
     scheduler,
@@ -13,7 +12,6 @@ from vllm_ascend_kvext.patching.declaration import Patch
 
 PATCHES: tuple[Patch, ...] = (
     *block_pool.PATCHES,
-    *envs.PATCHES,
     *kv_cache_coordinator.PATCHES,
     *kv_cache_manager.PATCHES,
     *scheduler.PATCHES,

@@ -45,12 +45,6 @@ _COPY_TOKENS = 12
 _OTHER_TOKENS = 9
 """No multiple of a page."""
 
-_SALT = "kvext-check"
-"""The cache salt of requests that store or reuse segments."""
-
-_OTHER_SALT = "kvext-check-whole"
-"""The cache salt of requests that reuse nothing: with the same salt the prefix cache had them."""
-
 MIN_LIMITS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """By the type of a model: nats that sums in another order may change a log-probability by, where
 two runs without reuse happen to agree."""
@@ -74,23 +68,17 @@ class GateQuestion(NamedTuple):
     """
 
     token_ids: tuple[int, ...]
-    cache_salt: str = _OTHER_SALT
     stores: bool = False
     segments: tuple[TokenRange, ...] = ()
 
-
-class GateReply(NamedTuple):
-    """The answer to the last token of a prompt, and ``kv_transfer_params`` of the response."""
-
-    answer: Answer
-    params: Mapping[str, object]
+    @property
+    def cache_salt(self) -> str:
+        """Requests that reuse nothing have another one: else the prefix cache had their KV."""
+        return "kvext-check" if self.stores or self.segments else "kvext-check-whole"
 
 
-class GateVerdict(NamedTuple):
-    """Whether segments may be reused, and the numbers behind it."""
-
-    passed: bool
-    message: str
+GateReply = tuple[Answer, Mapping[str, object]]
+"""The answer to the last token of a prompt, and ``kv_transfer_params`` of the response."""
 
 
 class Heads(NamedTuple):
@@ -185,11 +173,15 @@ class ModelGate:
     page_tokens: int
     max_prompt_tokens: int
 
-    def check(self, vocabulary_tokens: int, dtype: str) -> GateVerdict:
+    def check(self, vocabulary_tokens: int, dtype: str) -> str:
         """Check a model with so large a vocabulary, of a type by torch's name without the module.
 
+        Returns:
+            The numbers by which its segments may be reused.
+
         Raises:
-            BlendingError: It cannot be asked: there is too little room, or a store fails.
+            BlendingError: They may not, or it cannot be asked: there is too little room, or a store
+                fails.
         """
         prompts = make_prompts(
             self.sink_ids,
@@ -201,16 +193,16 @@ class ModelGate:
         )
         self._store(prompts)
         if self.engine.why_no_reuse:
-            return GateVerdict(False, self.engine.why_no_reuse)
+            raise BlendingError(self.engine.why_no_reuse)
         in_place = self._ask_in_place(prompts)
         has_windows = self.heads.min_head_tokens > 0
         return judge(in_place, self._ask_moved(prompts) if has_windows else [], dtype)
 
     def _store(self, prompts: GatePrompts) -> None:
         for segment in prompts.segments:
-            question = GateQuestion((*self.sink_ids, *segment), _SALT, stores=True)
-            (reply,) = self.engine.ask([question])
-            if reply.params.get("kvext_stored_tokens") != len(segment):
+            question = GateQuestion((*self.sink_ids, *segment), stores=True)
+            ((_, params),) = self.engine.ask([question])
+            if params.get("kvext_stored_tokens") != len(segment):
                 raise BlendingError(
                     f"check-model: expected a segment of {len(segment)} tokens to be stored, found "
                     "no room for it. Give the connector more host_memory_gib, or the engine more "
@@ -243,18 +235,18 @@ class ModelGate:
     def _whole(self, questions: Sequence[GateQuestion]) -> list[Answer]:
         """Answers without any reuse."""
         self.engine.forget_cached()
-        return [reply.answer for reply in self.engine.ask(questions)]
+        return [answer for answer, _ in self.engine.ask(questions)]
 
     def _reused(self, prompts: Sequence[GatePrompt], heads: Heads) -> list[Answer]:
         """Answers with segments reused, but for so much of each of them."""
         self.engine.forget_cached()
         self.engine.compute_heads(heads)
         replies = self.engine.ask(
-            [GateQuestion(each.token_ids, _SALT, segments=each.segments) for each in prompts]
+            [GateQuestion(each.token_ids, segments=each.segments) for each in prompts]
         )
-        for prompt, reply in zip(prompts, replies, strict=True):
+        for prompt, (_, params) in zip(prompts, replies, strict=True):
             expected_tokens = sum(run.num_tokens for run in self._reused_runs(prompt, heads))
-            found_tokens = reply.params.get("kvext_reused_tokens", 0)
+            found_tokens = params.get("kvext_reused_tokens", 0)
             if found_tokens != expected_tokens:
                 raise BlendingError(
                     f"check-model: expected {expected_tokens} tokens of a prompt of "
@@ -262,7 +254,7 @@ class ModelGate:
                     "more KV blocks, and the connector more host_memory_gib. If a load has failed, "
                     "the log says why; serve without blending then."
                 )
-        return [reply.answer for reply in replies]
+        return [answer for answer, _ in replies]
 
     def _reused_runs(self, prompt: GatePrompt, heads: Heads) -> list[TokenRange]:
         runs = [heads.reused(segment) for segment in prompt.segments]
@@ -347,8 +339,8 @@ class _Draw:
         return segment[first : first + _COPY_TOKENS]
 
 
-def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> GateVerdict:
-    """Judge a model by its answers to at least one prompt in place.
+def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> str:
+    """Judge a model by its answers to at least one prompt in place; see `ModelGate.check`.
 
     ``moved`` is empty where it does not matter: published results disagree on whether recomputing
     helps models with sliding windows, so these are asked.
@@ -362,29 +354,27 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> Ga
         f"{noise:.2g} between two runs without reuse, by {other:.2g} with other tokens there"
     )
     if not (math.isfinite(reused) and reused <= limit):  # The limit may be no number either.
-        return GateVerdict(
-            False,
+        raise BlendingError(
             f"{numbers}: expected at most {limit:.2g} of reuse in place. What is stored, loaded or "
             "computed between segments is not what the model computes. Serve it without blending, "
-            "and report it.",
+            "and report it."
         )
     if other <= limit:
         numbers += f": with a limit of {limit:.2g} that says nothing about what is reused in place"
     if not moved:
-        return GateVerdict(True, numbers)
+        return numbers
     as_stored, repaired = (mean(each) for each in zip(*moved, strict=True))
     numbers += f"; moved, by {as_stored:.2g} as stored and {repaired:.2g} repaired"
     gains = [each.as_stored - each.repaired for each in moved]
     are_numbers = all(map(math.isfinite, gains))
     error = stdev(gains) / math.sqrt(len(gains)) if are_numbers and len(gains) > 1 else 0.0
     if not (are_numbers and mean(gains) >= -max(limit, SURE_ERRORS * error)):
-        return GateVerdict(
-            False,
+        raise BlendingError(
             f"{numbers}: expected that computing the first tokens of segments brings answers "
             "nearer. It takes them further away in this model, which has sliding windows. Serve it "
-            "without blending.",
+            "without blending."
         )
-    return GateVerdict(True, numbers)
+    return numbers
 
 
 def _differences(alone: Sequence[Answer], found: Sequence[Answer]) -> list[float]:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vllm_ascend_kvext.groups.model import GroupKind, is_clipped, window_pages
+from vllm_ascend_kvext.groups.model import GroupKind, window_pages
 from vllm_ascend_kvext.prefix_cache.common_hit import common_hit_tokens
 
 
@@ -84,9 +84,15 @@ class GroupGeometry:
         return range(start_block, end_block)
 
     def is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
-        """Whether the window plus look-ahead would start before the first token."""
-        return self.kind is GroupKind.WINDOW and is_clipped(
-            boundary_tokens, self.window_tokens, self.block_tokens, unit_tokens
+        """Whether the window plus look-ahead would start before the first token.
+
+        Upstream matches such a window as a prefix of the prompt, and aligns it once more. Where
+        hits are aligned to the group's own blocks this changes nothing.
+        """
+        return (
+            self.kind is GroupKind.WINDOW
+            and self.block_tokens != unit_tokens
+            and boundary_tokens // self.block_tokens < self.window_blocks
         )
 
 
