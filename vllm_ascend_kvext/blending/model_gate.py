@@ -10,7 +10,8 @@ All KV is exact then, so the answer has to be that of a prompt without reuse::
 
 *Moved*: segments stand elsewhere, behind each other, so answers differ. They are asked for with
 segments as they are stored, and with what is repaired of them. Prompts end with a copy of some
-tokens of a segment, so that models which retrieve have something to find; see ``layer_search``.
+tokens of a segment, so that models which retrieve have something to find, as induction heads do
+(Olsson et al., arXiv 2209.11895).
 
 ``commands.check_model`` has an engine compute the prompts. Knows nothing of vLLM.
 """
