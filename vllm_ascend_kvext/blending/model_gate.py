@@ -96,23 +96,12 @@ class Heads(NamedTuple):
 _AS_STORED = Heads(0, 0)
 
 
-class InPlace(NamedTuple):
-    """How answers to a prompt differ from one without reuse, where reused KV is exact; in nats.
+InPlace = tuple[float, float, float]
+"""How answers to a prompt differ from one without reuse, where reused KV is exact, in nats: with
+reuse; without, computed beside others; without, and with other tokens where some are reused."""
 
-    Nothing is reused in ``noise``, computed beside others, and in ``other``, with other tokens
-    where ``reused`` reuses some.
-    """
-
-    reused: float
-    noise: float
-    other: float
-
-
-class Moved(NamedTuple):
-    """The same of a prompt whose segments stand elsewhere, as stored and repaired."""
-
-    as_stored: float
-    repaired: float
+Moved = tuple[float, float]
+"""The same of a prompt whose segments stand elsewhere, as stored and repaired."""
 
 
 class GatePrompt(NamedTuple):
@@ -225,13 +214,15 @@ class ModelGate:
         beside = self._whole(whole)
         other = self._whole(others)
         found = self._reused(prompts.in_place, self.heads)
-        return list(map(InPlace, *(_differences(alone, each) for each in (found, beside, other))))
+        differences = (_differences(alone, each) for each in (found, beside, other))
+        return list(zip(*differences, strict=True))
 
     def _ask_moved(self, prompts: GatePrompts) -> list[Moved]:
         alone = self._whole([GateQuestion(prompt.token_ids) for prompt in prompts.moved])
         as_stored = self._reused(prompts.moved, _AS_STORED)
         repaired = self._reused(prompts.moved, self.heads)
-        return list(map(Moved, *(_differences(alone, each) for each in (as_stored, repaired))))
+        differences = (_differences(alone, each) for each in (as_stored, repaired))
+        return list(zip(*differences, strict=True))
 
     def _whole(self, questions: Sequence[GateQuestion]) -> list[Answer]:
         """Answers without any reuse."""
@@ -346,9 +337,9 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> st
     ``moved`` is empty where it does not matter: published results disagree on whether recomputing
     helps models with sliding windows, so these are asked.
     """
-    reused = max(each.reused for each in in_place)
-    noise = max(each.noise for each in in_place)
-    other = min(each.other for each in in_place)
+    reused = max(reused for reused, _, _ in in_place)
+    noise = max(noise for _, noise, _ in in_place)
+    other = min(other for _, _, other in in_place)
     limit = max(NOISE_FACTOR * noise, MIN_LIMITS.get(dtype, MIN_LIMITS["bfloat16"]))
     numbers = (
         f"log-probabilities differ by {reused:.2g} where segments are reused in place, by "
@@ -366,7 +357,7 @@ def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> st
         return numbers
     as_stored, repaired = (mean(each) for each in zip(*moved, strict=True))
     numbers += f"; moved, by {as_stored:.2g} as stored and {repaired:.2g} repaired"
-    gains = [each.as_stored - each.repaired for each in moved]
+    gains = [before - after for before, after in moved]
     are_numbers = all(map(math.isfinite, gains))
     error = stdev(gains) / math.sqrt(len(gains)) if are_numbers and len(gains) > 1 else 0.0
     if not (are_numbers and mean(gains) >= -max(limit, SURE_ERRORS * error)):

@@ -205,11 +205,11 @@ INF = math.inf
 
 
 def in_place(reused: float = 0.0, noise: float = 0.0, other: float = 2.0) -> InPlace:
-    return InPlace(reused, noise, other)
+    return reused, noise, other
 
 
 def moved(*differences: tuple[float, float]) -> list[Moved]:
-    return [Moved(*each) for each in differences]
+    return list(differences)
 
 
 NOISE = in_place(0.03, noise=0.01)
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
     ),
     "no numbers": ([in_place(INF)], [], "float32", "expected at most"),
     # The limit is no number either.
-    "no numbers anywhere": ([InPlace(INF, INF, INF)], [], "float32", "expected at most"),
+    "no numbers anywhere": ([(INF, INF, INF)], [], "float32", "expected at most"),
     **{
         f"moved, no numbers {number}": (
             *([in_place()], moved((0.8, 0.3), each), "float32"),
