@@ -83,17 +83,3 @@ class GroupManager(Protocol):
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int: ...
 
     def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
-
-
-class BlockManager(Protocol):
-    """``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
-
-    block_pool: BlockPool
-    enable_caching: bool
-    max_model_len: int
-    empty_kv_cache_blocks: Any
-
-    @property
-    def coordinator(self) -> Any: ...
-
-    def create_kv_cache_blocks(self, blocks: tuple[list[Any], ...]) -> Any: ...

@@ -248,7 +248,8 @@ class LoadRecovery:
 
     def _holders(self) -> Iterator[Holder]:
         """Who holds which blocks, or has held them since the oldest step in flight was planned."""
-        for request_id in self._ids_of_holders():
+        managers = self._coordinator.single_type_managers
+        for request_id in set[str]().union(*(manager.req_to_blocks for manager in managers)):
             request = self.scheduler.requests.get(request_id)
             hit_tokens = RequestState.of(request).hit_tokens if request is not None else 0
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
@@ -271,9 +272,6 @@ class LoadRecovery:
                     continue
                 since_planned[request_id] = holder
                 yield holder
-
-    def _ids_of_holders(self) -> set[str]:
-        return set().union(*(m.req_to_blocks for m in self._coordinator.single_type_managers))
 
     def _block_tables(self, request_id: str) -> list[list[int]]:
         return [

@@ -173,20 +173,48 @@ class ModelGate:
             BlendingError: They may not, or it cannot be asked: there is too little room, or a store
                 fails.
         """
-        prompts = make_prompts(
-            self.sink_ids,
-            vocabulary_tokens,
-            max(self.heads),
-            self.min_tokens,
-            self.page_tokens,
-            self.max_prompt_tokens,
-        )
+        prompts = self.make_prompts(vocabulary_tokens)
         self._store(prompts)
         if self.engine.why_no_reuse:
             raise BlendingError(self.engine.why_no_reuse)
         in_place = self._ask_in_place(prompts)
         has_windows = self.heads.min_head_tokens > 0
         return judge(in_place, self._ask_moved(prompts) if has_windows else [], dtype)
+
+    def make_prompts(self, vocabulary_tokens: int) -> GatePrompts:
+        """Random tokens, the same at each call.
+
+        The first and last quarter of the vocabulary are left out: special tokens are there.
+        Segments, and what is reused of them, lie in several pages.
+
+        Raises:
+            BlendingError: There is no room for a segment that would be reused.
+        """
+        repaired_tokens = max(self.heads)  # At least, of each reused segment.
+        segment_tokens = max(
+            MIN_SEGMENT_TOKENS,
+            2 * self.page_tokens,
+            2 * repaired_tokens,
+            repaired_tokens + max(_MIN_REUSED_TOKENS, self.min_tokens),
+        )
+        fixed_tokens = len(self.sink_ids) + _OTHER_TOKENS + _COPY_TOKENS
+        num_together = min(NUM_SEGMENTS, (self.max_prompt_tokens - fixed_tokens) // segment_tokens)
+        if num_together < 1:
+            raise BlendingError(
+                f"check-model: expected room for a prompt of {fixed_tokens + segment_tokens} "
+                f"tokens, in which a segment of {segment_tokens} is reused, found room for "
+                f"{self.max_prompt_tokens}. Give the engine a longer context or more KV blocks, or "
+                "serve this model without blending."
+            )
+        draw = _Draw(vocabulary_tokens)
+        segments = tuple(draw.segment(segment_tokens) for _ in range(NUM_SEGMENTS))
+        in_place = tuple(draw.in_place(self.sink_ids, segment) for segment in segments)
+        moved = []
+        for number in range(NUM_MOVED):
+            together = [segments[(number + each) % NUM_SEGMENTS] for each in range(num_together)]
+            moved.append(draw.moved(self.sink_ids, together))
+        num_others = max(len(prompt.token_ids) for prompt in (*in_place, *moved))
+        return GatePrompts(segments, in_place, tuple(moved), draw.tokens(num_others))
 
     def _store(self, prompts: GatePrompts) -> None:
         for segment in prompts.segments:
@@ -251,50 +279,6 @@ class ModelGate:
     def _reused_runs(self, prompt: GatePrompt, heads: Heads) -> list[TokenRange]:
         runs = [heads.reused(segment) for segment in prompt.segments]
         return [run for run in runs if run is not None]
-
-
-def make_prompts(
-    sink_ids: Sequence[int],
-    vocabulary_tokens: int,
-    repaired_tokens: int,
-    min_reused_tokens: int,
-    page_tokens: int,
-    max_prompt_tokens: int,
-) -> GatePrompts:
-    """Random tokens, the same at each call.
-
-    The first and last quarter of the vocabulary are left out: special tokens are there. Segments,
-    and what is reused of them, lie in several pages. ``repaired_tokens`` are computed at least of
-    each reused segment, from its beginning on.
-
-    Raises:
-        BlendingError: There is no room for a segment that would be reused.
-    """
-    segment_tokens = max(
-        MIN_SEGMENT_TOKENS,
-        2 * page_tokens,
-        2 * repaired_tokens,
-        repaired_tokens + max(_MIN_REUSED_TOKENS, min_reused_tokens),
-    )
-    fixed_tokens = len(sink_ids) + _OTHER_TOKENS + _COPY_TOKENS
-    num_together = min(NUM_SEGMENTS, (max_prompt_tokens - fixed_tokens) // segment_tokens)
-    if num_together < 1:
-        raise BlendingError(
-            f"check-model: expected room for a prompt of {fixed_tokens + segment_tokens} tokens, "
-            f"in which a segment of {segment_tokens} is reused, found room for "
-            f"{max_prompt_tokens}. Give the engine a longer context or more KV blocks, or serve "
-            "this model without blending."
-        )
-    draw = _Draw(vocabulary_tokens)
-    segments = tuple(draw.segment(segment_tokens) for _ in range(NUM_SEGMENTS))
-    sink = tuple(sink_ids)
-    in_place = tuple(draw.in_place(sink, segment) for segment in segments)
-    moved = []
-    for number in range(NUM_MOVED):
-        together = [segments[(number + each) % NUM_SEGMENTS] for each in range(num_together)]
-        moved.append(draw.moved(sink, together))
-    num_others = max(len(prompt.token_ids) for prompt in (*in_place, *moved))
-    return GatePrompts(segments, in_place, tuple(moved), draw.tokens(num_others))
 
 
 class _Draw:

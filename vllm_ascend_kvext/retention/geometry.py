@@ -49,11 +49,6 @@ class GroupGeometry:
         """Blocks that the window before a boundary spans, without the look-ahead block."""
         return max(1, window_pages(self.window_tokens, self.block_tokens))
 
-    @property
-    def drops_last_block(self) -> bool:
-        """Whether its lookup drops the look-ahead block; the Mamba lookup never does."""
-        return self.use_eagle and self.kind in (GroupKind.FULL, GroupKind.WINDOW)
-
     def longest_hit_tokens(self, max_tokens: int, unit_tokens: int, drop: bool) -> int:
         """The hit of this group alone, within ``max_tokens``, when all its blocks are cached.
 
@@ -235,7 +230,8 @@ class HitGeometry:
             group = self.groups[index]
             if cached_tokens is not None and group.kind is GroupKind.FULL:
                 max_tokens = min(max_tokens, cached_tokens[index])
-            drop = drops_block and group.drops_last_block
+            # The lookup of states never drops the block that looks ahead.
+            drop = drops_block and group.kind in (GroupKind.FULL, GroupKind.WINDOW)
             found_tokens = group.longest_hit_tokens(max_tokens, self.unit_tokens, drop)
             if len(read) == index:
                 read.append(found_tokens + drop * group.block_tokens)

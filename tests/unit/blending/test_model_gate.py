@@ -26,7 +26,6 @@ from vllm_ascend_kvext.blending.model_gate import (
     Moved,
     difference,
     judge,
-    make_prompts,
 )
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -40,7 +39,8 @@ WITH_WINDOWS = Heads(16, 63)
 
 
 def prompts(repaired: int = 16, min_reused: int = 32, room: int = 4096) -> GatePrompts:
-    return make_prompts(SINK, VOCABULARY_TOKENS, repaired, min_reused, PAGE_TOKENS, room)
+    gate = ModelGate(FakeEngine(), Heads(repaired, 0), SINK, min_reused, PAGE_TOKENS, room)
+    return gate.make_prompts(VOCABULARY_TOKENS)
 
 
 def test_segments_stand_in_place_behind_the_sink_and_elsewhere_in_other_orders() -> None:
