@@ -83,13 +83,12 @@ class _Engine:
     """An engine that has no other clients; an ``AskedEngine``."""
 
     def __init__(self, llm: LLM) -> None:
-        from vllm_ascend_kvext.patches.connector.scheduler import connector_of
+        from vllm_ascend_kvext.patches.connector.scheduler import side_of
 
         self._llm = llm
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        connector = connector_of(self._scheduler)
-        side = None if connector is None else connector.scheduler_side
-        if connector is None or side is None or not isinstance(side.segments, Blending):
+        side = side_of(self._scheduler)
+        if side is None or not isinstance(side.segments, Blending):
             raise BlendingError(
                 "check-model: expected an engine that reuses segments, found one that does not. "
                 "The log says why; serve without blending."
