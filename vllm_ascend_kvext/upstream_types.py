@@ -12,15 +12,10 @@ from typing import Any, Protocol
 
 
 class Block(Protocol):
-    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``.
-
-    Its hash is the field, not upstream's property: it is read for every block of a prompt.
-    """
+    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``."""
 
     block_id: int
-    ref_cnt: int
     is_null: bool
-    _block_hash: bytes | None
 
 
 class Request(Protocol):
