@@ -193,8 +193,7 @@ class ConnectorOptions:
     blend_check_layer: Annotated[int | None, _NATURAL_NUMBER] = None
     """With `blend_selector=question`: the layer at which the question is compared with the
     segments, counted from 0 in the order of the model, among those with pages of their own. It must
-    have full attention. `python -m vllm_ascend_kvext check-model MODEL` finds it. Unset: the one
-    next to three fifths of the model."""
+    have full attention. Unset: the one next to three fifths of the model."""
 
     segment_separator: Annotated[str | tuple[int, ...] | None, _SEPARATOR] = None
     """With `blending`: what stands between two of these separators in a prompt is a segment, where
