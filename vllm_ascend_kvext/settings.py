@@ -34,11 +34,6 @@ ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
 LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
-REMOVED = {
-    f"{OWN_PREFIX}HOLE_REUSE": 'Set "hole_reuse": false in kv_connector_extra_config instead.',
-}
-"""Variables that there were, and what holds in their place."""
-
 
 class Mode(enum.Enum):
     """What happens when a patch does not fit the installed upstream."""
@@ -255,8 +250,6 @@ def _parse_disabled(text: str) -> frozenset[str]:
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
-        if name in REMOVED:
-            raise SettingsError(f"{name} is gone. {REMOVED[name]} Unset it.")
         if name.startswith(OWN_PREFIX) and name not in VARIABLE_NAMES:
             raise SettingsError(
                 f"Unknown environment variable {name}: expected one of {', '.join(VARIABLE_NAMES)}."

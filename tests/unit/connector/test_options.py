@@ -10,7 +10,6 @@ import pytest
 
 from vllm_ascend_kvext.connector.common.options import (
     OPTIONS,
-    REMOVED,
     ConnectorOptions,
     Selector,
     describe_options,
@@ -131,10 +130,6 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
         (
             {"world_size": 8, "host_memory_gib": 5 / GIB},
             ("host_memory_gib: expected memory for 8 workers",),
-        ),
-        *(
-            ({key: 1}, (f"{key!r} is gone. {text} Remove the key.",))
-            for key, text in REMOVED.items()
         ),
     ],
 )

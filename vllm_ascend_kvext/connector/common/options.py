@@ -29,20 +29,6 @@ class Selector(enum.Enum):
 
 CONFIG = "kv_connector_extra_config"
 
-REMOVED = {
-    "blend_across_windows": "The first tokens of a segment are always computed for as long as a "
-    "sliding window reaches across its beginning.",
-    "blend_min_tokens": "Fewer than 32 tokens of a segment are always computed.",
-    "blend_run_tokens": "Tokens are always chosen in runs of 8.",
-    "copy_threads": "A copy has as many threads as it has CPUs, four at most; copy_cpus names "
-    "these.",
-    "eviction": "What is expected to bring the fewest hits for the time it stays gives way first; "
-    "that is learned from when prompts are sent again.",
-    "swap_on_preemption": "The KV of a preempted request always goes to host memory where that and "
-    "the way back are estimated to cost less than computing it again.",
-}
-"""Keys that there were, and what holds in their place."""
-
 _GIB = 1 << 30
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
@@ -309,8 +295,6 @@ def _wrong(key: str, value: object, expected: str, remedy: str = "") -> Settings
 def _refuse_unknown_keys(extra_config: Mapping[str, Any]) -> None:
     known = [option.key for option in OPTIONS]
     for key in extra_config:
-        if key in REMOVED:
-            raise SettingsError(f"{CONFIG}: {key!r} is gone. {REMOVED[key]} Remove the key.")
         if key not in known:
             raise SettingsError(
                 f"{CONFIG}: unknown key {key!r}: expected some of {', '.join(known)}."
