@@ -220,7 +220,7 @@ CASES: dict[str, tuple[list[InPlace], list[Moved], str, str]] = {
     "more than noise": ([NOISE, in_place(0.05)], [], "float32", "expected at most 0.04 of reuse"),
     "an unknown type is the coarsest": ([in_place(0.05)], [], "float8_e4m3fn", "by 0.05 where"),
     "other tokens make no difference": (
-        *([in_place(other=0.0005)], [], "float32"),
+        *([in_place(), in_place(other=0.0005)], [], "float32"),
         "with a limit of 0.001 that says nothing",
     ),
     "repair helps": (
