@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.transfer.cases import (
+    HOST_ALIGNMENT_BYTES,
     HOST_TO_PAGES,
     PAGES_TO_HOST,
+    Table,
     TransferCase,
     TransferMemory,
     assert_same,
@@ -19,7 +23,6 @@ from support.transfer.cases import (
     cut_into_chunks,
     uniform_case,
 )
-from support.transfer.model import is_valid
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import DescriptorError
@@ -29,8 +32,6 @@ MOST = 2**63 - 1
 MESSAGE = re.compile(
     r"(pools|planes|runs|host)\[\d+\]\.[a-z_]+: expected [^.]*, found [^.]*\. [A-Z][^.]*\."
 )
-
-QUICK = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 
 
 def refusal(pools, host_address, host_bytes, planes, runs, direction) -> str | None:
@@ -42,12 +43,100 @@ def refusal(pools, host_address, host_bytes, planes, runs, direction) -> str | N
     return None
 
 
+Span = tuple[int, int]
+
+
+def is_valid(
+    pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
+) -> bool:
+    """Whether a transfer may run, by the definition: Python integers, every pair compared."""
+    pool_rows, plane_rows, run_rows = pools.tolist(), planes.tolist(), runs.tolist()
+    host = (host_address, host_address + host_bytes)
+    is_host_left_out = not run_rows and host_bytes == 0 and host_address >= 0
+    regions = [(address, address + num_bytes) for address, num_bytes in pool_rows]
+    return (
+        all(0 < first < end < MOST for first, end in regions)
+        and (is_host_left_out or 0 < host[0] < host[1] < MOST)
+        and not any(_meet(host, region) for region in regions)
+        and all(_is_plane_valid(plane, pool_rows) for plane in plane_rows)
+        and all(
+            left[6] == right[6]
+            for left, right in combinations(plane_rows, 2)
+            if left[0] == right[0]
+        )
+        and [run[0] for run in run_rows] == sorted(run[0] for run in run_rows)
+        and all(_is_run_valid(run, plane_rows) for run in run_rows)
+        and _fits_host(plane_rows, run_rows, host_bytes)
+        and _writes_once(plane_rows, run_rows, pool_rows, direction)
+    )
+
+
+def _is_plane_valid(plane: list[int], pools: list[list[int]]) -> bool:
+    group, pool, base, stride, region, row_bytes, rows, pages, host_offset = plane
+    return (
+        min(group, base, region, host_offset) >= 0
+        and min(stride, row_bytes, rows, pages) > 0
+        and 0 <= pool < len(pools)
+        and host_offset % HOST_ALIGNMENT_BYTES == 0
+        and region + rows * row_bytes <= stride
+        and base + (pages - 1) * stride + region + rows * row_bytes <= pools[pool][1]
+    )
+
+
+def _is_run_valid(run: list[int], planes: list[list[int]]) -> bool:
+    group, page, first_row, num_rows, host_row = run
+    of_group = [plane for plane in planes if plane[0] == group]
+    return (
+        bool(of_group)
+        and all(1 <= page < plane[7] for plane in of_group)
+        and min(first_row, host_row) >= 0
+        and num_rows > 0
+        and all(first_row + num_rows <= plane[6] for plane in of_group)
+    )
+
+
+def _fits_host(planes: list[list[int]], runs: list[list[int]], host_bytes: int) -> bool:
+    extents = []
+    for group, *_, row_bytes, _, _, offset in planes:
+        ends = [run[4] + run[3] for run in runs if run[0] == group]
+        if ends:
+            extents.append((offset, offset + max(ends) * row_bytes))
+    return all(end <= host_bytes for _, end in extents) and not _any_meet(extents)
+
+
+def _writes_once(
+    planes: list[list[int]], runs: list[list[int]], pools: list[list[int]], direction: int
+) -> bool:
+    writes = []
+    for group, pool, base, stride, region, row_bytes, _, _, offset in planes:
+        for run_group, page, first_row, num_rows, host_row in runs:
+            if run_group != group:
+                continue
+            if direction == HOST_TO_PAGES:
+                first = pools[pool][0] + base + page * stride + region + first_row * row_bytes
+            else:
+                first = offset + host_row * row_bytes
+            writes.append((first, first + num_rows * row_bytes))
+    return not _any_meet(writes)
+
+
+def _any_meet(spans: Iterable[Span]) -> bool:
+    return any(_meet(left, right) for left, right in combinations(spans, 2))
+
+
+def _meet(left: Span, right: Span) -> bool:
+    return left[0] < right[1] and right[0] < left[1]
+
+
 @st.composite
-def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray]:
-    """The case's planes and runs with one to three cells that may be wrong."""
-    planes, runs = case.planes.copy(), case.runs.copy()
+def damages(
+    draw: st.DrawFn, case: TransferCase, memory: TransferMemory
+) -> tuple[Table, Table, Table, Table]:
+    """Pools, the host's address and size, planes and runs: one to three cells may be wrong."""
+    host = np.array([(memory.host.address, case.host_bytes)])
+    tables = memory.pool_table, host, case.planes.copy(), case.runs.copy()
     for _ in range(draw(st.integers(1, 3))):
-        table = draw(st.sampled_from((planes, runs)))
+        table = draw(st.sampled_from(tables))
         row = draw(st.integers(0, len(table) - 1))
         column = draw(st.integers(0, table.shape[1] - 1))
         was = int(table[row, column])
@@ -57,54 +146,37 @@ def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray
                 st.sampled_from((was - 1, was + 1, was * 2, was + 64)),
                 st.sampled_from([int(value) for value in table[:, column]]),
                 st.sampled_from((MOST, MOST - 1, -MOST - 1, 2**62, 2**32, 2**31)),
+                st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
                 st.integers(-MOST - 1, MOST),
             )
         )
         table[row, column] = min(max(value, -MOST - 1), MOST)
-    if draw(st.booleans()):
+    *memories, runs = tables
+    kept = draw(st.sampled_from(("all", "all", "all", "none", "in another order")))
+    if kept == "in another order":
         runs = runs[draw(st.permutations(range(len(runs))))]
-    return planes, runs
+    return *memories, runs[: len(runs) * (kept != "none")]
 
 
-@settings(QUICK, max_examples=1000)
+@settings(max_examples=1400, suppress_health_check=list(HealthCheck))
 @given(st.data(), cases(max_page_bytes=3000), st.booleans())
 def test_it_agrees_with_the_definition(
     data: st.DataObject, case: TransferCase, is_cut: bool
 ) -> None:
     if is_cut:
         case = cut_into_chunks(case, data.draw)
-    planes, runs = data.draw(damages(case))
     memory = TransferMemory.random(case)
+    pools, host, planes, runs = data.draw(damages(case, memory))
     before = memory.snapshot()
-    arguments = (memory.pool_table, memory.host.address, case.host_bytes, planes, runs)
-    message = refusal(*arguments, case.direction)
-    assert (message is None) == is_valid(*arguments, case.direction), message
-    assert message is None or MESSAGE.fullmatch(message), message
-    if message is not None:
-        for move in (native().page_transfer, native().expand):
-            with pytest.raises(DescriptorError, match=re.escape(message)):
-                move(*arguments, case.direction)
-        assert_same(memory.snapshot(), before)
-
-
-@QUICK
-@given(cases(max_page_bytes=3000), st.data())
-def test_it_agrees_on_pools_and_host(case: TransferCase, data: st.DataObject) -> None:
-    memory = TransferMemory.random(case)
-    pools = memory.pool_table
-    numbers = st.one_of(
-        st.integers(-2, 2),
-        st.sampled_from((MOST, MOST - 1, 2**62)),
-        st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
-        st.integers(-MOST - 1, MOST),
-    )
-    host = [memory.host.address, case.host_bytes]
-    which = data.draw(st.integers(0, len(pools)))
-    row = host if which == len(pools) else pools[which]
-    row[data.draw(st.integers(0, 1))] = data.draw(numbers)
-    arguments = (pools, *host, case.planes, case.runs, case.direction)
+    arguments = (pools, *host[0].tolist(), planes, runs, case.direction)
     message = refusal(*arguments)
     assert (message is None) == is_valid(*arguments), message
+    if message is not None:
+        assert MESSAGE.fullmatch(message), message
+        for move in (native().page_transfer, native().expand):
+            with pytest.raises(DescriptorError, match=re.escape(message)):
+                move(*arguments)
+        assert_same(memory.snapshot(), before)
 
 
 # One group, two planes, three runs of whole pages of 4 rows of 16 bytes; 5 pages.

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from unit.store.small_tier import CHUNK_TOKENS, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
@@ -16,8 +12,6 @@ from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.pieces import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
-
-PROMPT = "abcdefghijklmnopqrstuvwxyzABCDEF"  # 2 chunks and 8 tokens
 
 
 class CountingPrefix(TextPrefix):
@@ -102,32 +96,3 @@ def test_keys_where_nothing_is_hashed_are_refused(boundaries: range | list[int])
             prefix.keys_at(boundaries)
         else:
             prefix.key_at(boundaries[0])
-
-
-@given(st.sets(st.integers(0, 15)), st.integers(0, 15), st.integers(1, 40))
-def test_runs_are_stored_rows(units: set[int], after_units: int, limit: int) -> None:
-    tier = SmallTier(100)
-    for unit in sorted(units):
-        tier.store(PROMPT, Piece.rows(unit * UNIT_TOKENS, (unit + 1) * UNIT_TOKENS))
-    after = after_units * UNIT_TOKENS
-    found = tier.find_runs(TextPrefix(PROMPT), limit, after)
-    assert all(one.end_tokens < other.first_tokens for one, other in pairwise(found))
-    there = {
-        token for unit in units for token in range(unit * UNIT_TOKENS, (unit + 1) * UNIT_TOKENS)
-    }
-    for first, end, entries in found:
-        assert after <= first < end <= min(limit, len(PROMPT))
-        assert there.issuperset(range(first, end))
-        assert entries[0].piece.first_tokens <= first
-        assert all(
-            one.piece.end_tokens == other.piece.first_tokens for one, other in pairwise(entries)
-        )
-        assert entries[-1].piece.end_tokens >= end
-    # What follows without a gap is what a lookup without gaps finds.
-    hit_tokens = tier.find(PROMPT, min(limit, len(PROMPT)), after).num_tokens
-    first_run = found[0] if found and found[0].first_tokens == after else None
-    assert hit_tokens == (first_run.end_tokens - after if first_run else 0)
-    # A chunk that is there is found wherever it lies.
-    for chunk in range(after, min(limit, len(PROMPT)) - CHUNK_TOKENS + 1):
-        if chunk % CHUNK_TOKENS == 0 and there.issuperset(range(chunk, chunk + CHUNK_TOKENS)):
-            assert any(first <= chunk and chunk + CHUNK_TOKENS <= end for first, end, _ in found)

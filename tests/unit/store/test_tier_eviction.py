@@ -10,7 +10,7 @@ import pytest
 from unit.store.small_tier import PLACE_BYTES, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
-from vllm_ascend_kvext.store.counters import Refusal, Removal
+from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
@@ -25,15 +25,6 @@ def text_of(number: int) -> str:
 
 def store_chunk(tier: SmallTier, number: int, num_places: int = 1) -> Entry:
     return tier.store(text_of(number), CHUNK, num_places)
-
-
-def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
-    tier = SmallTier(4)
-    text = "".join(text_of(number) for number in range(4))
-    chunks = tier.store_prefix(text)
-    for number in range(4, 8):
-        store_chunk(tier, number)
-    assert tier.evicted() == chunks[::-1]
 
 
 def test_a_hit_that_gave_way_meanwhile_is_not_loaded() -> None:
@@ -80,12 +71,6 @@ def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
     tier.store(text_of(5000), CHUNK, 5)
     assert tier.evicted() == [*small, *large[1:3]]
     assert large[0].state is EntryState.STORED, "it is being loaded"
-
-
-def test_what_is_larger_than_the_tier_is_refused() -> None:
-    tier = SmallTier(2)
-    store_chunk(tier, 0)
-    assert tier.begin(text_of(1), CHUNK, num_places=3) is Refusal.NO_ROOM
 
 
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +138,3 @@ def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None
             min_held_bytes = min(min_held_bytes, tier.counters.bytes_held)
     assert tier.counters.removed_entries[Removal.EVICTED] > 1000
     assert min_held_bytes > 0.9 * tier.capacity_bytes
-
-
-def test_the_same_calls_lead_to_the_same_offsets() -> None:
-    def offsets() -> list[int]:
-        tier = SmallTier(300)
-        found = []
-        for number in range(600):
-            entry = tier.begin(text_of(number * 7 % 400), CHUNK, 1 + number % 3)
-            if isinstance(entry, Entry):
-                found.append(entry.offset_bytes)
-                tier.finish_store(entry)
-        return found
-
-    assert offsets() == offsets()

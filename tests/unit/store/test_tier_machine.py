@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ class TierMachine(RuleBasedStateMachine):
             position = end
 
     @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
-    def look_up_tails_and_what_is_present(self, text: str, limit: int, after: int) -> None:
+    def look_up_what_is_there(self, text: str, limit: int, after: int) -> None:
         prefix, limit = TextPrefix(text), min(limit, len(text))
         boundaries = range(UNIT_TOKENS, limit + 1, UNIT_TOKENS)
 
@@ -113,6 +114,9 @@ class TierMachine(RuleBasedStateMachine):
         missing = (end - UNIT_TOKENS for end in boundaries if end not in present)
         present_tokens = next(missing, boundaries[-1] if boundaries else 0)
         assert self.tier.present_tokens(prefix, limit) == present_tokens * self.geometry.needs_rows
+        if self.geometry.needs_rows:
+            after -= after % UNIT_TOKENS
+            self._check_runs(text, after, limit, set(those_with(Kind.ROWS, EntryState.STORED)))
 
     @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
     def load(self, text: str, after: int) -> None:
@@ -238,6 +242,25 @@ class TierMachine(RuleBasedStateMachine):
                 assert not any(each.first_tokens % CHUNK_TOKENS for each in around)
             else:
                 assert len(around) == 1
+
+    def _check_runs(self, text: str, after: int, limit: int, stored: set[int]) -> None:
+        """Runs are stored rows, apart from each other; each chunk that is there is in one."""
+        runs = self.tier.find_runs(TextPrefix(text), limit, after)
+        assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
+        for first, end, entries in runs:
+            assert after <= first < end <= limit
+            assert stored.issuperset(range(first + UNIT_TOKENS, end + 1, UNIT_TOKENS))
+            pieces = [entry.piece for entry in entries]
+            assert pieces[0].first_tokens <= first and end <= pieces[-1].end_tokens
+            for one, other in pairwise(pieces):
+                assert one.first_tokens < other.first_tokens <= one.end_tokens
+            assert all(text.startswith(self.model.of(entry).text[:end]) for entry in entries)
+        for first in range(0, limit - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+            end = first + CHUNK_TOKENS
+            if first >= after and stored.issuperset(
+                range(first + UNIT_TOKENS, end + 1, UNIT_TOKENS)
+            ):
+                assert any(run.first_tokens <= first and end <= run.end_tokens for run in runs)
 
     def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
         size_bytes = (4 if self.has_one_size else size) * ALIGNMENT_BYTES
