@@ -22,7 +22,6 @@ from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
     Bytes,
-    GuardedBytes,
     Table,
     TransferCase,
     TransferMemory,
@@ -133,65 +132,43 @@ def pairs_of(numbers: Numbers, style: int) -> tuple[Numbers, Numbers]:
     return numbers[..., :half], numbers[..., half:]
 
 
-@dataclass(frozen=True, slots=True)
-class _RotatedPart:
-    """The rotated part of one head of one row, on both sides."""
+def rotated_parts(
+    case: RotatedCase, memory: TransferMemory, allocations: tuple[Bytes, ...], of_source: bool
+) -> Iterator[tuple[list[int], int, Bytes]]:
+    """What turns of the rows of each run: its row of rotations, its shift, and a view of its bytes.
 
-    source: tuple[int, slice]  # allocation as of `TransferMemory.snapshot`, bytes
-    destination: tuple[int, slice]
-    rotation: tuple[int, ...]
-    positions: int
-
-
-def rotated_parts(case: RotatedCase, memory: TransferMemory) -> Iterator[_RotatedPart]:
-    """Of all planes that are named, also where the shift is 0."""
+    ``allocations`` are as of ``TransferMemory.snapshot``. shape: [rows, heads, bytes].
+    """
     shifts = dict(case.rotation.shifts.tolist())
-    host = len(memory.pools)
+    is_in_pool = (case.transfer.direction == PAGES_TO_HOST) == of_source
+    planes, runs = case.transfer.planes.tolist(), case.transfer.runs.tolist()
     for rotation in case.rotation.rotations.tolist():
         plane, dtype, _, num_heads, head_bytes, offset, num_pairs, _ = rotation
-        group, pool, base, stride, region, row_bytes, _, _, host_offset = (
-            case.transfer.planes.tolist()[plane]
-        )
-        num_bytes = 2 * num_pairs * RowDtype(dtype).element_bytes
-        for run_group, page, first_row, num_rows, host_row in case.transfer.runs.tolist():
-            if run_group != group:
+        group, pool, base, stride, region, row_bytes, _, _, host_offset = planes[plane]
+        end = offset + 2 * num_pairs * RowDtype(dtype).element_bytes
+        for run_group, page, first_row, num_rows, host_row in runs:
+            if run_group != group or shifts[group] == 0:
                 continue
-            for row in range(num_rows):
-                in_pool = base + page * stride + region + (first_row + row) * row_bytes
-                in_host = host_offset + (host_row + row) * row_bytes
-                for head in range(num_heads):
-                    skipped = head * head_bytes + offset
-                    sides = (
-                        (pool, _span(memory.pools[pool], in_pool + skipped, num_bytes)),
-                        (host, _span(memory.host, in_host + skipped, num_bytes)),
-                    )
-                    is_store = case.transfer.direction == PAGES_TO_HOST
-                    yield _RotatedPart(
-                        sides[0] if is_store else sides[1],
-                        sides[1] if is_store else sides[0],
-                        tuple(rotation),
-                        shifts[group],
-                    )
-
-
-def _span(region: GuardedBytes, first_byte: int, num_bytes: int) -> slice:
-    start = region.address - region.whole.ctypes.data + first_byte
-    return slice(start, start + num_bytes)
+            index, guarded, first = -1, memory.host, host_offset + host_row * row_bytes
+            if is_in_pool:
+                index, guarded = pool, memory.pools[pool]
+                first = base + page * stride + region + first_row * row_bytes
+            first += guarded.address - guarded.whole.ctypes.data
+            rows = allocations[index][first : first + num_rows * row_bytes]
+            heads = rows.reshape(num_rows, num_heads, head_bytes)
+            yield rotation, shifts[group], heads[..., offset:end]
 
 
 def filled(case: RotatedCase, seed: int = 0) -> TransferMemory:
     """Parts that turn have numbers of their types: the random bytes of all others may be none."""
     memory = TransferMemory.random(case.transfer, seed)
     random = np.random.default_rng(seed)
-    regions = [region.whole for region in (*memory.pools, memory.host)]
-    for part in rotated_parts(case, memory):
-        if part.positions == 0:
-            continue
-        allocation, where = part.source
-        count = 2 * part.rotation[RotationColumn.NUM_PAIRS]
-        numbers = random.normal(size=count) * random.choice((1.0, 1e-3, 30.0))
-        dtype = RowDtype(part.rotation[RotationColumn.DTYPE])
-        regions[allocation][where] = bytes_of(numbers.astype(np.float32), dtype)
+    allocations = tuple(region.whole for region in (*memory.pools, memory.host))
+    for rotation, _, part in rotated_parts(case, memory, allocations, of_source=True):
+        dtype = RowDtype(rotation[RotationColumn.DTYPE])
+        shape = *part.shape[:2], part.shape[2] // dtype.element_bytes
+        numbers = random.normal(size=shape) * random.choice((1.0, 1e-3, 30.0))
+        part[:] = bytes_of(numbers.astype(np.float32), dtype)
     return memory
 
 
@@ -218,15 +195,11 @@ def assert_rotates(case: RotatedCase, memory: TransferMemory, *options: int) -> 
     before, expected = memory.snapshot(), memory.after(case.transfer)
     run(case, memory, *options)
     found = memory.snapshot()
-    for part in rotated_parts(case, memory):
-        if part.positions == 0:
-            continue
-        source, destination = before[part.source[0]], found[part.destination[0]]
-        _assert_turned(
-            part, case.rotation, source[part.source[1]], destination[part.destination[1]]
-        )
-        expected_part = expected[part.destination[0]][part.destination[1]]
-        destination[part.destination[1]] = expected_part
+    sides = (before, True), (found, False), (expected, False)
+    parts = (rotated_parts(case, memory, *side) for side in sides)
+    for (rotation, shift, source), (*_, destination), (*_, unrotated) in zip(*parts, strict=True):
+        assert_turned(case.rotation.frequencies, rotation, shift, source, destination)
+        destination[:] = unrotated
     assert_same(found, expected)
 
 
@@ -238,11 +211,11 @@ ROUNDING = {
 }
 
 
-def _assert_turned(
-    part: _RotatedPart, rotation: KeyRotation, source: Bytes, destination: Bytes
+def assert_turned(
+    frequencies: Numbers, rotation: list[int], shift: int, source: Bytes, destination: Bytes
 ) -> None:
-    _, dtype, style, *_, num_pairs, first = part.rotation
-    angles = part.positions * rotation.frequencies[first : first + num_pairs]
+    _, dtype, style, *_, num_pairs, first = rotation
+    angles = shift * frequencies[first : first + num_pairs]
     a, b = pairs_of(numbers_of(source.copy(), RowDtype(dtype)), style)
     found = pairs_of(numbers_of(destination.copy(), RowDtype(dtype)), style)
     wanted = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
@@ -252,7 +225,7 @@ def _assert_turned(
     for number, exact in zip(found, wanted, strict=True):
         limit = inside + relative * (np.abs(exact) + inside) + absolute
         worst = np.max(np.abs(number - exact) - limit)
-        assert worst <= 0, f"{part.rotation} by {part.positions}: off by {worst} beyond rounding"
+        assert worst <= 0, f"{rotation} by {shift}: off by {worst} beyond rounding"
 
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
@@ -269,7 +242,6 @@ def key_case(
     positions: int = 137,
     head_size: int = 64,
     num_pairs: int = 32,
-    offset: int = 0,
     num_heads: int = 2,
     pages: tuple[int, ...] = (3, 1, 2),
     num_planes: int = 1,
@@ -285,8 +257,7 @@ def key_case(
         direction=direction,
     )
     rows = [
-        (plane, dtype, style, num_heads, head_bytes, offset * dtype.element_bytes, num_pairs, 0)
-        for plane in range(num_planes)
+        (plane, dtype, style, num_heads, head_bytes, 0, num_pairs, 0) for plane in range(num_planes)
     ]
     frequencies = 10_000.0 ** (-np.arange(num_pairs) / num_pairs)
     return RotatedCase(
@@ -483,8 +454,7 @@ def test_a_wrong_frequency_is_refused(value: float) -> None:
 def test_frequencies_have_the_right_type(frequencies, found: str) -> None:
     case = key_case()
     wrong = RotatedCase(case.transfer, case.rotation._replace(frequencies=frequencies))
-    message = said_against(wrong, filled(case))
-    assert message == (
+    assert said_against(wrong, filled(case)) == (
         f"frequencies: expected float64, one dimension, contiguous, found {found}. Build it with "
         "numpy.ascontiguousarray(frequencies, numpy.float64)."
     )

@@ -101,7 +101,7 @@ def test_a_copy_is_whole() -> None:
 
 
 FIRST_TRANSFERS = f"""
-import os, sys, threading, time
+import multiprocessing, sys, threading
 sys.path.insert(0, {str(TESTS)!r})
 from ops.test_threads import LARGE, TransferMemory, assert_same, native, run
 
@@ -110,17 +110,16 @@ memory = TransferMemory.random(LARGE)
 expected = memory.after(LARGE)
 
 
-def wait_for(child, what):
-    end_s = time.monotonic() + 10
-    while time.monotonic() < end_s:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.001)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    print(what, "hangs", flush=True)
-    os._exit(1)
+def started(target):
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    return process
+
+
+def has_ended_well(process, most_s):
+    process.join(most_s)
+    process.kill()
+    return process.exitcode == 0
 
 
 def transfer():
@@ -133,27 +132,16 @@ def fork_during_the_first_transfer():
     first = threading.Thread(target=lambda: (is_started.set(), transfer()))
     first.start()
     is_started.wait()
-    children = []
-    for _ in range(4):
-        child = os.fork()
-        if child == 0:
-            transfer()
-            os._exit(0)
-        children.append(child)
-    are_fine = [wait_for(child, "a child") for child in children]
+    children = [started(transfer) for _ in range(4)]
+    are_fine = [has_ended_well(child, 10) for child in children]
     first.join()
     transfer()
-    return all(are_fine)
+    sys.exit(not all(are_fine))
 
 
 # Each of these processes has never copied before.
-num_fine = 0
-for _ in range(30):
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if fork_during_the_first_transfer() else 1)
-    num_fine += wait_for(child, "a parent")
-print(num_fine)
+parents = (started(fork_during_the_first_transfer) for _ in range(30))
+print(sum(has_ended_well(parent, 60) for parent in parents))
 """
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import MissingRows, RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TransferPlan
 from vllm_ascend_kvext.token_range import TokenRange
-from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn
+from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, PlaneColumn, RunColumn
 
 NUM_PAGES = 400
 BlockIds = list[list[int]]
@@ -42,15 +42,7 @@ Rows = set[tuple[int, int]]
 
 
 def reach_of(group: LayoutGroup) -> Reach:
-    return Reach(
-        group.kind,
-        group.tokens_per_page,
-        group.tokens_per_row,
-        group.window_tokens,
-        group.restart_tokens,
-        group.holds_states,
-        group.compress_ratio,
-    )
+    return Reach(*(getattr(group, field.name) for field in fields(Reach)))
 
 
 @st.composite
@@ -268,6 +260,7 @@ def assert_loaded(
         for index, row in there
         if ids[layout.groups[index].kv_cache_group_id][row // layout.groups[index].rows_per_page]
     }
+    assert plan.planes.dtype == plan.runs.dtype == DTYPE
     # The op refuses rows that are loaded twice, and host bytes that two planes have.
     assert plan.runs[:, RunColumn.NUM_ROWS].sum() == len(loaded)
     offsets = plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist()
