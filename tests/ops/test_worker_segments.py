@@ -75,19 +75,13 @@ class Worker:
         self.rotary, self.other_rotary = RotaryEmbedding(), RotaryEmbedding(500.0)
         self.model = model or small_model(self.rotary, self.other_rotary)
         modules = attention_of(self.model)
-        self.names = list(modules)
-        sizes = {
-            "block_size": BLOCK,
-            "num_kv_heads": HEADS,
-            "head_size": HEAD,
-            "dtype": torch.float32,
-        }
+        sizes = dict(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
         full, window = FullAttentionSpec(**sizes), SlidingWindowSpec(sliding_window=WINDOW, **sizes)
-        groups = [(spec or full, *self.names)]
+        groups = [(spec or full, *modules)]
         if has_window:
-            groups = [(full, self.names[0]), (window, self.names[1])]
+            groups = [(spec, name) for spec, name in zip((full, window), modules, strict=True)]
         self.group_of_layer = [0, 1 if has_window else 0]
-        self.kv_caches = {name: make_caches() for name in self.names}
+        self.kv_caches = {name: make_caches() for name in modules}
         if is_known:
             loaded_models.remember(self.model)
         self.backend = backend or SmallBackend()
@@ -100,7 +94,6 @@ class Worker:
             cpu_backend=self.backend,
         )
         self.side.register(self.kv_caches)
-        self.results = WorkerOutput()
 
     @property
     def layout(self) -> WorkerLayout:
@@ -150,20 +143,17 @@ class Worker:
         stores = tuple(job for job in jobs if isinstance(job, StoreJob))
         loads = tuple(job for job in jobs if isinstance(job, LoadJob))
         self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads))
-        ended: list[EndedJobs] = []
-        found = WorkerOutput()
-        names: set[str] = set()
-        pages: set[int] = set()
+        names, pages, found = frozenset[str](), frozenset[int](), WorkerOutput()
 
-        def all_ended() -> bool:
-            ended.append(self.side.end_step())
-            found.add(ended[-1].results)
-            names.update(ended[-1].loads)
-            pages.update(ended[-1].failed_pages)
+        def have_ended() -> bool:
+            nonlocal names, pages
+            ended = self.side.end_step()
+            found.add(ended.results)
+            names, pages = names | ended.loads, pages | ended.failed_pages
             return len(found.stores_ended) + len(names) == len(jobs)
 
-        until(all_ended)
-        return EndedJobs(frozenset(names), frozenset(pages), found)
+        until(have_ended)
+        return EndedJobs(names, pages, found)
 
 
 @pytest.fixture

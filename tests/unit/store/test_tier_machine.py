@@ -250,17 +250,16 @@ class TierMachine(RuleBasedStateMachine):
         for first, end, entries in runs:
             assert after <= first < end <= limit
             assert stored.issuperset(range(first + UNIT_TOKENS, end + 1, UNIT_TOKENS))
-            pieces = [entry.piece for entry in entries]
-            assert pieces[0].first_tokens <= first and end <= pieces[-1].end_tokens
-            for one, other in pairwise(pieces):
-                assert one.first_tokens < other.first_tokens <= one.end_tokens
-            assert all(text.startswith(self.model.of(entry).text[:end]) for entry in entries)
-        for first in range(0, limit - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-            end = first + CHUNK_TOKENS
-            if first >= after and stored.issuperset(
-                range(first + UNIT_TOKENS, end + 1, UNIT_TOKENS)
-            ):
-                assert any(run.first_tokens <= first and end <= run.end_tokens for run in runs)
+            assert entries[0].piece.first_tokens <= first
+            stops = [*(entry.piece.first_tokens for entry in entries[1:]), end]
+            for entry, stop in zip(entries, stops, strict=True):
+                assert entry.piece.first_tokens < stop <= entry.piece.end_tokens
+                assert self.model.of(entry).text[:stop] == text[:stop]
+        found = {token for run in runs for token in range(run.first_tokens, run.end_tokens)}
+        for first in range(-(-after // CHUNK_TOKENS), limit // CHUNK_TOKENS):
+            chunk = range(first * CHUNK_TOKENS, (first + 1) * CHUNK_TOKENS)
+            if stored.issuperset(token + UNIT_TOKENS for token in chunk[::UNIT_TOKENS]):
+                assert found.issuperset(chunk)
 
     def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
         size_bytes = (4 if self.has_one_size else size) * ALIGNMENT_BYTES
