@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import given, settings
@@ -39,10 +39,6 @@ NUM_PAGES = 400
 BlockIds = list[list[int]]
 Rows = set[tuple[int, int]]
 """Group and row."""
-
-
-def reach_of(group: LayoutGroup) -> Reach:
-    return Reach(*(getattr(group, field.name) for field in fields(Reach)))
 
 
 @st.composite
@@ -118,7 +114,7 @@ class Prompt:
         return {
             (index, row)
             for index, group in self._kept_groups(groups)
-            for row in reach_of(group).rows_needed(tokens.first_tokens, tokens.end_tokens)
+            for row in Reach.of(group).rows_needed(tokens.first_tokens, tokens.end_tokens)
         }
 
     def kept(self, chunk: PlacedChunk, ids: BlockIds) -> Rows:
@@ -126,7 +122,7 @@ class Prompt:
         return {
             (index, row)
             for index, group in self._kept_groups(chunk.groups)
-            for row in reach_of(group).rows_read(chunk.tokens.first_tokens, chunk.tokens.end_tokens)
+            for row in Reach.of(group).rows_read(chunk.tokens.first_tokens, chunk.tokens.end_tokens)
             if ids[group.kv_cache_group_id][row // group.rows_per_page]
         }
 
