@@ -70,14 +70,15 @@ class Worker:
         options: ConnectorOptions | None = None,
         model_name: str = "some/model",
         make_caches: Callable[[], Any] = registered,
-        spec: Any = None,
+        **sizes: int,
     ) -> None:
         self.rotary, self.other_rotary = RotaryEmbedding(), RotaryEmbedding(500.0)
         self.model = model or small_model(self.rotary, self.other_rotary)
         modules = attention_of(self.model)
-        sizes = dict(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
+        sizes = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": HEAD, **sizes}
+        sizes["dtype"] = torch.float32
         full, window = FullAttentionSpec(**sizes), SlidingWindowSpec(sliding_window=WINDOW, **sizes)
-        groups = [(spec or full, *modules)]
+        groups = [(full, *modules)]
         if has_window:
             groups = [(spec, name) for spec, name in zip((full, window), modules, strict=True)]
         self.group_of_layer = [0, 1 if has_window else 0]
@@ -554,16 +555,11 @@ def make_token_worker(
         by_token = partial(build_layout, addressing=RowAddressing.TOKENS)
         monkeypatch.setattr(worker_side, "build_layout", by_token)
         rotary = RotaryEmbedding()
-        spec = FullAttentionSpec(
-            block_size=BLOCK,
-            num_kv_heads=sizes[0][0],
-            head_size=sum(size[1] for size in sizes) // 2,
-            dtype=torch.float32,
-        )
         return make_worker(
             model=small_model(rotary, rotary, **attributes),
             make_caches=lambda: tuple(torch.zeros(NUM_PAGES, BLOCK, *size) for size in sizes),
-            spec=spec,
+            num_kv_heads=sizes[0][0],
+            head_size=sum(size[1] for size in sizes) // 2,
         )
 
     return make
@@ -594,12 +590,13 @@ def test_rows_of_tokens_are_stored_and_placed(is_latent: bool, make_token_worker
             tensor[places(SOURCE[0], 3)] = rows
     results = worker.run(StoreJob(7, (), SOURCE[:1], (STORED,))).results
     assert not results.failed_stores and results.key_checks == 1
+    expected = [[tensor.clone() for tensor in both] for both in worker.kv_caches.values()]
     assert not worker.run(load_of(PLACED, tables=TARGET[:1])).results.failed_loads
-    for both in worker.kv_caches.values():
-        found = [tensor[places(TARGET[0], 5)] for tensor in both]
-        for got, wanted in zip(found, rows_at(5), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-        assert torch.equal(found[1 - turning], rows_at(5)[1 - turning])
+    for both, wanted in zip(worker.kv_caches.values(), expected, strict=True):
+        for tensor, rows in zip(wanted, rows_at(5), strict=True):
+            tensor[places(TARGET[0], 5)] = rows
+        torch.testing.assert_close(both[turning], wanted[turning], rtol=1e-5, atol=1e-5)
+        assert torch.equal(both[1 - turning], wanted[1 - turning])
 
 
 def test_rows_that_are_not_keys_and_values_are_refused(make_token_worker) -> None:
