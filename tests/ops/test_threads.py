@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -84,20 +85,13 @@ def test_many_callers_at_once() -> None:
 def test_a_copy_is_whole() -> None:
     random = np.random.default_rng(0)
     source = random.integers(0, 256, 3 << 20, np.uint8)
-    for num_bytes, first in ((0, 0), (1, 5), (64, 1), (1025, 3), (2 << 20, 7), (3 << 20, 0)):
-        for num_threads in (1, 3):
-            for streaming in (-1, 0, 1):
-                destination = np.zeros(len(source) + 64, np.uint8)
-                native().copy(
-                    destination.ctypes.data + first,
-                    source.ctypes.data,
-                    num_bytes,
-                    num_threads,
-                    streaming,
-                )
-                assert np.array_equal(destination[first:][:num_bytes], source[:num_bytes])
-                assert not destination[:first].any()
-                assert not destination[first + num_bytes :].any()
+    parts = ((0, 0), (1, 5), (64, 1), (1025, 3), (2 << 20, 7), (3 << 20, 0))
+    for (num_bytes, first), *options in itertools.product(parts, (1, 3), (-1, 0, 1)):
+        destination = np.zeros(len(source) + 64, np.uint8)
+        native().copy(destination.ctypes.data + first, source.ctypes.data, num_bytes, *options)
+        assert np.array_equal(destination[first:][:num_bytes], source[:num_bytes])
+        assert not destination[:first].any()
+        assert not destination[first + num_bytes :].any()
 
 
 FIRST_TRANSFERS = f"""
