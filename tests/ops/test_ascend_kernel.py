@@ -68,20 +68,14 @@ def run(shim: Shim, case: TransferCase, *, num_cores: int = 4) -> None:
     assert_same(memory.snapshot(), expected)
 
 
-@given(case=cases(), num_cores=st.integers(1, 48))
-@settings(max_examples=150)
+RUNS_LONGER_THAN_A_TILE = cases(row_bytes=(1, 40_000, 70_000), max_page_bytes=300_000, max_pages=3)
+
+
+@given(case=cases() | RUNS_LONGER_THAN_A_TILE, num_cores=st.integers(1, 48))
+@settings(max_examples=170, suppress_health_check=[HealthCheck.data_too_large])
 def test_every_byte_arrives_and_no_other_changes(
     shim: Shim, case: TransferCase, num_cores: int
 ) -> None:
-    run(shim, case, num_cores=num_cores)
-
-
-@given(
-    case=cases(row_bytes=(1, 40_000, 70_000), max_page_bytes=300_000, max_pages=3),
-    num_cores=st.integers(1, 48),
-)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.data_too_large])
-def test_runs_longer_than_a_tile(shim: Shim, case: TransferCase, num_cores: int) -> None:
     run(shim, case, num_cores=num_cores)
 
 

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer op that rotates keys: exact angles, one rounding, and no other byte."""
+"""The transfer op that rotates keys: exact angles, one rounding, and no other byte.
+
+What must come out is computed in numpy, in float64, row by row.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.transfer.cases import (
     HOST_TO_PAGES,
+    PAGES_TO_HOST,
+    Bytes,
+    Table,
+    TransferCase,
     TransferMemory,
     assert_same,
+    cases,
     uniform_case,
-)
-from support.transfer.rotation import (
-    RotatedCase,
-    assert_rotated,
-    fill_with_numbers,
-    rotated_cases,
-    table,
 )
 
 from vllm_ascend_kvext.native import native
@@ -38,34 +43,196 @@ from vllm_ascend_kvext.transfer.schema import (
     ShiftColumn,
 )
 
-SLOW = settings(max_examples=300, suppress_health_check=list(HealthCheck))
-
 MOST = 2**63 - 1
 MESSAGE = re.compile(
     r"(pools|planes|runs|host|rotations|shifts)\[\d+\]\.[a-z_]+: "
     r"expected [^.]*, found [^.]*\. [A-Z][^.]*\."
 )
 
+ROW_BYTES = (4, 16, 64, 80, 128, 144, 256, 512, 1152, 2304, 4608, 9216)
+"""`cases` draws others, too; those of odd sizes are not rotated."""
 
-def run(case: RotatedCase, memory: TransferMemory, num_threads: int = 1, streaming: int = -1):
-    native().rotated_page_transfer(
-        *memory.descriptors(case.transfer), *case.rotation, num_threads, streaming
+MAX_POSITIONS = 1 << 30
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedCase:
+    """A transfer, and how its keys turn."""
+
+    transfer: TransferCase
+    rotation: KeyRotation
+
+
+def table(rows: list[tuple[int, ...]], num_columns: int) -> Table:
+    return np.array(rows, np.int64).reshape(len(rows), num_columns)
+
+
+@st.composite
+def rotated_cases(draw: st.DrawFn) -> RotatedCase:
+    """Valid transfers some of whose planes are rotated."""
+    transfer = draw(cases(row_bytes=ROW_BYTES, max_page_bytes=30_000))
+    num_frequencies = draw(st.integers(1, 150))
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    frequencies = random.random(num_frequencies) ** draw(st.sampled_from((1, 8)))
+    frequencies[: draw(st.integers(0, 2))] = 0.0
+    rows = []
+    for plane in draw(st.permutations(range(len(transfer.planes)))):
+        row_bytes = int(transfer.planes[plane, 5])
+        dtype = draw(st.sampled_from(list(RowDtype)))
+        num_elements, rest = divmod(row_bytes, dtype.element_bytes)
+        num_heads = draw(st.sampled_from([n for n in (1, 2, 3, 8) if num_elements % n == 0] or [1]))
+        head_elements = num_elements // num_heads
+        max_pairs = min(head_elements // 2, num_frequencies)
+        if rest or max_pairs == 0 or draw(st.integers(0, 4)) == 0:
+            continue
+        num_pairs = draw(st.sampled_from((max_pairs, max_pairs, 1, (max_pairs + 1) // 2)))
+        offset = draw(st.integers(0, head_elements - 2 * num_pairs))
+        rows.append(
+            (
+                *(plane, dtype, draw(st.sampled_from(list(PairStyle))), num_heads),
+                *(head_elements * dtype.element_bytes, offset * dtype.element_bytes, num_pairs),
+                draw(st.integers(0, num_frequencies - num_pairs)),
+            )
+        )
+    positions = st.one_of(
+        st.sampled_from((0, 1, -1, 1_000_000, -999_983, MAX_POSITIONS)),
+        st.integers(-100_000, 100_000),
     )
+    groups = sorted({int(group) for group in transfer.planes[:, 0]})
+    shifts = [(group, draw(positions)) for group in groups]
+    return RotatedCase(transfer, KeyRotation(table(rows, 8), table(shifts, 2), frequencies))
+
+
+def numbers_of(data: Bytes, dtype: RowDtype) -> Numbers:
+    """Of bytes, in their order."""
+    if dtype == RowDtype.FLOAT32:
+        return data.view(np.float32).astype(np.float64)
+    if dtype == RowDtype.FLOAT16:
+        return data.view(np.float16).astype(np.float64)
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def bytes_of(numbers: NDArray[np.float32], dtype: RowDtype) -> Bytes:
+    """The lower half of a bfloat16 is cut off."""
+    if dtype == RowDtype.FLOAT32:
+        return numbers.astype(np.float32).view(np.uint8)
+    if dtype == RowDtype.FLOAT16:
+        return numbers.astype(np.float16).view(np.uint8)
+    upper = numbers.astype(np.float32).view(np.uint32) >> 16
+    return upper.astype(np.uint16).view(np.uint8)
+
+
+def pairs_of(numbers: Numbers, style: int) -> tuple[Numbers, Numbers]:
+    """First and second numbers, shape ``[..., num_pairs]``, of ``[..., 2 * num_pairs]``."""
+    if style == PairStyle.NEIGHBOURS:
+        return numbers[..., ::2], numbers[..., 1::2]
+    half = numbers.shape[-1] // 2
+    return numbers[..., :half], numbers[..., half:]
+
+
+def rotated_parts(
+    case: RotatedCase, memory: TransferMemory, allocations: tuple[Bytes, ...], of_source: bool
+) -> Iterator[tuple[list[int], int, Bytes]]:
+    """What turns of the rows of each run: its row of rotations, its shift, and a view of its bytes.
+
+    ``allocations`` are as of ``TransferMemory.snapshot``. shape: [rows, heads, bytes].
+    """
+    shifts = dict(case.rotation.shifts.tolist())
+    is_in_pool = (case.transfer.direction == PAGES_TO_HOST) == of_source
+    planes, runs = case.transfer.planes.tolist(), case.transfer.runs.tolist()
+    for rotation in case.rotation.rotations.tolist():
+        plane, dtype, _, num_heads, head_bytes, offset, num_pairs, _ = rotation
+        group, pool, base, stride, region, row_bytes, _, _, host_offset = planes[plane]
+        end = offset + 2 * num_pairs * RowDtype(dtype).element_bytes
+        for run_group, page, first_row, num_rows, host_row in runs:
+            if run_group != group or shifts[group] == 0:
+                continue
+            index, guarded, first = -1, memory.host, host_offset + host_row * row_bytes
+            if is_in_pool:
+                index, guarded = pool, memory.pools[pool]
+                first = base + page * stride + region + first_row * row_bytes
+            first += guarded.address - guarded.whole.ctypes.data
+            rows = allocations[index][first : first + num_rows * row_bytes]
+            heads = rows.reshape(num_rows, num_heads, head_bytes)
+            yield rotation, shifts[group], heads[..., offset:end]
 
 
 def filled(case: RotatedCase, seed: int = 0) -> TransferMemory:
+    """Parts that turn have numbers of their types: the random bytes of all others may be none."""
     memory = TransferMemory.random(case.transfer, seed)
-    fill_with_numbers(case, memory, seed)
+    random = np.random.default_rng(seed)
+    allocations = tuple(region.whole for region in (*memory.pools, memory.host))
+    for rotation, _, part in rotated_parts(case, memory, allocations, of_source=True):
+        dtype = RowDtype(rotation[RotationColumn.DTYPE])
+        shape = *part.shape[:2], part.shape[2] // dtype.element_bytes
+        numbers = random.normal(size=shape) * random.choice((1.0, 1e-3, 30.0))
+        part[:] = bytes_of(numbers.astype(np.float32), dtype)
     return memory
 
 
-@SLOW
+def run(case: RotatedCase, memory: TransferMemory, num_threads: int = 1, streaming: int = -1):
+    """As callers do, unless it is said whether to stream."""
+    if streaming in (0, 1):
+        native().rotated_page_transfer(
+            *memory.descriptors(case.transfer), *case.rotation, num_threads, streaming
+        )
+        return
+    rotated_page_transfer(
+        Pools([torch.from_numpy(pool.region) for pool in memory.pools]),
+        torch.from_numpy(memory.host.region),
+        case.transfer.planes,
+        case.transfer.runs,
+        Direction(case.transfer.direction),
+        case.rotation,
+        placement=CALLING_THREAD._replace(num_threads=num_threads),
+    )
+
+
+def assert_rotates(case: RotatedCase, memory: TransferMemory, *options: int) -> None:
+    """The keys turn, and every other byte is as after a transfer that rotates nothing."""
+    before, expected = memory.snapshot(), memory.after(case.transfer)
+    run(case, memory, *options)
+    found = memory.snapshot()
+    sides = (before, True), (found, False), (expected, False)
+    parts = (rotated_parts(case, memory, *side) for side in sides)
+    for (rotation, shift, source), (*_, destination), (*_, unrotated) in zip(*parts, strict=True):
+        assert_turned(case.rotation.frequencies, rotation, shift, source, destination)
+        destination[:] = unrotated
+    assert_same(found, expected)
+
+
+# Half a unit in the last place, relative to the number; and of the smallest number.
+ROUNDING = {
+    RowDtype.FLOAT32: (2.0**-24, 2.0**-149),
+    RowDtype.BFLOAT16: (2.0**-8, 2.0**-134),
+    RowDtype.FLOAT16: (2.0**-11, 2.0**-25),
+}
+
+
+def assert_turned(
+    frequencies: Numbers, rotation: list[int], shift: int, source: Bytes, destination: Bytes
+) -> None:
+    _, dtype, style, *_, num_pairs, first = rotation
+    angles = shift * frequencies[first : first + num_pairs]
+    a, b = pairs_of(numbers_of(source.copy(), RowDtype(dtype)), style)
+    found = pairs_of(numbers_of(destination.copy(), RowDtype(dtype)), style)
+    wanted = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
+    # Float32 inside: angles, products and sum are rounded once each.
+    inside = 5 * 2.0**-24 * (np.abs(a) + np.abs(b))
+    relative, absolute = ROUNDING[RowDtype(dtype)]
+    for number, exact in zip(found, wanted, strict=True):
+        limit = inside + relative * (np.abs(exact) + inside) + absolute
+        worst = np.max(np.abs(number - exact) - limit)
+        assert worst <= 0, f"{rotation} by {shift}: off by {worst} beyond rounding"
+
+
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(rotated_cases(), st.integers(1, 3), st.sampled_from((-1, 0, 1)))
 def test_keys_turn_and_nothing_else_changes(case: RotatedCase, num_threads, streaming) -> None:
-    memory = filled(case)
-    before, expected = memory.snapshot(), memory.after(case.transfer)
-    run(case, memory, num_threads, streaming)
-    assert_rotated(case, memory, before, expected)
+    """A shift of zero keeps every bit, of what is no number, too."""
+    assert_rotates(case, filled(case), num_threads, streaming)
 
 
 def key_case(
@@ -75,7 +242,6 @@ def key_case(
     positions: int = 137,
     head_size: int = 64,
     num_pairs: int = 32,
-    offset: int = 0,
     num_heads: int = 2,
     pages: tuple[int, ...] = (3, 1, 2),
     num_planes: int = 1,
@@ -91,37 +257,12 @@ def key_case(
         direction=direction,
     )
     rows = [
-        (plane, dtype, style, num_heads, head_bytes, offset * dtype.element_bytes, num_pairs, 0)
-        for plane in range(num_planes)
+        (plane, dtype, style, num_heads, head_bytes, 0, num_pairs, 0) for plane in range(num_planes)
     ]
     frequencies = 10_000.0 ** (-np.arange(num_pairs) / num_pairs)
     return RotatedCase(
         transfer, KeyRotation(table(rows, 8), table([(0, positions)], 2), frequencies)
     )
-
-
-KINDS = [(dtype, style) for dtype in RowDtype for style in PairStyle]
-
-
-def test_angles_are_not_rounded_before_they_are_reduced() -> None:
-    """At a million positions a float32 angle is wrong by up to 0.03."""
-    case = key_case(dtype=RowDtype.FLOAT32, positions=999_983)
-    memory = filled(case)
-    before, expected = memory.snapshot(), memory.after(case.transfer)
-    run(case, memory)
-    assert_rotated(case, memory, before, expected)
-    exact = np.cos(999_983 * case.rotation.frequencies)
-    in_float32 = np.cos(np.float32(999_983) * case.rotation.frequencies.astype(np.float32))
-    assert np.abs(exact - in_float32).max() > 1e-3
-
-
-def test_a_shift_of_zero_keeps_every_bit() -> None:
-    """Of what is no number, too."""
-    case = key_case(positions=0, num_planes=2)
-    memory = TransferMemory.random(case.transfer)
-    expected = memory.after(case.transfer)
-    run(case, memory)
-    assert_same(memory.snapshot(), expected)
 
 
 @pytest.mark.parametrize("dtype", [RowDtype.BFLOAT16, RowDtype.FLOAT16])
@@ -180,7 +321,11 @@ LARGE = [
         direction=direction,
     )
     for (dtype, style), head_size, num_pairs, direction in zip(
-        KINDS, (64, 128, 80, 96, 36, 130), (32, 64, 20, 31, 18, 65), (0, 1) * 3, strict=True
+        product(RowDtype, PairStyle),
+        (64, 128, 80, 96, 36, 130),
+        (32, 64, 20, 31, 18, 65),
+        (0, 1) * 3,
+        strict=True,
     )
 ]
 
@@ -189,31 +334,14 @@ LARGE = [
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_and_streaming_change_no_bit(case: RotatedCase, num_threads: int) -> None:
     memory = filled(case)
-    before, unrotated = memory.snapshot(), memory.after(case.transfer)
-    run(case, memory)
+    before = memory.snapshot()
+    assert_rotates(case, memory)
     expected = memory.snapshot()
-    assert_rotated(case, memory, before, unrotated)
     for streaming in (0, 1):
         for region, was in zip((*memory.pools, memory.host), before, strict=True):
             region.whole[:] = was
         run(case, memory, num_threads, streaming)
         assert_same(memory.snapshot(), expected)
-
-
-def test_tensors_are_what_callers_have() -> None:
-    case = key_case(pages=tuple(range(1, 30)))
-    memory = filled(case)
-    before, expected = memory.snapshot(), memory.after(case.transfer)
-    rotated_page_transfer(
-        Pools([torch.from_numpy(pool.region) for pool in memory.pools]),
-        torch.from_numpy(memory.host.region),
-        case.transfer.planes,
-        case.transfer.runs,
-        Direction(case.transfer.direction),
-        case.rotation,
-        placement=CALLING_THREAD._replace(num_threads=2),
-    )
-    assert_rotated(case, memory, before, expected)
 
 
 def test_no_runs_move_nothing() -> None:
@@ -326,8 +454,7 @@ def test_a_wrong_frequency_is_refused(value: float) -> None:
 def test_frequencies_have_the_right_type(frequencies, found: str) -> None:
     case = key_case()
     wrong = RotatedCase(case.transfer, case.rotation._replace(frequencies=frequencies))
-    message = said_against(wrong, filled(case))
-    assert message == (
+    assert said_against(wrong, filled(case)) == (
         f"frequencies: expected float64, one dimension, contiguous, found {found}. Build it with "
         "numpy.ascontiguousarray(frequencies, numpy.float64)."
     )

@@ -76,22 +76,41 @@ def test_a_default_config_is_that_of_a_plain_worker() -> None:
     assert not read_nz_layers(VllmConfig(), {"a": None})
 
 
-def test_the_page_format_of_a_default_config(mocker: MockerFixture) -> None:
-    """What upstream's own config and getters say."""
+@pytest.mark.parametrize(
+    ("cache_dtype", "environ", "changes"),
+    [
+        ("auto", {}, {}),
+        ("fp8_e5m2", {}, {"cache_dtype": "fp8_e5m2"}),
+        ("auto", {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, {"conv_state_layout": "DS"}),
+    ],
+)
+def test_the_page_format_is_read_from_upstreams_config(
+    mocker: MockerFixture, cache_dtype: str, environ: dict[str, str], changes: dict[str, str]
+) -> None:
     made = mocker.patch("vllm_ascend_kvext.layout.fingerprint.layout_fingerprint")
     vllm_config = VllmConfig()
-    vllm_config.cache_config.cache_dtype = "fp8_e5m2"
+    vllm_config.cache_config.cache_dtype = cache_dtype
     vllm_config.model_config = small_config().model_config
+    for name in ("MAMBA", "CPU_ATTN", "NOT_REGISTERED"):
+        layer = mocker.Mock()
+        layer.get_attn_backend.return_value.get_name.return_value = name
+        vllm_config.compilation_config.static_forward_context[name] = layer
     worker_fingerprint(
         vllm_config,
         latent_rows().layout(),
-        layer_names=[],
-        has_nz_pages=False,
+        layer_names=["MAMBA", "CPU_ATTN", "without a layer"],
+        has_nz_pages=True,
         device_type="cpu",
         instruction_set="amx",
         states=StatePolicy.EXACT,
-        environ={},
+        environ=environ,
     )
-    found = made.call_args.kwargs["page_format"]
-    assert found["cache_dtype"] == "fp8_e5m2"
-    assert found["conv_state_layout"] == get_conv_state_layout()
+    assert made.call_args.kwargs["page_format"] == {
+        "device_type": "cpu",
+        "attention_backends": ["CPU_ATTN", "MAMBA"],
+        "instruction_set": "amx",
+        "cache_dtype": "bfloat16",
+        "conv_state_layout": get_conv_state_layout(),
+        "row_order": "NZ",
+        **changes,
+    }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -84,24 +85,17 @@ def test_many_callers_at_once() -> None:
 def test_a_copy_is_whole() -> None:
     random = np.random.default_rng(0)
     source = random.integers(0, 256, 3 << 20, np.uint8)
-    for num_bytes, first in ((0, 0), (1, 5), (64, 1), (1025, 3), (2 << 20, 7), (3 << 20, 0)):
-        for num_threads in (1, 3):
-            for streaming in (-1, 0, 1):
-                destination = np.zeros(len(source) + 64, np.uint8)
-                native().copy(
-                    destination.ctypes.data + first,
-                    source.ctypes.data,
-                    num_bytes,
-                    num_threads,
-                    streaming,
-                )
-                assert np.array_equal(destination[first:][:num_bytes], source[:num_bytes])
-                assert not destination[:first].any()
-                assert not destination[first + num_bytes :].any()
+    parts = ((0, 0), (1, 5), (64, 1), (1025, 3), (2 << 20, 7), (3 << 20, 0))
+    for (num_bytes, first), *options in itertools.product(parts, (1, 3), (-1, 0, 1)):
+        destination = np.zeros(len(source) + 64, np.uint8)
+        native().copy(destination.ctypes.data + first, source.ctypes.data, num_bytes, *options)
+        assert np.array_equal(destination[first:][:num_bytes], source[:num_bytes])
+        assert not destination[:first].any()
+        assert not destination[first + num_bytes :].any()
 
 
 FIRST_TRANSFERS = f"""
-import os, sys, threading, time
+import multiprocessing, sys, threading
 sys.path.insert(0, {str(TESTS)!r})
 from ops.test_threads import LARGE, TransferMemory, assert_same, native, run
 
@@ -110,17 +104,16 @@ memory = TransferMemory.random(LARGE)
 expected = memory.after(LARGE)
 
 
-def wait_for(child, what):
-    end_s = time.monotonic() + 10
-    while time.monotonic() < end_s:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.001)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    print(what, "hangs", flush=True)
-    os._exit(1)
+def started(target):
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    return process
+
+
+def has_ended_well(process, most_s):
+    process.join(most_s)
+    process.kill()
+    return process.exitcode == 0
 
 
 def transfer():
@@ -133,27 +126,16 @@ def fork_during_the_first_transfer():
     first = threading.Thread(target=lambda: (is_started.set(), transfer()))
     first.start()
     is_started.wait()
-    children = []
-    for _ in range(4):
-        child = os.fork()
-        if child == 0:
-            transfer()
-            os._exit(0)
-        children.append(child)
-    are_fine = [wait_for(child, "a child") for child in children]
+    children = [started(transfer) for _ in range(4)]
+    are_fine = [has_ended_well(child, 10) for child in children]
     first.join()
     transfer()
-    return all(are_fine)
+    sys.exit(not all(are_fine))
 
 
 # Each of these processes has never copied before.
-num_fine = 0
-for _ in range(30):
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if fork_during_the_first_transfer() else 1)
-    num_fine += wait_for(child, "a parent")
-print(num_fine)
+parents = (started(fork_during_the_first_transfer) for _ in range(30))
+print(sum(has_ended_well(parent, 60) for parent in parents))
 """
 
 

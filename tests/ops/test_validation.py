@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.transfer.cases import (
+    HOST_ALIGNMENT_BYTES,
     HOST_TO_PAGES,
     PAGES_TO_HOST,
+    Table,
     TransferCase,
     TransferMemory,
     assert_same,
@@ -19,7 +23,6 @@ from support.transfer.cases import (
     cut_into_chunks,
     uniform_case,
 )
-from support.transfer.model import is_valid
 
 from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.transfer.errors import DescriptorError
@@ -30,10 +33,10 @@ MESSAGE = re.compile(
     r"(pools|planes|runs|host)\[\d+\]\.[a-z_]+: expected [^.]*, found [^.]*\. [A-Z][^.]*\."
 )
 
-QUICK = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 
-
-def refusal(pools, host_address, host_bytes, planes, runs, direction) -> str | None:
+def refusal(
+    pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
+) -> str | None:
     """What the compiled module says against it."""
     try:
         native().validate(pools, host_address, host_bytes, planes, runs, direction)
@@ -42,12 +45,100 @@ def refusal(pools, host_address, host_bytes, planes, runs, direction) -> str | N
     return None
 
 
+Span = tuple[int, int]
+
+
+def is_valid(
+    pools: Table, host_address: int, host_bytes: int, planes: Table, runs: Table, direction: int
+) -> bool:
+    """Whether a transfer may run, by the definition: Python integers, every pair compared."""
+    pool_rows, plane_rows, run_rows = pools.tolist(), planes.tolist(), runs.tolist()
+    host = (host_address, host_address + host_bytes)
+    is_host_left_out = not run_rows and host_bytes == 0 and host_address >= 0
+    regions = [(address, address + num_bytes) for address, num_bytes in pool_rows]
+    return (
+        all(0 < first < end < MOST for first, end in regions)
+        and (is_host_left_out or 0 < host[0] < host[1] < MOST)
+        and not any(_meet(host, region) for region in regions)
+        and all(_is_plane_valid(plane, pool_rows) for plane in plane_rows)
+        and all(
+            left[6] == right[6]
+            for left, right in combinations(plane_rows, 2)
+            if left[0] == right[0]
+        )
+        and [run[0] for run in run_rows] == sorted(run[0] for run in run_rows)
+        and all(_is_run_valid(run, plane_rows) for run in run_rows)
+        and _fits_host(plane_rows, run_rows, host_bytes)
+        and _writes_once(plane_rows, run_rows, pool_rows, direction)
+    )
+
+
+def _is_plane_valid(plane: list[int], pools: list[list[int]]) -> bool:
+    group, pool, base, stride, region, row_bytes, rows, pages, host_offset = plane
+    return (
+        min(group, base, region, host_offset) >= 0
+        and min(stride, row_bytes, rows, pages) > 0
+        and 0 <= pool < len(pools)
+        and host_offset % HOST_ALIGNMENT_BYTES == 0
+        and region + rows * row_bytes <= stride
+        and base + (pages - 1) * stride + region + rows * row_bytes <= pools[pool][1]
+    )
+
+
+def _is_run_valid(run: list[int], planes: list[list[int]]) -> bool:
+    group, page, first_row, num_rows, host_row = run
+    of_group = [plane for plane in planes if plane[0] == group]
+    return (
+        bool(of_group)
+        and all(1 <= page < plane[7] for plane in of_group)
+        and min(first_row, host_row) >= 0
+        and num_rows > 0
+        and all(first_row + num_rows <= plane[6] for plane in of_group)
+    )
+
+
+def _fits_host(planes: list[list[int]], runs: list[list[int]], host_bytes: int) -> bool:
+    extents = []
+    for group, *_, row_bytes, _, _, offset in planes:
+        ends = [run[4] + run[3] for run in runs if run[0] == group]
+        if ends:
+            extents.append((offset, offset + max(ends) * row_bytes))
+    return all(end <= host_bytes for _, end in extents) and not _any_meet(extents)
+
+
+def _writes_once(
+    planes: list[list[int]], runs: list[list[int]], pools: list[list[int]], direction: int
+) -> bool:
+    writes = []
+    for group, pool, base, stride, region, row_bytes, _, _, offset in planes:
+        for run_group, page, first_row, num_rows, host_row in runs:
+            if run_group != group:
+                continue
+            if direction == HOST_TO_PAGES:
+                first = pools[pool][0] + base + page * stride + region + first_row * row_bytes
+            else:
+                first = offset + host_row * row_bytes
+            writes.append((first, first + num_rows * row_bytes))
+    return not _any_meet(writes)
+
+
+def _any_meet(spans: Iterable[Span]) -> bool:
+    return any(_meet(left, right) for left, right in combinations(spans, 2))
+
+
+def _meet(left: Span, right: Span) -> bool:
+    return left[0] < right[1] and right[0] < left[1]
+
+
 @st.composite
-def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray]:
-    """The case's planes and runs with one to three cells that may be wrong."""
-    planes, runs = case.planes.copy(), case.runs.copy()
+def damages(
+    draw: st.DrawFn, case: TransferCase, memory: TransferMemory
+) -> tuple[Table, Table, Table, Table]:
+    """Pools, the host's address and size, planes and runs: one to three cells may be wrong."""
+    host = np.array([(memory.host.address, case.host_bytes)])
+    tables = memory.pool_table, host, case.planes.copy(), case.runs.copy()
     for _ in range(draw(st.integers(1, 3))):
-        table = draw(st.sampled_from((planes, runs)))
+        table = draw(st.sampled_from((*tables, *tables[2:])))
         row = draw(st.integers(0, len(table) - 1))
         column = draw(st.integers(0, table.shape[1] - 1))
         was = int(table[row, column])
@@ -57,54 +148,40 @@ def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray
                 st.sampled_from((was - 1, was + 1, was * 2, was + 64)),
                 st.sampled_from([int(value) for value in table[:, column]]),
                 st.sampled_from((MOST, MOST - 1, -MOST - 1, 2**62, 2**32, 2**31)),
+                st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
                 st.integers(-MOST - 1, MOST),
             )
         )
         table[row, column] = min(max(value, -MOST - 1), MOST)
-    if draw(st.booleans()):
+    pools, host, planes, runs = tables
+    kept = draw(st.sampled_from(("all", "all", "all", "none", "in another order")))
+    if kept == "in another order":
         runs = runs[draw(st.permutations(range(len(runs))))]
-    return planes, runs
+    elif kept == "none":  # Then no host buffer is needed.
+        runs = runs[:0]
+        host[0] = draw(st.sampled_from([(0, 0), (4096, 0), (-1, 0), (0, 64), host[0]]))
+    return pools, host, planes, runs
 
 
-@settings(QUICK, max_examples=1000)
+@settings(max_examples=1400, suppress_health_check=list(HealthCheck))
 @given(st.data(), cases(max_page_bytes=3000), st.booleans())
 def test_it_agrees_with_the_definition(
     data: st.DataObject, case: TransferCase, is_cut: bool
 ) -> None:
     if is_cut:
         case = cut_into_chunks(case, data.draw)
-    planes, runs = data.draw(damages(case))
     memory = TransferMemory.random(case)
+    pools, host, planes, runs = data.draw(damages(case, memory))
     before = memory.snapshot()
-    arguments = (memory.pool_table, memory.host.address, case.host_bytes, planes, runs)
-    message = refusal(*arguments, case.direction)
-    assert (message is None) == is_valid(*arguments, case.direction), message
-    assert message is None or MESSAGE.fullmatch(message), message
-    if message is not None:
-        for move in (native().page_transfer, native().expand):
-            with pytest.raises(DescriptorError, match=re.escape(message)):
-                move(*arguments, case.direction)
-        assert_same(memory.snapshot(), before)
-
-
-@QUICK
-@given(cases(max_page_bytes=3000), st.data())
-def test_it_agrees_on_pools_and_host(case: TransferCase, data: st.DataObject) -> None:
-    memory = TransferMemory.random(case)
-    pools = memory.pool_table
-    numbers = st.one_of(
-        st.integers(-2, 2),
-        st.sampled_from((MOST, MOST - 1, 2**62)),
-        st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
-        st.integers(-MOST - 1, MOST),
-    )
-    host = [memory.host.address, case.host_bytes]
-    which = data.draw(st.integers(0, len(pools)))
-    row = host if which == len(pools) else pools[which]
-    row[data.draw(st.integers(0, 1))] = data.draw(numbers)
-    arguments = (pools, *host, case.planes, case.runs, case.direction)
+    arguments = (pools, *host[0].tolist(), planes, runs, case.direction)
     message = refusal(*arguments)
     assert (message is None) == is_valid(*arguments), message
+    if message is not None:
+        assert MESSAGE.fullmatch(message), message
+        for move in (native().page_transfer, native().expand):
+            with pytest.raises(DescriptorError, match=re.escape(message)):
+                move(*arguments)
+        assert_same(memory.snapshot(), before)
 
 
 # One group, two planes, three runs of whole pages of 4 rows of 16 bytes; 5 pages.
@@ -169,43 +246,36 @@ def test_it_names_the_cell_and_both_numbers(table, row, column, value, expected,
     assert_same(memory.snapshot(), before)
 
 
-@pytest.mark.parametrize(
-    ("direction", "table", "row", "cells", "expected"),
-    [
-        (
-            HOST_TO_PAGES,
-            "runs",
-            2,
-            {RunColumn.PAGE: 4, RunColumn.FIRST_ROW: 3, RunColumn.NUM_ROWS: 1},
-            r"runs\[2\]\.page: expected bytes that nothing else writes: planes\[\d\] and "
-            r"runs\[1\] write bytes \d+ to \d+ of the pool, found byte \d+ through planes",
-        ),
-        (
-            PAGES_TO_HOST,
-            "runs",
-            1,
-            {RunColumn.HOST_ROW: 3},
-            r"runs\[1\]\.host_row: expected host rows that no other run writes: runs\[0\] writes "
-            r"host rows 0 to 3, found host row 3\.",
-        ),
-        (
-            HOST_TO_PAGES,
-            "planes",
-            1,
-            {PlaneColumn.POOL: 0},
-            r"runs\[2\]\.page: expected bytes that nothing else writes: planes\[\d\] and "
-            r"runs\[2\] write bytes 64 to 127 of the pool, found byte 64 through planes\[\d\]\.",
-        ),
-    ],
-    ids=["rows loaded twice", "host rows stored twice", "planes of one page"],
-)
-def test_it_names_both_that_write_a_byte(direction, table, row, cells, expected) -> None:
+WRITTEN_TWICE = {
+    "rows loaded twice": (
+        *(HOST_TO_PAGES, "runs", 2),
+        {RunColumn.PAGE: 4, RunColumn.FIRST_ROW: 3, RunColumn.NUM_ROWS: 1},
+        r"runs\[2\]\.page: expected bytes that nothing else writes: planes\[\d\] and "
+        r"runs\[1\] write bytes \d+ to \d+ of the pool, found byte \d+ through planes",
+    ),
+    "host rows stored twice": (
+        *(PAGES_TO_HOST, "runs", 1),
+        {RunColumn.HOST_ROW: 3},
+        r"runs\[1\]\.host_row: expected host rows that no other run writes: runs\[0\] writes "
+        r"host rows 0 to 3, found host row 3\.",
+    ),
+    "planes of one page": (
+        *(HOST_TO_PAGES, "planes", 1),
+        {PlaneColumn.POOL: 0},
+        r"runs\[2\]\.page: expected bytes that nothing else writes: planes\[\d\] and "
+        r"runs\[2\] write bytes 64 to 127 of the pool, found byte 64 through planes\[\d\]\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_TWICE)
+def test_it_names_both_that_write_a_byte(name: str) -> None:
+    direction, table, row, cells, expected = WRITTEN_TWICE[name]
     case = small_case(direction)
     for column, value in cells.items():
         getattr(case, table)[row, column] = value
-    memory = TransferMemory.random(case)
     with pytest.raises(DescriptorError, match=expected):
-        native().page_transfer(*memory.descriptors(case))
+        native().page_transfer(*TransferMemory.random(case).descriptors(case))
 
 
 def test_one_byte_is_not_shared_by_host_rows_of_two_planes() -> None:
@@ -223,13 +293,14 @@ def test_groups_that_share_a_page_may_not_share_its_bytes() -> None:
     assert message is not None and "bytes that nothing else writes" in message
 
 
-@pytest.mark.parametrize("host", [(0, 0), (4096, 0), (-1, 0), (0, 64), (1, 64)])
-def test_without_runs_no_host_buffer_is_needed(host: tuple[int, int]) -> None:
-    case = small_case(PAGES_TO_HOST)
-    message = refusal(np.array([(4096, 320)] * 2), *host, case.planes, case.runs[:0], 0)
-    assert (message is None) == (host in [(0, 0), (4096, 0), (1, 64)]), message
-    message = refusal(np.array([(4096, 320)] * 2), 0, 0, case.planes, case.runs, 0)
-    assert message is not None and message.startswith("host[0].address: expected at least 1")
+VALID = {
+    "pools": np.array([(4096, 320), (8192, 320)]),
+    "host_address": 1,
+    "host_bytes": 384,
+    "planes": small_case(PAGES_TO_HOST).planes,
+    "runs": small_case(PAGES_TO_HOST).runs,
+    "direction": PAGES_TO_HOST,
+}
 
 
 RUNS = np.array([(0, 2, 0, 4, 0)])
@@ -251,32 +322,24 @@ RUNS = np.array([(0, 2, 0, 4, 0)])
     ],
 )
 def test_a_table_has_the_right_type(runs, found) -> None:
-    case = small_case(PAGES_TO_HOST)
-    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, runs, PAGES_TO_HOST)
-    assert message == (
+    assert refusal(**VALID | {"runs": runs}) == (
         f"runs: expected int64, shape [rows, 5], C-contiguous, found {found}. "
         "Build it with numpy.ascontiguousarray(rows, numpy.int64)."
     )
 
 
-def test_a_table_that_is_not_aligned_is_refused() -> None:
-    case = small_case(PAGES_TO_HOST)
-    shifted = memoryview(b"\0" + case.runs.tobytes())[1:].cast("q", case.runs.shape)
-    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, shifted, PAGES_TO_HOST)
+def test_a_table_may_be_read_only_but_is_aligned() -> None:
+    read_only = VALID["runs"].copy()
+    read_only.flags.writeable = False
+    assert refusal(**VALID | {"runs": read_only}) is None
+    shifted = memoryview(b"\0" + RUNS.tobytes())[1:].cast("q", RUNS.shape)
+    message = refusal(**VALID | {"runs": shifted})
     assert message is not None and message.startswith("runs: expected int64")
-
-
-def test_tables_may_be_read_only() -> None:
-    case = small_case(PAGES_TO_HOST)
-    case.runs.flags.writeable = False
-    pools = np.array([(4096, 320), (8192, 320)])
-    assert refusal(pools, 1, 384, case.planes, case.runs, PAGES_TO_HOST) is None
 
 
 @pytest.mark.parametrize("direction", [-1, 2, 2**40])
 def test_there_are_two_directions(direction: int) -> None:
-    case = small_case(PAGES_TO_HOST)
-    message = refusal(np.array([(4096, 320)] * 2), 1, 384, case.planes, case.runs, direction)
+    message = refusal(**VALID | {"direction": direction})
     assert message is not None and message.startswith("direction: expected 0")
     assert f"found {direction}." in message
 
@@ -292,7 +355,5 @@ def test_there_are_two_directions(direction: int) -> None:
     ],
 )
 def test_options_are_checked(name: str, value: int) -> None:
-    case = small_case(PAGES_TO_HOST)
-    pools = np.array([(4096, 320), (8192, 320)])
     with pytest.raises(ValueError, match=rf"{name}: expected .*, found {value}\."):
-        native().page_transfer(pools, 1, 384, case.planes, case.runs, 0, **{name: value})
+        native().page_transfer(**VALID, **{name: value})

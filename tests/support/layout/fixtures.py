@@ -129,7 +129,6 @@ def _full_and_window(block: int, num_layers: int = 4) -> dict[str, KVCacheSpec]:
 
 def keys_and_values(
     backend: type,
-    page_axis: int,
     token_axis: int | None,
     *,
     addressing: RowAddressing | None = RowAddressing.TOKENS,
@@ -141,6 +140,7 @@ def keys_and_values(
     Layers of both groups share storages. ``token_axis`` None: a page is one row.
     """
     block = BLOCK * blocks_per_page
+    page_axis = backend.get_kv_cache_shape(40, BLOCK, HEADS, HEAD_SIZE).index(40)
     config, scheduler_config = plan(_full_and_window(block), num_blocks, block)
     kv_caches = register(config, {"": backend}, kernel_block_size=BLOCK)
     per_row = block if token_axis is None else 1
@@ -161,35 +161,10 @@ def keys_and_values(
     )
 
 
-def keys_then_values() -> LayoutFixture:
-    """All pages of K, then all of V."""
-    return keys_and_values(RocmAttentionBackend, 1, 2)
-
-
-def keys_and_values_by_page() -> LayoutFixture:
-    """K and V together in each page; in vLLM 0.23.0 together in each row."""
-    shape = FlexAttentionBackend.get_kv_cache_shape(40, BLOCK, HEADS, HEAD_SIZE)
-    return keys_and_values(FlexAttentionBackend, shape.index(40), 2)
-
-
-def heads_outside_tokens() -> LayoutFixture:
-    return keys_and_values(FlashInferHndBackend, 0, 2)
-
-
-def kernel_blocks() -> LayoutFixture:
-    """Four kernel blocks per page, rows adjacent across them."""
-    return keys_and_values(RocmAttentionBackend, 1, 2, blocks_per_page=4, num_blocks=80)
-
-
-def kernel_blocks_apart() -> LayoutFixture:
-    """Four kernel blocks per page, each with its own K and V: a page is one row."""
-    return keys_and_values(FlashInferHndBackend, 0, None, blocks_per_page=4, num_blocks=80)
-
-
-def cpu_attention() -> LayoutFixture:
-    """vLLM's CPU backend, which stores K transposed: a page is one row."""
-    shape = CPUAttentionBackend.get_kv_cache_shape(40, BLOCK, HEADS, HEAD_SIZE)
-    return keys_and_values(CPUAttentionBackend, shape.index(40), None, addressing=None)
+# All pages of K, then all of V.
+keys_then_values = partial(keys_and_values, RocmAttentionBackend, 2)
+# vLLM's CPU backend stores K transposed: a page is one row.
+cpu_attention = partial(keys_and_values, CPUAttentionBackend, None, addressing=None)
 
 
 def latent_rows() -> LayoutFixture:
@@ -317,12 +292,15 @@ def _state_spec(ratio: int, head_dim: int, alignment: int | None) -> SlidingWind
     )
 
 
+_four_kernel_blocks = partial(keys_and_values, blocks_per_page=4, num_blocks=80)
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "keys then values": keys_then_values,
-    "keys and values by page": keys_and_values_by_page,
-    "heads outside tokens": heads_outside_tokens,
-    "kernel blocks": kernel_blocks,
-    "kernel blocks apart": kernel_blocks_apart,
+    # K and V together in each page; in vLLM 0.23.0 together in each row.
+    "keys and values by page": partial(keys_and_values, FlexAttentionBackend, 2),
+    "heads outside tokens": partial(keys_and_values, FlashInferHndBackend, 2),
+    # Rows are adjacent across kernel blocks; or each has its own K and V: a page is one row.
+    "kernel blocks": partial(_four_kernel_blocks, RocmAttentionBackend, 2),
+    "kernel blocks apart": partial(_four_kernel_blocks, FlashInferHndBackend, None),
     "CPU attention": cpu_attention,
     "latent rows": latent_rows,
     "attention and Mamba": attention_and_mamba,

@@ -6,9 +6,10 @@ Slow, and plainly the definition of each attention. Knows nothing of how the lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.layout.model import LayoutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,10 @@ class Reach:
     restart_tokens: int = 0
     holds_states: bool = False
     compress_ratio: int = 1
+
+    @classmethod
+    def of(cls, group: LayoutGroup) -> Reach:
+        return cls(*(getattr(group, field.name) for field in fields(cls)))
 
     def reads(self, token: int, end: int) -> bool:
         """Whether going on from ``end`` reads this token."""

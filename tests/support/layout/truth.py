@@ -8,13 +8,14 @@ whatever moves is then compared with torch indexing on those tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from support.layout.fakes import cache_groups
 from support.layout.reach import Reach
+from vllm_ascend_kvext.groups.model import CacheGroup
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
 from vllm_ascend_kvext.layout.views import tensors_of
@@ -96,23 +97,14 @@ class LayoutFixture:
         """
         groups = cache_groups(self.config)
         assert groups == cache_groups(self.scheduler_config)
-        for index, group in enumerate(groups):
-            for reach in self.reaches(index):
-                found = group.kind, group.tokens_per_page, group.window_tokens, group.holds_states
-                assert found == (
-                    reach.kind,
-                    reach.tokens_per_page,
-                    reach.window_tokens,
-                    reach.holds_states,
-                )
-        assert {
-            (g.kv_cache_group_id, g.kind, g.tokens_per_page, g.tokens_per_row, g.restart_tokens)
-            for g in self.layout().groups
-        } == {
-            (one.group, r.kind, r.tokens_per_page, r.tokens_per_row, r.restart_tokens)
-            for one in self.tensors
-            for r in (one.reach,)
-        }
+        found = set()
+        for of_layout in self.layout().groups:
+            index, reach = of_layout.kv_cache_group_id, Reach.of(of_layout)
+            assert groups[index] == CacheGroup(
+                reach.kind, reach.tokens_per_page, reach.window_tokens, reach.holds_states
+            )
+            found.add((index, replace(reach, compress_ratio=1)))
+        assert found == {(one.group, replace(one.reach, compress_ratio=1)) for one in self.tensors}
 
 
 def paged_tensors(

@@ -167,7 +167,6 @@ def cases(
     row_bytes: Sequence[int] = ROW_BYTES,
     max_page_bytes: int = 20_000,
     max_pages: int = 7,
-    max_groups: int = 3,
 ) -> TransferCase:
     """Valid transfers.
 
@@ -177,7 +176,7 @@ def cases(
     host's planes. ``max_page_bytes`` bounds rows per page, but one row is always possible.
     """
     direction = draw(st.sampled_from((PAGES_TO_HOST, HOST_TO_PAGES)))
-    groups = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=max_groups)))
+    groups = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=3)))
     num_pages = 1 + draw(st.integers(1, max_pages))
     widths = st.one_of(st.sampled_from(tuple(row_bytes)), st.integers(1, max(row_bytes)))
 

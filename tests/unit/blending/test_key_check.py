@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -73,39 +73,32 @@ class Model:
         )
 
 
-def scaled_behind_the_rotation(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
-    """As HunYuan's: a weight per element."""
-    return keys * np.linspace(0.9, 1.1, HEAD), values
-
-
-def with_positions_added(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
-    """As with learnt positions, which are added to embeddings: values know them, too."""
-    return keys + 0.2 * np.sin(model.positions / 50)[:, None, None], values
-
-
-def with_positions_in_values(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
-    return keys, values + 0.2 * np.cos(model.positions / 50)[:, None, None]
-
-
-def with_the_token_before(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
-    """As with a short convolution."""
-    return keys + 0.3 * np.roll(keys, 1, axis=0), values
-
-
-def scaled_by_position(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
-    """As a temperature that grows with the position."""
-    return keys * (1 + 0.1 * np.log(model.positions - 990))[:, None, None], values
-
-
 def not_a_number(keys: np.ndarray, values: np.ndarray, model: Model) -> Any:
     keys[find_pairs(model.token_ids)[3][1], 1, 2] = np.nan
     return keys, values
 
 
-WRONG = [
-    *(scaled_behind_the_rotation, with_positions_added, with_positions_in_values),
-    *(with_the_token_before, scaled_by_position, not_a_number),
-]
+WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
+    # As HunYuan's: a weight per element, behind the rotation.
+    "scaled": lambda k, v, model: (k * np.linspace(0.9, 1.1, HEAD), v),
+    # As learnt positions, which are added to embeddings: values know them, too.
+    "positions added": lambda k, v, model: (
+        k + 0.2 * np.sin(model.positions / 50)[:, None, None],
+        v,
+    ),
+    "positions in values": lambda k, v, model: (
+        k,
+        v + 0.2 * np.cos(model.positions / 50)[:, None, None],
+    ),
+    # As with a short convolution.
+    "the token before": lambda k, v, model: (k + 0.3 * np.roll(k, 1, axis=0), v),
+    # As a temperature that grows with the position.
+    "scaled by position": lambda k, v, model: (
+        k * (1 + 0.1 * np.log(model.positions - 990))[:, None, None],
+        v,
+    ),
+    "not a number": not_a_number,
+}
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))
@@ -117,22 +110,17 @@ def test_a_rotation_passes(dtype, style, num_pairs: int, offset: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))
-@pytest.mark.parametrize("wrong", WRONG)
-def test_another_model_fails(wrong: Callable[..., Any], dtype: RowDtype) -> None:
-    found = Model(signature_of(dtype)).check(wrong=wrong)
-    what = "values" if wrong is with_positions_in_values else "keys"
+@pytest.mark.parametrize("name", WRONG)
+def test_another_model_fails(name: str, dtype: RowDtype) -> None:
+    found = Model(signature_of(dtype)).check(wrong=WRONG[name])
+    what = "values" if name == "positions in values" else "keys"
     assert found and found.startswith(f"{what} of the first layer, token ")
     assert found.endswith("Serve it without blending.")
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))
 @pytest.mark.parametrize(
-    "read_as",
-    [
-        {"style": PairStyle.NEIGHBOURS},
-        {"num_pairs": 4},
-        {"num_pairs": 4, "offset": 8},
-    ],
+    "read_as", [{"style": PairStyle.NEIGHBOURS}, {"num_pairs": 4}, {"num_pairs": 4, "offset": 8}]
 )
 def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) -> None:
     found = Model(signature_of(dtype)).check(signature_of(dtype, **read_as))
@@ -193,20 +181,19 @@ def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
 GLOBAL = RotarySignature((1.0, 0.1), PairStyle.HALVES, 8, 0, RowDtype.BFLOAT16)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(GLOBAL, frequencies=(1.0, float(np.nextafter(0.1, 1)))),
-        replace(GLOBAL, frequencies=(0.1, 1.0)),
-        replace(GLOBAL, pair_style=PairStyle.NEIGHBOURS),
-        replace(GLOBAL, head_elements=9),
-        replace(GLOBAL, offset_elements=1),
-        replace(GLOBAL, dtype=RowDtype.FLOAT16),
-        replace(GLOBAL, attention_factor=1.25),
-    ],
-)
-def test_whatever_decides_keys_is_in_the_fingerprint(other: RotarySignature) -> None:
-    assert other.fingerprint != GLOBAL.fingerprint
+OTHERS = {
+    "frequencies": (1.0, float(np.nextafter(0.1, 1))),
+    "pair_style": PairStyle.NEIGHBOURS,
+    "dtype": RowDtype.FLOAT16,
+}
+
+
+def test_whatever_decides_keys_is_in_the_fingerprint() -> None:
+    found = {GLOBAL.fingerprint, replace(GLOBAL, frequencies=(0.1, 1.0)).fingerprint}
+    for name in (field.name for field in fields(GLOBAL)):
+        other = OTHERS.get(name) or getattr(GLOBAL, name) + 1
+        found.add(replace(GLOBAL, **{name: other}).fingerprint)
+    assert len(found) == 2 + len(fields(GLOBAL))
 
 
 def test_a_fingerprint_is_the_same_everywhere() -> None:

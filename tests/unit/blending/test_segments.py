@@ -62,14 +62,12 @@ def test_wrong_segments_are_refused_with_what_was_found(value: Any, words: str) 
         named_segments({SEGMENTS_KEY: value}, 10)
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, "true", "True", "1"])
-def test_a_prompt_is_to_be_stored(value: Any) -> None:
-    assert is_to_be_stored({STORE_KEY: value})
+TRUTH = {True: (True, 1, 1.0, "true", "True", "1"), False: (None, False, 0, 0.0, "false", "0")}
 
 
-@pytest.mark.parametrize("value", [None, False, 0, 0.0, "false", "0"])
-def test_a_prompt_is_not_to_be_stored(value: Any) -> None:
-    assert not is_to_be_stored({STORE_KEY: value})
+@pytest.mark.parametrize("is_wanted", TRUTH)
+def test_a_request_says_whether_its_prompt_is_to_be_stored(is_wanted: bool) -> None:
+    assert {is_to_be_stored({STORE_KEY: value}) for value in TRUTH[is_wanted]} == {is_wanted}
     assert not is_to_be_stored(None)
 
 
@@ -85,13 +83,6 @@ def test_what_is_no_truth_value_is_refused(value: Any) -> None:
     with pytest.raises(SegmentError, match="expected true or false") as refused:
         is_to_be_stored({STORE_KEY: value})
     assert len(str(refused.value)) < 300
-
-
-def test_what_stands_between_separators_is_a_segment() -> None:
-    tokens = [1, 0, 0, 5, 6, 0, 0, 0, 0, 7, 0, 0, 9]
-    assert separated_segments(tokens, [0, 0]) == [TokenRange(3, 5), TokenRange(9, 10)]
-    assert separated_segments([1, 2], [0, 0]) == []
-    assert separated_segments([1, 0, 0, 2], [0, 0]) == []
 
 
 @given(

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """From registered tensors to planes: by hand what the layouts of real models do not have.
 
-The round trips of ``tests/ops`` and ``tests/ascend`` move those byte by byte.
+And what tensors do not say: tiled pages, private formats, ratios of one group. The round trips of
+``tests/ops`` and ``tests/ascend`` move the layouts of real models byte by byte.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.layout.fakes import (
     FLOAT16,
     INT8,
+    UINT8,
     AscendMLAAttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -28,7 +32,8 @@ from vllm_ascend_kvext.groups.errors import GroupError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.errors import LayoutError
-from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.model import LayoutGroup, RowAddressing
+from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 
 build = partial(build_layout, nz_layers=())
 
@@ -39,10 +44,8 @@ ROW = HEADS * HEAD * 2
 """Bytes of K of one token."""
 PAGE = TOKENS * ROW
 
-Placed = tuple[int, int, int, int]
 
-
-def placed(group: LayoutGroup) -> list[Placed]:
+def placed(group: LayoutGroup) -> list[tuple[int, int, int, int]]:
     """Offset of page 0's region, page stride, row bytes, rows per page."""
     return [
         (
@@ -56,21 +59,8 @@ def placed(group: LayoutGroup) -> list[Placed]:
 
 
 def build_one(spec: object, entry: object, addressing: RowAddressing | None = None) -> LayoutGroup:
-    layout = build(config(PAGES, (spec, "a")), {"a": entry}, addressing=addressing)
-    (group,) = layout.groups
-    assert_inside(layout)
+    (group,) = build(config(PAGES, (spec, "a")), {"a": entry}, addressing=addressing).groups
     return group
-
-
-def assert_inside(layout: KVLayout) -> None:
-    """No plane leaves its pool, no region its page."""
-    for group in layout.groups:
-        for plane in group.planes:
-            region_bytes = plane.row_bytes * group.rows_per_page
-            assert plane.region_offset_bytes + region_bytes <= plane.page_stride_bytes
-            last = plane.base_bytes + (layout.num_pages - 1) * plane.page_stride_bytes
-            end_bytes = last + plane.region_offset_bytes + region_bytes
-            assert end_bytes <= layout.storages[plane.storage].num_bytes
 
 
 def test_a_page_that_is_one_row_says_how_its_bytes_are_ordered() -> None:
@@ -172,77 +162,143 @@ def test_an_empty_group_keeps_its_number() -> None:
     assert layout.groups[0].kv_cache_group_id == 1
 
 
-STORAGE = FakeStorage(PAGES * 2 * PAGE)
+KEYS = tensor(PAGES, TOKENS, HEADS, HEAD)
+BOTH = tensor(PAGES, 2, TOKENS, HEADS, HEAD)
+OF_MORE_PAGES = tensor(PAGES + 1, 2, TOKENS, HEADS, HEAD)
+EXPANDED = tensor(PAGES, 2, TOKENS, HEADS, HEAD, page_stride=0)
+CONTRADICTIONS = {
+    "missing layer": (FULL, {}, "1 of 1 configured layers"),
+    "unknown layer": (FULL, {"a": BOTH, "b": OF_MORE_PAGES}, "layer b has a tensor of its own"),
+    "other pages": (FULL, {"a": OF_MORE_PAGES}, "of 5 pages"),
+    "only K": (FULL, {"a": KEYS}, f"{PAGE} bytes per page.*{2 * PAGE}"),
+    "more than K and V": (FULL, {"a": (BOTH, KEYS)}, f"{3 * PAGE} bytes per page.*{2 * PAGE}"),
+    "other rows": (FULL, {"a": tensor(PAGES, 8, HEADS, HEAD)}, "8 rows, expected 4"),
+    "expanded": (FULL, {"a": EXPANDED}, "positive"),
+    "cross attention": (CrossAttentionSpec(block_size=TOKENS), {"a": BOTH}, "CrossAttentionSpec"),
+    "no axes": (FULL, {"a": tensor(PAGES)}, "found none"),
+}
 
 
-@pytest.mark.parametrize(
-    ("spec", "caches", "message"),
-    [
-        pytest.param(FULL, {}, "1 of 1 configured layers", id="missing layer"),
-        pytest.param(
-            FULL,
-            {
-                "a": tensor(PAGES, 2, TOKENS, HEADS, HEAD),
-                "b": tensor(PAGES, 2, TOKENS, HEADS, HEAD),
-            },
-            "layer b has a tensor of its own",
-            id="unknown layer",
-        ),
-        pytest.param(
-            FULL, {"a": tensor(PAGES + 1, 2, TOKENS, HEADS, HEAD)}, "of 5 pages", id="other pages"
-        ),
-        pytest.param(
-            FULL,
-            {"a": tensor(PAGES, TOKENS, HEADS, HEAD)},
-            f"{PAGE} bytes per page.*{2 * PAGE}",
-            id="only K",
-        ),
-        pytest.param(
-            FULL,
-            {"a": tuple(tensor(PAGES, TOKENS, HEADS, HEAD) for _ in range(3))},
-            f"{3 * PAGE} bytes per page.*{2 * PAGE}",
-            id="more than K and V",
-        ),
-        pytest.param(
-            FULL, {"a": tensor(PAGES, 8, HEADS, HEAD)}, "8 rows, expected 4", id="other rows"
-        ),
-        pytest.param(
-            FULL,
-            {"a": tensor(PAGES, 2, TOKENS, HEADS, HEAD, page_stride=0)},
-            "positive",
-            id="expanded",
-        ),
-        pytest.param(
-            CrossAttentionSpec(block_size=TOKENS),
-            {"a": tensor(PAGES, 2, TOKENS, 1, 8)},
-            "CrossAttentionSpec",
-            id="cross attention",
-        ),
-        pytest.param(FULL, {"a": tensor(PAGES)}, "found none", id="no axes"),
-    ],
-)
-def test_contradictions_are_refused(spec: object, caches: dict, message: str) -> None:
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions_are_refused(name: str) -> None:
+    spec, caches, message = CONTRADICTIONS[name]
     with pytest.raises(GroupError, match=message):
         build(config(PAGES, (spec, "a")), caches, addressing=RowAddressing.TOKENS)
 
 
-@pytest.mark.parametrize("same_group", [True, False])
-def test_planes_in_each_others_way_are_refused(same_group: bool) -> None:
-    """Groups may share bytes of equal pages: block ids keep them apart."""
+def test_planes_of_one_group_in_each_others_way_are_refused() -> None:
+    """Other groups may share bytes of equal pages: block ids keep them apart."""
     spec = MLAAttentionSpec(block_size=TOKENS, head_size=HEADS * HEAD)
     storage = FakeStorage(4 * PAGES * PAGE)
     caches = {
         name: tensor(PAGES, TOKENS, HEADS * HEAD, storage=storage, page_stride=PAGE, offset=offset)
         for name, offset in (("a", 0), ("b", PAGE // 4))
     }
-    if same_group:
-        with pytest.raises(LayoutError, match="layers a and b"):
-            build(config(PAGES, (spec, "a", "b")), caches)
-    else:
-        assert build(config(PAGES, (spec, "a"), (spec, "b")), caches).num_planes == 2
+    with pytest.raises(LayoutError, match="layers a and b"):
+        build(config(PAGES, (spec, "a", "b")), caches)
+    assert build(config(PAGES, (spec, "a"), (spec, "b")), caches).num_planes == 2
 
 
 def test_tensors_of_one_device_type_only() -> None:
     caches = {name: tensor(PAGES, 2, TOKENS, HEADS, HEAD, device=name) for name in ("npu", "cpu")}
     with pytest.raises(LayoutError, match=r"\['cpu', 'npu'\]"):
         build(config(PAGES, (FULL, "npu", "cpu")), caches)
+
+
+# What tensors do not say.
+
+NUM_TOKENS = 16
+LATENT = MLAAttentionSpec(block_size=NUM_TOKENS, head_size=32)
+LAYERS = {name: tensor(PAGES, NUM_TOKENS, 1, 32) for name in ("0.attn", "1.attn")}
+LATENT_CONFIG = config(PAGES, (LATENT, *LAYERS))
+QUANTIZATIONS = ("fa_quant", "c8_quant")
+"""Of vLLM-Ascend; a config has the attributes of one of them."""
+
+
+def vllm_config(
+    quantization: str | None = None,
+    layers: tuple[str, ...] = (),
+    is_enabled: bool = True,
+    **additional: object,
+) -> SimpleNamespace:
+    quant_config = None
+    if quantization is not None:
+        asks = f"is_{quantization}_layer"
+        quant_config = SimpleNamespace(
+            **{f"enable_{quantization}": is_enabled, asks: layers.__contains__}
+        )
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(), additional_config=additional, quant_config=quant_config
+    )
+
+
+def test_a_plain_config_addresses_rows() -> None:
+    (group,) = build_layout(LATENT_CONFIG, LAYERS, read_nz_layers(vllm_config(), LAYERS)).groups
+    assert group.rows_per_page == NUM_TOKENS
+
+
+def test_nz_pages_are_taken_whole() -> None:
+    """``enable_kv_nz``: kernels write tiles of 16 elements, whatever the shape says."""
+    nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
+    (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
+    assert group.rows_per_page == 1 and group.tokens_per_row == NUM_TOKENS
+    assert group.row_bytes == 2 * NUM_TOKENS * 64
+    assert all(plane.is_packed for plane in group.planes)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantized_layers_are_taken_whole_and_others_by_row(quantization: str) -> None:
+    """Their kernels write tiles, whatever the shape says."""
+    nz_layers = read_nz_layers(vllm_config(quantization, ("1.attn",)), LAYERS)
+    by_row, whole = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
+    assert [plane.layer_name for plane in by_row.planes] == ["0.attn"]
+    assert [plane.layer_name for plane in whole.planes] == ["1.attn"]
+    assert (by_row.rows_per_page, whole.rows_per_page) == (NUM_TOKENS, 1)
+    not_tiled = vllm_config(quantization, ("1.attn",), is_enabled=False)
+    assert not read_nz_layers(not_tiled, LAYERS)
+
+
+@pytest.fixture
+def acl_formats(monkeypatch: pytest.MonkeyPatch) -> dict[FakeStorage, int]:
+    """By storage what ``torch_npu.get_npu_format`` says; 2 (ND) for the others."""
+    formats: dict[FakeStorage, int] = {}
+    torch_npu = ModuleType("torch_npu")
+    torch_npu.get_npu_format = lambda one: formats.get(one.untyped_storage(), 2)
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    return formats
+
+
+def test_pages_of_a_private_format_are_taken_whole(acl_formats: dict[FakeStorage, int]) -> None:
+    """FRACTAL_NZ on 310P."""
+    entry = tensor(PAGES, NUM_TOKENS, 1, 32)
+    (group,) = build(config(PAGES, (LATENT, "a")), {"a": entry}).groups
+    assert group.rows_per_page == NUM_TOKENS
+    acl_formats[entry.untyped_storage()] = 29
+    (group,) = build(config(PAGES, (LATENT, "a")), {"a": entry}).groups
+    assert group.rows_per_page == 1 and group.planes[0].is_packed
+
+
+def test_a_private_format_with_padding_is_refused(acl_formats: dict[FakeStorage, int]) -> None:
+    """Only the device knows where the elements are."""
+    storage = FakeStorage(PAGES * NUM_TOKENS * 64 + 512)
+    entry = FakeTensor(storage, (PAGES, NUM_TOKENS, 1, 32), (NUM_TOKENS * 32, 32, 32, 1))
+    acl_formats[storage] = 29
+    with pytest.raises(LayoutError, match=r"layer a: .*ACL format 29.* 5632 bytes for 5120"):
+        build(config(PAGES, (LATENT, "a")), {"a": entry})
+
+
+def test_format_is_asked_of_npu_tensors_only(acl_formats: dict[FakeStorage, int]) -> None:
+    entry = tensor(PAGES, NUM_TOKENS, 1, 32, device="cpu")
+    acl_formats[entry.untyped_storage()] = 29
+    assert build(config(PAGES, (LATENT, "a")), {"a": entry}).num_planes == 1
+
+
+def test_ratios_in_one_group_need_the_entries_of_each() -> None:
+    c4 = MLAAttentionSpec(block_size=NUM_TOKENS, head_size=8, dtype=UINT8, compress_ratio=4)
+    c8 = MLAAttentionSpec(block_size=NUM_TOKENS, head_size=8, dtype=UINT8, compress_ratio=8)
+    caches = {
+        "a": tensor(PAGES, 4, 8, dtype=UINT8),
+        "b": tensor(PAGES, 2, 8, dtype=UINT8),
+    }
+    (group,) = build(config(PAGES, {"a": c4, "b": c8}), caches).groups
+    assert (group.rows_per_page, group.compress_ratio) == (1, 4)

@@ -10,13 +10,11 @@ from support.layout.byte_memory import make_group, make_layout
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.errors import TokenRangeError
-from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import kept_rows, needed_rows
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
-from vllm_ascend_kvext.transfer.schema import DTYPE
 
 NUM_PAGES = 4000
 
@@ -36,42 +34,14 @@ IDS = [[1, 2, 3], [4], [5] * 6, [6] * 48, [7] * 12]
 """Of 96 tokens of `DEEPSEEK`."""
 
 
-def store(layout: KVLayout, first: int, end: int, ids: list[list[int]]) -> StoredChunk:
-    plan = TransferPlanner(layout).plan_store([PlacedChunk(TokenRange(first, end))], ids)
-    return StoredChunk(plan.row_maps[0])
-
-
-def full_ids(layout: KVLayout, end: int) -> list[list[int]]:
-    fresh = iter(range(1, NUM_PAGES))
-    lists: list[list[int]] = [[] for _ in range(layout.num_scheduler_groups)]
-    for group in layout.groups:
-        lists[group.kv_cache_group_id] = [
-            next(fresh) for _ in range(math.ceil(end / group.tokens_per_page))
-        ]
-    return lists
-
-
-def test_a_load_that_takes_nothing_is_an_empty_plan() -> None:
-    planner = TransferPlanner(DEEPSEEK)
-    ids = full_ids(DEEPSEEK, 96)
-    nothing_asked = planner.plan_load([store(DEEPSEEK, 0, 96, IDS)], TokenRange(0, 96), ids, ())
-    nothing_stored = planner.plan_load([], TokenRange(0, 96), ids)
-    no_chunks = planner.plan_store([], [[]] * 5)
-    for plan in (nothing_asked, nothing_stored, no_chunks):
-        assert plan.planes.shape == (0, 9) and plan.runs.shape == (0, 5)
-        assert plan.planes.dtype == plan.runs.dtype == DTYPE
-        assert plan.host_bytes == 0
-    assert not nothing_asked.missing and not no_chunks.missing
-    assert nothing_stored.missing
-
-
 def test_a_block_table_that_is_too_short_is_refused() -> None:
     planner = TransferPlanner(DEEPSEEK)
     short = [[1, 2], *IDS[1:]]
     with pytest.raises(TokenRangeError, match="group 0: expected 3, found 2"):
         planner.plan_store([PlacedChunk(TokenRange(0, 96))], short)
+    stored = StoredChunk(planner.plan_store([PlacedChunk(TokenRange(0, 96))], IDS).row_maps[0])
     with pytest.raises(TokenRangeError, match="group 0: expected 3, found 2"):
-        planner.plan_load([store(DEEPSEEK, 0, 96, IDS)], TokenRange(0, 96), short)
+        planner.plan_load([stored], TokenRange(0, 96), short)
 
 
 def test_ids_in_front_of_a_window_are_not_looked_at() -> None:

@@ -33,24 +33,12 @@ from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import MissingRows, RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TransferPlan
 from vllm_ascend_kvext.token_range import TokenRange
-from vllm_ascend_kvext.transfer.schema import Direction, PlaneColumn, RunColumn
+from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, PlaneColumn, RunColumn
 
 NUM_PAGES = 400
 BlockIds = list[list[int]]
 Rows = set[tuple[int, int]]
 """Group and row."""
-
-
-def reach_of(group: LayoutGroup) -> Reach:
-    return Reach(
-        group.kind,
-        group.tokens_per_page,
-        group.tokens_per_row,
-        group.window_tokens,
-        group.restart_tokens,
-        group.holds_states,
-        group.compress_ratio,
-    )
 
 
 @st.composite
@@ -126,7 +114,7 @@ class Prompt:
         return {
             (index, row)
             for index, group in self._kept_groups(groups)
-            for row in reach_of(group).rows_needed(tokens.first_tokens, tokens.end_tokens)
+            for row in Reach.of(group).rows_needed(tokens.first_tokens, tokens.end_tokens)
         }
 
     def kept(self, chunk: PlacedChunk, ids: BlockIds) -> Rows:
@@ -134,7 +122,7 @@ class Prompt:
         return {
             (index, row)
             for index, group in self._kept_groups(chunk.groups)
-            for row in reach_of(group).rows_read(chunk.tokens.first_tokens, chunk.tokens.end_tokens)
+            for row in Reach.of(group).rows_read(chunk.tokens.first_tokens, chunk.tokens.end_tokens)
             if ids[group.kv_cache_group_id][row // group.rows_per_page]
         }
 
@@ -268,6 +256,7 @@ def assert_loaded(
         for index, row in there
         if ids[layout.groups[index].kv_cache_group_id][row // layout.groups[index].rows_per_page]
     }
+    assert plan.planes.dtype == plan.runs.dtype == DTYPE
     # The op refuses rows that are loaded twice, and host bytes that two planes have.
     assert plan.runs[:, RunColumn.NUM_ROWS].sum() == len(loaded)
     offsets = plan.planes[:, PlaneColumn.HOST_OFFSET_BYTES].tolist()

@@ -47,25 +47,14 @@ class SmallTier(HostTier):
         self.finish_store(entry)
         return entry
 
-    def store_prefix(self, text: str) -> list[Entry]:
-        """All rows of a text, and tails at its end if the model has any."""
+    def store_prefix(self, text: str) -> None:
+        """All rows of a text."""
         use = self.next_use()
-        pieces = self.missing_pieces(TextPrefix(text), 0, len(text))
-        if self.geometry.needs_tails:
-            pieces.append(Piece.tails(len(text)))
-        return [self.store(text, piece, use=use) for piece in pieces]
+        for piece in self.missing_pieces(TextPrefix(text), 0, len(text)):
+            self.store(text, piece, use=use)
 
-    def find(self, text: str, limit_tokens: int | None = None, after_tokens: int = 0) -> Hit:
-        limit_tokens = len(text) if limit_tokens is None else limit_tokens
-        return self.look_up(TextPrefix(text), limit_tokens, after_tokens)
-
-    def load(self, text: str) -> Hit:
-        """Of a request of its own."""
-        hit = self.find(text)
-        load = self.begin_load(hit, self.next_use())
-        assert load is not None
-        self.end_load(load)
-        return hit
+    def find(self, text: str) -> Hit:
+        return self.look_up(TextPrefix(text), len(text))
 
     def evicted(self) -> list[Entry]:
         return [entry for entry, removal in self.removed if removal is Removal.EVICTED]

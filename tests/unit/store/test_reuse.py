@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from unit.store.small_tier import CHUNK_TOKENS, SmallTier
@@ -16,55 +14,43 @@ from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.reuse import NUM_CLASSES, NUM_STAGES, Reuse, densities, learned_hazards
 
 
-@dataclass
-class _Known:
-    """One chunk of the plain count."""
-
-    origin: int
-    asked_at: int
-    num_asked: int = 1
-
-    def place(self, now: int) -> tuple[int, int]:
-        """Class and stage at some use."""
-        stage = 0
-        while stage < NUM_STAGES - 1 and 2 << stage <= now - self.asked_at:
-            stage += 1
-        return 4 * self.origin + min(self.num_asked, 4) - 1, stage
-
-
-class _PlainReuse:
-    """Looks at every chunk at every use."""
+class PlainReuse:
+    """Looks at every chunk at every use. Known: origin, latest use, and times asked, by key."""
 
     def __init__(self, max_keys: int) -> None:
         self.max_keys = max_keys
         self.now = 0
-        self.known: dict[bytes, _Known] = {}
+        self.known: dict[bytes, tuple[int, int, int]] = {}
         self.waited = [[0] * NUM_STAGES for _ in range(NUM_CLASSES)]
         self.came_back = [[0] * NUM_STAGES for _ in range(NUM_CLASSES)]
+
+    def place(self, key: bytes, now: int) -> tuple[int, int]:
+        """Class and stage of a chunk at some use."""
+        origin, asked_at, num_asked = self.known[key]
+        stage = 0
+        while stage < NUM_STAGES - 1 and 2 << stage <= now - asked_at:
+            stage += 1
+        return 4 * origin + min(num_asked, 4) - 1, stage
 
     def pass_uses(self, number: int) -> None:
         for _ in range(number):
             self.now += 1
-            for known in self.known.values():
-                index, stage = known.place(self.now)
+            for key in self.known:
+                index, stage = self.place(key, self.now)
                 self.waited[index][stage] += 1
 
     def note_ended(self, asked: list[bytes], answered: list[bytes]) -> None:
-        origin = 0
+        behind = 0
         for key in asked:
-            known = self.known.pop(key, None)
-            if known is None:
-                known = _Known(origin, self.now)
-            else:
-                index, stage = known.place(self.now)
+            origin, num_asked = behind, 0
+            if key in self.known:
+                index, stage = self.place(key, self.now)
                 self.came_back[index][stage] += 1
-                known.num_asked += 1
-                known.asked_at = self.now
-                origin = min(known.num_asked, 3) - 1
-            self.known[key] = known
+                origin, _, num_asked = self.known.pop(key)
+                behind = min(num_asked + 1, 3) - 1
+            self.known[key] = origin, self.now, num_asked + 1
         for key in answered:
-            if key not in self.known:
-                self.known[key] = _Known(origin, self.now)
+            self.known.setdefault(key, (behind, self.now, 1))
         while len(self.known) > self.max_keys:
             del self.known[next(iter(self.known))]
 
@@ -73,7 +59,7 @@ class _PlainReuse:
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> None:
     chance = random.Random(seed)
-    reuse, plain = Reuse(max_keys), _PlainReuse(max_keys)
+    reuse, plain = Reuse(max_keys), PlainReuse(max_keys)
     for _ in range(300):
         text = chance.choice("abcdefghijklmnop") * chance.randint(1, 6)
         text += chance.choice(["", "", "x", "yz"])
@@ -85,8 +71,8 @@ def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> 
         assert reuse.waited(plain.now) == plain.waited
         assert reuse.came_back == plain.came_back
         assert len(reuse) == len(plain.known) <= max_keys
-    for key, known in plain.known.items():
-        index, stage = known.place(plain.now + 1)
+    for key in plain.known:
+        index, stage = plain.place(key, plain.now + 1)
         assert reuse.density(key, 0, plain.now) == reuse.densities[index][stage]
     assert reuse.density(b"unknown", plain.now - 2, plain.now) == reuse.densities[0][1]
     assert len({density for row in reuse.densities for density in row}) > 5
@@ -114,64 +100,23 @@ def test_a_density_is_hits_per_use() -> None:
     assert soon[2] > soon[1] > soon[0] > soon[3] == 0.0
 
 
-def text_of(number: int, num_chunks: int) -> str:
-    """Shares nothing with others."""
-    return chr(256 + number) * CHUNK_TOKENS * num_chunks
-
-
-def ask(tier: SmallTier, text: str) -> int:
-    """A request loads what is there, and stores what is not; how many chunks were there."""
-    prefix, num_found = TextPrefix(text), 0
-    use = tier.next_use()
-    tier.note_ended(prefix, len(text), len(text))
-    for first in range(0, len(text), CHUNK_TOKENS):
-        piece = Piece.rows(first, first + CHUNK_TOKENS)
-        entry = tier.begin_store(prefix, piece, 64, use)
-        if entry is Refusal.ALREADY_STORED:
-            num_found += 1
-        elif isinstance(entry, Entry):
-            tier.finish_store(entry)
-    tier.renew(prefix, len(text), use)
-    return num_found
-
-
-def in_turn() -> Iterator[str]:
-    """Ten texts over and over."""
+def share_found(num_places: int) -> float:
+    """Ten texts of four chunks are asked for in turn: how many of the chunks are there then."""
+    tier, num_found = SmallTier(num_places), 0
     for number in range(400):
-        yield text_of(number % 10, 4)
+        text = chr(256 + number % 10) * CHUNK_TOKENS * 4
+        use = tier.next_use()
+        tier.note_ended(TextPrefix(text), len(text), len(text))
+        for first in range(0, len(text), CHUNK_TOKENS):
+            found = tier.begin(text, Piece.rows(first, first + CHUNK_TOKENS), use=use)
+            num_found += found is Refusal.ALREADY_STORED
+            if isinstance(found, Entry):
+                tier.finish_store(found)
+        tier.renew(TextPrefix(text), len(text), use)
+    return num_found / 1600
 
 
-def between_scans() -> Iterator[str]:
-    """Two texts that come back, and many that do not."""
-    for number in range(400):
-        yield text_of(number % 2, 2) if number % 5 == 0 else text_of(10 + number, 4)
-
-
-def many_about_few() -> Iterator[str]:
-    chance = random.Random(0)
-    weights = [1 / rank for rank in range(1, 41)]
-    for _ in range(600):
-        yield text_of(chance.choices(range(40), weights)[0], 2)
-
-
-@pytest.mark.parametrize(
-    ("texts", "num_places", "least", "max_unlearned"),
-    [(in_turn, 20, 0.35, 0.0), (between_scans, 10, 0.05, 0.0), (many_about_few, 20, 0.57, 0.56)],
-)
-def test_more_is_found_than_with_the_latest_use(
-    texts: type[Iterator[str]],
-    num_places: int,
-    least: float,
-    max_unlearned: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def share_found() -> float:
-        tier, num_found, num_chunks = SmallTier(num_places), 0, 0
-        for text in texts():
-            num_found += ask(tier, text)
-            num_chunks += len(text) // CHUNK_TOKENS
-        return num_found / num_chunks
-
-    assert share_found() > least
+def test_more_is_found_than_with_the_latest_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert share_found(num_places=20) > 0.35
     monkeypatch.setattr(Reuse, "density", lambda *_: 1.0)
-    assert share_found() <= max_unlearned
+    assert share_found(num_places=20) == 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ class TierMachine(RuleBasedStateMachine):
             position = end
 
     @rule(text=texts, limit=st.integers(0, 30), after=st.integers(0, 20))
-    def look_up_tails_and_what_is_present(self, text: str, limit: int, after: int) -> None:
+    def look_up_what_is_there(self, text: str, limit: int, after: int) -> None:
         prefix, limit = TextPrefix(text), min(limit, len(text))
         boundaries = range(UNIT_TOKENS, limit + 1, UNIT_TOKENS)
 
@@ -114,6 +115,9 @@ class TierMachine(RuleBasedStateMachine):
         missing = (end - UNIT_TOKENS for end in boundaries if end not in present)
         present_tokens = next(missing, boundaries[-1] if boundaries else 0)
         assert self.tier.present_tokens(prefix, limit) == present_tokens * self.geometry.needs_rows
+        if self.geometry.needs_rows:
+            after -= after % UNIT_TOKENS
+            self._check_runs(text, after, limit, set(those_with(Kind.ROWS, EntryState.STORED)))
 
     @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
     def load(self, text: str, after: int) -> None:
@@ -238,6 +242,24 @@ class TierMachine(RuleBasedStateMachine):
                 assert not any(each.first_tokens % CHUNK_TOKENS for each in around)
             else:
                 assert len(around) == 1
+
+    def _check_runs(self, text: str, after: int, limit: int, stored: set[int]) -> None:
+        """Runs are stored rows, apart from each other; each chunk that is there is in one."""
+        runs = self.tier.find_runs(TextPrefix(text), limit, after)
+        assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
+        for first, end, entries in runs:
+            assert after <= first < end <= limit
+            assert stored.issuperset(range(first + UNIT_TOKENS, end + 1, UNIT_TOKENS))
+            assert entries[0].piece.first_tokens <= first
+            stops = [*(entry.piece.first_tokens for entry in entries[1:]), end]
+            for entry, stop in zip(entries, stops, strict=True):
+                assert entry.piece.first_tokens < stop <= entry.piece.end_tokens
+                assert self.model.of(entry).text[:stop] == text[:stop]
+        found = {token for run in runs for token in range(run.first_tokens, run.end_tokens)}
+        for first in range(-(-after // CHUNK_TOKENS), limit // CHUNK_TOKENS):
+            chunk = range(first * CHUNK_TOKENS, (first + 1) * CHUNK_TOKENS)
+            if stored.issuperset(token + UNIT_TOKENS for token in chunk[::UNIT_TOKENS]):
+                assert found.issuperset(chunk)
 
     def _begin_store(self, prefix: TextPrefix, piece: Piece, size: int) -> None:
         size_bytes = (4 if self.has_one_size else size) * ALIGNMENT_BYTES

@@ -19,45 +19,35 @@ TWO_SOCKETS = CpuTopology(
     nodes=(frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7})),
 )
 ALL = frozenset(range(8))
+BINDING = {"OMP_PROC_BIND": "true"}
+BOUND_TO_TWO = {"OMP_PLACES": "{0,1}", **BINDING}
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "cpus", "has_all_workers"),
     [
-        ({}, ModelCpus(frozenset(), False)),
-        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, ModelCpus(frozenset(), False)),
-        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "{1}"}, ModelCpus(frozenset(), False)),
-        (
-            {"KMP_AFFINITY": "granularity=fine,explicit,proclist=[4,5]"},
-            ModelCpus(frozenset({4, 5}), False),
-        ),
-        ({"GOMP_CPU_AFFINITY": "4 5-6"}, ModelCpus(frozenset({4, 5, 6}), False)),
-        ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, ModelCpus(frozenset({0, 3, 6, 7}), False)),
-        (
-            {"OMP_PLACES": "{4,5}", "OMP_PROC_BIND": "true"},
-            ModelCpus(frozenset({4, 5}), False),
-        ),
-        ({"OMP_PLACES": "{4},{5}"}, ModelCpus(frozenset({4, 5}), False)),
+        ({}, set(), False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, set(), False),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "{1}"}, set(), False),
+        ({"KMP_AFFINITY": "granularity=fine,explicit,proclist=[4,5]"}, {4, 5}, False),
+        ({"GOMP_CPU_AFFINITY": "4 5-6"}, {4, 5, 6}, False),
+        ({"GOMP_CPU_AFFINITY": "0-6:3,7"}, {0, 3, 6, 7}, False),
+        ({"OMP_PLACES": "{4,5}", **BINDING}, {4, 5}, False),
+        ({"OMP_PLACES": "{4},{5}"}, {4, 5}, False),
         # In words that are not read here: what the process has.
-        ({"OMP_PROC_BIND": "true"}, ModelCpus(frozenset({2}), False)),
-        ({"OMP_PLACES": "cores"}, ModelCpus(frozenset({2}), False)),
-        ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, ModelCpus(frozenset({2}), False)),
-        ({"KMP_AFFINITY": "compact"}, ModelCpus(frozenset({2}), False)),
+        (BINDING, {2}, False),
+        ({"OMP_PLACES": "cores"}, {2}, False),
+        ({"OMP_PLACES": "{0:4}", "OMP_PROC_BIND": "close"}, {2}, False),
+        ({"KMP_AFFINITY": "compact"}, {2}, False),
         # The other worker's CPUs are known where the user has chosen them.
-        (
-            {"OMP_PLACES": "{0,1}", "OMP_PROC_BIND": "true", "VLLM_CPU_OMP_THREADS_BIND": "0-1|2"},
-            ModelCpus(frozenset({0, 1, 2}), True),
-        ),
-        (
-            {"OMP_PLACES": "{0,1}", "OMP_PROC_BIND": "true", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
-            ModelCpus(frozenset({0, 1}), False),
-        ),
+        (BOUND_TO_TWO | {"VLLM_CPU_OMP_THREADS_BIND": "0-1|2"}, {0, 1, 2}, True),
+        (BOUND_TO_TWO | {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, {0, 1}, False),
     ],
 )
 def test_the_models_cpus_are_read_from_openmps_variables(
-    environ: dict[str, str], expected: ModelCpus
+    environ: dict[str, str], cpus: set[int], has_all_workers: bool
 ) -> None:
-    assert model_cpus(environ, {2}) == expected
+    assert model_cpus(environ, {2}) == ModelCpus(frozenset(cpus), has_all_workers)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +66,10 @@ def test_the_models_cpus_are_read_from_openmps_variables(
     ],
 )
 def test_copies_get_what_the_model_leaves_free(process, model, has_all_workers, expected) -> None:
-    found = choose_cpus(
-        frozenset(process), ModelCpus(frozenset(model), has_all_workers), TWO_SOCKETS
-    )
-    assert found == frozenset(expected)
-
-
-def test_where_no_memory_node_is_known_every_cpu_is_on_one() -> None:
-    assert choose_cpus(ALL, ModelCpus(frozenset({0}), False), CpuTopology()) == ALL - {0}
+    model_cpus = ModelCpus(frozenset(model), has_all_workers)
+    assert choose_cpus(frozenset(process), model_cpus, TWO_SOCKETS) == frozenset(expected)
+    # Where no memory node is known every CPU is on one.
+    assert choose_cpus(frozenset(process), model_cpus, CpuTopology()) == process - model
 
 
 def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
@@ -163,7 +149,6 @@ def default_in_bound_process(script: str = IN_A_WORKER, **variables: str) -> lis
 
 
 FIRST, EVERY = str(CPUS[0]), " ".join(map(str, CPUS))
-BINDING = {"OMP_PROC_BIND": "true"}
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
