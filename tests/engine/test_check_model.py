@@ -8,29 +8,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import blending_models
+import connector_models
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
+from support.scenarios.processes import Plan, Reports
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from blending.tiny.model import write_folder
 
-FULL, WINDOWS, RETRIEVES, RETRIEVES_IN_WINDOWS, UNTRAINED = (
-    *("llama", "gemma3"),
-    *("tiny full", "tiny window", "untrained"),
-)
+FULL, RETRIEVES, RETRIEVES_IN_WINDOWS = "random weights", "tiny full", "tiny window"
 ARGUMENTS = (
     *("--skip-tokenizer-init", "--dtype", "float32", "--block-size", "16"),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", "1000"),
     *("--no-disable-hybrid-kv-cache-manager", "--distributed-executor-backend", "uni"),
 )
-EAGER = "--enforce-eager"
+EAGER = ("--enforce-eager",)
 NOT_COMPILED = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "NONE"}')
 SHORT_STEPS = ("--max-num-batched-tokens", "120", "--max-model-len", "256")
 """The tiny models were trained with so few tokens: prompts that look for a layer have as many."""
@@ -40,125 +36,96 @@ IN_PLACE = "expected at most 0.001 of reuse in place"
 
 def connector(**options: Any) -> tuple[str, str]:
     """The argument that hands options to the connector."""
-    config = {
-        "kv_connector": "KvextConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
-    }
-    return "--kv-transfer-config", json.dumps(config)
+    config = processes.connector()["kv_transfer_config"]
+    return "--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": options})
 
 
-# By name: model, fault, further arguments, texts that are printed.
-RUNS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
-    "full attention": (FULL, "none", (EAGER,), (MAY,)),
-    "windows": (WINDOWS, "none", (EAGER,), (MAY, "moved, by ")),
-    "made-up weights": (FULL, "none", ("--load-format", "dummy", EAGER), (MAY, "says nothing")),
-    "not eager": (
-        FULL,
-        "none",
-        NOT_COMPILED,
-        (MAY, "With --enforce-eager, check-model also finds"),
-    ),
-    "options": (
-        FULL,
-        "none",
-        (EAGER, *connector(chunk_tokens=16, blend_head_tokens=32, blend_selector="question")),
+class Run(NamedTuple):
+    """A run of the command, and texts that it prints."""
+
+    texts: tuple[str, ...]
+    arguments: tuple[str, ...] = EAGER
+    model: str = FULL
+    fault: str = "nothing"
+
+
+RUNS = {
+    "full attention": Run((MAY, "No layer attends")),
+    "not eager": Run((MAY, "With --enforce-eager, check-model also finds"), NOT_COMPILED),
+    "options": Run(
         (MAY,),
+        (*EAGER, *connector(chunk_tokens=16, blend_head_tokens=32, blend_selector="question")),
     ),
-    "retrieves": (
-        RETRIEVES,
-        "none",
-        (EAGER, *SHORT_STEPS),
+    "retrieves": Run(
         (MAY, '"blend_check_layer": 2.', *(f"\n  layer   {index}  0." for index in range(4))),
+        (*EAGER, *SHORT_STEPS),
+        RETRIEVES,
     ),
-    "retrieves in windows": (
+    "retrieves in windows": Run(
+        (MAY, "moved, by ", '"blend_check_layer": 3.\n  layer   1  0.', "\n  layer   3  0."),
+        (*EAGER, *SHORT_STEPS),
         RETRIEVES_IN_WINDOWS,
-        "none",
-        (EAGER, *SHORT_STEPS),
-        (MAY, '"blend_check_layer": 3.\n  layer   1  0.', "\n  layer   3  0."),
     ),
-    "untrained": (UNTRAINED, "none", (EAGER, *SHORT_STEPS), (MAY, "No layer attends")),
-    "wrong rows": (FULL, "loads_other_rows", (EAGER,), (MAY_NOT, IN_PLACE)),
-    "holes": (FULL, "leaves_holes", (EAGER,), (MAY_NOT, IN_PLACE)),
-    "wrong keys": (FULL, "turns_keys_further", (EAGER,), (MAY_NOT, "keys of the first layer")),
-    "failing loads": (FULL, "fails_loads", (EAGER,), (MAY_NOT, "found one without")),
-    "small context": (FULL, "none", (EAGER, "--max-model-len", "100"), (MAY_NOT, "room for 99")),
-    "small host memory": (
-        FULL,
-        "none",
-        (EAGER, *connector(host_memory_gib=0.0001)),
-        (MAY_NOT, "found no room for it"),
+    "wrong rows": Run((MAY_NOT, IN_PLACE), fault="loads_other_rows"),
+    "holes": Run((MAY_NOT, IN_PLACE), fault="leaves_holes"),
+    "wrong keys": Run((MAY_NOT, "keys of the first layer"), fault="turns_keys_further"),
+    "failing loads": Run((MAY_NOT, "found one without"), fault="fails_loads"),
+    "small context": Run((MAY_NOT, "room for 99"), (*EAGER, "--max-model-len", "100")),
+    "small host memory": Run(
+        (MAY_NOT, "found no room for it"), (*EAGER, *connector(host_memory_gib=0.0001))
     ),
-    "no holes": (
-        FULL,
-        "none",
-        (EAGER, *connector(state_policy="skip")),
+    "no holes": Run(
         (MAY_NOT, "an engine that reuses segments, found one that does not"),
+        (*EAGER, *connector(state_policy="skip")),
     ),
 }
-ON_OTHER_VERSIONS = ("full attention", "windows", "wrong rows")
-
-
-def write_model(name: str, folder: Path) -> None:
-    folder.mkdir()
-    if name in blending_models.WRITERS:
-        blending_models.WRITERS[name](folder)
-        return
-    variant, seed = ("window", 1) if name == RETRIEVES_IN_WINDOWS else ("full", 2)
-    write_folder(variant, seed, folder)
-    if name == UNTRAINED:
-        (path,) = folder.glob("*.safetensors")
-        torch.manual_seed(0)
-        weights = {key: torch.randn_like(each) * 0.05 for key, each in load_file(path).items()}
-        save_file(weights, path)
+ON_OTHER_VERSIONS = ("full attention", "retrieves in windows", "wrong rows")
+main_only = pytest.mark.main_version
+NAMES = [pytest.param(name, marks=() if name in ON_OTHER_VERSIONS else main_only) for name in RUNS]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("check_model")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    models = {name: folder / name for name in (FULL, RETRIEVES, RETRIEVES_IN_WINDOWS)}
+    for model in models.values():
+        model.mkdir()
+    connector_models.write_full(models[FULL])
+    write_folder("full", 2, models[RETRIEVES])
+    write_folder("window", 1, models[RETRIEVES_IN_WINDOWS])
+    return models
 
 
 @pytest.fixture(scope="module")
-def reports(folder: Path) -> dict[str, dict[str, Any]]:
-    plans = {}
-    for name, (model, fault, arguments, _) in RUNS.items():
-        if IS_SAMPLE and name not in ON_OTHER_VERSIONS:
-            continue
-        if not (folder / model).exists():
-            write_model(model, folder / model)
-        plans[name] = {
-            "fault": fault,
-            "arguments": [str(folder / model), *ARGUMENTS, *arguments],
-        }
-    plans_path, report_path = folder / "plans.json", folder / "report.json"
-    plans_path.write_text(json.dumps(plans))
-    script = Path(__file__).with_name("check_model_workload.py")
-    ended = processes.run(script, [str(report_path), str(plans_path)], {})
-    assert not ended.exit_code, ended.log[-6000:]
-    found: dict[str, dict[str, Any]] = json.loads(report_path.read_text())
-    return found
+def reports(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    plans = {
+        name: Plan(
+            models[run.model],
+            [run.fault],
+            "check_model",
+            options={"arguments": [*ARGUMENTS, *run.arguments]},
+        )
+        for name, run in RUNS.items()
+        if name in ON_OTHER_VERSIONS or not IS_SAMPLE
+    }
+    return processes.serve(tmp_path_factory, plans, {})
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_verdict_is_printed(reports: dict[str, dict[str, Any]], name: str) -> None:
-    if name not in reports:
-        pytest.skip("on the main version only")
-    report, texts = reports[name], RUNS[name][-1]
-    assert "error" not in report, report["error"]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_verdict_is_printed(reports: Reports, name: str) -> None:
+    report, texts = reports[name].report, RUNS[name].texts
     assert report["exit_status"] == (texts[0] == MAY_NOT), report["printed"]
     assert report["printed"].startswith(texts[0])
     for text in texts:
         assert text in report["printed"]
 
 
-@pytest.mark.skipif(IS_SAMPLE, reason="on the main version only")
-def test_the_verdict_alone_is_on_standard_output(folder: Path) -> None:
+@main_only
+def test_the_verdict_alone_is_on_standard_output(models: dict[str, Path]) -> None:
     """vLLM's log is on standard error."""
-    if not (folder / FULL).exists():
-        write_model(FULL, folder / FULL)
-    command = [sys.executable, "-I", "-m", "vllm_ascend_kvext", "check-model", str(folder / FULL)]
+    command = [sys.executable, "-I", "-m", "vllm_ascend_kvext", "check-model", str(models[FULL])]
     finished = subprocess.run(
-        [*command, *ARGUMENTS, EAGER],
+        [*command, *ARGUMENTS, *EAGER],
         capture_output=True,
         text=True,
         check=False,

@@ -6,12 +6,10 @@ The engine-level tests run `support.scenarios.metrics`, in which each number is 
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import (
     AggregatedLoggingStatLogger,
     StatLoggerManager,
@@ -36,34 +35,6 @@ from vllm_ascend_kvext.retention.stats import METRICS, LossCause, RetentionStats
 
 PREFIX = "vllm:kvext_"
 LAYOUT = Layout("1 full + 1 window", (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 64)))
-CASES = {
-    "in one process": {},
-    "engine core in its own process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-    "Prometheus across processes": {"PROMETHEUS_MULTIPROC_DIR": "prometheus"},
-}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one process has shown; see `support.scenarios.metrics`."""
-
-    metrics: str
-    totals: dict[str, int] | None
-    log: str
-
-
-Run = Callable[[Mapping[str, str]], Seen]
-
-
-@pytest.fixture
-def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
-    def run(environ: Mapping[str, str]) -> Seen:
-        (tmp_path / "prometheus").mkdir()
-        plans = {"": Plan(tiny_model, ["chat"], "metrics")}
-        served = serve(tmp_path_factory, plans, environ, working_folder=tmp_path)[""]
-        return Seen(**served.report, log=served.log)
-
-    return run
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
@@ -84,28 +55,18 @@ def samples(text: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.main_version if environ else ())
-        for case, environ in CASES.items()
-    ],
-)
-def test_metrics_and_log_say_what_retention_has_counted(case: str, run: Run) -> None:
-    seen = run({INTERVAL: "0", **CASES[case]})
-    assert seen.totals is not None and len(set(seen.totals.values())) > 1
-    assert all(seen.totals.values())
-    assert samples(seen.metrics) == {"0": seen.totals}
-    lines = re.findall(r"Engine 000: KV retention: (\d+) checkpoints kept", seen.log)
-    assert sum(map(int, lines)) == seen.totals["checkpoints_kept"]
-
-
-def test_without_retention_there_is_nothing_of_it(run: Run) -> None:
-    seen = run({})
-    assert "vllm:prefix_cache_queries_total" in seen.metrics
-    assert "kvext" not in seen.metrics
-    assert seen.totals is None
-    assert "KV retention" not in seen.log
+def test_metrics_and_log_say_what_retention_has_counted(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> None:
+    """In one engine's process, whose metrics several processes could add up."""
+    environ = {INTERVAL: "0", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    plans = {"": Plan(tiny_model, ["chat"], "metrics")}
+    served = serve(tmp_path_factory, plans, environ)[""]
+    totals = served.report["totals"]
+    assert len(set(totals.values())) > 1 and all(totals.values())
+    assert samples(served.report["metrics"]) == {"0": totals}
+    lines = re.findall(r"Engine 000: KV retention: (\d+) checkpoints kept", served.log)
+    assert sum(map(int, lines)) == totals["checkpoints_kept"]
 
 
 @pytest.fixture
@@ -114,18 +75,6 @@ def installed() -> Iterator[None]:
     yield
     if applied:
         revert_feature("retention")
-
-
-@pytest.fixture
-def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """vLLM's log, which does not propagate to the root logger."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(level)
 
 
 @pytest.fixture
@@ -188,18 +137,23 @@ def test_unknown_numbers_are_left_alone(vllm_config):
 
 
 @pytest.mark.usefixtures("installed")
-def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, vllm_log):
+def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, mocker):
+    info = mocker.spy(loggers.logger, "info")
+
+    def lines() -> list[str]:
+        texts = [call.args[0] % call.args[1:] for call in info.call_args_list]
+        return [text for text in texts if "KV retention" in text]
+
     stat_logger = AggregatedLoggingStatLogger(vllm_config, [0, 1])
     for engine_idx in (0, 1):
         stat_logger.record(sent({"checkpoints_kept": 4}), None, engine_idx=engine_idx)
         stat_logger.record(sent({"checkpoints": 4}), None, engine_idx=engine_idx)
     stat_logger.log()
-    (line,) = [text for text in vllm_log.messages if "KV retention" in text]
+    (line,) = lines()
     assert line.startswith("2 Engines Aggregated: KV retention: 8 checkpoints kept, ")
-    vllm_log.clear()
     stat_logger.record(sent({"checkpoints": 4}), None)
     stat_logger.log()
-    assert not [text for text in vllm_log.messages if "KV retention" in text]
+    assert lines() == [line]
 
 
 def test_metric_names_are_the_documented_ones():

@@ -288,11 +288,8 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
         if self.has_connector:
-            left |= {
-                "references": self.side.num_references,
-                "pins": len(self.side.held().pinned_ids),
-                "transfers": int(self.side.has_transfers),
-            }
+            held = self.side.held()
+            left |= {"held": not held.is_nothing, "transfers": self.side.has_transfers}
         return left
 
     def shutdown(self) -> None:
