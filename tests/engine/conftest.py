@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import connector_models
-import lmcache_runs
 import pytest
 from support.scenarios import processes
 from support.scenarios.answers import Served
@@ -53,25 +52,3 @@ def uncached(serve: Serve) -> Served:
 def dense(serve: Serve) -> Served:
     """Stock prefix caching: the plugin is off, no interval is set."""
     return serve(PLUGIN_OFF)
-
-
-@pytest.fixture(scope="session")
-def lmcache_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with two KV cache groups, and one with one."""
-    folders = {}
-    for name in ("alternating", "full"):
-        folders[name] = tmp_path_factory.mktemp("model")
-        connector_models.WRITERS[name](folders[name])
-    return folders
-
-
-@pytest.fixture(scope="session")
-def run_lmcache(
-    lmcache_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> lmcache_runs.Run:
-    """Serve plans with LMCacheMPConnector; see ``lmcache_runs.serve``."""
-
-    def run(plans: lmcache_runs.Plans, **more: Any) -> dict[str, Served]:
-        return lmcache_runs.serve(lmcache_models, tmp_path_factory.mktemp("served"), plans, **more)
-
-    return run
