@@ -19,13 +19,7 @@ import pytest
 import zmq
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served, logprob_error
-from support.scenarios.lmcache import (
-    CHUNK_TOKENS,
-    HEARTBEAT_S,
-    HIT_TOKENS,
-    LMCacheServer,
-    free_ports,
-)
+from support.scenarios.lmcache import CHUNK_TOKENS, HEARTBEAT_S, HIT_TOKENS, lmcache_server
 from support.scenarios.processes import PLUGIN_OFF, Plan, Reports
 
 pytestmark = pytest.mark.skipif(
@@ -42,14 +36,13 @@ START_LIMIT_S = 120.0
 alone waits for 300 s."""
 
 
-def connected(port: int, policy: str = "fail", **options: Any) -> dict[str, Any]:
+def connected(port: int, **options: Any) -> dict[str, Any]:
     """What a user sets: where the server is."""
     address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     return {
         "kv_transfer_config": {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {**address, **options},
         }
     }
@@ -90,9 +83,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that runs as long as the tests of this file."""
-    (port,) = free_ports(1)
+    (port,) = lmcache_server.free_ports(1)
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = LMCacheServer(["--port", str(port), "--l1-size-gb", "1"], log)
+    server = lmcache_server.LMCacheServer(["--port", str(port), "--l1-size-gb", "1"], log)
     yield port
     server.stop()
 
@@ -168,7 +161,7 @@ def test_only_models_with_several_groups_get_other_names(answered: dict[str, Rep
 def test_below_multi_connector_it_is_made_as_by_itself(
     answered: dict[str, Reports], without: Reports, run: Run, port: int
 ) -> None:
-    (closed_port,) = free_ports(1)
+    (closed_port,) = lmcache_server.free_ports(1)
 
     def below(own_port: int) -> dict[str, Any]:
         child = connected(own_port)["kv_transfer_config"]
@@ -179,10 +172,11 @@ def test_below_multi_connector_it_is_made_as_by_itself(
         }
         return {"kv_transfer_config": multi}
 
-    engines = {"multi": below(port), "nobody": below(closed_port)}
-    found = run(
-        {name: ("alternating", engines[name]) for name in engines}, KEYS_ON, seeds=(1, 3, 3)
-    )
+    engines = {
+        "multi": ("alternating", below(port)),
+        "nobody": ("alternating", below(closed_port)),
+    }
+    found = run(engines, KEYS_ON, seeds=(1, 3, 3))
     multi = found["multi"]
     assert "##kvext-" in multi.log
     assert multi.report["num_groups"] > 1
@@ -225,7 +219,7 @@ def silent(answers: dict[int, object]) -> Iterator[int]:
 
 def test_failures_at_the_start_are_clear_within_seconds(run: Run, port: int) -> None:
     """Nobody at the address, a server that cuts blocks, another mode, and other releases."""
-    (closed_port,) = free_ports(1)
+    (closed_port,) = lmcache_server.free_ports(1)
     engine_driven = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
     chunk_size, capabilities, end_of_registration = {21: CHUNK_TOKENS}, {32: []}, {2: None}
     with (
@@ -265,8 +259,9 @@ def run_alone(run: Run) -> Callable[[str], Served]:
     """Of a hybrid model that has a server for itself."""
 
     def run_alone(scenario: str) -> Served:
-        (port,) = free_ports(1)
-        engine = connected(port, "recompute", **{"lmcache.mp.heartbeat_interval": HEARTBEAT_S})
+        (port,) = lmcache_server.free_ports(1)
+        engine = connected(port, **{"lmcache.mp.heartbeat_interval": HEARTBEAT_S})
+        engine["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"
         found = run({"": ("alternating", engine)}, scenario=scenario, own_port=port)[""]
         print("seconds:", *(f"{seconds:.1f}" for seconds in found.report["facts"]["seconds"]))
         return found
