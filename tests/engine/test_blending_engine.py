@@ -12,9 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import blending_models
 import pytest
-from connector_models import WINDOW_TOKENS
 from support.blending.oracle import Oracle
 from support.blending.served import (
     MAX_TOKENS,
@@ -36,6 +34,7 @@ from support.scenarios.blending import (
 )
 from support.scenarios.documents import SEPARATOR, STORED_LENGTHS
 from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Reports
+from tiny_models import WINDOW_TOKENS
 
 ORACLE_TOLERANCE = 1e-3
 """Log-probabilities, fp32; 3e-4 has been seen."""
@@ -75,11 +74,11 @@ class Setting:
 
 
 ALL_SETTINGS = {
-    "llama": Setting("llama", ("orders", "exact", "controls"), HEADS_TOKENS),
+    "llama": Setting("full", ("orders", "exact", "controls"), HEADS_TOKENS),
     "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
-    "gemma3": Setting("gemma3", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
+    "gemma3": Setting("one window", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
     "gemma3, long sink": Setting(
-        "gemma3",
+        "one window",
         ("orders", "exact"),
         blending={"segment_sink": LONG_SINK_IDS},
         window_tokens=WINDOW_TOKENS,
@@ -87,11 +86,11 @@ ALL_SETTINGS = {
     ),
     "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
     "learned": Setting(
-        "llama", ("learned", "asleep"), blending={"learn_segments": True}, is_main_only=True
+        "full", ("learned", "asleep"), blending={"learn_segments": True}, is_main_only=True
     ),
-    "crowd": Setting("llama", ("crowd",), engine=CROWD),
+    "crowd": Setting("full", ("crowd",), engine=CROWD),
     "crowd, two workers": Setting(
-        "llama",
+        "full",
         ("crowd",),
         engine={**CROWD, "tensor_parallel_size": 2},
         environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
@@ -107,25 +106,15 @@ CROWDS = [name for name in SETTINGS if "crowd" in SETTINGS[name].scenarios]
 
 Oracles = Callable[[str], Oracle]
 Models = Callable[[str], Path]
+"""What the fixture ``model_folder`` is."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    @cache
-    def folder_of(model: str) -> Path:
-        folder = tmp_path_factory.mktemp("model")
-        blending_models.WRITERS[model](folder)
-        return folder
-
-    return folder_of
-
-
-@pytest.fixture(scope="module")
-def reports(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     by_environ: dict[tuple[tuple[str, str], ...], dict[str, Plan]] = {}
     for name, setting in SETTINGS.items():
         plans = by_environ.setdefault(tuple(setting.environ.items()), {})
-        plans[name] = setting.plan(models(setting.model))
+        plans[name] = setting.plan(model_folder(setting.model))
     found = Reports()
     for environ, plans in by_environ.items():
         found.update(processes.serve(tmp_path_factory, plans, dict(environ)))
@@ -134,7 +123,7 @@ def reports(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Reports
 
 @pytest.fixture(scope="module")
 def references(
-    reports: Reports, models: Models, tmp_path_factory: pytest.TempPathFactory
+    reports: Reports, model_folder: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
     """Prompts of which nothing may be approximate, without plugin, connector and prefix caching."""
     plans = {}
@@ -148,17 +137,17 @@ def references(
             if label.startswith(("exact", "follows")) or label == "crowd"
         }
         if prompts:
-            model, options = models(setting.model), {"prompts": prompts}
+            model, options = model_folder(setting.model), {"prompts": prompts}
             plans[name] = Plan(model, ["plain"], "blending", NO_PREFIX_CACHING, options)
     return processes.serve(tmp_path_factory, plans, PLUGIN_OFF)
 
 
 @pytest.fixture(scope="module")
-def oracles(models: Models, reports: Reports) -> Oracles:
+def oracles(model_folder: Models, reports: Reports) -> Oracles:
     @cache
     def oracle(name: str) -> Oracle:
         sink_ids = reports[name].report["facts"]["sink"]
-        return Oracle(models(SETTINGS[name].model), sink_ids, MAX_TOKENS)
+        return Oracle(model_folder(SETTINGS[name].model), sink_ids, MAX_TOKENS)
 
     return oracle
 

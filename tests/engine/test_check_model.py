@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import connector_models
 import pytest
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
@@ -85,15 +85,13 @@ NAMES = [pytest.param(name, marks=() if name in ON_OTHER_VERSIONS else main_only
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    models = {name: folder / name for name in (FULL, RETRIEVES, RETRIEVES_IN_WINDOWS)}
-    for model in models.values():
-        model.mkdir()
-    connector_models.write_full(models[FULL])
-    write_folder("full", 2, models[RETRIEVES])
-    write_folder("window", 1, models[RETRIEVES_IN_WINDOWS])
-    return models
+def models(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    trained = {name: tmp_path_factory.mktemp("model") for name in (RETRIEVES, RETRIEVES_IN_WINDOWS)}
+    write_folder("full", 2, trained[RETRIEVES])
+    write_folder("window", 1, trained[RETRIEVES_IN_WINDOWS])
+    return trained | {FULL: model_folder("full")}
 
 
 @pytest.fixture(scope="module")

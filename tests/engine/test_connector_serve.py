@@ -16,16 +16,16 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-import connector_models
 import pytest
 import requests
-from connector_models import WINDOW_TOKENS
+import tiny_models
 from http_served import CHAT, COMPLETIONS, Client, hit_tokens, serving
 from support.scenarios import connector, processes, scenario_of
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import PROMPT_LENGTHS
-from support.scenarios.engine import POOL_BLOCKS, REPLY_TOKENS
+from support.scenarios.engine import POOL_BLOCKS, REPLY_TOKENS, VOCABULARY_TOKENS
 from support.scenarios.processes import ADAPTIVE, CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
+from tiny_models import WINDOW_TOKENS
 
 SCENARIOS = ("turns", "large_storm")
 BLOCK_TOKENS = CPU.block_tokens
@@ -57,6 +57,7 @@ needs_two_cpus = pytest.mark.skipif(
 of_one = pytest.mark.parametrize("client", [ONE], indirect=True)
 on_both_paths = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENT_TOKENS = 333
 rng = random.Random(0)
 
@@ -74,9 +75,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("model")
-    connector_models.write_one_window(folder)
-    words = {f"t{token_id:03}": token_id for token_id in range(connector_models.VOCABULARY_TOKENS)}
+    folder = tiny_models.write("one window", tmp_path_factory.mktemp("model"))
+    words = {f"t{token_id:03}": token_id for token_id in range(VOCABULARY_TOKENS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t000"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -250,14 +250,14 @@ def test_wrong_arguments_end_no_request_and_are_counted(client: Client, path: st
     for argument in ("kvext_checkpoint_tokens", "kvext_store_segment", "kvext_segments"):
         for wrong in ("[333", "{}", -1, 1.5, '"text"', "[[0, 200]]"):
             response = ask(client, path, random_tokens(40), **{argument: wrong})
-            assert response["kv_transfer_params"] is None
+            assert "kvext_reused_tokens" not in (response["kv_transfer_params"] or ())
     client.count_up(name, before)
 
 
 @of_one
 def test_the_server_has_every_metric_and_label_of_the_board(client: Client) -> None:
     """``examples/grafana.json``; see ``test_grafana_board``."""
-    board = json.loads((connector_models.EXAMPLES / "grafana.json").read_text())
+    board = json.loads((EXAMPLES / "grafana.json").read_text())
     targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
     variables = [each for each in board["templating"]["list"] if each["type"] == "query"]
     asked = [*(each["expr"] for each in targets), *(each["query"]["query"] for each in variables)]

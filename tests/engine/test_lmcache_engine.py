@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import connector_models
 import msgspec
 import pytest
 import zmq
@@ -54,23 +54,19 @@ Engines = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Serve engines, one after the other, in one fresh process."""
-    folders = {}
-    for model in ("alternating", "full"):  # of two KV cache groups, and of one
-        folders[model] = tmp_path_factory.mktemp("model")
-        connector_models.WRITERS[model](folders[model])
     common = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
 
     def run(
         engines: Engines,
         environ: Mapping[str, str] | None = None,
         scenario: str = "prompts",
-        seeds: Sequence[int] = (1, 2),
         **options: Any,
     ) -> Reports:
+        options = {"seeds": (1, 2), **options}
         plans = {
-            name: Plan(folders[model], [scenario], "lmcache", engine, {"seeds": seeds, **options})
+            name: Plan(model_folder(model), [scenario], "lmcache", engine, options)
             for name, (model, engine) in engines.items()
         }
         folder = tmp_path_factory.mktemp("served")

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import connector_models
 import pytest
 import torch
 from support.blending.oracle import Oracle, Reused
@@ -25,26 +24,20 @@ from support.scenarios.question import (
     PROMPTS,
     STEP_TOKENS,
 )
+from tiny_models import WINDOW_TOKENS
 
 SCORE_TOLERANCE = 1e-3
 SINK = [7, 8, 9]
 CHECK_LAYERS = {"full": 2} if IS_SAMPLE else {"full": 2, "alternating": 3}
 
 
-@pytest.fixture(scope="module", params=CHECK_LAYERS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / request.param
-    folder.mkdir()
-    connector_models.WRITERS[request.param](folder)
-    return folder
-
-
 class Report:
     """Of all engines of a model: answers by label, and facts."""
 
-    def __init__(self, model: str, reports: processes.Reports) -> None:
+    def __init__(self, model: str, folder: Path, reports: processes.Reports) -> None:
+        self.folder, self.check_layer = folder, CHECK_LAYERS[model]
         # Windows reach from a segment into what stands before it.
-        self.head_tokens = HEAD_TOKENS if model == "full" else connector_models.WINDOW_TOKENS - 1
+        self.head_tokens = HEAD_TOKENS if model == "full" else WINDOW_TOKENS - 1
         served = [reports[name] for name in ("cold", "blends", "asynchronous")]
         self.answers = {label: each.answers(label) for each in served for label in each.labels}
         self.facts: dict[str, Any] = {}
@@ -66,12 +59,17 @@ class Report:
         return [self.answers[label][place] for place in places]
 
 
-@pytest.fixture(scope="module")
-def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+@pytest.fixture(scope="module", params=CHECK_LAYERS)
+def report(
+    request: pytest.FixtureRequest,
+    model_folder: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Report:
+    model = model_folder(request.param)
     blending = processes.blending(
         blend_head_tokens=HEAD_TOKENS,
         blend_selector="question",
-        blend_check_layer=CHECK_LAYERS[model.name],
+        blend_check_layer=CHECK_LAYERS[request.param],
         segment_sink=SINK,
     )
     synchronous, asynchronous = {"async_scheduling": False}, {"async_scheduling": True}
@@ -80,7 +78,7 @@ def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
         "blends": Plan(model, ["reused"], "question", blending | synchronous),
         "asynchronous": Plan(model, ["interrupted"], "question", blending | asynchronous),
     }
-    return Report(model.name, processes.serve(tmp_path_factory, plans, {}))
+    return Report(request.param, model, processes.serve(tmp_path_factory, plans, {}))
 
 
 ALL = range(len(ORDERS))
@@ -151,9 +149,9 @@ def test_nothing_is_left_after_an_abort_and_a_reset(report: Report) -> None:
         assert not any(report.facts[when].values()), report.facts[when]
 
 
-def test_scores_are_those_of_an_oracle(report: Report, model: Path) -> None:
+def test_scores_are_those_of_an_oracle(report: Report) -> None:
     """Of the first pass: heads are not computed, and the end of a long question stands first."""
-    oracle = Oracle(model, SINK, max(len(prompt.token_ids) for prompt in PROMPTS))
+    oracle = Oracle(report.folder, SINK, max(len(prompt.token_ids) for prompt in PROMPTS))
     for place in ALL:
         prompt, (stored, reuse_ends) = PROMPTS[place].token_ids, loaded(report, place)
         num_asked = min(len(prompt) - reuse_ends, STEP_TOKENS // 2)
@@ -165,9 +163,9 @@ def test_scores_are_those_of_an_oracle(report: Report, model: Path) -> None:
         is_scored = torch.zeros(len(prompt), dtype=torch.bool)
         for first, end in stored:
             is_scored[first:end] = True
-        expected = oracle.scores(prompt, reused, num_asked, CHECK_LAYERS[model.name])[is_scored]
+        expected = oracle.scores(prompt, reused, num_asked, report.check_layer)[is_scored]
         assert float((scores - expected).abs().max()) < SCORE_TOLERANCE
         assert float(expected.max()) > 0.5
         # What is computed anew attends otherwise.
-        computed = oracle.scores(prompt, (), num_asked, CHECK_LAYERS[model.name])[is_scored]
+        computed = oracle.scores(prompt, (), num_asked, report.check_layer)[is_scored]
         assert float((scores - computed).abs().max()) > 10 * SCORE_TOLERANCE

@@ -99,7 +99,6 @@ class Engine(scenarios_engine.Engine):
 
     def take_up(self, core: Any) -> None:
         super().take_up(core)
-        self._events: list[Any] = []
         self._hole_tokens = 0
         self.prefixes: dict[tuple[int, ...], Any] = {}
         self._ids_with_holes: set[str] = set()
@@ -138,23 +137,6 @@ class Engine(scenarios_engine.Engine):
         """The last token is computed: a block that it fills is of no use."""
         return (len(prompt) - 1) // self.block_tokens * self.block_tokens
 
-    def missing_tokens(self, prompt: Tokens) -> list[tuple[int, int]]:
-        """Full blocks of a prompt that was asked, in runs, whose rows host memory lacks."""
-        if not self.has_connector:
-            return []
-        runs = self._runs_of(prompt)
-        ends = [0, *(run.end_tokens for run in runs)]
-        firsts = [*(run.first_tokens for run in runs), self.full_blocks_tokens(prompt)]
-        return [run for run in zip(ends, firsts, strict=True) if run[0] < run[1]]
-
-    def tails_tokens(self, prompt: Tokens) -> list[int]:
-        """Where host memory has the windows of a prompt that was asked."""
-        if not self.has_connector:
-            return []
-        prefix = self.prefixes[tuple(prompt)]
-        tails = self.side.tier.find_all_tails(prefix, self.full_blocks_tokens(prompt))
-        return [entry.piece.end_tokens for entry in tails]
-
     def _runs_of(self, prompt: Tokens) -> list[Any]:
         """Rows of a prompt that was asked that host memory has."""
         prefix = self.prefixes[tuple(prompt)]
@@ -191,17 +173,6 @@ class Engine(scenarios_engine.Engine):
         before, self._hole_tokens = self._hole_tokens, self.side.counters.hole_tokens
         return int(self._hole_tokens - before)
 
-    def take_events(self) -> list[dict[str, Any]]:
-        """KV events of host memory since the last call."""
-        names = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
-        events = [event for batch in self._events for event in batch.events]
-        self._events.clear()
-        return [
-            {name: getattr(event, name) for name in names if hasattr(event, name)}
-            for event in events
-            if getattr(event, "medium", None) == "CPU"
-        ]
-
     def _count_what_the_scheduler_counts(self) -> None:
         """In this process vLLM drops the statistics of steps that answer no request."""
         scheduler, counted = self.scheduler, self.counted
@@ -231,7 +202,6 @@ class Engine(scenarios_engine.Engine):
         watch(scheduler, "make_spec_decoding_stats", note_drafts)
         watch(scheduler, "_preempt_request", note_preemption)
         watch(scheduler, "schedule", note_step)
-        scheduler.kv_event_publisher.publish = self._events.append
 
     def _count_what_becomes_of_holes(self) -> None:
         """And remember by which hashes prompts are stored."""
@@ -384,24 +354,6 @@ def eviction(engine: Engine) -> None:
 
 
 @scenario
-def events(engine: Engine) -> None:
-    """What the host tier tells of a prompt that is stored, and then forgotten."""
-    prompt = random_tokens(random.Random(8), 400)
-    engine.take_events()
-    (reply,) = engine.ask("told", [prompt])
-    engine.reset()
-    engine.ask("told twice", [prompt])
-    engine.reset()
-    engine.note("tokens told", prompt + reply)
-    engine.note("stored events", engine.take_events())
-    engine.reset(is_host_too=True)
-    # Events are taken by steps.
-    engine.ask("told no more", [prompt[: engine.block_tokens]], reply_tokens=2)
-    engine.note("removed events", engine.take_events())
-    engine.reset(is_host_too=True)
-
-
-@scenario
 def holes(engine: Engine) -> None:
     """Prompts of which host memory has lost chunks, before pages that hold no right byte."""
     rng = random.Random(9)
@@ -429,11 +381,7 @@ def lone_holes(engine: Engine) -> None:
         if device_tokens:
             engine.store([prompt[: device_tokens + 1]])
         engine.lose_rows(lost, prompt)
-        engine.note(f"missing, {name}", engine.missing_tokens(prompt))
-        engine.note(f"tails, {name}", engine.tails_tokens(prompt))
-        engine.take_computed_in_holes()
         engine.ask(f"lone hole: {name}", [prompt], reply_tokens=LONE_REPLY_TOKENS)
-        engine.note(f"lone hole: {name}", engine.take_computed_in_holes())
         engine.reset(is_host_too=True)
 
 

@@ -49,11 +49,9 @@ class Engine(scenarios_engine.Engine):
         self.facts["seconds"] = []
 
     def start_server(self, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        options = ["--port", str(self._port), "--l1-size-gb", "0.1"]
+        options = ["--port", str(self._port), "--chunk-size", str(chunk_tokens)]
         log = Path("server.log").resolve()
-        self.server = lmcache_server.LMCacheServer(
-            [*options, "--chunk-size", str(chunk_tokens)], log
-        )
+        self.server = lmcache_server.LMCacheServer([*options, "--l1-size-gb", "0.1"], log)
 
     def restart_server(self, chunk_tokens: int) -> None:
         self.kill_server()
