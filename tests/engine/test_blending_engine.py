@@ -33,7 +33,7 @@ from support.scenarios.blending import (
     REPLY_TOKENS,
 )
 from support.scenarios.documents import SEPARATOR, STORED_LENGTHS
-from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Reports
+from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, LazyReports, Plan, Reports
 from tiny_models import WINDOW_TOKENS
 
 ORACLE_TOLERANCE = 1e-3
@@ -59,7 +59,6 @@ class Setting:
     heads: Sequence[int] = (16,)
     blending: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)
     window_tokens: int = 0
     is_main_only: bool = False
 
@@ -73,6 +72,7 @@ class Setting:
         return expected_reuse(answer, head_tokens, self.window_tokens)
 
 
+TWO_WORKERS = "crowd, two workers"
 ALL_SETTINGS = {
     "llama": Setting("full", ("orders", "exact", "controls"), HEADS_TOKENS),
     "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
@@ -85,15 +85,12 @@ ALL_SETTINGS = {
         is_main_only=True,
     ),
     "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
-    "learned": Setting(
-        "full", ("learned", "asleep"), blending={"learn_segments": True}, is_main_only=True
-    ),
+    "learned": Setting("full", ("learned",), blending={"learn_segments": True}, is_main_only=True),
     "crowd": Setting("full", ("crowd",), engine=CROWD),
-    "crowd, two workers": Setting(
+    TWO_WORKERS: Setting(
         "full",
         ("crowd",),
         engine={**CROWD, "tensor_parallel_size": 2},
-        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         is_main_only=True,
     ),
 }
@@ -110,20 +107,17 @@ Models = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    by_environ: dict[tuple[tuple[str, str], ...], dict[str, Plan]] = {}
-    for name, setting in SETTINGS.items():
-        plans = by_environ.setdefault(tuple(setting.environ.items()), {})
-        plans[name] = setting.plan(model_folder(setting.model))
-    found = Reports()
-    for environ, plans in by_environ.items():
-        found.update(processes.serve(tmp_path_factory, plans, dict(environ)))
-    return found
+def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
+    """By setting. Two workers have a process with a CPU for each."""
+    plans = {name: setting.plan(model_folder(setting.model)) for name, setting in SETTINGS.items()}
+    of_two = {name: plans.pop(name) for name in [*plans] if name == TWO_WORKERS}
+    started = [({}, plans), ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, of_two)]
+    return LazyReports(tmp_path_factory, started)
 
 
 @pytest.fixture(scope="module")
 def references(
-    reports: Reports, model_folder: Models, tmp_path_factory: pytest.TempPathFactory
+    reports: LazyReports, model_folder: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
     """Prompts of which nothing may be approximate, without plugin, connector and prefix caching."""
     plans = {}
@@ -143,7 +137,7 @@ def references(
 
 
 @pytest.fixture(scope="module")
-def oracles(model_folder: Models, reports: Reports) -> Oracles:
+def oracles(model_folder: Models, reports: LazyReports) -> Oracles:
     @cache
     def oracle(name: str) -> Oracle:
         sink_ids = reports[name].report["facts"]["sink"]
@@ -152,7 +146,7 @@ def oracles(model_folder: Models, reports: Reports) -> Oracles:
     return oracle
 
 
-def unblended(reports: Reports, name: str, label: str) -> list[Answer]:
+def unblended(reports: LazyReports, name: str, label: str) -> list[Answer]:
     """Answers that are to be those of an engine without a connector."""
     found = reports[name].answers(label)
     return [each for each in found if not each.segments or label.startswith("exact")]
@@ -180,7 +174,7 @@ EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenar
 
 @pytest.mark.parametrize(("name", "label", "head_tokens"), OF_HEADS)
 def test_blended_answers_are_those_of_the_oracle(
-    reports: Reports, oracles: Oracles, name: str, label: str, head_tokens: int
+    reports: LazyReports, oracles: Oracles, name: str, label: str, head_tokens: int
 ) -> None:
     found = reports[name].answers(label)
     assert len(found) == len(ORDERS) + 1
@@ -193,7 +187,7 @@ def test_blended_answers_are_those_of_the_oracle(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_of_a_response_add_up(reports: Reports, name: str) -> None:
+def test_tokens_of_a_response_add_up(reports: LazyReports, name: str) -> None:
     found = [
         (label, answer)
         for label in reports[name].labels
@@ -212,7 +206,7 @@ def test_tokens_of_a_response_add_up(reports: Reports, name: str) -> None:
 @pytest.mark.parametrize(
     "label", ["wrong: not rotated", "wrong: swapped", "wrong: zeroed keys", "right after wrong"]
 )
-def test_what_is_loaded_wrong_shows(reports: Reports, oracles: Oracles, label: str) -> None:
+def test_what_is_loaded_wrong_shows(reports: LazyReports, oracles: Oracles, label: str) -> None:
     (answer,) = reports["llama"].answers(label)
     assert (answer.exact_tokens > 0) == (label == "right after wrong")
     reused = SETTINGS["llama"].expected_reuse(answer)
@@ -222,12 +216,9 @@ def test_what_is_loaded_wrong_shows(reports: Reports, oracles: Oracles, label: s
 
 
 @pytest.mark.skipif(IS_SAMPLE, reason="on the main version only")
-def test_segments_are_learned_without_answers_and_sleep_ends_it(reports: Reports) -> None:
+def test_segments_are_learned_without_answers(reports: LazyReports) -> None:
     facts = reports["learned"].report["facts"]
     assert (facts["learned"], facts["answers to nobody"]) == (len(STORED_LENGTHS), 0)
-    assert facts["before sleep"] == [1, True]
-    assert facts["asleep"] == [0, False, {"cancelled": 2}]
-    assert facts["learned after sleep"] == 2
 
 
 # Exact where it must be.
@@ -236,7 +227,7 @@ def test_segments_are_learned_without_answers_and_sleep_ends_it(reports: Reports
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("label", ["exact: long heads", "exact: in place"])
 def test_with_heads_as_long_as_segments_and_in_place_nothing_is_approximate(
-    reports: Reports, references: Reports, name: str, label: str
+    reports: LazyReports, references: Reports, name: str, label: str
 ) -> None:
     found = reports[name].answers(label)
     if label == "exact: in place":
@@ -251,7 +242,7 @@ def test_with_heads_as_long_as_segments_and_in_place_nothing_is_approximate(
 
 @pytest.mark.parametrize("name", CROWDS)
 def test_blended_requests_of_a_crowd_answer_as_alone(
-    reports: Reports, oracles: Oracles, name: str
+    reports: LazyReports, oracles: Oracles, name: str
 ) -> None:
     # Which of them are preempted depends on when loads end.
     assert reports[name].report["facts"]["preemptions"] > 0
@@ -267,7 +258,7 @@ def test_blended_requests_of_a_crowd_answer_as_alone(
 
 @pytest.mark.parametrize("name", CROWDS)
 def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
-    reports: Reports, references: Reports, name: str
+    reports: LazyReports, references: Reports, name: str
 ) -> None:
     crowd = unblended(reports, name, "crowd")
     assert len(crowd) == 8
@@ -277,7 +268,7 @@ def test_plain_requests_of_a_crowd_answer_as_without_a_connector(
 
 @pytest.mark.parametrize("label", ["follows", "follows unprotected"])
 def test_a_plain_request_sees_nothing_of_a_blended_one(
-    reports: Reports, references: Reports, label: str
+    reports: LazyReports, references: Reports, label: str
 ) -> None:
     """It goes on where that has ended. Without protection, it would find approximate blocks."""
     found = reports["llama"].answers(label)
@@ -286,5 +277,5 @@ def test_a_plain_request_sees_nothing_of_a_blended_one(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_nothing_is_left_when_all_is_done(reports: Reports, name: str) -> None:
+def test_nothing_is_left_when_all_is_done(reports: LazyReports, name: str) -> None:
     reports[name].check_nothing_is_left()

@@ -82,13 +82,17 @@ def vllm_config() -> Any:
     return build_vllm_config(LAYOUT, EngineOptions(num_blocks=8))
 
 
-def sent(report: dict[str, int] | None) -> SchedulerStats:
-    """Scheduler statistics after their way from an engine core to its client."""
+def encoded(report: dict[str, int] | None) -> Any:
+    """Scheduler statistics as they leave an engine core."""
     stats = SchedulerStats(num_running_reqs=3)
     if report is not None:
         attach_report(stats, report)
-    buffers = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
-    return MsgpackDecoder(EngineCoreOutputs).decode(buffers).scheduler_stats
+    return MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+
+
+def sent(report: dict[str, int] | None) -> SchedulerStats:
+    """The same, as they reach its client."""
+    return MsgpackDecoder(EngineCoreOutputs).decode(encoded(report)).scheduler_stats
 
 
 def counted(factor: int) -> dict[str, int]:
@@ -165,22 +169,6 @@ def test_metric_names_are_the_documented_ones():
         assert f"`{cause.value}`" in page
 
 
-SEND = """
-import os
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackEncoder
-import vllm_ascend_kvext
-from vllm_ascend_kvext.patches.metrics.stats import attach_report
-
-os.environ["VLLM_ASCEND_KVEXT_RETENTION"] = "adaptive"
-vllm_ascend_kvext.register()
-stats = SchedulerStats(num_running_reqs=3)
-attach_report(stats, {"checkpoints_kept": 4})
-(message,) = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
-assert b"checkpoints_kept" in message
-print(message.hex())
-"""
 RECEIVE_UNPATCHED = """
 import sys
 from vllm.v1.engine import EngineCoreOutputs
@@ -193,13 +181,9 @@ assert vars(stats).keys() == vars(SchedulerStats()).keys(), vars(stats)
 """
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_process_without_the_patches_reads_what_it_always_has():
-    def run_code(code: str, *arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, "-I", "-c", code, *arguments], capture_output=True, text=True
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    message = run_code(SEND).splitlines()[-1]
-    run_code(RECEIVE_UNPATCHED, message)
+    (message,) = encoded({"checkpoints_kept": 4})
+    assert b"checkpoints_kept" in message
+    command = [sys.executable, "-I", "-c", RECEIVE_UNPATCHED, message.hex()]
+    subprocess.run(command, check=True)

@@ -175,10 +175,6 @@ def _off_by_one(right, rows, signature, dtype, shifts):
     return right(rows, signature, dtype, [shift + 1 for shift in shifts])
 
 
-def _off_by_one_back(right, rows, signature, dtype, shifts):
-    return right(rows, signature, dtype, [shift - 1 for shift in shifts])
-
-
 def _factor_again(right, rows, signature, dtype, shifts):
     """The attention factor is in stored keys: a difference of positions has none."""
     moved = right(rows, signature, dtype, shifts)
@@ -197,7 +193,6 @@ def _one_other(right, rows, *others):
     ("wrong", "name", "message"),
     [
         (_off_by_one, "base", "moved from position 0 to 1, pair "),
-        (_off_by_one_back, "base", "moved from position 0 to 1, pair "),
         (_factor_again, "YaRN", "expected the module's own within"),
         (_factor_again, "YaRN, attention factor", "expected the module's own within"),
         (_factor_again, "DeepSeek, attention factor", "expected the module's own within"),

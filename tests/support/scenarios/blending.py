@@ -49,8 +49,6 @@ CROWD = {
 """As many requests as there are, small steps, and a pool that is too small for them."""
 
 INSTRUCTIONS_TOKENS = 140
-LONGER_THAN_A_STEP = 3
-"""A document."""
 
 
 class Engine(scenarios_engine.Engine):
@@ -232,42 +230,6 @@ def crowd(engine: Engine) -> None:
     outputs = [prompt for pair in zip(blended, plain, strict=True) for prompt in pair]
     engine.ask("crowd", outputs, CROWD_REPLY_TOKENS)
     engine.note("preemptions", preempted.call_count)
-
-
-@scenario
-def asleep(engine: Engine) -> None:
-    """The engine falls asleep while it computes a document, and another one is queued."""
-    rng = random.Random(6)
-    texts = documents(rng)
-    assert len(texts[LONGER_THAN_A_STEP]) > 256
-    both = (LONGER_THAN_A_STEP, 1)
-    learning = engine.side.segments.learning
-    counters = engine.side.counters.blending
-
-    def ask_twice() -> None:
-        for _ in range(2):
-            engine.ask("asleep", [in_order(rng, texts, both)])
-
-    learning.is_held = True
-    ask_twice()
-    engine.idle()
-    learning.is_held = False
-    # The second step begins what is queued, and is the last one: the engine has no process.
-    engine.ask("asleep", [in_order(rng, texts, ())], reply_tokens=2)
-    engine.note("before sleep", [len(engine.scheduler.running), learning.has_queue])
-    dropped = counters.learning_drops.copy()
-    engine.llm.sleep(level=1)
-    new_drops = {
-        drop.value: number - dropped[drop]
-        for drop, number in counters.learning_drops.items()
-        if number != dropped[drop]
-    }
-    engine.note("asleep", [len(engine.scheduler.requests), learning.has_queue, new_drops])
-    engine.llm.wake_up()
-    num_learned = counters.learned_segments
-    ask_twice()
-    engine.idle()
-    engine.note("learned after sleep", counters.learned_segments - num_learned)
 
 
 @scenario
