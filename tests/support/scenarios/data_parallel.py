@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 from support.scenarios import connector, scenario
@@ -110,9 +109,15 @@ class Engine:
         (output,) = [output async for output in outputs]
         return answer_of(Prompt(asked.prompt), output)
 
-    def __getattr__(self, method: str) -> Callable[..., list[Any]]:
-        """What all ranks do alike; see `data_parallel_rank.Rank`."""
-        return partial(self._steer, method)
+    def reset(self, is_host_too: bool = False) -> None:
+        """Empty the prefix caches of all devices, and the host tiers if asked."""
+        self._steer("reset", is_host_too)
+
+    def spoil_pages(self) -> None:
+        self._steer("spoil_pages")
+
+    def lose_rows(self, lost: Sequence[Sequence[int]]) -> None:
+        self._steer("lose_rows", lost)
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
@@ -134,6 +139,9 @@ class Engine:
         self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(True,)))
         yield
         self._loop.run_until_complete(self._llm.collective_rpc("skip_loads", args=(False,)))
+
+    def take_computed_in_holes(self) -> list[int]:
+        return self._steer("take_computed_in_holes")
 
     def note(self, label: str, fact: Any) -> None:
         """Report a fact about what was asked."""
