@@ -7,10 +7,9 @@ What others see of random ones is checked on the scheduler: `test_request_machin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.blending.oracle import Oracle
@@ -32,7 +31,7 @@ from support.scenarios.blending import (
     ORDERS,
     REPLY_TOKENS,
 )
-from support.scenarios.documents import SEPARATOR, STORED_LENGTHS
+from support.scenarios.documents import SEPARATOR
 from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, LazyReports, Plan, Reports
 from tiny_models import WINDOW_TOKENS
 
@@ -46,27 +45,29 @@ WRONG = 0.1
 PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """An engine that blends, with ``blending`` options of the connector and ``engine`` of ``LLM``.
+class Setting(NamedTuple):
+    """An engine that blends, and what it is asked; see `support.scenarios.blending`.
 
-    ``window_tokens`` are computed at the beginning of a segment. One that ``is_main_only`` says
-    nothing about other versions of vLLM. See `support.scenarios.blending` for the others.
+    One that ``is_main_only`` says nothing about other versions of vLLM.
     """
 
     model: str
     scenarios: Sequence[str] = ("orders",)
     heads: Sequence[int] = (16,)
-    blending: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    window_tokens: int = 0
+    sink_ids: Sequence[int] | None = None
+    engine: Mapping[str, Any] = {}
     is_main_only: bool = False
 
+    @property
+    def window_tokens(self) -> int:
+        return 0 if self.model in ("full", "qwen3") else WINDOW_TOKENS
+
     def plan(self, model: Path) -> Plan:
-        given = {"learn_segments": False, **self.blending}
-        connector = processes.blending(segment_separator=SEPARATOR, **given)
+        connector = processes.blending(
+            segment_separator=SEPARATOR, learn_segments=False, segment_sink=self.sink_ids
+        )
         options = {"heads": self.heads}
-        return Plan(model, self.scenarios, "blending", connector | dict(self.engine), options)
+        return Plan(model, self.scenarios, "blending", connector | self.engine, options)
 
     def expected_reuse(self, answer: Answer, head_tokens: int = 16) -> list[Any]:
         return expected_reuse(answer, head_tokens, self.window_tokens)
@@ -75,17 +76,15 @@ class Setting:
 TWO_WORKERS = "crowd, two workers"
 ALL_SETTINGS = {
     "llama": Setting("full", ("orders", "exact", "controls"), HEADS_TOKENS),
-    "qwen3": Setting("qwen3", blending={"segment_sink": SINK_IDS}, is_main_only=True),
-    "gemma3": Setting("one window", ("orders", "exact"), window_tokens=WINDOW_TOKENS),
+    "qwen3": Setting("qwen3", sink_ids=SINK_IDS, is_main_only=True),
+    "gemma3": Setting("one window", ("orders", "exact")),
     "gemma3, long sink": Setting(
         "one window",
         ("orders", "exact"),
-        blending={"segment_sink": LONG_SINK_IDS},
-        window_tokens=WINDOW_TOKENS,
+        sink_ids=LONG_SINK_IDS,
         is_main_only=True,
     ),
-    "gpt-oss": Setting("gpt-oss", window_tokens=WINDOW_TOKENS, is_main_only=True),
-    "learned": Setting("full", ("learned",), blending={"learn_segments": True}, is_main_only=True),
+    "gpt-oss": Setting("gpt-oss", is_main_only=True),
     "crowd": Setting("full", ("crowd",), engine=CROWD),
     TWO_WORKERS: Setting(
         "full",
@@ -163,7 +162,7 @@ def difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
 OF_HEADS = [
     (name, f"heads {head_tokens}", head_tokens)
     for name, setting in SETTINGS.items()
-    if setting.scenarios[0] in ("orders", "learned")
+    if "orders" in setting.scenarios
     for head_tokens in setting.heads
 ]
 EXACT = [name for name, setting in SETTINGS.items() if "exact" in setting.scenarios]
@@ -213,12 +212,6 @@ def test_what_is_loaded_wrong_shows(reports: LazyReports, oracles: Oracles, labe
     assert answer.reused_tokens == num_tokens(reused) > 0
     error = oracle_error(oracles("llama"), answer, reused)
     assert error > WRONG if label.startswith("wrong") else error <= ORACLE_TOLERANCE
-
-
-@pytest.mark.skipif(IS_SAMPLE, reason="on the main version only")
-def test_segments_are_learned_without_answers(reports: LazyReports) -> None:
-    facts = reports["learned"].report["facts"]
-    assert (facts["learned"], facts["answers to nobody"]) == (len(STORED_LENGTHS), 0)
 
 
 # Exact where it must be.

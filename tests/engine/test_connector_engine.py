@@ -79,7 +79,6 @@ SETTINGS = {
     ),
     "holes, no prefix caching": Setting(("holes",), "full", STORE_ALL, NO_PREFIX_CACHING),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
-    "store never": Setting(("turns",), options={"store_policy": "never"}, is_main_only=True),
     "small host memory": Setting(
         ("eviction", "storm"),
         options={"host_memory_gib": 1 / 1024, "load_if_slower": False},
@@ -210,25 +209,13 @@ def test_models_have_the_groups_that_they_are_tested_for(
 # Hits.
 
 
-@pytest.mark.parametrize(
-    "setting",
-    named(*(n for n, s in ALL_SETTINGS.items() if "turns" in s.scenarios and n != "store never")),
-    indirect=True,
-)
+@pytest.mark.parametrize("setting", with_scenario("turns"), indirect=True)
 def test_hits_end_at_the_last_row_unit(setting: Served) -> None:
     assert setting.hit_tokens("cold") == [0] * len(PROMPT_LENGTHS)
     assert setting.hit_tokens("warm") == OF_PROMPTS
     assert setting.hit_tokens("twice") == OF_PROMPTS
     assert setting.hit_tokens("second turn") == OF_TURNS
     assert setting.hit_tokens("forgotten") == [0]
-
-
-@pytest.mark.parametrize("setting", named("store never"), indirect=True)
-def test_never_stores_nothing(setting: Served) -> None:
-    for label in ("warm", "second turn"):
-        assert setting.hit_tokens(label) == [0] * len(PROMPT_LENGTHS)
-    own = setting.report["own"]
-    assert own["transfers.store"] == own["host_stored_entries.rows"] == 0
 
 
 @pytest.mark.parametrize("setting", with_scenario("document"), indirect=True)

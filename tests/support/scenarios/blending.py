@@ -71,13 +71,6 @@ class Engine(scenarios_engine.Engine):
         self.store(documents, STORED)
         self.note("sink", list(self.sink_ids))
 
-    def idle(self) -> int:
-        """Let the engine do what it does without requests; how many answers come of it."""
-        num_answers = 0
-        while self.scheduler.has_requests():
-            num_answers += len(self.llm.llm_engine.step())
-        return num_answers
-
     @property
     def sink_ids(self) -> tuple[int, ...]:
         return self.blending.store.sink_ids
@@ -145,23 +138,6 @@ def orders(engine: Engine) -> None:
     rng = random.Random(1)
     texts = documents(rng)
     engine.store_segments(texts[:MISSING])
-    ask_in_orders(engine, rng, texts)
-
-
-@scenario
-def learned(engine: Engine) -> None:
-    """The same of documents that nobody stores: two prompts have had them."""
-    rng = random.Random(1)
-    texts = documents(rng)
-    for _ in range(2):
-        engine.ask("shown", [in_order(rng, texts, (index,)) for index in range(MISSING)])
-        engine.note("answers to nobody", engine.idle())
-    engine.note("learned", engine.side.counters.blending.learned_segments)
-    engine.note("sink", list(engine.sink_ids))
-    ask_in_orders(engine, rng, texts)
-
-
-def ask_in_orders(engine: Engine, rng: random.Random, texts: Sequence[Tokens]) -> None:
     for head_tokens in engine.plan["heads"]:
         with engine.with_heads(head_tokens):
             prompts = [in_order(rng, texts, order) for order in ORDERS]

@@ -47,19 +47,13 @@ LONE_REPLY_TOKENS = 8
 LONE_HOLES_TOKENS = {
     "intact": (0, []),
     "at the beginning": (0, [(0, CHUNK_TOKENS)]),
-    "adjacent": (0, [(256, 384), (384, 512)]),
     "adjacent, in one chunk": (0, [(960, 976), (976, 1024)]),
     "several": (0, [(0, 128), (128, 256), (512, 640)]),
     "at the end of the first turn": (0, [(960, 976)]),
-    "before the last chunk": (0, [(896, 1024)]),
-    "all but the last chunk": (0, [(0, 1024)]),
     "at the last full block": (0, [(1104, 1120)]),
-    "in the middle and at the last full block": (0, [(512, 640), (1104, 1120)]),
     "everything": (0, [(0, 1120)]),
-    "on the device": (256, [(0, 256)]),
     "behind what the device has": (256, [(256, 384)]),
     "on the device and behind it": (256, [(128, 256), (256, 384)]),
-    "away from what the device has": (256, [(512, 640), (640, 768)]),
 }
 """Tokens that the device has, and those whose entries host memory loses."""
 
