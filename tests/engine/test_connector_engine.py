@@ -17,10 +17,8 @@ from support.scenarios.connector import (
     HOLES_TOKENS,
     LONE_HOLES_TOKENS,
     LONE_REPLY_TOKENS,
-    ORDERS,
     PROMPT_LENGTHS,
     SMALL_POOL_BLOCKS,
-    TOGETHER_POOL_BLOCKS,
 )
 from support.scenarios.engine import CHUNK_TOKENS, REPLY_TOKENS
 from support.scenarios.processes import (
@@ -53,15 +51,6 @@ SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
 STORE_ALL = {"store_policy": "all"}
 
 
-def crowded(model: str) -> dict[str, int]:
-    """As many requests as there are, small steps, and a pool that is too small for them."""
-    return {
-        "max_num_seqs": len(ORDERS),
-        "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": TOGETHER_POOL_BLOCKS[model],
-    }
-
-
 SETTINGS = {
     "default": Setting(("turns", "document", "salts", "damage", "failures")),
     "no prefix caching": Setting(("turns", "document"), engine=NO_PREFIX_CACHING),
@@ -69,14 +58,9 @@ SETTINGS = {
     "alternating": Setting(("turns", "damage"), "alternating"),
     "three windows": Setting(("turns", "damage"), "three windows"),
     "full": Setting(("turns", "damage"), "full"),
-    "holes": Setting(("turns", "holes"), "full", STORE_ALL),
-    "holes, one window": Setting(("holes",), options=STORE_ALL),
+    "holes": Setting(("turns", "holes", "lone_holes"), "full", STORE_ALL),
+    "holes, one window": Setting(("holes", "lone_holes"), options=STORE_ALL),
     "holes, three windows": Setting(("holes",), "three windows", STORE_ALL, is_main_only=True),
-    "holes together": Setting(("lone_holes", "holes_together"), "full", STORE_ALL, crowded("full")),
-    "holes together, one window": Setting(
-        *(("lone_holes", "holes_together"), "one window", STORE_ALL, crowded("one window")),
-        is_main_only=True,
-    ),
     "holes, no prefix caching": Setting(("holes",), "full", STORE_ALL, NO_PREFIX_CACHING),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
     "small host memory": Setting(
@@ -258,31 +242,7 @@ def test_what_is_not_found_is_computed_once(setting: Served, name: str) -> None:
     assert answer.hit_tokens > 0 or name == "everything"
 
 
-@pytest.mark.parametrize("setting", with_scenario("holes_together"), indirect=True)
-def test_requests_with_holes_are_preempted_and_go_on(setting: Served) -> None:
-    """Their outputs are right: see ``test_outputs_are_those_without_a_connector``."""
-    label = "holes together"
-    assert len(setting.answers(label)) == len(ORDERS) == 16
-    names = [
-        *("preemptions", "hole tokens", "requests with tokens behind holes"),
-        "steps of requests and holes",
-    ]
-    if setting.report["num_groups"] == 1:  # With windows, few of those that have holes are.
-        names.append("preemptions with holes")
-    for name in names:
-        assert setting.counted(label, name) > 0, name
-
-
 # Controls: the tests above can fail.
-
-
-@pytest.mark.parametrize("setting", with_scenario("holes_together"), indirect=True)
-def test_holes_of_many_that_are_not_computed_show_in_the_outputs(
-    setting: Served, reference: Served
-) -> None:
-    label = "hole left out together"
-    assert setting.counted(label, "requests with tokens behind holes") > 0
-    assert setting.logprob_error(label, reference) > 100 * LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("name", HOLES_TOKENS)

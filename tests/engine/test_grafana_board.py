@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,8 @@ def test_no_two_panels_overlap(board: dict[str, Any]) -> None:
     cells: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        mine = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
+        columns = range(place["x"], place["x"] + place["w"])
+        mine = {*product(columns, range(place["y"], place["y"] + place["h"]))}
         assert not cells & mine, panel["title"]
         assert place["x"] + place["w"] <= 24, panel["title"]
         cells |= mine

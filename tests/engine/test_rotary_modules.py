@@ -175,15 +175,15 @@ def _off_by_one(right, rows, signature, dtype, shifts):
     return right(rows, signature, dtype, [shift + 1 for shift in shifts])
 
 
-def _factor_again(right, rows, signature, dtype, shifts):
+def _factor_again(right, rows, signature, *others):
     """The attention factor is in stored keys: a difference of positions has none."""
-    moved = right(rows, signature, dtype, shifts)
+    moved = right(rows, signature, *others)
     moved[..., : signature.rotary_elements] *= signature.attention_factor
     return moved
 
 
-def _one_other(right, rows, *others):
-    moved = right(rows, *others)
+def _one_other(right, *others):
+    moved = right(*others)
     moved[-1, -1, -1, -1] += 1
     return moved
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 from unittest import mock
@@ -52,47 +53,28 @@ class Engine:
             llm.llm_engine.engine_core.shutdown()
 
 
-@scenario
-def nothing(engine: Engine) -> None:
-    engine.run()
+def _run_with(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Engine], None]:
+    """Run the command while a function does something else."""
+
+    @scenario
+    def run(engine: Engine) -> None:
+        with mock.patch.object(owner, name, wrong):
+            engine.run()
+
+    return run
 
 
-@scenario
-def loads_other_rows(engine: Engine) -> None:
-    """Load what is one token further on."""
-
-    def shifted(placed: Any) -> Any:
-        rows = _rows_to_load(placed)
-        return rows._replace(first_row=max(0, rows.first_row - 1))
-
-    with mock.patch.object(load_jobs, "rows_to_load", shifted):
-        engine.run()
+def _one_token_further(placed: Any) -> Any:
+    rows = _rows_to_load(placed)
+    return rows._replace(first_row=max(0, rows.first_row - 1))
 
 
-@scenario
-def leaves_holes(engine: Engine) -> None:
-    """Let what is before the reused tokens not be computed."""
-
-    def all_but_one(of: Any, output: Any, rows: Any) -> Any:
-        return _add_rows(of, output, rows[:-1])
-
-    with mock.patch.object(scheduler, "add_rows", all_but_one):
-        engine.run()
-
-
-@scenario
-def turns_keys_further(engine: Engine) -> None:
-    """Let keys be expected to be turned by twice the angles of the model."""
-
-    def further(keys: Any, signature: Any, shifts: Any) -> Any:
-        return _turn(keys, signature, 2 * shifts)
-
-    with mock.patch.object(key_check, "turn", further):
-        engine.run()
-
-
-@scenario
-def fails_loads(engine: Engine) -> None:
-    """Let no load of a segment succeed."""
-    with mock.patch.object(SegmentMover, "load", side_effect=SegmentError("a load that fails")):
-        engine.run()
+nothing = scenario(Engine.run)
+loads_other_rows = _run_with(load_jobs, "rows_to_load", _one_token_further)
+leaves_holes = _run_with(
+    *(scheduler, "add_rows"), lambda of, output, rows: _add_rows(of, output, rows[:-1])
+)
+turns_keys_further = _run_with(
+    *(key_check, "turn"), lambda keys, signature, shifts: _turn(keys, signature, 2 * shifts)
+)
+fails_loads = _run_with(SegmentMover, "load", mock.Mock(side_effect=SegmentError("it fails")))

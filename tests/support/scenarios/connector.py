@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,26 +56,6 @@ LONE_HOLES_TOKENS = {
 }
 """Tokens that the device has, and those whose entries host memory loses."""
 
-DOCUMENTS_TOKENS = {"A": 260, "B": 310, "C": 214}
-"""They end within chunks, and within blocks."""
-QUESTIONS_TOKENS = (1, 21, 90, 150, 220)
-ORDERS = (
-    *("ABC", "ACB", "BAC", "BCA", "CAB", "CBA", "ABC", "BCA"),
-    *("AB", "BA", "CA", "AC", "A", "BC", "CAB", "ABC"),
-)
-"""Documents of 16 prompts, each with a question behind. Equal beginnings have equal hashes."""
-LOST_TOGETHER_TOKENS = (
-    [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
-    [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
-    [(0, CHUNK_TOKENS)],
-    [(3 * CHUNK_TOKENS, 4 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
-    [],
-)
-"""Of one prompt after the other, in turns; besides, every third one loses its last full block."""
-TOGETHER_REPLY_TOKENS = 160
-TOGETHER_POOL_BLOCKS = {"full": 200, "one window": 400}
-"""By model: too few for them."""
-
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 100
 SMALL_POOL_BLOCKS = 350
@@ -95,7 +74,6 @@ class Engine(scenarios_engine.Engine):
         super().take_up(core)
         self._hole_tokens = 0
         self.prefixes: dict[tuple[int, ...], Any] = {}
-        self._ids_with_holes: set[str] = set()
         if self.has_connector:
             self._count_what_becomes_of_holes()
         self._count_what_the_scheduler_counts()
@@ -127,20 +105,14 @@ class Engine(scenarios_engine.Engine):
             ):
                 tier._remove(entry, Removal.EVICTED)
 
-    def full_blocks_tokens(self, prompt: Tokens) -> int:
-        """The last token is computed: a block that it fills is of no use."""
-        return (len(prompt) - 1) // self.block_tokens * self.block_tokens
-
-    def _runs_of(self, prompt: Tokens) -> list[Any]:
-        """Rows of a prompt that was asked that host memory has."""
-        prefix = self.prefixes[tuple(prompt)]
-        return self.side.tier.find_runs(prefix, self.full_blocks_tokens(prompt))
-
     def _entries_of(self, prompt: Tokens | None) -> list[Any]:
-        """Entries of host memory: all of them, or those with rows of one prompt."""
+        """Entries of host memory: all of them, or those with rows of one prompt that was asked."""
         if prompt is None:
             return list(self.side.tier._entries.values())
-        return [entry for run in self._runs_of(prompt) for entry in run.entries]
+        # The last token is computed: a block that it fills is of no use.
+        full_tokens = (len(prompt) - 1) // self.block_tokens * self.block_tokens
+        runs = self.side.tier.find_runs(self.prefixes[tuple(prompt)], full_tokens)
+        return [entry for run in runs for entry in run.entries]
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
@@ -177,9 +149,8 @@ class Engine(scenarios_engine.Engine):
                 if of_cache is not None:
                     counted[name.removesuffix("_prefix_cache_stats")] += of_cache.hits
 
-        def note_preemption(_: Any, request: Any, *__: Any, **___: Any) -> None:
+        def note_preemption(*_: Any, **__: Any) -> None:
             counted["preemptions"] += 1
-            counted["preemptions with holes"] += request.request_id in self._ids_with_holes
 
         def note_drafts(
             *_: Any, num_draft_tokens: int, num_accepted_tokens: int, **__: Any
@@ -189,8 +160,6 @@ class Engine(scenarios_engine.Engine):
 
         def note_step(output: Any, *_: Any, **__: Any) -> None:
             counted["computed tokens"] += output.total_num_scheduled_tokens
-            are_requests = {each in scheduler.requests for each in output.num_scheduled_tokens}
-            counted["steps of requests and holes"] += len(are_requests) == 2
 
         watch(scheduler, "make_stats", note_stats)
         watch(scheduler, "make_spec_decoding_stats", note_drafts)
@@ -204,14 +173,11 @@ class Engine(scenarios_engine.Engine):
 
         def note_holes(holes: list[Any]) -> None:
             counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)
-            self._ids_with_holes.update(of_request.request_id for of_request in holes)
 
         def end_and_count(*args: Any) -> Any:
             before = side.counters.behind_hole_tokens
             lacking = end(*args)
-            behind_tokens = side.counters.behind_hole_tokens - before
-            counted["tokens behind holes"] += behind_tokens
-            counted["requests with tokens behind holes"] += behind_tokens > 0
+            counted["tokens behind holes"] += side.counters.behind_hole_tokens - before
             return lacking
 
         def add_and_remember(request: Any) -> None:
@@ -377,32 +343,6 @@ def lone_holes(engine: Engine) -> None:
         engine.lose_rows(lost, prompt)
         engine.ask(f"lone hole: {name}", [prompt], reply_tokens=LONE_REPLY_TOKENS)
         engine.reset(is_host_too=True)
-
-
-@scenario
-def holes_together(engine: Engine) -> None:
-    """Many requests at once whose beginnings are shared and have holes, in a pool too small."""
-    prompts = _prompts_of_documents(random.Random(11))
-    engine.store(prompts)
-    for label in ("holes together", "hole left out together"):
-        engine.spoil_pages()
-        for number, prompt in enumerate(prompts):
-            engine.lose_rows(LOST_TOGETHER_TOKENS[number % len(LOST_TOGETHER_TOKENS)], prompt)
-            if number % 3 == 2:
-                end_tokens = engine.full_blocks_tokens(prompt)
-                engine.lose_rows([(end_tokens - engine.block_tokens, end_tokens)], prompt)
-        with engine.leaving_out_holes(label == "hole left out together"):
-            engine.ask(label, prompts, reply_tokens=TOGETHER_REPLY_TOKENS)
-    engine.reset(is_host_too=True)
-
-
-def _prompts_of_documents(rng: random.Random) -> list[Tokens]:
-    documents = {name: random_tokens(rng, length) for name, length in DOCUMENTS_TOKENS.items()}
-    prompts = []
-    for number, order in enumerate(ORDERS):
-        question = random_tokens(rng, QUESTIONS_TOKENS[number % len(QUESTIONS_TOKENS)])
-        prompts.append([*itertools.chain(*(documents[name] for name in order)), *question])
-    return prompts
 
 
 @cache
