@@ -79,18 +79,12 @@ ALL_SETTINGS = {
     "qwen3": Setting("qwen3", sink_ids=SINK_IDS, is_main_only=True),
     "gemma3": Setting("one window", ("orders", "exact")),
     "gemma3, long sink": Setting(
-        "one window",
-        ("orders", "exact"),
-        sink_ids=LONG_SINK_IDS,
-        is_main_only=True,
+        "one window", ("orders", "exact"), sink_ids=LONG_SINK_IDS, is_main_only=True
     ),
     "gpt-oss": Setting("gpt-oss", is_main_only=True),
     "crowd": Setting("full", ("crowd",), engine=CROWD),
     TWO_WORKERS: Setting(
-        "full",
-        ("crowd",),
-        engine={**CROWD, "tensor_parallel_size": 2},
-        is_main_only=True,
+        "full", ("crowd",), engine={**CROWD, "tensor_parallel_size": 2}, is_main_only=True
     ),
 }
 SETTINGS = {
