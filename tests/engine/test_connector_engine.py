@@ -50,7 +50,6 @@ CONNECTOR = processes.connector()["kv_transfer_config"]
 SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
 STORE_ALL = {"store_policy": "all"}
 
-
 SETTINGS = {
     "default": Setting(("turns", "document", "salts", "damage", "failures")),
     "no prefix caching": Setting(("turns", "document"), engine=NO_PREFIX_CACHING),

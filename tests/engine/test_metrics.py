@@ -23,10 +23,6 @@ from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics import loggers
-from vllm.v1.metrics.loggers import (
-    AggregatedLoggingStatLogger,
-    StatLoggerManager,
-)
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -108,7 +104,7 @@ def test_a_report_arrives_and_its_absence_too():
 
 @pytest.mark.usefixtures("installed")
 def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
-    manager = StatLoggerManager(vllm_config, engine_idxs=[0, 1])
+    manager = loggers.StatLoggerManager(vllm_config, engine_idxs=[0, 1])
     zeros = dict.fromkeys(counted(1), 0)
     assert samples(generate_latest(REGISTRY).decode()) == {"0": zeros, "1": zeros}
     for engine_idx, factor in ((0, 1), (1, 100), (1, 1)):
@@ -122,7 +118,7 @@ def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
 @pytest.mark.usefixtures("installed")
 def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_config):
     processor = OutputProcessor(None, log_stats=True)
-    manager = StatLoggerManager(vllm_config)
+    manager = loggers.StatLoggerManager(vllm_config)
     reports = ({"junctions_hit": 1, "checkpoints": 5}, {"junctions_hit": 2}, None, None)
     for step, report in enumerate(reports):
         stats = sent(report)
@@ -135,7 +131,7 @@ def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_confi
 
 @pytest.mark.usefixtures("installed")
 def test_unknown_numbers_are_left_alone(vllm_config):
-    manager = StatLoggerManager(vllm_config)
+    manager = loggers.StatLoggerManager(vllm_config)
     manager.record(sent({"of_another_release": 3, "junctions_hit": 1}), None)
     assert samples(generate_latest(REGISTRY).decode())["0"]["junctions_hit"] == 1
 
@@ -148,7 +144,7 @@ def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, mo
         texts = [call.args[0] % call.args[1:] for call in info.call_args_list]
         return [text for text in texts if "KV retention" in text]
 
-    stat_logger = AggregatedLoggingStatLogger(vllm_config, [0, 1])
+    stat_logger = loggers.AggregatedLoggingStatLogger(vllm_config, [0, 1])
     for engine_idx in (0, 1):
         stat_logger.record(sent({"checkpoints_kept": 4}), None, engine_idx=engine_idx)
         stat_logger.record(sent({"checkpoints": 4}), None, engine_idx=engine_idx)
