@@ -85,7 +85,6 @@ LMCACHE_FILES = (
     ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
-    ("engine", "test_lmcache_failures.py"),
     ("engine", "test_serve_lines.py"),
 )
 """Folder and file of the tests that need LMCache."""
