@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.retention.cache_model import look_up
+from unit.retention.lookup_model import look_up
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.retention.lookup_model import find_in_group
 
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.prefix_cache.search import (
     leading_blocks,
@@ -16,6 +18,7 @@ from vllm_ascend_kvext.prefix_cache.search import (
     window_end,
     window_hit_blocks,
 )
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 HASHES_PER_BLOCK = 2
 PRESENT = st.lists(st.booleans(), max_size=90)
@@ -49,30 +52,6 @@ def table_of(columns: list[list[bool]]) -> tuple[CountingTable, list, list]:
     return CountingTable(keys, hashes, columns), keys, hashes
 
 
-def upstream_window_hit(present: list[bool], need: int, unit: int, drops: bool) -> int:
-    """Blocks that vLLM's SlidingWindowManager hits, from right to left."""
-    run = 0
-    for index in range(len(present) - 1, -1, -1):
-        if not present[index]:
-            run = 0
-            continue
-        if run == 0 and unit > 1 and (index if drops else index + 1) % unit:
-            continue
-        run += 1
-        if run >= need:
-            count = index + run
-            break
-    else:
-        count = run
-        while unit > 1 and count % unit:
-            count -= 1
-    if drops and count:
-        count -= 1
-        while unit > 1 and count % unit:
-            count -= 1
-    return count
-
-
 def in_all(columns: list[list[bool]]) -> list[bool]:
     return [all(row) for row in zip(*columns, strict=False)]
 
@@ -89,7 +68,9 @@ def test_window_hit_is_that_of_upstream(columns, window_blocks, unit, drops):
     need = window_blocks + drops
     end = window_end(table.get, keys, hashes, len(present), need, unit, int(drops))
     found = window_hit_blocks(end, need, unit, int(drops))
-    assert found == upstream_window_hit(present, need, unit, drops)
+    group = GroupGeometry(GroupKind.WINDOW, 1, window_blocks + 1)
+    cached = {index for index, is_present in enumerate(present) if is_present}
+    assert found == find_in_group(group, cached, len(present), unit, drops)
 
 
 @given(COLUMNS, st.integers(1, 12), st.integers(1, 6), st.booleans())

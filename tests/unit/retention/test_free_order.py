@@ -10,18 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.sample import sampled
-from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelBlock, ModelRequest
+from unit.retention.small_cache import FULL, WINDOW, ModelBlock, ModelCache, ModelRequest, spelled
 
-from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 NUM_BLOCKS = 40
-LAYOUT = (GroupGeometry(GroupKind.FULL, 4), GroupGeometry(GroupKind.WINDOW, 4, 5))
 
 
 def make_cache() -> ModelCache:
-    return ModelCache(HitGeometry(LAYOUT, 4), NUM_BLOCKS)
+    return ModelCache((GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5)), NUM_BLOCKS)
 
 
 def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
@@ -32,7 +29,7 @@ def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
 
 
 def served(cache: ModelCache, text: str) -> bool:
-    request = ModelRequest.of(f"r{text}", text)
+    request = ModelRequest(f"r{text}", text)
     if not cache.step(request, len(text)):
         return False
     cache.finish(request)
@@ -131,7 +128,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
     @rule(units=st.lists(st.sampled_from("aab"), min_size=1, max_size=5))
     def serve(self, units: list[str]) -> None:
         """Checkpoints come, and where room is short some go."""
-        self._compare_surplus(lambda: served(self.cache, "".join(u * 4 for u in units) + "x"))
+        self._compare_surplus(lambda: served(self.cache, spelled(units)))
 
     @rule(number=st.integers(1, 6))
     def make_room(self, number: int) -> None:
