@@ -42,9 +42,9 @@ def recovery_of_scheduler(client: mock.Mock) -> tuple[Callable[[], bool], mock.M
 
     adapter._ensure_heartbeat_started = start_once
     refuse_other_chunks_of_scheduler(adapter)
-    adapter._ensure_heartbeat_started()
-    adapter._ensure_heartbeat_started()
-    heartbeat.register_recover_callback.assert_called_once()
+    for _ in range(2):
+        adapter._ensure_heartbeat_started()
+        heartbeat.register_recover_callback.assert_called_once()
     (recover,) = heartbeat.register_recover_callback.call_args.args
     return recover, mock.Mock()
 
