@@ -10,7 +10,6 @@ import wrapt
 from small_upstream import (
     FEATURE,
     MODULE,
-    SOURCE,
     UPSTREAM,
     AddPackage,
     PlanPatches,
@@ -76,19 +75,6 @@ def test_what_is_found(
     assert reason in finding.reason
     assert plan.fits is (state is State.INERT)
     assert bool(plan.misfits) is (state in (State.MISSING_TARGET, State.DRIFTED))
-
-
-def test_another_default_is_drift(
-    plan_patches: PlanPatches, upstream_root: Path, add_package: AddPackage
-) -> None:
-    store = FingerprintStore({"vllm": {"0.23.0": {FREE: fingerprint_source(upstream_root, FREE)}}})
-    add_package("fake_upstream", {"pool": SOURCE.replace("prepend=False", "prepend=True")})
-    plan = plan_feature(FEATURE, [declare("Pool.free")], UPSTREAM, store)
-    (finding,) = plan.misfits
-    assert finding.state is State.DRIFTED
-    assert not plan.fits
-    for part in (FREE, "expected", *store.expected("vllm", "0.23.0", FREE), "pool.py:18"):
-        assert part in finding.reason
 
 
 def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> None:

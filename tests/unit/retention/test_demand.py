@@ -72,10 +72,7 @@ def test_demand_changes_nothing(cache: ModelCache) -> None:
             cache.cache_state.surplus(),
             [block.block_id for block in cache.pool.queue],
             [(block._block_hash, block.ref_cnt) for block in cache.pool.blocks],
-            {
-                key: len(cache.pool.cached_block_hash_to_block.find_all(key))
-                for key in cache.pool.cached_block_hash_to_block._cache
-            },
+            str(cache.pool.cached_block_hash_to_block._cache),
             set(cache.retention._request_states),
             [find_evicted(cache, text) for text in (SYSTEM, answer("cde"))],
         )
