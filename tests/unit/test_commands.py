@@ -37,16 +37,13 @@ Status = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def status(world: World, capsys: pytest.CaptureFixture[str]) -> Status:
-    """Exit status and report, with the state of the only patch and its feature beside."""
+    """Exit status and report."""
 
     def run(**variables: str) -> tuple[int, dict[str, Any]]:
         world.set(**variables)
         exit_status = main(["status", "--json"])
         report = json.loads(capsys.readouterr().out)
         assert report["verdict"] == ("ok", "degraded", "failed")[exit_status]
-        for kind in ("patch", "feature"):
-            for row in report[f"{kind}{'es' if kind == 'patch' else 's'}"]:
-                report |= {f"{kind} {key}": value for key, value in row.items()}
         return exit_status, report
 
     return run
@@ -140,8 +137,9 @@ class TestStatus:
         world.ledger(declare(TARGET, feature=self.REPAIR, **patch))
         world.upstream(engine=engine)
         found, report = status(**{DISABLE_VARIABLE: disabled})
-        assert (found, report["feature state"]) == (exit_status, state)
-        assert reason in report["feature reason"]
+        (feature,) = report["features"]
+        assert (found, feature["state"]) == (exit_status, state)
+        assert reason in feature["reason"]
 
 
 class TestFingerprint:

@@ -54,7 +54,7 @@ def described(group: GroupGeometry, group_ids: tuple[int, ...]) -> LookupGroups:
 
 
 @settings(max_examples=400)
-@given(caches(), st.integers(0, len(HASHES)))
+@given(caches(), st.integers(0, len(HASHES)) | st.integers(0, 2 * UNIT_TOKENS))
 def test_the_longest_hit_is_that_of_a_search_block_by_block(
     cache: list[tuple[GroupGeometry, list[set[int]]]], limit_tokens: int
 ) -> None:

@@ -27,15 +27,13 @@ def cache(request: pytest.FixtureRequest) -> ModelCache:
     return ModelCache("full and window", 60, has_events=request.param)
 
 
-def make_cache_state(
-    cache: ModelCache, blocks: Any, head: Any = None, tail: Any = None
-) -> RetainedCache:
+def make_cache_state(cache: ModelCache, blocks: Any, head: Any = None) -> RetainedCache:
     retention, queue = cache.retention, cache.pool.free_block_queue
     policy = retention.policy
     return RetainedCache(
         blocks=blocks,
         head=queue.fake_free_list_head if head is None else head,
-        tail=queue.fake_free_list_tail if tail is None else tail,
+        tail=queue.fake_free_list_tail,
         geometry=geometry_tables(policy, retention.sparse_groups, retention.full_groups),
         sparse_groups=group_tables(retention.sparse_groups, policy, cache.pool),
         full_groups=group_tables(retention.full_groups, policy, cache.pool),
