@@ -219,6 +219,24 @@ def test_status_says_what_register_does(
     assert patch["state"] == state or is_for_others
     assert state != "drifted" or "expected" in patch["reason"]
     assert case.engine is not FROZEN or "frozen" in patch["reason"]
+    if case.is_required and not case.error:
+        rows = [(row["name"], row["state"], row["reason"]) for row in report["features"]]
+        assert rows == [
+            ("retention", "on", f"asked for with {RETENTION_INTERVAL_VARIABLE}"),
+            (REPAIR, "on", "needed by retention"),
+        ]
+    elif case.repair is not None and not case.error:
+        is_drifted, is_disabled = case.engine is DRIFTED, DISABLE_VARIABLE in case.variables
+        stands, reason = {
+            (False, False): ("on", "on by default"),
+            (True, False): ("refused", f"T-{TARGET} drifted"),
+            (False, True): ("off", f"{DISABLE_VARIABLE} names it"),
+            (True, True): ("off", "it would not fit"),
+        }[is_drifted, is_disabled]
+        if is_for_others:
+            stands, reason = "not needed", "vLLM 0.23.0"
+        (repair,) = [feature for feature in report["features"] if feature["name"] == REPAIR]
+        assert repair["state"] == stands and reason in repair["reason"]
 
 
 def test_an_interval_that_is_blank_is_unset_to_vllm_too_but_in_mode_off(world: World) -> None:
