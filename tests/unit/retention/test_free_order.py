@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,17 +49,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         self.cache = make_cache()
         self.pool, self.cache_state = self.cache.pool, self.cache.cache_state
         self.used: list[ModelBlock] = []
-        self.hit_blocks: set[int] = set()
-        self._record_hits()
-
-    def _record_hits(self) -> None:
-        touch = self.pool.touch
-
-        def record(block: ModelBlock) -> None:
-            self.hit_blocks.add(block.block_id)
-            touch(block)
-
-        self.pool.touch = record  # type: ignore[method-assign]
+        self.touch = self.pool.touch = mock.Mock(wraps=self.pool.touch)  # type: ignore[method-assign]
 
     def parts(self) -> tuple[list[ModelBlock], list[ModelBlock], list[ModelBlock]]:
         queue = self.pool.queue
@@ -142,15 +133,14 @@ class FreeOrderMachine(RuleBasedStateMachine):
         """What was surplus and stays it comes first, in the order that it had."""
         _, surplus, _ = self.parts()
         before = [(block, block._block_hash) for block in surplus]
-        self.hit_blocks.clear()
+        self.touch.reset_mock()
         event()
+        hit_blocks = [call.args[0] for call in self.touch.call_args_list]
         _, surplus, _ = self.parts()
         stayed = [
             block
             for block, key in before
-            if block in surplus
-            and block._block_hash is key
-            and block.block_id not in self.hit_blocks
+            if block in surplus and block._block_hash is key and block not in hit_blocks
         ]
         assert surplus[: len(stayed)] == stayed
 
