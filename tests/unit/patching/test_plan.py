@@ -20,19 +20,10 @@ from small_upstream import (
 from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
-from vllm_ascend_kvext.patching.plan import FeaturePlan, State, digest, plan_features
+from vllm_ascend_kvext.patching.plan import State, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 
 FREE = f"{MODULE}:Pool.free"
-
-
-def plan_feature(
-    feature: str, ledger: list[Patch], upstream: Upstream, store: FingerprintStore
-) -> FeaturePlan:
-    (plan,) = plan_features([feature], ledger, upstream, store)
-    return plan
-
-
 HOOK = {"kind": Kind.HOOK, "install": lambda: lambda: None}
 FREE_023 = {"vllm": ("==0.23.*",)}
 # A patch, the version of upstream, what is found, and a part of the reason.
@@ -84,7 +75,8 @@ def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> Non
 
     def plan(fingerprints: dict[str, str]) -> State:
         store = FingerprintStore({"vllm": {"0.23.0": fingerprints}})
-        return plan_feature(FEATURE, [patch], UPSTREAM, store).findings[0].state
+        (plan,) = plan_features([FEATURE], [patch], UPSTREAM, store)
+        return plan.findings[0].state
 
     assert plan(known) is State.INERT
     assert plan({**known, touch: "0" * 16}) is State.DRIFTED
@@ -162,7 +154,8 @@ def test_what_is_found_where_vllm_ascend_replaces_functions(
     if is_replaced:
         addon = importlib.import_module("vllm_ascend.patches")
         importlib.import_module(MODULE).Pool.free = addon._ascend_free
-    (finding,) = plan_feature(FEATURE, [patch], upstream, store).findings
+    (plan,) = plan_features([FEATURE], [patch], upstream, store)
+    (finding,) = plan.findings
     assert finding.state is state
     assert reason in finding.reason
     is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)
