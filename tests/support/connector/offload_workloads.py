@@ -40,7 +40,6 @@ class OffloadWorkload:
 
     Attributes:
         name: Of the layout and the seed.
-        seed: Of what is drawn while it runs.
         layout: Of the pages.
         options: Of the engine, with ``offloading``.
         script: How transfers go.
@@ -52,7 +51,6 @@ class OffloadWorkload:
     """
 
     name: str
-    seed: int
     layout: PagedLayout
     options: EngineOptions
     script: TransferScript
@@ -71,7 +69,6 @@ def random_offload(
     requests = tuple(chats(rng, layout, num_requests))
     return OffloadWorkload(
         name=f"{layout.name}-{kind.value}-{seed}",
-        seed=seed,
         layout=layout,
         options=_options(rng, layout, requests, kind),
         script=TransferScript(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
 )
 
 from support.layout import fixtures
@@ -95,28 +93,13 @@ def _small_pages(
 
 
 def _spec(group: Group) -> KVCacheSpec:
-    block_size = group.block_tokens
-    if group.attention is Attention.MAMBA:
-        return MambaSpec(
-            block_size=block_size,
-            shapes=_STATES,
-            dtypes=_STATE_DTYPES,
-            mamba_cache_mode="align",
-        )
-    sizes = {
-        "block_size": block_size,
-        "num_kv_heads": 1,
-        "head_size": _HEAD_SIZE,
-        "dtype": torch.bfloat16,
-    }
-    if group.attention is Attention.FULL:
-        return FullAttentionSpec(**sizes)
-    if group.attention is Attention.MLA:
-        return MLAAttentionSpec(**sizes)
-    if group.attention is Attention.WINDOW:
-        return SlidingWindowSpec(sliding_window=group.span_tokens, **sizes)
-    assert group.attention is Attention.WINDOW_MLA, group
-    return SlidingWindowMLASpec(sliding_window=group.span_tokens, **sizes)
+    spec = group.to_spec()
+    if isinstance(spec, MambaSpec):
+        return replace(spec, shapes=_STATES, dtypes=_STATE_DTYPES)
+    sizes = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
+    if isinstance(spec, FullAttentionSpec):
+        sizes["head_size_v"] = _HEAD_SIZE
+    return replace(spec, **sizes)
 
 
 def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
@@ -156,22 +139,17 @@ def _tensors(
     return [(strided((2, block, 1, _HEAD_SIZE), spec.dtype), 2)]
 
 
-def _deepseek_v4(num_blocks: int) -> LayoutFixture:
-    return fixtures.deepseek_v4("auto", num_layers=4, num_blocks=num_blocks)
-
-
 def _deepseek_v4_layout() -> PagedLayout:
     """As upstream vLLM plans it; what the scheduler's harness reads of it is made from the plan."""
-    made = _deepseek_v4(16)
+    make = partial(fixtures.deepseek_v4, "auto", 4)
+    made = make(16)
     config: Any = made.scheduler_config
     groups = []
     for index, described in enumerate(config.kv_cache_groups):
         reach = next(iter(made.reaches(index)))
         attention = Attention.WINDOW_MLA if reach.window_tokens else Attention.MLA
         groups.append(Group(attention, described.kv_cache_spec.block_size, reach.window_tokens))
-    return PagedLayout(
-        "deepseek-v4-upstream", tuple(groups), _deepseek_v4, (1 << 21, 1 << 23, 1 << 26)
-    )
+    return PagedLayout("deepseek-v4-upstream", tuple(groups), make, (1 << 21, 1 << 23, 1 << 26))
 
 
 ROWS = RowAddressing.TOKENS
