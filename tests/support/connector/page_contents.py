@@ -38,12 +38,7 @@ def moved_bytes(shifts: Any) -> Any:
 
 
 class PageContents:
-    """The pages of one worker.
-
-    Args:
-        pages: Its tensors.
-        rank: Workers write different bytes.
-    """
+    """The pages of one worker; each rank writes other bytes."""
 
     def __init__(self, pages: LayoutFixture, rank: int = 0) -> None:
         self._tensors = [
@@ -60,11 +55,7 @@ class PageContents:
             tensor.write(of_group[tensor.group], digests, start, end)
 
     def check_states(self, tables: Sequence[Sequence[int]], digests: Digests, start: int) -> None:
-        """Recurrent layers read the state after ``start`` tokens before they write.
-
-        Raises:
-            WrongBytesError: If it is not there.
-        """
+        """Recurrent layers read the state after ``start`` tokens before they write."""
         for tensor in self._tensors:
             if tensor.is_state and start:
                 tensor.check(np.asarray(tables[tensor.group]), digests, start - 1, start)
@@ -81,9 +72,6 @@ class PageContents:
 
         Args:
             shifts: None if no row was moved.
-
-        Raises:
-            WrongBytesError: If any of it is not there.
         """
         of_group = [np.asarray(table, np.int64) for table in tables]
         for tensor in self._tensors:
@@ -94,11 +82,7 @@ class PageContents:
     def check_group(
         self, group: int, table: Sequence[int], digests: Digests, first: int, end: int
     ) -> None:
-        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``.
-
-        Raises:
-            WrongBytesError: If one does not.
-        """
+        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``."""
         for tensor in self._tensors:
             if tensor.group == group:
                 tensor.check(np.asarray(table, np.int64), digests, first, end)

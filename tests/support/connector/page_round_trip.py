@@ -68,7 +68,6 @@ class PageRoundTrip:
     Args:
         make: Its pages; once more for what requests have computed, and for what ought to be in the
             pages after a load.
-        seed: Of all bytes, and of the order of the blocks.
     """
 
     def __init__(self, make: Callable[[], LayoutFixture], seed: int) -> None:
@@ -145,11 +144,7 @@ class PageRoundTrip:
         return ids
 
     def _compare(self) -> None:
-        """Every byte of every storage.
-
-        Raises:
-            AssertionError: If one differs; with the groups in whose tensors.
-        """
+        """Every byte of every storage."""
         pairs = zip(self._pages.storages(), self._expected.storages(), strict=True)
         if all(torch.equal(found, expected) for found, expected in pairs):
             return
