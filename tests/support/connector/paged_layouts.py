@@ -85,7 +85,7 @@ def _small_pages(
         described.append(KVCacheGroupSpec(names, spec, is_eagle_group=group.is_eagle))
         reach = _reach(group, addressing)
         for name, storage in zip(names, storages, strict=True):
-            made = _tensors(group, spec, storage, num_blocks, page_bytes)
+            made = _tensors(group, storage, num_blocks, page_bytes)
             kv_caches[name] = made[0][0] if len(made) == 1 else [tensor for tensor, _ in made]
             tensors += [PagedTensor(index, tensor, reach, 0, axis) for tensor, axis in made]
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described)
@@ -113,30 +113,29 @@ def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
 
 
 def _tensors(
-    group: Group, spec: KVCacheSpec, storage: torch.Tensor, num_blocks: int, page_bytes: int
+    group: Group, storage: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors of one layer, and which of their axes counts tokens."""
-
-    def strided(shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return torch.as_strided(
+    parts: list[tuple[tuple[int, ...], torch.dtype, int | None]]
+    if group.attention is Attention.MAMBA:
+        parts = [(*state, None) for state in zip(_STATES, _STATE_DTYPES, strict=True)]
+    elif group.attention in (Attention.MLA, Attention.WINDOW_MLA):
+        parts = [((group.block_tokens, _HEAD_SIZE), torch.bfloat16, 1)]
+    else:
+        parts = [((2, group.block_tokens, 1, _HEAD_SIZE), torch.bfloat16, 2)]
+    found = []
+    offset_bytes = 0
+    for shape, dtype, token_axis in parts:
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        tensor = torch.as_strided(
             storage.view(dtype),
             (num_blocks, *shape),
             (page_bytes // dtype.itemsize, *strides),
             offset_bytes // dtype.itemsize,
         )
-
-    if group.attention is Attention.MAMBA:
-        found: list[tuple[torch.Tensor, int | None]] = []
-        offset_bytes = 0
-        for shape, dtype in zip(_STATES, _STATE_DTYPES, strict=True):
-            found.append((strided(shape, dtype, offset_bytes), None))
-            offset_bytes += math.prod(shape) * dtype.itemsize
-        return found
-    block = group.block_tokens
-    if group.attention in (Attention.MLA, Attention.WINDOW_MLA):
-        return [(strided((block, _HEAD_SIZE), spec.dtype), 1)]
-    return [(strided((2, block, 1, _HEAD_SIZE), spec.dtype), 2)]
+        found.append((tensor, token_axis))
+        offset_bytes += math.prod(shape) * dtype.itemsize
+    return found
 
 
 def _deepseek_v4_layout() -> PagedLayout:

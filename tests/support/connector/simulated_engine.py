@@ -161,7 +161,7 @@ def _content_of(row: _Row) -> _Content:
     if not isinstance(stream, BlendedStream):
         return _Content(digests, None)
     shifts = np.zeros(len(digests), np.int64)
-    shifts[: len(stream.shifts)] = stream.shifts  # Drafts lie behind them.
+    shifts[: len(stream)] = stream.shifts  # Drafts lie behind them.
     computed = range(row.start, row.end)
     assert not any(map(computed.__contains__, stream.placed)), f"{row.request_id}: {computed}"
     return _Content(digests, shifts)
