@@ -13,6 +13,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -250,29 +251,16 @@ class SimulatedEngine(SchedulerEngine):
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `EngineCore.reset_prefix_cache` does."""
+        core = SimpleNamespace(
+            scheduler=self.scheduler,
+            step_fn=lambda: (self.step(), True),
+            post_step=lambda is_executed: None,
+        )
         return drain_before_reset(
-            self.scheduler.reset_prefix_cache,
-            _Core(self),
-            reset_running_requests,
-            reset_connector,
+            self.scheduler.reset_prefix_cache, core, reset_running_requests, reset_connector
         )
 
     def shutdown(self) -> None:
         for worker in self.workers:
             worker.shutdown()
         super().shutdown()
-
-
-class _Core:
-    """As much of an ``EngineCore`` as a reset needs."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self.scheduler = engine.scheduler
-        self._engine = engine
-
-    def step_fn(self) -> tuple[None, bool]:
-        self._engine.step()
-        return None, True
-
-    def post_step(self, is_executed: bool) -> None:
-        pass
