@@ -6,6 +6,7 @@ What random requests meet rarely, or cannot tell: what is refused, waited for, c
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,6 @@ from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.lookup import Shortfall
 
 PROMPT = tokens(random.Random("prompt"), 100)
 UNIT_TOKENS = FULL.unit_tokens
@@ -68,40 +68,31 @@ def compute_some(engine: SimulatedEngine, request_id: str, num_steps: int) -> Re
     return request
 
 
-# What the log says.
-
-
-@pytest.fixture
-def logged() -> Iterator[dict[str, list[str]]]:
-    """What the scheduler side has logged by level, once the test has made an engine."""
-    found: dict[str, list[str]] = {"info": [], "warning": []}
-    with mock.patch("vllm_ascend_kvext.connector.scheduler.connector_scheduler.logger") as logger:
-        for level, messages in found.items():
-            getattr(logger, level).side_effect = lambda text, *values, messages=messages: (
-                messages.append(text % values)
-            )
-        yield found
-
-
 @pytest.mark.parametrize(
-    ("caching", "remedy"),
-    [(False, "Add --enable-prefix-caching"), (True, "Raise --max-model-len")],
+    ("caching", "max_model_len", "remedy"),
+    [
+        (False, UNIT_TOKENS, "Add --enable-prefix-caching"),
+        (True, UNIT_TOKENS, "Raise --max-model-len"),
+        (True, UNIT_TOKENS + 1, None),
+    ],
 )
 def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
-    caching: bool, remedy: str, logged: dict[str, list[str]]
+    caching: bool,
+    max_model_len: int,
+    remedy: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine_of(FULL, caching=caching, max_model_len=UNIT_TOKENS):
-        (message,) = logged["warning"]
-    assert f"needs {UNIT_TOKENS + 1} tokens to hit, and a request has at most 8" in message
-    assert remedy in message
-
-
-def test_an_engine_with_one_prompt_that_hits_is_not_warned(
-    logged: dict[str, list[str]],
-) -> None:
-    with engine_of(FULL, max_model_len=UNIT_TOKENS + 1):
-        assert not logged["warning"]
-        assert "hits: prompts of 9 tokens or more, in multiples of 8;" in logged["info"][0]
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.ascend_kvext")
+    with engine_of(FULL, caching=caching, max_model_len=max_model_len):
+        pass
+    assert "hits: prompts of 9 tokens or more, in multiples of 8;" in caplog.text
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == (remedy is not None)
+    for message in warnings:
+        assert "needs 9 tokens to hit, and a request has at most 8" in message
+        assert remedy in message
 
 
 # Stores.
@@ -421,15 +412,6 @@ def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> 
         assert counters.hit_requests == 1
         assert counters.too_dear_loads == 1
         check_nothing_is_left(engine)
-
-
-def test_the_reason_for_a_shorter_hit_is_counted_once_per_request() -> None:
-    with engine_of(FULL) as engine:
-        serve(engine, plan_of("first", PROMPT, max_tokens=1))
-        engine.add_request(plan_of("second", tokens(random.Random(4), 30)))
-        step_without_admissions(engine, 3)
-        serve(engine)
-        assert engine.side.counters.tier.shortfalls[Shortfall.NEVER_STORED] == 2
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:
