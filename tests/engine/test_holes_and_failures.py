@@ -170,7 +170,7 @@ def serve_again(
             counters.hit_tokens - before_tokens,
             worker.transfers.counts["loads"],
             counters.tier.removed_entries[Removal.LOAD_FAILED],
-            list(begun.call_args_list[0].args[0].entries),
+            [entry for call in begun.call_args_list[:1] for entry in call.args[0].entries],
         )
         fail_next(engine)
         num_holes = counters.holes

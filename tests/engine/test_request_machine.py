@@ -169,12 +169,12 @@ class Watch:
         self._answered: dict[str, Reused] = {}  # What was reused when a token was last sampled.
         self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step that is on its way.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-        engine.runner.execute = self.execute  # type: ignore[method-assign]
-        engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
+        engine.runner.execute = self.execute
+        engine.scheduler.update_from_output = self.update
         self.surprises: list[Exception] = []
         for worker in engine.workers:
             runner = worker.side._runner
-            runner.run = partial(self._run_job, runner.run)  # type: ignore[method-assign]
+            runner.run = partial(self._run_job, runner.run)
 
     def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
         """A worker carries out a job: it fails where the script says so."""
@@ -300,7 +300,7 @@ class Router:
         self._engine = engine
         self._step = engine.step
         self._stored: set[Any] = set()
-        engine.step = self.step  # type: ignore[method-assign]
+        engine.step = self.step
 
     def step(self) -> Any:
         step = self._step()
