@@ -28,9 +28,9 @@ def adaptive_chosen() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
+def adaptive_retention() -> Iterator[None]:
     """Adaptive retention as a user gets it: with the repairs and the faster prefix cache."""
-    with installed(*["fast-prefix-cache"] * is_fast), retention_installed(), adaptive_chosen():
+    with installed("fast-prefix-cache"), retention_installed(), adaptive_chosen():
         yield
 
 
