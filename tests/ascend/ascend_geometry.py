@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import vllm_ascend
 from support.scheduler.block_manager import Layout
 from vllm.config import CacheConfig, VllmConfig
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_ascend.core.kv_cache_interface import (
     AscendMLAAttentionSpec,
@@ -50,25 +50,18 @@ class BlockSizes:
     page_bytes: tuple[int, int]
 
 
-BLOCK_SIZES = {
-    128: BlockSizes(128, 128, 8, 32, (16640, 131072)),
-    32: BlockSizes(32, 32, 2, 8, (4160, 32768)),
-}
-
 HIT_UNIT_TOKENS = {128: 16384, 32: 4096}
 """Per ``--block-size``: the least common multiple of the tokens per block of all groups."""
 
 SMALL_HIT_UNIT_TOKENS = 32
 
 
-def published_block_sizes() -> dict[int, BlockSizes]:
-    """The table in vllm-ascend's sources.
+def _published_block_sizes() -> dict[int, BlockSizes]:
+    """The table in vllm-ascend's sources, by ``--block-size``.
 
     Read as text: the module that holds it needs a device to import.
     """
-    package = find_spec("vllm_ascend")
-    assert package is not None and package.submodule_search_locations
-    path = Path(package.submodule_search_locations[0]) / "models/layer/attention/layer.py"
+    path = Path(vllm_ascend.__file__).parent / "models/layer/attention/layer.py"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_DSV4_BLOCK_SIZES":
             return {
@@ -76,6 +69,9 @@ def published_block_sizes() -> dict[int, BlockSizes]:
                 for block_size, (sizes, page_bytes) in ast.literal_eval(node.value).items()
             }
     raise AssertionError(f"no _DSV4_BLOCK_SIZES in {path}")
+
+
+BLOCK_SIZES = _published_block_sizes()
 
 
 def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
@@ -88,14 +84,23 @@ def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
     Returns:
         The configuration as the scheduler gets it: one spec per group.
     """
+    return plan(layer_specs(block_size), block_size, num_blocks)[1]
+
+
+def plan(
+    specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
+) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
     vllm_config = VllmConfig(
         cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
     )
-    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, layer_specs(block_size))
+    # As the engine core does before planning.
+    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)
     config = kv_cache_utils.get_kv_cache_config_from_groups(
         vllm_config, groups, available_memory=1 << 40
     )
-    return kv_cache_utils.generate_scheduler_kv_cache_config([config])
+    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
 
 
 def planned_layout(block_size: int, eagle_group_ids: frozenset[int] = frozenset()) -> Layout:

@@ -13,12 +13,10 @@ from functools import partial
 
 import ascend_geometry
 import torch
-from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes
+from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes, plan
 from ascend_runner import INDEX_DIM, LATENT_DIM, ROPE_DIM, attention_backend, kv_caches
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, paged_tensors
-from vllm.config import CacheConfig, VllmConfig
-from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,22 +29,6 @@ from vllm_ascend_kvext.layout.model import RowAddressing
 
 A5_BLOCK_SIZES = BlockSizes(128, 128, 8, 16, (16896, 81920))
 """``--block-size 128`` on A5 (``get_dsv4_block_sizes``)."""
-
-
-def plan(
-    specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
-) -> tuple[KVCacheConfig, KVCacheConfig]:
-    """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
-    vllm_config = VllmConfig(
-        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
-    )
-    # As the engine core does before planning.
-    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
-    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
-    config = kv_cache_utils.get_kv_cache_config_from_groups(
-        vllm_config, groups, available_memory=1 << 40
-    )
-    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
 
 
 def deepseek_v4(
