@@ -9,8 +9,10 @@ active (see ``conftest.py``). Knows nothing of requests or retention.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import vllm_ascend
@@ -26,6 +28,7 @@ from vllm_ascend.core.kv_cache_interface import (
 WINDOW_TOKENS = 128
 HEAD_DIM = 512
 INDEXER_HEAD_DIM = 128
+INDEXER_ON_A3 = {"dtype": torch.int8, "scale_dtype": torch.float16}
 
 NUM_LAYERS = 43
 """A Flash-like model: two layers without compression, then ratios 4 and 128 in turn."""
@@ -84,7 +87,7 @@ def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
     Returns:
         The configuration as the scheduler gets it: one spec per group.
     """
-    return plan(layer_specs(block_size), block_size, num_blocks)[1]
+    return plan(layer_specs(BLOCK_SIZES[block_size]), block_size, num_blocks)[1]
 
 
 def plan(
@@ -114,46 +117,46 @@ def resolved_block_sizes(config: KVCacheConfig, block_size: int) -> tuple[int, i
     return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
 
 
-def layer_specs(block_size: int) -> dict[str, KVCacheSpec]:
-    """One spec per cache that the model registers, in the model's order."""
+def layer_specs(
+    sizes: BlockSizes,
+    num_layers: int = NUM_LAYERS,
+    num_uncompressed: int = 2,
+    latent: Mapping[str, object] = MappingProxyType({}),
+    indexer: Mapping[str, object] = INDEXER_ON_A3,
+) -> dict[str, KVCacheSpec]:
+    """One spec per cache that the model registers, in the model's order.
+
+    Args:
+        latent: What attention's specs have besides, ``indexer`` those of the indexer's keys.
+    """
     specs: dict[str, KVCacheSpec] = {}
-    for layer in range(NUM_LAYERS):
+    small_page_bytes, large_page_bytes = sizes.page_bytes
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}.self_attn"
-        if layer >= 2:
-            ratio = 4 if layer % 2 == 0 else 128
-            specs |= _compressed_layer_specs(prefix, ratio, BLOCK_SIZES[block_size])
+        if layer >= num_uncompressed and layer % 2 == 0:
+            specs |= {
+                f"{prefix}.attn": compressed_spec(sizes.mla, 4, **latent),
+                f"{prefix}.indexer.k_cache": compressed_spec(
+                    sizes.mla, 4, head_size=INDEXER_HEAD_DIM, scale_dim=1, **indexer
+                ),
+                f"{prefix}.compressor.state_cache": state_spec(
+                    sizes.c4_state, 8, 4 * HEAD_DIM, large_page_bytes
+                ),
+                f"{prefix}.indexer.compressor.state_cache": state_spec(
+                    sizes.c4_state, 8, 4 * INDEXER_HEAD_DIM, small_page_bytes
+                ),
+            }
+        elif layer >= num_uncompressed:
+            specs |= {
+                f"{prefix}.attn": compressed_spec(sizes.mla, 128, **latent),
+                f"{prefix}.compressor.state_cache": state_spec(
+                    sizes.c128_state, 128, 2 * HEAD_DIM, large_page_bytes
+                ),
+            }
         specs[f"{prefix}.swa_cache"] = window_spec(
-            BLOCK_SIZES[block_size].window, WINDOW_TOKENS, model_version="deepseek_v4"
+            sizes.window, WINDOW_TOKENS, model_version="deepseek_v4", **latent
         )
     return specs
-
-
-def _compressed_layer_specs(prefix: str, ratio: int, sizes: BlockSizes) -> dict[str, KVCacheSpec]:
-    small_page_bytes, large_page_bytes = sizes.page_bytes
-    if ratio == 128:
-        return {
-            f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
-            f"{prefix}.compressor.state_cache": state_spec(
-                sizes.c128_state, 128, 2 * HEAD_DIM, large_page_bytes
-            ),
-        }
-    return {
-        f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
-        f"{prefix}.indexer.k_cache": compressed_spec(
-            sizes.mla,
-            ratio,
-            head_size=INDEXER_HEAD_DIM,
-            dtype=torch.int8,
-            scale_dim=1,
-            scale_dtype=torch.float16,
-        ),
-        f"{prefix}.compressor.state_cache": state_spec(
-            sizes.c4_state, 8, 4 * HEAD_DIM, large_page_bytes
-        ),
-        f"{prefix}.indexer.compressor.state_cache": state_spec(
-            sizes.c4_state, 8, 4 * INDEXER_HEAD_DIM, small_page_bytes
-        ),
-    }
 
 
 def compressed_spec(block_size: int, compress_ratio: int, **overrides: object) -> KVCacheSpec:

@@ -35,44 +35,22 @@ def deepseek_v4(
     block_size: int = 128, num_blocks: int = 24, has_connector: bool = True
 ) -> LayoutFixture:
     """43 layers; six groups share the blobs."""
-    config, scheduler_config = plan(ascend_geometry.layer_specs(block_size), block_size, num_blocks)
-    return _deepseek_v4(
-        config, scheduler_config, BLOCK_SIZES[block_size], has_connector, "A3", keys_by_row=True
-    )
+    sizes = BLOCK_SIZES[block_size]
+    config, scheduler_config = plan(ascend_geometry.layer_specs(sizes), block_size, num_blocks)
+    return _deepseek_v4(config, scheduler_config, sizes, has_connector, "A3", keys_by_row=True)
 
 
 def deepseek_v4_on_a5(num_blocks: int = 88) -> LayoutFixture:
     """Six layers; the indexer registers a third view, over keys and scales."""
-    specs: dict[str, KVCacheSpec] = {}
-    sizes = A5_BLOCK_SIZES
-    small, large = sizes.page_bytes
-    latent = {"head_size": 640, "dtype": torch.float8_e4m3fn}
-    for layer in range(6):
-        prefix = f"model.layers.{layer}.self_attn"
-        ratio = 4 if layer % 2 == 0 else 128
-        specs[f"{prefix}.attn"] = ascend_geometry.compressed_spec(sizes.mla, ratio, **latent)
-        if ratio == 4:
-            specs[f"{prefix}.indexer.k_cache"] = ascend_geometry.compressed_spec(
-                sizes.mla,
-                4,
-                head_size=INDEX_DIM,
-                dtype=torch.float8_e4m3fn,
-                scale_dim=1,
-                scale_dtype=torch.float32,
-            )
-            specs[f"{prefix}.indexer.compressor.state_cache"] = ascend_geometry.state_spec(
-                sizes.c4_state, 8, 512, small
-            )
-        specs[f"{prefix}.compressor.state_cache"] = (
-            ascend_geometry.state_spec(sizes.c4_state, 8, 2048, large)
-            if ratio == 4
-            else ascend_geometry.state_spec(sizes.c128_state, 128, 1024, large)
-        )
-        specs[f"{prefix}.swa_cache"] = ascend_geometry.window_spec(
-            sizes.window, 128, model_version="deepseek_v4", **latent
-        )
+    specs = ascend_geometry.layer_specs(
+        A5_BLOCK_SIZES,
+        num_layers=6,
+        num_uncompressed=0,
+        latent={"head_size": 640, "dtype": torch.float8_e4m3fn},
+        indexer={"dtype": torch.float8_e4m3fn, "scale_dtype": torch.float32},
+    )
     config, scheduler_config = plan(specs, 128, num_blocks)
-    return _deepseek_v4(config, scheduler_config, sizes, True, "A5", keys_by_row=False)
+    return _deepseek_v4(config, scheduler_config, A5_BLOCK_SIZES, True, "A5", keys_by_row=False)
 
 
 def _deepseek_v4(
