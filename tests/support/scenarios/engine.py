@@ -284,7 +284,7 @@ class Engine:
     @property
     def batched_copies(self) -> Counter[str]:
         """Calls of the emulated NPU, which counts them; empty elsewhere."""
-        copies = sys.modules.get("torch_npu.custom_operators.block_copies")
+        copies = sys.modules.get("torch_npu.operators.block_copies")
         return copies.counts if copies else Counter()
 
     def left(self) -> dict[str, int]:
