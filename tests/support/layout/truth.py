@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from support.layout.fakes import cache_groups
 from support.layout.reach import Reach
-from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
 from vllm_ascend_kvext.layout.views import tensors_of
@@ -94,8 +94,8 @@ class LayoutFixture:
 
         The worker's config has bundles of specs, the scheduler's the first spec of each.
         """
-        groups = read_cache_groups(self.config, 1)
-        assert groups == read_cache_groups(self.scheduler_config, 1)
+        groups = cache_groups(self.config)
+        assert groups == cache_groups(self.scheduler_config)
         for index, group in enumerate(groups):
             for reach in self.reaches(index):
                 found = group.kind, group.tokens_per_page, group.window_tokens, group.holds_states

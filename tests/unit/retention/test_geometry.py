@@ -89,3 +89,10 @@ def test_opens_at_the_smallest_limit(geometry: HitGeometry, units: int) -> None:
     boundary = units * geometry.unit_tokens
     limit = geometry.opens_at_tokens(boundary)
     assert geometry.reachable_tokens(limit) >= boundary > geometry.reachable_tokens(limit - 1)
+
+
+def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
+    group = GroupGeometry(WINDOW, block_tokens=4, window_tokens=20)
+    assert group.is_clipped(16, unit_tokens=16)
+    assert not group.is_clipped(32, unit_tokens=16)
+    assert not group.is_clipped(4, unit_tokens=4)

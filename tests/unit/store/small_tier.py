@@ -8,7 +8,7 @@ from typing import Any
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal, Removal
-from vllm_ascend_kvext.store.entries import Entry, LoadOutcome, Piece
+from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
@@ -59,12 +59,12 @@ class SmallTier(HostTier):
         limit_tokens = len(text) if limit_tokens is None else limit_tokens
         return self.look_up(TextPrefix(text), limit_tokens, after_tokens)
 
-    def load(self, text: str, outcome: LoadOutcome = LoadOutcome.LOADED) -> Hit:
+    def load(self, text: str) -> Hit:
         """Of a request of its own."""
         hit = self.find(text)
         load = self.begin_load(hit, self.next_use())
         assert load is not None
-        self.end_load(load, outcome)
+        self.end_load(load)
         return hit
 
     def evicted(self) -> list[Entry]:
