@@ -92,7 +92,7 @@ def test_opens_at_the_smallest_limit(geometry: HitGeometry, units: int) -> None:
 
 
 def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
-    group = GroupGeometry(GroupKind.WINDOW, block_tokens=4, window_tokens=20)
+    group = GroupGeometry(WINDOW, block_tokens=4, window_tokens=20)
     assert group.is_clipped(16, unit_tokens=16)
     assert not group.is_clipped(32, unit_tokens=16)
     assert not group.is_clipped(4, unit_tokens=4)
