@@ -96,7 +96,7 @@ def _spec(group: Group) -> KVCacheSpec:
     if isinstance(spec, MambaSpec):
         return replace(spec, shapes=_STATES, dtypes=_STATE_DTYPES)
     sizes = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
-    if hasattr(spec, "head_size_v"):
+    if getattr(spec, "head_size_v", None):
         sizes["head_size_v"] = _HEAD_SIZE
     return replace(spec, **sizes)
 
