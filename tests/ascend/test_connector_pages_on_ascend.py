@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 from ascend_layouts import FIXTURES, deepseek_v4
@@ -16,7 +15,7 @@ MAX_TOKENS = 1160
 @pytest.fixture(scope="module", params=FIXTURES)
 def pages(request: pytest.FixtureRequest) -> Iterator[PageRoundTrip]:
     """Of DeepSeek-V4 with ``--block-size 32``: pages of up to 4,096 tokens."""
-    pages = PageRoundTrip(FIXTURES[request.param], seed=3)
+    pages = PageRoundTrip(FIXTURES[request.param](), seed=3)
     yield pages
     pages.shutdown()
 
@@ -40,7 +39,7 @@ def test_only_what_the_device_lacks_is_written(pages: PageRoundTrip) -> None:
 
 
 def test_page_of_block_size_128() -> None:
-    pages = PageRoundTrip(partial(deepseek_v4, 128, 72), seed=4)
+    pages = PageRoundTrip(deepseek_v4(128, 72), seed=4)
     try:
         assert pages.run([16383]) == 16256
         assert pages.run([16385]) == 16384

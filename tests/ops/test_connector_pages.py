@@ -14,7 +14,7 @@ MAX_TOKENS = 2100
 
 @pytest.fixture(scope="module", params=FIXTURES)
 def pages(request: pytest.FixtureRequest) -> Iterator[PageRoundTrip]:
-    made = PageRoundTrip(FIXTURES[request.param], seed=7)
+    made = PageRoundTrip(FIXTURES[request.param](), seed=7)
     yield made
     made.shutdown()
 

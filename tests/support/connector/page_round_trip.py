@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -62,20 +63,36 @@ def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any
     )
 
 
+class _Contents:
+    """A copy of a worker's storages, and its tensors in it."""
+
+    def __init__(self, pages: LayoutFixture) -> None:
+        found = pages.storages()
+        self.storages = [storage.clone() for storage in found]
+        copies = {
+            storage.data_ptr(): copy.untyped_storage()
+            for storage, copy in zip(found, self.storages, strict=True)
+        }
+        self.tensors = tuple(
+            replace(paged, tensor=_in_storage(paged.tensor, copies)) for paged in pages.tensors
+        )
+
+
 class PageRoundTrip:
     """One worker, whose pages and host memory serve many round trips.
 
-    Args:
-        make: Its pages; once more for what requests have computed, and for what ought to be in the
-            pages after a load.
+    ``seed`` decides all bytes, and the order of the blocks.
     """
 
-    def __init__(self, make: Callable[[], LayoutFixture], seed: int) -> None:
-        self._pages = pages = make()
-        self._original, self._expected = make(), make()
+    def __init__(self, pages: LayoutFixture, seed: int) -> None:
+        self._pages, self._storages = pages, pages.storages()
         self._random = random.Random(seed)
-        self._original.fill(seed)
+        pages.fill(seed)
+        self._original = _Contents(pages)
+        """What requests have computed."""
         pages.fill(seed + 1)
+        self._expected = _Contents(pages)
+        """What ought to be in the pages after a load."""
         self._garbage = pages.copy_of_storages()
         layers = {name: AttentionLayer() for name in pages.kv_caches}
         self._worker = WorkerSide(
@@ -108,13 +125,13 @@ class PageRoundTrip:
         """
         boundaries = [tokens - tokens % self.unit_tokens for tokens in turns]
         source_ids = self._block_ids(turns[-1], boundaries)
-        _copy(self._original.storages(), self._pages)
+        _copy(self._original.storages, self._storages)
         sides = _Sides(self._worker, self.hash_block_size)
         for number, num_tokens in enumerate(turns):
             request = paged_request(f"turn {number}", num_tokens, self.hash_block_size)
             sides.store(request, source_ids)
-        _copy(self._garbage, self._pages)
-        _copy(self._garbage, self._expected)
+        _copy(self._garbage, self._storages)
+        _copy(self._garbage, self._expected.storages)
         target_ids = self._block_ids(turns[-1] + 1, boundaries[-1:])
         request = paged_request("next turn", turns[-1] + 1, self.hash_block_size)
         num_tokens = sides.load(request, local_tokens, target_ids)
@@ -145,7 +162,7 @@ class PageRoundTrip:
 
     def _compare(self) -> None:
         """Every byte of every storage."""
-        pairs = zip(self._pages.storages(), self._expected.storages(), strict=True)
+        pairs = zip(self._storages, self._expected.storages, strict=True)
         if all(torch.equal(found, expected) for found, expected in pairs):
             return
         wrong: dict[int, list[int]] = {}
@@ -271,6 +288,12 @@ def pages_read(reach: Reach, boundary: int) -> set[int]:
     return {token // reach.tokens_per_page for token in tokens}
 
 
-def _copy(source: Sequence[torch.Tensor], target: LayoutFixture) -> None:
-    for one, other in zip(source, target.storages(), strict=True):
+def _in_storage(tensor: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    storage = copies[tensor.untyped_storage().data_ptr()]
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+
+
+def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
         other.copy_(one)

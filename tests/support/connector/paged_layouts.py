@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -97,7 +96,7 @@ def _spec(group: Group) -> KVCacheSpec:
     if isinstance(spec, MambaSpec):
         return replace(spec, shapes=_STATES, dtypes=_STATE_DTYPES)
     sizes = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
-    if isinstance(spec, FullAttentionSpec):
+    if getattr(spec, "head_size_v", None):
         sizes["head_size_v"] = _HEAD_SIZE
     return replace(spec, **sizes)
 
