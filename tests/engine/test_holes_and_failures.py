@@ -209,6 +209,48 @@ def test_parts_that_cannot_be_read_cost_as_much_as_if_they_were_missing(
         assert failed.num_removed == len(places)
 
 
+FAILING_CHUNKS = {
+    "the first": {0},
+    "in the middle": {5},
+    "adjacent": {5, 6},
+    "beside a hole": {1, 4},
+    "all but the first": {1, 4, 5, 6, 7, 8, 9, 10, 11},
+}
+"""Of a prompt of 12 chunks, of which the third and the fourth are not stored."""
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", FAILING_CHUNKS)
+@pytest.mark.usefixtures("any_run")
+def test_chunk_whose_load_fails_is_computed_alone(name: str, is_async: bool) -> None:
+    failing, missing = FAILING_CHUNKS[name], {2, 3}
+    stored = [chunk for chunk in range(12) if chunk not in missing]
+    prompt = PROMPT[: 12 * CHUNK_TOKENS + 3]
+    with engine_of(FULL, is_async=is_async, max_num_batched_tokens=96) as engine:
+        serve(engine, plan_of("first", prompt))
+        assert engine.reset()
+        make_holes(engine, (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS))
+        # The first load is that of all chunks, and those that follow are of one chunk each.
+        fail_next(engine, 1, *(2 + stored.index(chunk) for chunk in failing))
+        computed = watch_computed(engine)
+        serve(engine, plan_of("second", prompt))
+        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
+        found = {token // CHUNK_TOKENS for first, end in of_holes for token in range(first, end)}
+        hole_tokens = sum(end - first for first, end in of_holes)
+        assert found == failing | missing
+        assert hole_tokens == len(found) * CHUNK_TOKENS
+        assert computed["second"][0][0] == 12 * CHUNK_TOKENS
+        counters = engine.side.counters
+        assert counters.hole_tokens == hole_tokens
+        assert counters.hit_tokens == 12 * CHUNK_TOKENS - hole_tokens
+        assert counters.tier.failed_loads == 1
+        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == len(failing)
+        assert engine.reset()
+        serve(engine, plan_of("third", prompt))  # What was computed is stored again.
+        assert counters.hole_tokens == hole_tokens
+        check_nothing_is_left(engine)
+
+
 def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
     def is_of_hole(entry: Entry) -> bool:
         return entry.piece.kind is Kind.ROWS and entry.piece.first_tokens == 240
