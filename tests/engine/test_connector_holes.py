@@ -262,3 +262,31 @@ def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bo
         assert len(found) > 3
         assert {type(each) for each in found} == {list if looks_at_prompts else array}
         assert len({id(each) for each in read if each is not None}) == (not looks_at_prompts)
+
+
+@pytest.mark.parametrize("hole_reuse", [False, True], ids=["no-holes", "holes"])
+def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) -> None:
+    """A reset takes its blocks before it runs: then it finds its own load to be expected."""
+    options = offloading(FULL, hole_reuse=hole_reuse)
+    with engine_with_holes(offloading=options, caching=True) as engine:
+        engine.add_request(plan_of("second", PROMPT, max_tokens=20))
+        while "second" not in engine.scheduler.finished_recving_kv_req_ids:
+            engine.step()
+        assert engine.reset(reset_running_requests=True)
+        serve(engine)
+
+
+def test_references_of_the_connector_are_no_common_prefix() -> None:
+    """Cascade attention would read the blocks of one request for all of them."""
+    rng = random.Random(10)
+    with engine_of(FULL, caching=True) as engine:
+        for name in ("first", "second"):
+            engine.add_request(plan_of(name, tokens(rng, len(PROMPT)), max_tokens=30))
+        (worker,) = engine.workers
+        manager = engine.scheduler.kv_cache_manager
+        with mock.patch.object(worker.transfers, "end_some"):
+            while len(engine.scheduler.running) < 2 or not engine.side.num_references:
+                engine.step()
+            assert manager.coordinator.get_num_common_prefix_blocks("first") != [0]
+            assert manager.get_num_common_prefix_blocks("first") == [0]
+        serve(engine)

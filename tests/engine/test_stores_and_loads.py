@@ -77,7 +77,7 @@ def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
     with engine_of(FULL, caching=caching, max_model_len=max_model_len):
         pass
     assert "hits: prompts of 9 tokens or more, in multiples of 8;" in caplog.text
-    warnings = [each for each in caplog.messages if "nothing will be reused" in each]
+    warnings = {each for each in caplog.messages if "nothing will be reused" in each}
     assert len(warnings) == (remedy is not None)
     for message in warnings:
         assert "needs 9 tokens to hit, and a request has at most 8" in message and remedy in message
