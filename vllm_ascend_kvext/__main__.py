@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from vllm_ascend_kvext import __version__
-from vllm_ascend_kvext.settings import describe_variables
 
 _COMMANDS = {
     "status": "activate as vLLM would and show what came of each feature",
@@ -26,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog=_PROGRAM,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="\n".join(f"{name:12} {summary}" for name, summary in _COMMANDS.items()),
-        epilog=_variables(),
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", choices=_COMMANDS)
@@ -44,14 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_arguments(subparser)
     exit_status: int = command.run(subparser.parse_args(parsed.arguments))
     return exit_status
-
-
-def _variables() -> str:
-    lines = ["environment variables:"]
-    for variable in describe_variables():
-        lines.append(f"  {variable.name} (default: {variable.default})")
-        lines.append(f"      {variable.doc.replace('`', '')}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vllm_ascend_kvext import __version__, compat
@@ -26,7 +26,6 @@ from vllm_ascend_kvext.settings import (
     Mode,
     Settings,
     own_variables,
-    parse_retention_interval,
 )
 
 # vLLM drops the records of loggers outside its own namespace.
@@ -126,7 +125,9 @@ def install(activation: Activation) -> None:
         _report_unsupported(activation)
         return
     settings.refuse_wrong_interval()
-    _forget_blank_interval(os.environ)
+    if settings.retention_interval is None:
+        # Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read.
+        os.environ.pop(RETENTION_INTERVAL_VARIABLE, None)
     refused = activation.misfits
     asked_for = with_requirements(settings.requests, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
@@ -205,12 +206,6 @@ def _introduce_own_variables(environ: Mapping[str, str]) -> None:
 
     for name in own:
         envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
-
-
-def _forget_blank_interval(environ: MutableMapping[str, str]) -> None:
-    """Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read."""
-    if parse_retention_interval(environ) is None:
-        environ.pop(RETENTION_INTERVAL_VARIABLE, None)
 
 
 def _let_vllm_ascend_go_first(upstream: Upstream, environ: Mapping[str, str]) -> None:

@@ -45,13 +45,6 @@ FEATURES = (
 
 
 def with_requirements(names: Iterable[str], features: Iterable[Feature]) -> frozenset[str]:
-    """These features and all that they require."""
-    requires = {feature.name: feature.requires for feature in features}
-    found: set[str] = set()
-    pending = list(names)
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found.add(name)
-            pending += requires.get(name, ())
-    return frozenset(found)
+    """These features and those that they require, which require nothing themselves."""
+    asked = frozenset(names)
+    return asked.union(*(feature.requires for feature in features if feature.name in asked))

@@ -32,16 +32,7 @@ FAST_PREFIX_CACHE_VARIABLE = f"{OWN_PREFIX}FAST_PREFIX_CACHE"
 BUNDLE_VARIABLE = f"{OWN_PREFIX}BUNDLE"
 ASCEND_KERNEL_VARIABLE = f"{OWN_PREFIX}ASCEND_KERNEL"
 LMCACHE_KEYS_VARIABLE = f"{OWN_PREFIX}LMCACHE_KEYS"
-BUNDLE_ALIAS = "LMCACHE_ASCEND_BUNDLE_MULTI_SPEC"
 RETENTION_INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
-
-REMOVED = {
-    f"{OWN_PREFIX}HOLE_REUSE": 'Set "hole_reuse": false in kv_connector_extra_config instead.',
-}
-"""Variables that there were, and what holds in their place."""
-
-_TRUTHS = {"true": "1", "false": "0"}
-"""What the alias of another project may have, too."""
 
 
 class Mode(enum.Enum):
@@ -103,7 +94,7 @@ class Settings:
 
     is_bundled: Annotated[bool, BUNDLE_VARIABLE] = True
     """`1`: one call moves all groups and planes of a request. `0`: one call per plane, with the
-    same result. While it is unset, `LMCACHE_ASCEND_BUNDLE_MULTI_SPEC` is read."""
+    same result."""
 
     uses_ascend_kernel: Annotated[bool, ASCEND_KERNEL_VARIABLE] = False
     """Experimental: it has never run on an NPU. `1`: small scattered runs are moved by the AscendC
@@ -217,12 +208,7 @@ def _read(key: str, environ: Mapping[str, str]) -> Any:
         return text if text.strip() else None
     if kind is not bool:
         return kind(_word(environ, name, default.value, [each.value for each in kind]))
-    word = _digit(default)
-    if key == "is_bundled" and BUNDLE_ALIAS in environ:
-        text = environ[BUNDLE_ALIAS]
-        known = {BUNDLE_ALIAS: _TRUTHS.get(text.strip().lower(), text)}
-        word = _word(known, BUNDLE_ALIAS, word, ["0", "1"])
-    return _word(environ, name, word, ["0", "1"]) == "1"
+    return _word(environ, name, _digit(default), ["0", "1"]) == "1"
 
 
 # Those that are asked for while an engine runs.
@@ -264,8 +250,6 @@ def _parse_disabled(text: str) -> frozenset[str]:
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
-        if name in REMOVED:
-            raise SettingsError(f"{name} is gone. {REMOVED[name]} Unset it.")
         if name.startswith(OWN_PREFIX) and name not in VARIABLE_NAMES:
             raise SettingsError(
                 f"Unknown environment variable {name}: expected one of {', '.join(VARIABLE_NAMES)}."

@@ -12,15 +12,10 @@ from typing import Any, Protocol
 
 
 class Block(Protocol):
-    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``.
-
-    Its hash is the field, not upstream's property: it is read for every block of a prompt.
-    """
+    """``vllm.v1.core.kv_cache_utils.KVCacheBlock``."""
 
     block_id: int
-    ref_cnt: int
     is_null: bool
-    _block_hash: bytes | None
 
 
 class Request(Protocol):
@@ -83,17 +78,3 @@ class GroupManager(Protocol):
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int: ...
 
     def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
-
-
-class BlockManager(Protocol):
-    """``vllm.v1.core.kv_cache_manager.KVCacheManager``."""
-
-    block_pool: BlockPool
-    enable_caching: bool
-    max_model_len: int
-    empty_kv_cache_blocks: Any
-
-    @property
-    def coordinator(self) -> Any: ...
-
-    def create_kv_cache_blocks(self, blocks: tuple[list[Any], ...]) -> Any: ...

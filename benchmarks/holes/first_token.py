@@ -5,11 +5,8 @@
 
 *Holes*: one chunk in ten is missing; all of the prompt is computed, or what lies behind the
 first missing chunk, or the holes alone. *Rows*: what it costs that missing tokens lie apart and
-need a row each, for ``MIN_RUN_TOKENS``. *Both ends*: nothing is missing, and loads are slowed
-down until they take from a tenth to ten times as long as computing; the prompt is loaded, or
-computed, or both at once; not with --quick. Every row is measured in turns, in one engine; a
-number is the median of the rounds. vLLM's process has one CPU for the model, and another for
-copies.
+need a row each, for ``MIN_RUN_TOKENS``. Every row is measured in turns, in one engine; a number is
+the median of the rounds. vLLM's process has one CPU for the model, and another for copies.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,9 +33,6 @@ from common.report import parser  # noqa: E402
 CHUNK_TOKENS = 128
 BLOCK_TOKENS = 128
 STEP_TOKENS = 1024
-SLOWDOWNS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
-"""Time of a load, in units of the time of computing the same."""
-
 GAPS = {"together": 1, "apart": 3}
 """Chunks from a missing one to the next."""
 
@@ -59,8 +53,6 @@ class Engine(CpuEngine):
     """
 
     def __init__(self, model: str, num_tokens: int) -> None:
-        from vllm.distributed import kv_transfer
-
         super().__init__(
             model,
             kvext_config(host_memory_gib=3, chunk_tokens=CHUNK_TOKENS, store_policy="all"),
@@ -71,16 +63,11 @@ class Engine(CpuEngine):
             num_gpu_blocks_override=8 * (num_tokens // BLOCK_TOKENS + 10),
         )
         self.side = self.scheduler.connector.scheduler_side
-        self.runner = kv_transfer.get_kv_transfer_group().worker_side._runner
 
     def ask_s(self, prompt: Tokens) -> float:
         """Seconds to the first token, when the device knows nothing of the prompt."""
         self.forget_local()
         return self.ask(prompt).first_token_s
-
-    def forget_all(self) -> None:
-        while not self.llm.reset_prefix_cache(reset_connector=True):
-            self.step()
 
     def lose_chunks(self, numbers: Sequence[int]) -> None:
         """Chunks of rows leave host memory."""
@@ -96,43 +83,8 @@ class Engine(CpuEngine):
     def without_holes(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self.side._loads, "_computes_holes", False)
 
-    def loading_everything(self) -> AbstractContextManager[Any]:
-        """Nothing is too dear to be loaded."""
-        return mock.patch.object(self.side._loads.cost, "is_ignored", True)
-
     def without_loads(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self.side._loads, "match", return_value=0)
-
-    @contextmanager
-    def slowed(self, s_per_byte: float) -> Iterator[None]:
-        """Let loads take so long. What was measured of others is forgotten."""
-        runner, cost = self.runner, self.side._loads.cost
-        move = runner._move
-
-        def slow_move(pools: Any, host: Any, planes: Any, runs: Any, way: Any, **more: Any) -> None:
-            began_s = time.perf_counter()
-            move(pools, host, planes, runs, way, **more)
-            if way.name == "HOST_TO_PAGES":
-                num_bytes = _num_bytes(planes, runs)
-                time.sleep(max(0.0, num_bytes * s_per_byte - (time.perf_counter() - began_s)))
-
-        cost._s_per_byte.value = cost._parked_s.value = None
-        with mock.patch.object(runner, "_move", slow_move):
-            yield
-
-
-def _num_bytes(planes: Any, runs: Any) -> int:
-    """Every run of a group times every plane of that group."""
-    from vllm_ascend_kvext.transfer.schema import PlaneColumn, RunColumn
-
-    rows: dict[int, int] = {}
-    for run in runs:
-        group = int(run[RunColumn.GROUP])
-        rows[group] = rows.get(group, 0) + int(run[RunColumn.NUM_ROWS])
-    return sum(
-        rows.get(int(plane[PlaneColumn.GROUP]), 0) * int(plane[PlaneColumn.ROW_BYTES])
-        for plane in planes
-    )
 
 
 def measure_holes(engine: Engine, prompt: Tokens, rounds: int) -> None:
@@ -183,31 +135,6 @@ def measure_rows(engine: Engine, prompt: Tokens, rounds: int) -> None:
     )
 
 
-def measure_both_ends(engine: Engine, prompt: Tokens, rounds: int) -> None:
-    """A sweep of the time that loads take."""
-    with engine.without_loads():
-        compute_s = statistics.median(engine.ask_s(prompt) for _ in range(rounds))
-    num_bytes = engine.side.tier.counters.bytes_held
-    print(f"\n{len(prompt):,} tokens, loads slowed down; computing alone takes {compute_s:.3f} s")
-    print("  load / compute   load alone  compute alone   both ends   against the better one")
-    for slowdown in SLOWDOWNS:
-        with engine.slowed(slowdown * compute_s / num_bytes):
-            times: dict[str, list[float]] = {"load": [], "compute": [], "both": []}
-            for _ in range(rounds):
-                with engine.loading_everything(), engine.without_holes():
-                    times["load"].append(engine.ask_s(prompt))
-                with engine.without_loads():
-                    times["compute"].append(engine.ask_s(prompt))
-                times["both"].append(engine.ask_s(prompt))
-            load_s, computed_s, both_s = (statistics.median(each) for each in times.values())
-        better_s = min(load_s, computed_s)
-        print(
-            f"  {slowdown:14.2f} {load_s:10.3f} s {computed_s:12.3f} s {both_s:9.3f} s "
-            f"{both_s / better_s:14.2f} x",
-            flush=True,
-        )
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=6000)
@@ -226,12 +153,6 @@ def main() -> None:
         engine.ask_s(prompt)
         measure_holes(engine, prompt, rounds)
         measure_rows(engine, prompt, 3 * rounds)
-        if arguments.quick:
-            return
-        engine.forget_all()
-        engine.ask_s(prompt)
-        engine.forget_local()
-        measure_both_ends(engine, prompt, rounds)
 
 
 if __name__ == "__main__":

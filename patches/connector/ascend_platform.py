@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.connector.common.errors import ConnectorError
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE, Settings
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ PATCHES = (
     Patch(
         id="KVX-409",
         target="vllm_ascend.platform:NPUPlatform._validate_kv_load_failure_policy",
-        kind=Kind.WRAP,
         feature="connector",
         wrapper=explain_refusal,
         why="Where the repair `failed-loads` is not in effect, the refusal of "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.worker import loaded_models
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,6 @@ PATCHES = (
     Patch(
         id="KVX-405",
         target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
-        kind=Kind.WRAP,
         feature="connector",
         wrapper=remember_model,
         undo=loaded_models.forget_all,

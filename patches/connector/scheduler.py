@@ -33,7 +33,7 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
     interval_tokens_of,
     log_least_prompt,
 )
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
@@ -360,9 +360,7 @@ PATCHES = (
     Patch(
         id="KVX-402",
         target=f"{_SCHEDULER}.__init__",
-        kind=Kind.WRAP,
         feature="connector",
-        vllm=("==0.23.0.*",),
         wrapper=connect,
         undo=_replaced.take_back,
         why="A connector is not told the block tables; an engine without requests stops, whatever "

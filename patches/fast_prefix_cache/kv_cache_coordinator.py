@@ -88,41 +88,28 @@ _FINDERS = tuple(
     f"{_MANAGERS}:{manager}.find_longest_cache_hit"
     for manager in ("FullAttentionManager", "SlidingWindowManager", "MambaManager")
 )
-_WHY = (
-    "Upstream reads the group that needs everything first, and to its end, although what the "
-    "others have lost often bounds the hit; and it goes through every block of the prompt."
-)
 
-PATCHES = (
+PATCHES = tuple(
     Patch(
-        id="KVX-221",
-        target=f"{_MODULE}:HybridKVCacheCoordinator.find_longest_cache_hit",
+        id=patch_id,
+        target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
         wrapper=find_longest_common_hit,
-        why=_WHY,
+        why="Upstream reads the group that needs everything first, and to its end, although what "
+        "the others have lost often bounds the hit; and it goes through every block of the prompt.",
         retire_when="upstream's costs as little",
-        relies_on=(
-            f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
-            *_FINDERS,
-        ),
+        relies_on=(*relies_on, *_FINDERS),
         ascend=(
             "vllm_ascend.patch.platform.patch_mamba_manager:"
             "AscendMambaManager.find_longest_cache_hit",
         ),
-    ),
-    Patch(
-        id="KVX-222",
-        target=f"{_MODULE}:UnitaryKVCacheCoordinator.find_longest_cache_hit",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        wrapper=find_longest_common_hit,
-        why=_WHY,
-        retire_when="upstream's costs as little",
-        relies_on=_FINDERS,
-        ascend=(
-            "vllm_ascend.patch.platform.patch_mamba_manager:"
-            "AscendMambaManager.find_longest_cache_hit",
+    )
+    for patch_id, coordinator, relies_on in (
+        (
+            *("KVX-221", "HybridKVCacheCoordinator"),
+            (f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",),
         ),
-    ),
+        ("KVX-222", "UnitaryKVCacheCoordinator", ()),
+    )
 )

@@ -3,8 +3,3 @@
 
 Nothing is changed in an engine that is started without LMCacheMPConnector.
 """
-
-from vllm_ascend_kvext.patches.lmcache import factory
-from vllm_ascend_kvext.patching.declaration import Patch
-
-PATCHES: tuple[Patch, ...] = (*factory.PATCHES,)

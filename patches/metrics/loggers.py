@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attached_report
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.retention.stats import METRICS, describe
 from vllm_ascend_kvext.upstream_state import ReportsState
 
@@ -104,7 +104,6 @@ def _for_stat_logger(
     return Patch(
         id=patch_id,
         target=f"{_MODULE}:{function}",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=wrapper,
         why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
@@ -132,7 +131,6 @@ PATCHES = (
     Patch(
         id="KVX-168",
         target=f"{_MODULE}:StatLoggerManager.record",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=mark_recorded,
         why="What KVX-167 carries over has to be counted once.",

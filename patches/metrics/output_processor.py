@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.retention.stats import METRICS
 from vllm_ascend_kvext.upstream_state import ReportsState
 
@@ -44,7 +44,6 @@ PATCHES = (
     Patch(
         id="KVX-167",
         target="vllm.v1.engine.output_processor:OutputProcessor.update_scheduler_stats",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=carry_over,
         why="LLM records no statistics of a step without output: what a long prompt's chunks "

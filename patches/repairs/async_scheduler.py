@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ PATCHES = (
     Patch(
         id="KVX-303",
         target=f"{_SCHEDULER}.__init__",
-        kind=Kind.WRAP,
         feature="drafts-in-flight",
         wrapper=have_windows_wait,
         undo=_replaced.take_back,

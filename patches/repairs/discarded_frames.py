@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.upstream_state import SchedulerState
 
 if TYPE_CHECKING:
@@ -162,7 +162,6 @@ PATCHES = (
     Patch(
         id="KVX-306",
         target=f"{_SCHEDULER}._update_after_schedule",
-        kind=Kind.WRAP,
         feature=_FEATURE,
         wrapper=remember_step,
         why=_WHY,
@@ -173,7 +172,6 @@ PATCHES = (
     Patch(
         id="KVX-307",
         target=f"{_SCHEDULER}.update_from_output",
-        kind=Kind.WRAP,
         feature=_FEATURE,
         wrapper=leave_out_stale_frames,
         why=_WHY,
@@ -184,7 +182,6 @@ PATCHES = (
     Patch(
         id="KVX-308",
         target=f"{_SCHEDULER}.reset_prefix_cache",
-        kind=Kind.WRAP,
         feature=_FEATURE,
         wrapper=note_what_is_stale,
         why=_WHY,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -50,7 +50,6 @@ PATCHES = (
     Patch(
         id="KVX-301",
         target="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
-        kind=Kind.WRAP,
         feature="two-phase-allocation",
         wrapper=hold_hits_while_allocating,
         why="Group by group, upstream takes the local hits and allocates blocks for what a KV "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ PATCHES = (
     Patch(
         id="KVX-143",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        kind=Kind.WRAP,
         feature="trim-full-groups",
         wrapper=trim_full_groups,
         why="Upstream trims the first full-attention group to the hit; the others hand out cached "
@@ -98,7 +97,6 @@ PATCHES = (
     Patch(
         id="KVX-309",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
-        kind=Kind.WRAP,
         feature="preempted-in-step",
         wrapper=uncache_what_was_not_computed,
         why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.utils import CpuGpuBuffer
@@ -42,7 +42,6 @@ PATCHES = (
     Patch(
         id="KVX-128",
         target="vllm.v1.worker.mamba_utils:do_mamba_copy_block",
-        kind=Kind.WRAP,
         feature="state-copies",
         wrapper=leave_buffers_to_the_upload,
         why="vLLM-Ascend uploads the addresses of states behind the event that the next step waits "

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
 from vllm_ascend_kvext.upstream_state import RequestState
@@ -248,7 +248,8 @@ class LoadRecovery:
 
     def _holders(self) -> Iterator[Holder]:
         """Who holds which blocks, or has held them since the oldest step in flight was planned."""
-        for request_id in self._ids_of_holders():
+        managers = self._coordinator.single_type_managers
+        for request_id in set[str]().union(*(manager.req_to_blocks for manager in managers)):
             request = self.scheduler.requests.get(request_id)
             hit_tokens = RequestState.of(request).hit_tokens if request is not None else 0
             yield self._holder(request_id, self._block_tables(request_id), hit_tokens)
@@ -271,9 +272,6 @@ class LoadRecovery:
                     continue
                 since_planned[request_id] = holder
                 yield holder
-
-    def _ids_of_holders(self) -> set[str]:
-        return set().union(*(m.req_to_blocks for m in self._coordinator.single_type_managers))
 
     def _block_tables(self, request_id: str) -> list[list[int]]:
         return [
@@ -313,23 +311,17 @@ class LoadRecovery:
         logger = init_logger("vllm.ascend_kvext.repairs")
         ids = ", ".join(sorted(request.request_id for request in requests))
         what = f"{len(failed)} block(s)" if failed else "what it had found"
+        log, outcome = logger.error, "fail (kv_load_failure_policy=fail)"
         if self.scheduler.recompute_kv_load_failures:
-            logger.warning(
-                "The KV connector failed to load %s. %d request(s) are computed again, "
-                "without %s: %s",
-                what,
-                len(requests),
-                "what has failed" if self._forgets_failed_loads else "its hits",
-                ids,
-            )
-        else:
-            logger.error(
-                "The KV connector failed to load %s. %d request(s) fail "
-                "(kv_load_failure_policy=fail): %s",
-                what,
-                len(requests),
-                ids,
-            )
+            without = "what has failed" if self._forgets_failed_loads else "its hits"
+            log, outcome = logger.warning, f"are computed again, without {without}"
+        log(
+            "The KV connector failed to load %s. %d request(s) %s: %s",
+            what,
+            len(requests),
+            outcome,
+            ids,
+        )
 
 
 _replaced = InstanceMethods()
@@ -368,7 +360,6 @@ PATCHES = (
     Patch(
         id="KVX-305",
         target=f"{_SCHEDULER}.__init__",
-        kind=Kind.WRAP,
         feature="failed-loads",
         wrapper=recover_from_failed_loads,
         undo=_replaced.take_back,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -45,7 +45,6 @@ PATCHES = (
         id="KVX-302",
         target="vllm.v1.core.single_type_kv_cache_manager:"
         "SlidingWindowManager.find_longest_cache_hit",
-        kind=Kind.WRAP,
         feature="context-parallel-windows",
         wrapper=miss_under_context_parallelism,
         why="With decode or prefill context parallelism, which vLLM-Ascend serves for "

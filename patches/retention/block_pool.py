@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo, cache_run
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 from vllm_ascend_kvext.upstream_state import PoolState
 
@@ -148,7 +148,6 @@ PATCHES = (
     Patch(
         id="KVX-101",
         target="vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=cache_runs,
         why="Upstream emits one BlockStored event for a range with holes: its token ids then "
@@ -158,7 +157,6 @@ PATCHES = (
     Patch(
         id="KVX-102",
         target="vllm.v1.core.block_pool:BlockPool.free_blocks",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=free_useless_blocks_first,
         why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
@@ -179,7 +177,6 @@ PATCHES = (
     Patch(
         id="KVX-103",
         target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=make_room_first,
         why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
@@ -190,7 +187,6 @@ PATCHES = (
     Patch(
         id="KVX-104",
         target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=forget_checkpoints,
         why="What is known of the checkpoints goes with the cache.",

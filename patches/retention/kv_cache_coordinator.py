@@ -114,18 +114,13 @@ def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
         manager.dcp_world_size * manager.pcp_world_size > 1 for manager in managers
     ):
         return
-    geometry = hit_geometry(coordinator)
+    groups = (_group_geometry(coordinator, group) for group in lookup_groups(coordinator))
+    geometry = HitGeometry(tuple(groups), hit_unit_tokens(coordinator))
     init_logger("vllm.ascend_kvext.retention").info(
         "Prefix-cache hits on the device: prompts of %d tokens or more, in multiples of %d.",
         geometry.min_prompt_tokens,
         geometry.unit_tokens,
     )
-
-
-def hit_geometry(coordinator: KVCacheCoordinator) -> HitGeometry:
-    """What the lookup of a coordinator can hit."""
-    groups = (_group_geometry(coordinator, group) for group in lookup_groups(coordinator))
-    return HitGeometry(tuple(groups), hit_unit_tokens(coordinator))
 
 
 def describe_policy(policy: RetentionPolicy) -> str:

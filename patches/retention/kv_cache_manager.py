@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, retention_of
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.settings import Retention, parse_retention, parse_retention_interval
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ PATCHES = (
     Patch(
         id="KVX-141",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=start_retaining,
         why="The unit at which the prefix cache can hit is known once the coordinator exists; "
@@ -51,7 +50,6 @@ PATCHES = (
     Patch(
         id="KVX-142",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=release_request,
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "

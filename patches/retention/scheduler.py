@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -60,7 +60,6 @@ PATCHES = (
     Patch(
         id="KVX-162",
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=report_retention,
         why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
@@ -70,7 +69,6 @@ PATCHES = (
     Patch(
         id="KVX-145",
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=end_step_at_checkpoint,
         why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.upstream import drop_nulls
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ PATCHES = tuple(
     Patch(
         id=patch_id,
         target=f"vllm.v1.core.single_type_kv_cache_manager:{owner}.free",
-        kind=Kind.WRAP,
         feature="retention",
         wrapper=free_real_blocks,
         why="Upstream hands every null block of a long sliding-window request to free_blocks, "

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.offload_workloads import tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,
@@ -29,7 +29,6 @@ from support.connector.simulated_engine import SimulatedEngine
 
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler import loads
-from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Kind
@@ -182,43 +181,6 @@ def test_hole_begins_at_the_last_tails_before_what_is_missing(
         assert joined(of_holes) == [(first_tokens, missing[1])]
         assert computed["last"][0][0] == max(tails)
         check_nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("layout", [FULL, *HYBRIDS], ids=lambda layout: layout.name)
-def test_beginning_is_computed_while_the_rest_is_loaded(
-    layout: PagedLayout, is_async: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where both take as long, each has about a half; and only while nothing else runs."""
-    slow = TransferScript(seed=1, max_per_step=1)
-    reusing = offloading(layout, load_if_slower=False)
-    small = {"is_async": is_async, "max_num_batched_tokens": 64}
-    with engine_of(layout, slow, offloading=reusing, **small) as engine:
-        chunk_tokens = engine.tier.geometry.chunk_tokens
-        num_tokens = 16 * chunk_tokens
-        prompt = tokens(random.Random(layout.name), num_tokens)
-        serve(engine, plan_of("first", prompt, max_tokens=1))
-        rows = [entry for entry in engine.entries if entry.piece.kind is Kind.ROWS]
-        per_byte = num_tokens / sum(entry.num_bytes for entry in rows)
-        monkeypatch.setattr(TransferCost, "load_s", lambda _, num_bytes: num_bytes * per_byte)
-        monkeypatch.setattr(TransferCost, "compute_s", lambda _, num_tokens: float(num_tokens))
-        computed = watch_computed(engine)
-        serve(engine, plan_of("second", [*prompt, *tokens(random.Random(1), 20)]))
-        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
-        ((first_tokens, end_tokens),) = joined(of_holes)
-        assert first_tokens == 0
-        assert num_tokens / 4 < end_tokens <= num_tokens * 3 / 4
-        assert computed["second"][0][0] == num_tokens
-        # What was left out, too, was of use.
-        assert len({entry.use for entry in rows}) == 1
-        check_nothing_is_left(engine)
-
-        engine.add_request(plan_of("decoding", prompt[:5], max_tokens=30))
-        engine.step()
-        of_holes.clear()
-        computed.clear()
-        serve(engine, plan_of("third", [*prompt, *tokens(random.Random(2), 20)]))
-        assert not any("hole" in id for id in computed)
 
 
 def stored_tails(engine: SimulatedEngine) -> list[int]:

@@ -26,7 +26,6 @@ from vllm_ascend_kvext.settings import (
     DISABLE_VARIABLE,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
-    VARIABLE_NAMES,
 )
 
 DRIFTED_ENGINE = ENGINE.replace("self", "self, more=1")
@@ -224,11 +223,11 @@ class TestFingerprint:
 
 class TestCollectEnv:
     @staticmethod
-    def collect(*arguments: str, **variables: str) -> str:
+    def collect(**variables: str) -> str:
         package_root = Path(vllm_ascend_kvext.__file__).parent.parent
         path = os.pathsep.join([variables.pop("PYTHONPATH", ""), str(package_root)])
         return subprocess.run(
-            [sys.executable, "-m", "vllm_ascend_kvext", "collect-env", *arguments],
+            [sys.executable, "-m", "vllm_ascend_kvext", "collect-env"],
             capture_output=True,
             text=True,
             check=True,
@@ -238,9 +237,9 @@ class TestCollectEnv:
     def test_prints_whatever_is_broken(self, tmp_path: Path) -> None:
         for dependency in ("packaging", "wrapt"):
             (tmp_path / f"{dependency}.py").write_text("raise OSError('broken')\n")
-        report = json.loads(self.collect("--json", PYTHONPATH=str(tmp_path)))
-        assert report["upstream"] == "OSError: broken"
-        assert report["python"].startswith("CPython 3.")
+        report = self.collect(PYTHONPATH=str(tmp_path))
+        assert "\nupstream: OSError: broken\n" in report
+        assert "\npython: CPython 3." in report
 
     def test_shows_our_variables_and_no_secret(self) -> None:
         printed = self.collect(VLLM_API_KEY="s3cret", VLLM_ASCEND_KVEXT_MODE="strict")
@@ -249,13 +248,11 @@ class TestCollectEnv:
         assert "s3cret" not in printed
 
 
-def test_help_lists_commands_and_variables_and_every_command_explains_itself(
+def test_help_lists_commands_and_every_command_explains_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     commands = ("status", "collect-env", "fingerprint", "check-model")
-    asked = {"": (*commands, *VARIABLE_NAMES)} | {
-        name: (f"vllm_ascend_kvext {name}",) for name in commands
-    }
+    asked = {"": commands} | {name: (f"vllm_ascend_kvext {name}",) for name in commands}
     for command, texts in asked.items():
         with pytest.raises(SystemExit) as exited:
             main([*command.split(), "--help"])

@@ -24,6 +24,11 @@ def test_every_feature_has_patches_and_every_patch_a_feature() -> None:
     assert {patch.feature for patch in PATCHES} == {feature.name for feature in FEATURES}
 
 
+def test_what_a_feature_requires_requires_nothing_itself() -> None:
+    required = {name for feature in FEATURES for name in feature.requires}
+    assert not any(feature.requires for feature in FEATURES if feature.name in required)
+
+
 @every_patch
 def test_a_patch_says_why_until_when_and_for_which_supported_versions(patch: Patch) -> None:
     assert patch.why.endswith(".") and patch.retire_when

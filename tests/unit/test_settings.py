@@ -12,13 +12,11 @@ from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.settings import (
     ASCEND_KERNEL_VARIABLE,
-    BUNDLE_ALIAS,
     BUNDLE_VARIABLE,
     DISABLE_VARIABLE,
     FAST_PREFIX_CACHE_VARIABLE,
     LMCACHE_KEYS_VARIABLE,
     MODE_VARIABLE,
-    REMOVED,
     RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
     VARIABLE_NAMES,
@@ -130,7 +128,6 @@ def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str,
             {"VLLM_ASCEND_KVEXT_MODUS": "safe"},
             ("_MODUS: expected", "Did you mean VLLM_ASCEND_KVEXT_MODE?", *VARIABLE_NAMES),
         ),
-        *(({name: "1"}, (f"{name} is gone. {text} Unset it.",)) for name, text in REMOVED.items()),
         (
             {DISABLE_VARIABLE: "trim-full-groups", RETENTION_VARIABLE: "adaptive"},
             ("trim-full-groups", "'retention' is built", f"unset {RETENTION_VARIABLE}"),
@@ -139,7 +136,6 @@ def test_a_wrong_text_is_refused_with_the_variable_and_what_was_found(name: str,
             {DISABLE_VARIABLE: "trim-full-groups", RETENTION_INTERVAL_VARIABLE: "0"},
             ("trim-full-groups", "'retention' is built", f"unset {RETENTION_INTERVAL_VARIABLE}"),
         ),
-        ({BUNDLE_ALIAS: "2"}, (f"{BUNDLE_ALIAS}='2' is not one of its values: expected 0, 1",)),
     ],
 )
 def test_a_refusal_says_what_to_do(environ: dict[str, str], texts: tuple[str, ...]) -> None:
@@ -175,17 +171,8 @@ def test_an_interval_or_adaptive_retention_requests_retention(
     assert settings.retention_interval == ((interval or "").strip() or None)
 
 
-@pytest.mark.parametrize(
-    ("environ", "is_bundled"),
-    [
-        ({BUNDLE_VARIABLE: "1", BUNDLE_ALIAS: "0"}, True),
-        ({BUNDLE_VARIABLE: " ", BUNDLE_ALIAS: "0"}, False),
-        ({BUNDLE_ALIAS: "FALSE"}, False),
-        ({BUNDLE_ALIAS: "true"}, True),
-        ({BUNDLE_ALIAS: " "}, True),
-    ],
-)
-def test_bundling_has_an_alias(environ: dict[str, str], is_bundled: bool) -> None:
-    settings = Settings.from_environ(environ)
+@pytest.mark.parametrize(("text", "is_bundled"), [("1", True), (" ", True), (" 0", False)])
+def test_bundling_asks_for_no_feature(text: str, is_bundled: bool) -> None:
+    settings = Settings.from_environ({BUNDLE_VARIABLE: text})
     assert settings.is_bundled is is_bundled
     assert not settings.requests

@@ -70,7 +70,7 @@ def read_layer_keys(
     names = {id(module): name for name, module in model.named_modules()}
     read: dict[object, RotarySignature] = {}
     found = {}
-    for layer_name, module in layers_in_order(model, attention).items():
+    for layer_name, module in _layers_in_order(model, attention).items():
         parent = model.get_submodule(names[id(module)].rpartition(".")[0])
         rotary = _rotary_module_of(parent, layer_name)
         rank = getattr(module, "kv_lora_rank", None)
@@ -94,7 +94,7 @@ def read_layer_keys(
     return found
 
 
-def layers_in_order(model: torch.nn.Module, attention: Mapping[str, Any]) -> dict[str, Any]:
+def _layers_in_order(model: torch.nn.Module, attention: Mapping[str, Any]) -> dict[str, Any]:
     """The attention modules that have pages of their own, by name, in the order of the model.
 
     Raises:

@@ -11,12 +11,10 @@ Angles are computed here in float64, without the transfer op. Knows neither page
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,21 +43,6 @@ _SMALL_PART = 0.1
 """A part of a key that is shorter than this much of all of it is compared with this much."""
 
 
-class KeyCheckOutcome(enum.Enum):
-    """What was found; nothing is checked where too few tokens occur twice."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    NOT_CHECKED = "not checked"
-
-
-class KeyCheck(NamedTuple):
-    """The result of a check, and the numbers behind it."""
-
-    outcome: KeyCheckOutcome
-    message: str
-
-
 class KeyGate:
     """Checks the keys of stores until a check has passed or failed. Threads may share it."""
 
@@ -68,18 +51,18 @@ class KeyGate:
         self._checking = threading.Lock()
 
     def check(
-        self, check: Callable[[Sequence[SegmentRows]], KeyCheck], rows: Sequence[SegmentRows]
-    ) -> KeyCheck | None:
+        self, check: Callable[[Sequence[SegmentRows]], str | None], rows: Sequence[SegmentRows]
+    ) -> str | None:
         """Check all chunks of a store together: a small one has too few equal tokens.
 
         Returns:
-            None if an earlier store has settled it.
+            As `check_keys`; also None if an earlier store has settled it.
         """
         with self._checking:
             if self._is_settled:
                 return None
             found = check(rows)
-            self._is_settled = found.outcome is not KeyCheckOutcome.NOT_CHECKED
+            self._is_settled = found is not None
         return found
 
 
@@ -89,18 +72,17 @@ def check_keys(
     signature: RotarySignature,
     read_keys: ReadRows,
     read_values: Sequence[ReadRows],
-) -> KeyCheck:
+) -> str | None:
     """Compare the keys of the first layer, and the values, of tokens that occur more than once.
 
     The tokens are some of a segment, with their positions, ascending. Latents have no values.
+
+    Returns:
+        What is wrong, empty if nothing is; None if fewer than `FEWEST_PAIRS` could be compared.
     """
     pairs = find_pairs(token_ids)
     if len(pairs) < FEWEST_PAIRS:
-        return KeyCheck(
-            KeyCheckOutcome.NOT_CHECKED,
-            f"expected at least {FEWEST_PAIRS} pairs of equal tokens among {len(token_ids)}, found "
-            f"{len(pairs)}",
-        )
+        return None
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
     other_positions = np.array(positions)[others]
     shifts = other_positions - np.array(positions)[ones]
@@ -123,21 +105,15 @@ def check_keys(
         if is_wrong.any():
             worst = int(np.argmax(np.where(is_wrong, np.nan_to_num(found, nan=np.inf), -1)))
             one, other = pairs[worst]
-            return KeyCheck(
-                KeyCheckOutcome.FAILED,
+            return (
                 f"{what} of the first layer, token {token_ids[one]} at positions "
                 f"{positions[one]} and {positions[other]}: expected them equal within "
                 f"{limits[worst]:.2g} of their length, keys once one is turned to the other, found "
                 f"{found[worst]:.2g}; so in {int(is_wrong.sum())} of {len(pairs)} pairs. What the "
                 "model does to them depends on more than their token and a rotation. Serve it "
-                "without blending.",
+                "without blending."
             )
-    most = max(float(found.max()) for _, found, _ in compared)
-    return KeyCheck(
-        KeyCheckOutcome.PASSED,
-        f"{len(pairs)} pairs of equal tokens differ by at most {most:.2g} of their length, "
-        f"{limit:.2g} is allowed",
-    )
+    return ""
 
 
 def find_pairs(token_ids: Sequence[int]) -> list[tuple[int, int]]:

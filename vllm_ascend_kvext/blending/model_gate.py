@@ -10,7 +10,8 @@ All KV is exact then, so the answer has to be that of a prompt without reuse::
 
 *Moved*: segments stand elsewhere, behind each other, so answers differ. They are asked for with
 segments as they are stored, and with what is repaired of them. Prompts end with a copy of some
-tokens of a segment, so that models which retrieve have something to find; see ``layer_search``.
+tokens of a segment, so that models which retrieve have something to find, as induction heads do
+(Olsson et al., arXiv 2209.11895).
 
 ``commands.check_model`` has an engine compute the prompts. Knows nothing of vLLM.
 """
@@ -45,12 +46,6 @@ _COPY_TOKENS = 12
 _OTHER_TOKENS = 9
 """No multiple of a page."""
 
-_SALT = "kvext-check"
-"""The cache salt of requests that store or reuse segments."""
-
-_OTHER_SALT = "kvext-check-whole"
-"""The cache salt of requests that reuse nothing: with the same salt the prefix cache had them."""
-
 MIN_LIMITS = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """By the type of a model: nats that sums in another order may change a log-probability by, where
 two runs without reuse happen to agree."""
@@ -74,23 +69,17 @@ class GateQuestion(NamedTuple):
     """
 
     token_ids: tuple[int, ...]
-    cache_salt: str = _OTHER_SALT
     stores: bool = False
     segments: tuple[TokenRange, ...] = ()
 
-
-class GateReply(NamedTuple):
-    """The answer to the last token of a prompt, and ``kv_transfer_params`` of the response."""
-
-    answer: Answer
-    params: Mapping[str, object]
+    @property
+    def cache_salt(self) -> str:
+        """Requests that reuse nothing have another one: else the prefix cache had their KV."""
+        return "kvext-check" if self.stores or self.segments else "kvext-check-whole"
 
 
-class GateVerdict(NamedTuple):
-    """Whether segments may be reused, and the numbers behind it."""
-
-    passed: bool
-    message: str
+GateReply = tuple[Answer, Mapping[str, object]]
+"""The answer to the last token of a prompt, and ``kv_transfer_params`` of the response."""
 
 
 class Heads(NamedTuple):
@@ -107,23 +96,12 @@ class Heads(NamedTuple):
 _AS_STORED = Heads(0, 0)
 
 
-class InPlace(NamedTuple):
-    """How answers to a prompt differ from one without reuse, where reused KV is exact; in nats.
+InPlace = tuple[float, float, float]
+"""How answers to a prompt differ from one without reuse, where reused KV is exact, in nats: with
+reuse; without, computed beside others; without, and with other tokens where some are reused."""
 
-    Nothing is reused in ``noise``, computed beside others, and in ``other``, with other tokens
-    where ``reused`` reuses some.
-    """
-
-    reused: float
-    noise: float
-    other: float
-
-
-class Moved(NamedTuple):
-    """The same of a prompt whose segments stand elsewhere, as stored and repaired."""
-
-    as_stored: float
-    repaired: float
+Moved = tuple[float, float]
+"""The same of a prompt whose segments stand elsewhere, as stored and repaired."""
 
 
 class GatePrompt(NamedTuple):
@@ -185,32 +163,64 @@ class ModelGate:
     page_tokens: int
     max_prompt_tokens: int
 
-    def check(self, vocabulary_tokens: int, dtype: str) -> GateVerdict:
+    def check(self, vocabulary_tokens: int, dtype: str) -> str:
         """Check a model with so large a vocabulary, of a type by torch's name without the module.
 
+        Returns:
+            The numbers by which its segments may be reused.
+
         Raises:
-            BlendingError: It cannot be asked: there is too little room, or a store fails.
+            BlendingError: They may not, or it cannot be asked: there is too little room, or a store
+                fails.
         """
-        prompts = make_prompts(
-            self.sink_ids,
-            vocabulary_tokens,
-            max(self.heads),
-            self.min_tokens,
-            self.page_tokens,
-            self.max_prompt_tokens,
-        )
+        prompts = self.make_prompts(vocabulary_tokens)
         self._store(prompts)
         if self.engine.why_no_reuse:
-            return GateVerdict(False, self.engine.why_no_reuse)
+            raise BlendingError(self.engine.why_no_reuse)
         in_place = self._ask_in_place(prompts)
         has_windows = self.heads.min_head_tokens > 0
         return judge(in_place, self._ask_moved(prompts) if has_windows else [], dtype)
 
+    def make_prompts(self, vocabulary_tokens: int) -> GatePrompts:
+        """Random tokens, the same at each call.
+
+        The first and last quarter of the vocabulary are left out: special tokens are there.
+        Segments, and what is reused of them, lie in several pages.
+
+        Raises:
+            BlendingError: There is no room for a segment that would be reused.
+        """
+        repaired_tokens = max(self.heads)  # At least, of each reused segment.
+        segment_tokens = max(
+            MIN_SEGMENT_TOKENS,
+            2 * self.page_tokens,
+            2 * repaired_tokens,
+            repaired_tokens + max(_MIN_REUSED_TOKENS, self.min_tokens),
+        )
+        fixed_tokens = len(self.sink_ids) + _OTHER_TOKENS + _COPY_TOKENS
+        num_together = min(NUM_SEGMENTS, (self.max_prompt_tokens - fixed_tokens) // segment_tokens)
+        if num_together < 1:
+            raise BlendingError(
+                f"check-model: expected room for a prompt of {fixed_tokens + segment_tokens} "
+                f"tokens, in which a segment of {segment_tokens} is reused, found room for "
+                f"{self.max_prompt_tokens}. Give the engine a longer context or more KV blocks, or "
+                "serve this model without blending."
+            )
+        draw = _Draw(vocabulary_tokens)
+        segments = tuple(draw.segment(segment_tokens) for _ in range(NUM_SEGMENTS))
+        in_place = tuple(draw.in_place(self.sink_ids, segment) for segment in segments)
+        moved = []
+        for number in range(NUM_MOVED):
+            together = [segments[(number + each) % NUM_SEGMENTS] for each in range(num_together)]
+            moved.append(draw.moved(self.sink_ids, together))
+        num_others = max(len(prompt.token_ids) for prompt in (*in_place, *moved))
+        return GatePrompts(segments, in_place, tuple(moved), draw.tokens(num_others))
+
     def _store(self, prompts: GatePrompts) -> None:
         for segment in prompts.segments:
-            question = GateQuestion((*self.sink_ids, *segment), _SALT, stores=True)
-            (reply,) = self.engine.ask([question])
-            if reply.params.get("kvext_stored_tokens") != len(segment):
+            question = GateQuestion((*self.sink_ids, *segment), stores=True)
+            ((_, params),) = self.engine.ask([question])
+            if params.get("kvext_stored_tokens") != len(segment):
                 raise BlendingError(
                     f"check-model: expected a segment of {len(segment)} tokens to be stored, found "
                     "no room for it. Give the connector more host_memory_gib, or the engine more "
@@ -232,29 +242,31 @@ class ModelGate:
         beside = self._whole(whole)
         other = self._whole(others)
         found = self._reused(prompts.in_place, self.heads)
-        return list(map(InPlace, *(_differences(alone, each) for each in (found, beside, other))))
+        differences = (_differences(alone, each) for each in (found, beside, other))
+        return list(zip(*differences, strict=True))
 
     def _ask_moved(self, prompts: GatePrompts) -> list[Moved]:
         alone = self._whole([GateQuestion(prompt.token_ids) for prompt in prompts.moved])
         as_stored = self._reused(prompts.moved, _AS_STORED)
         repaired = self._reused(prompts.moved, self.heads)
-        return list(map(Moved, *(_differences(alone, each) for each in (as_stored, repaired))))
+        differences = (_differences(alone, each) for each in (as_stored, repaired))
+        return list(zip(*differences, strict=True))
 
     def _whole(self, questions: Sequence[GateQuestion]) -> list[Answer]:
         """Answers without any reuse."""
         self.engine.forget_cached()
-        return [reply.answer for reply in self.engine.ask(questions)]
+        return [answer for answer, _ in self.engine.ask(questions)]
 
     def _reused(self, prompts: Sequence[GatePrompt], heads: Heads) -> list[Answer]:
         """Answers with segments reused, but for so much of each of them."""
         self.engine.forget_cached()
         self.engine.compute_heads(heads)
         replies = self.engine.ask(
-            [GateQuestion(each.token_ids, _SALT, segments=each.segments) for each in prompts]
+            [GateQuestion(each.token_ids, segments=each.segments) for each in prompts]
         )
-        for prompt, reply in zip(prompts, replies, strict=True):
+        for prompt, (_, params) in zip(prompts, replies, strict=True):
             expected_tokens = sum(run.num_tokens for run in self._reused_runs(prompt, heads))
-            found_tokens = reply.params.get("kvext_reused_tokens", 0)
+            found_tokens = params.get("kvext_reused_tokens", 0)
             if found_tokens != expected_tokens:
                 raise BlendingError(
                     f"check-model: expected {expected_tokens} tokens of a prompt of "
@@ -262,55 +274,11 @@ class ModelGate:
                     "more KV blocks, and the connector more host_memory_gib. If a load has failed, "
                     "the log says why; serve without blending then."
                 )
-        return [reply.answer for reply in replies]
+        return [answer for answer, _ in replies]
 
     def _reused_runs(self, prompt: GatePrompt, heads: Heads) -> list[TokenRange]:
         runs = [heads.reused(segment) for segment in prompt.segments]
         return [run for run in runs if run is not None]
-
-
-def make_prompts(
-    sink_ids: Sequence[int],
-    vocabulary_tokens: int,
-    repaired_tokens: int,
-    min_reused_tokens: int,
-    page_tokens: int,
-    max_prompt_tokens: int,
-) -> GatePrompts:
-    """Random tokens, the same at each call.
-
-    The first and last quarter of the vocabulary are left out: special tokens are there. Segments,
-    and what is reused of them, lie in several pages. ``repaired_tokens`` are computed at least of
-    each reused segment, from its beginning on.
-
-    Raises:
-        BlendingError: There is no room for a segment that would be reused.
-    """
-    segment_tokens = max(
-        MIN_SEGMENT_TOKENS,
-        2 * page_tokens,
-        2 * repaired_tokens,
-        repaired_tokens + max(_MIN_REUSED_TOKENS, min_reused_tokens),
-    )
-    fixed_tokens = len(sink_ids) + _OTHER_TOKENS + _COPY_TOKENS
-    num_together = min(NUM_SEGMENTS, (max_prompt_tokens - fixed_tokens) // segment_tokens)
-    if num_together < 1:
-        raise BlendingError(
-            f"check-model: expected room for a prompt of {fixed_tokens + segment_tokens} tokens, "
-            f"in which a segment of {segment_tokens} is reused, found room for "
-            f"{max_prompt_tokens}. Give the engine a longer context or more KV blocks, or serve "
-            "this model without blending."
-        )
-    draw = _Draw(vocabulary_tokens)
-    segments = tuple(draw.segment(segment_tokens) for _ in range(NUM_SEGMENTS))
-    sink = tuple(sink_ids)
-    in_place = tuple(draw.in_place(sink, segment) for segment in segments)
-    moved = []
-    for number in range(NUM_MOVED):
-        together = [segments[(number + each) % NUM_SEGMENTS] for each in range(num_together)]
-        moved.append(draw.moved(sink, together))
-    num_others = max(len(prompt.token_ids) for prompt in (*in_place, *moved))
-    return GatePrompts(segments, in_place, tuple(moved), draw.tokens(num_others))
 
 
 class _Draw:
@@ -347,44 +315,42 @@ class _Draw:
         return segment[first : first + _COPY_TOKENS]
 
 
-def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> GateVerdict:
-    """Judge a model by its answers to at least one prompt in place.
+def judge(in_place: Sequence[InPlace], moved: Sequence[Moved], dtype: str) -> str:
+    """Judge a model by its answers to at least one prompt in place; see `ModelGate.check`.
 
     ``moved`` is empty where it does not matter: published results disagree on whether recomputing
     helps models with sliding windows, so these are asked.
     """
-    reused = max(each.reused for each in in_place)
-    noise = max(each.noise for each in in_place)
-    other = min(each.other for each in in_place)
+    reused = max(reused for reused, _, _ in in_place)
+    noise = max(noise for _, noise, _ in in_place)
+    other = min(other for _, _, other in in_place)
     limit = max(NOISE_FACTOR * noise, MIN_LIMITS.get(dtype, MIN_LIMITS["bfloat16"]))
     numbers = (
         f"log-probabilities differ by {reused:.2g} where segments are reused in place, by "
         f"{noise:.2g} between two runs without reuse, by {other:.2g} with other tokens there"
     )
     if not (math.isfinite(reused) and reused <= limit):  # The limit may be no number either.
-        return GateVerdict(
-            False,
+        raise BlendingError(
             f"{numbers}: expected at most {limit:.2g} of reuse in place. What is stored, loaded or "
             "computed between segments is not what the model computes. Serve it without blending, "
-            "and report it.",
+            "and report it."
         )
     if other <= limit:
         numbers += f": with a limit of {limit:.2g} that says nothing about what is reused in place"
     if not moved:
-        return GateVerdict(True, numbers)
+        return numbers
     as_stored, repaired = (mean(each) for each in zip(*moved, strict=True))
     numbers += f"; moved, by {as_stored:.2g} as stored and {repaired:.2g} repaired"
-    gains = [each.as_stored - each.repaired for each in moved]
+    gains = [before - after for before, after in moved]
     are_numbers = all(map(math.isfinite, gains))
     error = stdev(gains) / math.sqrt(len(gains)) if are_numbers and len(gains) > 1 else 0.0
     if not (are_numbers and mean(gains) >= -max(limit, SURE_ERRORS * error)):
-        return GateVerdict(
-            False,
+        raise BlendingError(
             f"{numbers}: expected that computing the first tokens of segments brings answers "
             "nearer. It takes them further away in this model, which has sliding windows. Serve it "
-            "without blending.",
+            "without blending."
         )
-    return GateVerdict(True, numbers)
+    return numbers
 
 
 def _differences(alone: Sequence[Answer], found: Sequence[Answer]) -> list[float]:

@@ -11,8 +11,9 @@ Behind the heads of segments, whose tokens are computed in any case::
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,13 +115,10 @@ def select_runs(
 
 def _offsets(scored: Sequence[TokenRange], reused: Sequence[TokenRange]) -> list[int]:
     """Where the scores of each reused run begin."""
-    offsets = []
-    tokens_before = 0
-    remaining = iter(reused)
-    run = next(remaining, None)
-    for each in scored:
-        while run is not None and run.first_tokens < each.end_tokens:
-            offsets.append(tokens_before + run.first_tokens - each.first_tokens)
-            run = next(remaining, None)
-        tokens_before += each.num_tokens
-    return offsets
+    before = list(accumulate((each.num_tokens for each in scored), initial=0))
+    firsts = [each.first_tokens for each in scored]
+    places = [bisect_right(firsts, run.first_tokens) - 1 for run in reused]
+    return [
+        before[place] + run.first_tokens - firsts[place]
+        for place, run in zip(places, reused, strict=True)
+    ]

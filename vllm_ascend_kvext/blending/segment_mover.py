@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.errors import SegmentError
-from vllm_ascend_kvext.blending.key_check import KeyCheck, check_keys
+from vllm_ascend_kvext.blending.key_check import check_keys
 from vllm_ascend_kvext.blending.rotary import KeyPlane, key_rotation, torch_dtype
 from vllm_ascend_kvext.blending.token_rows import (
     HostRows,
@@ -83,15 +83,13 @@ class SegmentMover:
         layout: SegmentLayout,
         make_staging: Callable[[int], Staging],
         placement: CopyPlacement | None = None,
-        *,
-        staging_bytes: int = MAX_STAGING_BYTES,
     ) -> None:
         self.layout = layout
         self.pages: TokenPages | None = pages
         self._host = host
         self._placement = placement
         self._token_bytes = sum(layout.row_bytes)
-        self._max_tokens = max(1, staging_bytes // self._token_bytes)
+        self._max_tokens = max(1, MAX_STAGING_BYTES // self._token_bytes)
         self._staging: Staging | None = None
         self._make_staging = make_staging
         self._loading = threading.Lock()  # There is one staging.
@@ -129,10 +127,10 @@ class SegmentMover:
                 pages.write(_slots_of(batch), staged)
         return self._num_bytes(rows)
 
-    def check_keys(self, rows: Sequence[SegmentRows]) -> KeyCheck:
+    def check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
         """Whether the keys of stored chunks of a segment, ascending, turn with positions alone.
 
-        Those of the model's first layer, which depend on nothing else; see `key_check`.
+        Those of the model's first layer, which depend on nothing else; see `key_check.check_keys`.
         """
         planes = self._require_pages().planes
         layer_name = planes[0].layer_name

@@ -8,7 +8,6 @@ report, which always prints. Values are shown of variables known to hold no secr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -42,15 +41,12 @@ _SHOWN_PREFIX = "VLLM_ASCEND_"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    """It has none."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    report = {name: _guarded(probe) for name, probe in _PROBES.items()}
-    if arguments.json:
-        print(json.dumps(report, indent=2, default=str))
-        return 0
-    for name, value in report.items():
+def run(_arguments: argparse.Namespace) -> int:
+    for name, probe in _PROBES.items():
+        value = _guarded(probe)
         if not isinstance(value, dict):
             print(f"{name}: {value}")
             continue

@@ -9,7 +9,6 @@ vLLM makes one in the process of the scheduler and one in each worker.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "stores and loads for its own engine only; set kv_role to kv_both"
             )
         extra_config = transfer_config.kv_connector_extra_config or {}
-        options = parse_options(extra_config, vllm_config.parallel_config.world_size, os.environ)
+        options = parse_options(extra_config, vllm_config.parallel_config.world_size)
         self.options = options
         self.scheduler_side: ConnectorScheduler | None = None
         self.worker_side: WorkerSide | None = None

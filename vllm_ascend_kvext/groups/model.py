@@ -48,34 +48,7 @@ class CacheGroup:
     window_tokens: int = 0
     holds_states: bool = False
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether resuming reads only the last pages before a boundary."""
-        return self.kind in (GroupKind.WINDOW, GroupKind.STATE)
-
-    @property
-    def window_pages(self) -> int:
-        """Pages that the window before a boundary spans; 0 where there is no window."""
-        return window_pages(self.window_tokens, self.tokens_per_page)
-
 
 def window_pages(window_tokens: int, tokens_per_page: int) -> int:
     """Pages that hold the ``window_tokens - 1`` tokens before the end of a page."""
     return -(-max(0, window_tokens - 1) // tokens_per_page)
-
-
-def num_skipped_pages(computed_tokens: int, window_tokens: int, tokens_per_page: int) -> int:
-    """Pages that lie before the window of the next token after ``computed_tokens``."""
-    return max(0, computed_tokens - window_tokens + 1) // tokens_per_page
-
-
-def is_clipped(
-    boundary_tokens: int, window_tokens: int, tokens_per_page: int, unit_tokens: int
-) -> bool:
-    """Whether a window that looks one page ahead would begin before the first token.
-
-    Upstream matches such a window as a prefix of the prompt, and aligns it once more. Where hits
-    are aligned to the group's own pages this changes nothing.
-    """
-    pages = max(1, window_pages(window_tokens, tokens_per_page))
-    return tokens_per_page != unit_tokens and boundary_tokens // tokens_per_page < pages

@@ -59,14 +59,9 @@ def compress_ratio_of(spec: Any) -> int:
     return max(1, int(getattr(spec, "compress_ratio", None) or 1))
 
 
-def tokens_per_page_of(spec: Any, context_parallel_size: int = 1) -> int:
-    """Tokens that one block id of this spec stands for.
-
-    Args:
-        context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
-            the tokens of a block.
-    """
-    return context_parallel_size * tokens_per_page(
+def tokens_per_page_of(spec: Any) -> int:
+    """Tokens that one block id of this spec stands for."""
+    return tokens_per_page(
         int(spec.block_size),
         compress_ratio_of(spec),
         config_rows=config_rows_of(spec),

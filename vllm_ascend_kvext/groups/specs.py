@@ -91,23 +91,6 @@ def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
     return tuple(tuple(_with_restart(spec, ratios) for spec in specs) for specs in groups)
 
 
-def read_cache_groups(kv_cache_config: Any, context_parallel_size: int) -> tuple[CacheGroup, ...]:
-    """The groups of a config from either side; equal for the scheduler's and a worker's.
-
-    Args:
-        context_parallel_size: Decode times prefill context parallelism, by which vLLM multiplies
-            the tokens of a block.
-
-    Raises:
-        GroupError: If the layers of a group do not fit one list of block ids.
-    """
-    groups = [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]
-    return tuple(
-        replace(group, tokens_per_page=group.tokens_per_page * context_parallel_size)
-        for group in groups
-    )
-
-
 def is_all_full_attention(kv_cache_config: Any) -> bool:
     """Whether all layers are full attention in one group, so that any prefix can be resumed."""
     groups = kv_cache_config.kv_cache_groups

@@ -71,7 +71,7 @@ class Patch:
 
     id: str
     target: str
-    kind: Kind
+    kind: Kind = Kind.WRAP
     feature: str
     why: str
     retire_when: str

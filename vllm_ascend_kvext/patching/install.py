@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,23 +22,18 @@ from vllm_ascend_kvext.patching.target import Target, resolve, wrapper_chain
 
 
 @dataclass(slots=True)
-class _Switch:
-    """A plain attribute: wrapt's own switch is a function, which every call would pay for."""
-
-    is_on: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class _Wrapping:
     """A wrapper of ours in an attribute of upstream, and the attribute as it was found.
 
-    While the switch is off, the wrapper calls straight through.
+    While it is not on, the wrapper calls straight through.
     """
 
     patch: Patch
     target: Target
-    wrapper: wrapt.FunctionWrapper[..., Any]  # A subclass would double the price of each call.
-    switch: _Switch
+    # A subclass would double the price of each call.
+    wrapper: wrapt.FunctionWrapper[..., Any] = field(init=False)
+    # A plain attribute: wrapt's own switch is a function, which every call would pay for.
+    is_on: bool = True
 
     @property
     def is_reachable(self) -> bool:
@@ -46,11 +41,11 @@ class _Wrapping:
         return any(layer is self.wrapper for layer in wrapper_chain(self.target.current))
 
     def state(self) -> State:
-        return State.APPLIED if self.is_reachable and self.switch.is_on else State.SHADOWED
+        return State.APPLIED if self.is_reachable and self.is_on else State.SHADOWED
 
     def revert(self) -> State:
         """Restore what ``vars()`` held; only switch off if the attribute is not ours."""
-        self.switch.is_on = False
+        self.is_on = False
         if self.patch.undo is not None:
             self.patch.undo()
         if self.target.current is not self.wrapper:
@@ -128,7 +123,7 @@ class PatchBook:
             ids = [id for id, entry in self._entries.items() if entry.patch.feature == feature]
             states = {patch_id: self._revert(patch_id) for patch_id in reversed(ids)}
             for patch_id, entry in reversed(list(self._entries.items())):
-                if isinstance(entry, _Wrapping) and not entry.switch.is_on:
+                if isinstance(entry, _Wrapping) and not entry.is_on:
                     self._revert(patch_id)
             return states
 
@@ -145,8 +140,7 @@ class PatchBook:
         if isinstance(entry, _Hooking):
             return False
         if isinstance(entry, _Wrapping) and entry.is_reachable:
-            was_on = entry.switch.is_on
-            entry.switch.is_on = True
+            was_on, entry.is_on = entry.is_on, True
             return not was_on
         if patch.install is not None:
             self._entries[patch.id] = _Hooking(patch, undo=patch.install())
@@ -174,17 +168,17 @@ class PatchBook:
 def _wrap(patch: Patch, wrapper: Wrapper) -> _Wrapping:
     # Looked up again and not taken from the plan: an earlier patch may have the same target.
     target = resolve(patch.target)
-    switch = _Switch()
+    wrapping = _Wrapping(patch, target)
 
     # wrapt's form of a wrapper. Python binds the arguments, by position and by name, once.
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if not switch.is_on:
+        if not wrapping.is_on:
             return wrapped(*args, **kwargs)
         return wrapper(wrapped, instance, *args, **kwargs)
 
-    function = wrapt.FunctionWrapper(target.found, call)
-    setattr(target.parent, target.attribute, function)
-    return _Wrapping(patch, target, function, switch)
+    wrapping.wrapper = wrapt.FunctionWrapper(target.found, call)
+    setattr(target.parent, target.attribute, wrapping.wrapper)
+    return wrapping
 
 
 BOOK = PatchBook()

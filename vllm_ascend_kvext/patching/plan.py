@@ -108,21 +108,19 @@ def digest(plans: Iterable[FeaturePlan]) -> str:
 class _DriftError(PatchError):
     """A function differs from the one that was read."""
 
-    def __init__(self, name: str, expected: frozenset[str], found: str) -> None:
-        stored = " or ".join(sorted(expected))
-        wanted = stored or "a fingerprint of this version, and none is stored"
-        super().__init__(f"{name}: expected {wanted}; found {found}")
-
 
 def _require_known(name: str, expected: frozenset[str], take: Callable[[], str], place: str) -> str:
     """The fingerprint of a function, which has to be one of those that are expected."""
     try:
-        found = take()
+        fingerprint = take()
+        found = f"{fingerprint} ({place})"
     except FingerprintError as error:
-        raise _DriftError(name, expected, f"{place}: {error}") from error
-    if found not in expected:
-        raise _DriftError(name, expected, f"{found} ({place})")
-    return found
+        fingerprint, found = "", f"{place}: {error}"
+    if fingerprint not in expected:
+        wanted = " or ".join(sorted(expected))
+        wanted = wanted or "a fingerprint of this version, and none is stored"
+        raise _DriftError(f"{name}: expected {wanted}; found {found}")
+    return fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ascend_kvext.groups.model import num_skipped_pages
-
 NEVER_TOKENS = 1 << 62
 
 
@@ -46,10 +44,8 @@ class GroupLimits:
         return (num_blocks - self.draft_blocks) * self.block_tokens + self.row_tokens
 
     def num_skipped_blocks(self, computed_tokens: int) -> int:
-        """How many blocks lie before the window once so many tokens are computed."""
-        if not self.window_tokens:
-            return 0
-        return num_skipped_pages(computed_tokens, self.window_tokens, self.block_tokens)
+        """How many blocks lie before the window, if there is one, of the next token."""
+        return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
 
     def next_skip_tokens(self, num_skipped_blocks: int) -> int:
         """The smallest number of computed tokens at which one block more leaves the window."""

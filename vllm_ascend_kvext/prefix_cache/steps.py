@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_ascend_kvext.prefix_cache.limits import NEVER_TOKENS, GroupLimits, RequestLimits
-from vllm_ascend_kvext.upstream_types import BlockManager, GroupManager
+from vllm_ascend_kvext.upstream_types import GroupManager
 
 
 class CachingRule(Protocol):
@@ -48,13 +48,14 @@ class Steps:
     """Steps of running requests on one block manager.
 
     Attributes:
+        block_manager: ``vllm.v1.core.kv_cache_manager.KVCacheManager``.
         groups: All its groups; none if there is one whose steps are not known here.
         does_partial_steps: Whether `take_partial_step` does all that there is to a step: not where
             vLLM-Ascend 0.23.0 puts a function around upstream's, and not where states move.
         rule: What decides instead of upstream when something is cached, if anything does.
     """
 
-    block_manager: BlockManager
+    block_manager: Any
     groups: tuple[StepGroup, ...]
     tables: Mapping[str, list[Any]]
     does_partial_steps: bool

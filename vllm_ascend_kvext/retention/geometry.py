@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vllm_ascend_kvext.groups.model import GroupKind, is_clipped, window_pages
+from vllm_ascend_kvext.groups.model import GroupKind, window_pages
 from vllm_ascend_kvext.prefix_cache.common_hit import common_hit_tokens
 
 
@@ -49,11 +49,6 @@ class GroupGeometry:
         """Blocks that the window before a boundary spans, without the look-ahead block."""
         return max(1, window_pages(self.window_tokens, self.block_tokens))
 
-    @property
-    def drops_last_block(self) -> bool:
-        """Whether its lookup drops the look-ahead block; the Mamba lookup never does."""
-        return self.use_eagle and self.kind in (GroupKind.FULL, GroupKind.WINDOW)
-
     def longest_hit_tokens(self, max_tokens: int, unit_tokens: int, drop: bool) -> int:
         """The hit of this group alone, within ``max_tokens``, when all its blocks are cached.
 
@@ -84,9 +79,15 @@ class GroupGeometry:
         return range(start_block, end_block)
 
     def is_clipped(self, boundary_tokens: int, unit_tokens: int) -> bool:
-        """Whether the window plus look-ahead would start before the first token."""
-        return self.kind is GroupKind.WINDOW and is_clipped(
-            boundary_tokens, self.window_tokens, self.block_tokens, unit_tokens
+        """Whether the window plus look-ahead would start before the first token.
+
+        Upstream matches such a window as a prefix of the prompt, and aligns it once more. Where
+        hits are aligned to the group's own blocks this changes nothing.
+        """
+        return (
+            self.kind is GroupKind.WINDOW
+            and self.block_tokens != unit_tokens
+            and boundary_tokens // self.block_tokens < self.window_blocks
         )
 
 
@@ -229,7 +230,8 @@ class HitGeometry:
             group = self.groups[index]
             if cached_tokens is not None and group.kind is GroupKind.FULL:
                 max_tokens = min(max_tokens, cached_tokens[index])
-            drop = drops_block and group.drops_last_block
+            # The lookup of states never drops the block that looks ahead.
+            drop = drops_block and group.kind in (GroupKind.FULL, GroupKind.WINDOW)
             found_tokens = group.longest_hit_tokens(max_tokens, self.unit_tokens, drop)
             if len(read) == index:
                 read.append(found_tokens + drop * group.block_tokens)

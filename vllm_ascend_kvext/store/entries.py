@@ -116,19 +116,6 @@ class Loadable(Protocol):
         """Everything that is read."""
 
 
-class LoadOutcome(enum.Enum):
-    """How a load ended."""
-
-    LOADED = "loaded"
-    """The bytes are in the request's pages: a hit."""
-
-    CANCELLED = "cancelled"
-    """It was not needed, or its request is gone; nothing is known against the bytes."""
-
-    FAILED = "failed"
-    """A worker could not read some of them: these are not offered again."""
-
-
 @dataclass(slots=True, eq=False)
 class Load:
     """Entries that are pinned until the load ends."""

@@ -40,26 +40,17 @@ class StoreChooser:
         self.policy = policy
         self._seen: RememberedKeys[str] = RememberedKeys(remembered_keys)
 
-    def touch(self, key: bytes, request_id: str) -> bool:
-        """A request computes or hits a prefix.
+    def is_wanted(self, key: bytes, request_id: str) -> bool:
+        """Whether to store what a prefix ends with, which a request computes.
 
         A request that comes back after a preemption is the same one, and no second touch.
         """
+        if self.policy is not StorePolicy.SECOND_TOUCH:
+            return self.policy is StorePolicy.ALL
         seen_by = self._seen.get(key)
         is_second = seen_by is not None and seen_by != request_id
         self._seen.put(key, _SEVERAL if is_second else request_id)
         return is_second
-
-    def is_wanted(self, key: bytes, request_id: str, is_end_of_turn: bool = False) -> bool:
-        """Whether to store what a prefix ends with. Counts as a touch.
-
-        Args:
-            is_end_of_turn: Whether it ends where the next turn is expected to resume. A resume
-                needs all rows before it: ask so for those, too, or they are missing.
-        """
-        if self.policy is not StorePolicy.SECOND_TOUCH:
-            return self.policy is StorePolicy.ALL
-        return self.touch(key, request_id) or is_end_of_turn
 
     def clear(self) -> None:
         """Forget what was seen."""

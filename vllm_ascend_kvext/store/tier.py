@@ -6,7 +6,7 @@ A request, from its admission on::
     use = tier.next_use()
     hit = tier.look_up(prefix, limit_tokens, after_tokens)      what can be loaded
     load = tier.begin_load(hit, use)                            pins it
-    tier.end_load(load, outcome)                                once no worker reads it any more
+    tier.end_load(load, unreadable)                             once no worker reads it any more
 
     for piece in tier.missing_pieces(prefix, first, end):       what it has computed
         entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
@@ -29,7 +29,6 @@ from vllm_ascend_kvext.store.entries import (
     Kind,
     Load,
     Loadable,
-    LoadOutcome,
     Piece,
 )
 from vllm_ascend_kvext.store.errors import TierError
@@ -145,17 +144,11 @@ class HostTier:
             entry.use = max(entry.use, use)
         return Load(entries)
 
-    def end_load(
-        self,
-        load: Load,
-        outcome: LoadOutcome = LoadOutcome.LOADED,
-        unreadable: Collection[Entry] | None = None,
-    ) -> None:
-        """A load is over on all workers: its entries may go.
+    def end_load(self, load: Load, unreadable: Collection[Entry] = ()) -> None:
+        """A load is over on all workers, or was not needed: its entries may go.
 
         Args:
-            unreadable: Entries that are not offered again; by default all of them if it FAILED,
-                and none else.
+            unreadable: Entries that a worker could not read: they are not offered again.
 
         Raises:
             TierError: If it has ended before.
@@ -166,9 +159,7 @@ class HostTier:
                 "load once, when the last worker is done"
             )
         load.has_ended = True
-        if unreadable is None:
-            unreadable = load.entries if outcome is LoadOutcome.FAILED else ()
-        self.counters.failed_loads += outcome is LoadOutcome.FAILED or bool(unreadable)
+        self.counters.failed_loads += bool(unreadable)
         for entry in load.entries:
             has_failed = entry in unreadable
             entry.num_pins -= 1

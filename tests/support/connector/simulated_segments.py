@@ -16,7 +16,6 @@ import torch
 from support.connector.page_contents import moved_bytes
 from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyCheckOutcome
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.blending.token_rows import (
     HostRows,
@@ -95,9 +94,9 @@ class SimulatedMover(SegmentMover):
     def load(self, rows: Sequence[SegmentRows], block_ids: Any) -> int:
         return self._scripted(super().load, Direction.HOST_TO_PAGES, rows, block_ids)
 
-    def check_keys(self, rows: Sequence[SegmentRows]) -> KeyCheck:
+    def check_keys(self, rows: Sequence[SegmentRows]) -> str:
         del rows
-        return KeyCheck(KeyCheckOutcome.PASSED, "there are no keys")
+        return ""
 
     def _scripted(
         self,

@@ -9,6 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_ascend_kvext.groups.model import CacheGroup
+from vllm_ascend_kvext.groups.specs import cache_group, read_layer_specs
 
 
 @dataclass(frozen=True)
@@ -208,3 +212,8 @@ def config(num_blocks: int, *groups: tuple[object, ...] | dict[str, object]) -> 
         else:
             specs.append(KVCacheGroupSpec(list(group[1:]), group[0]))
     return KVCacheConfig(num_blocks, specs)
+
+
+def cache_groups(kv_cache_config: Any) -> list[CacheGroup]:
+    """What is read of each group of a config, from the worker's or the scheduler's side."""
+    return [cache_group(specs) for specs in read_layer_specs(kv_cache_config) if specs]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from support.layout.fakes import cache_groups
 from support.layout.reach import Reach
 from vllm_ascend_kvext.groups.model import CacheGroup
-from vllm_ascend_kvext.groups.specs import read_cache_groups
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.layout.model import KVLayout, RowAddressing
 from vllm_ascend_kvext.layout.views import tensors_of
@@ -95,8 +95,8 @@ class LayoutFixture:
 
         The worker's config has bundles of specs, the scheduler's the first spec of each.
         """
-        groups = read_cache_groups(self.config, 1)
-        assert groups == read_cache_groups(self.scheduler_config, 1)
+        groups = cache_groups(self.config)
+        assert groups == cache_groups(self.scheduler_config)
         found = set()
         for of_layout in self.layout().groups:
             index, reach = of_layout.kv_cache_group_id, Reach.of(of_layout)

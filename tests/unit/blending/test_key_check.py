@@ -12,8 +12,6 @@ import pytest
 
 from vllm_ascend_kvext.blending.key_check import (
     MAX_PAIRS,
-    KeyCheck,
-    KeyCheckOutcome,
     check_keys,
     find_pairs,
     turn,
@@ -23,7 +21,6 @@ from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype
 
 VOCABULARY, HEADS, HEAD, NUM_TOKENS = 40, 2, 16, 300
 FIRST_POSITION = 1000
-PASSED, FAILED, NOT_CHECKED = KeyCheckOutcome
 
 
 def signature_of(
@@ -63,7 +60,7 @@ class Model:
 
     def check(
         self, read_as: RotarySignature | None = None, wrong: Callable[..., Any] | None = None
-    ) -> KeyCheck:
+    ) -> str | None:
         rows = self.stored_keys(), self.values[self.token_ids]
         rows = rows if wrong is None else wrong(*rows, self)
         keys, values = (rounded(each, self.signature.dtype) for each in rows)
@@ -109,18 +106,16 @@ WRONG: dict[str, Callable[[np.ndarray, np.ndarray, Model], Any]] = {
 @pytest.mark.parametrize(("num_pairs", "offset"), [(8, 0), (4, 0), (4, 8), (3, 2)])
 def test_a_rotation_passes(dtype, style, num_pairs: int, offset: int) -> None:
     found = Model(signature_of(dtype, style, num_pairs, offset)).check()
-    assert found.outcome is PASSED, found.message
-    assert found.message.startswith(f"{MAX_PAIRS} pairs of equal tokens differ by at most ")
+    assert found == ""
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))
 @pytest.mark.parametrize("name", WRONG)
 def test_another_model_fails(name: str, dtype: RowDtype) -> None:
     found = Model(signature_of(dtype)).check(wrong=WRONG[name])
-    assert found.outcome is FAILED
     what = "values" if name == "positions in values" else "keys"
-    assert found.message.startswith(f"{what} of the first layer, token ")
-    assert found.message.endswith("Serve it without blending.")
+    assert found and found.startswith(f"{what} of the first layer, token ")
+    assert found.endswith("Serve it without blending.")
 
 
 @pytest.mark.parametrize("dtype", list(RowDtype))
@@ -129,7 +124,7 @@ def test_another_model_fails(name: str, dtype: RowDtype) -> None:
 )
 def test_another_signature_fails(dtype: RowDtype, read_as: dict[str, object]) -> None:
     found = Model(signature_of(dtype)).check(signature_of(dtype, **read_as))
-    assert found.outcome is FAILED
+    assert found
 
 
 def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
@@ -142,8 +137,7 @@ def test_a_small_rotated_part_is_seen_beside_a_large_latent() -> None:
         return keys, values
 
     found = Model(signature).check(wrong=latent)
-    assert found.outcome is FAILED
-    assert float(found.message.partition("found ")[2].partition(";")[0]) > 0.05
+    assert found and float(found.partition("found ")[2].partition(";")[0]) > 0.05
 
 
 def test_rounding_of_angles_far_away_is_allowed() -> None:
@@ -155,7 +149,7 @@ def test_rounding_of_angles_far_away_is_allowed() -> None:
             return turn(self.keys[self.token_ids], self.signature, angles)
 
     far = Far(signature_of())
-    assert far.check().outcome is FAILED
+    assert far.check()
     keys = far.stored_keys()
     found = check_keys(
         far.token_ids,
@@ -164,7 +158,7 @@ def test_rounding_of_angles_far_away_is_allowed() -> None:
         lambda tokens: keys[list(tokens)],
         [],
     )
-    assert found.outcome is PASSED, found.message
+    assert found == ""
 
 
 def test_pairs_are_of_equal_tokens_and_far_apart() -> None:
@@ -179,7 +173,7 @@ def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
     model = Model(signature_of())
     model.positions[NUM_TOKENS // 2 :] += 160
     found = model.check()
-    assert found.outcome is PASSED, found.message
+    assert found == ""
 
 
 # Fingerprints of signatures.

@@ -10,8 +10,6 @@ import pytest
 
 from vllm_ascend_kvext.connector.common.options import (
     OPTIONS,
-    REMOVED,
-    STATE_POLICY_ALIAS,
     ConnectorOptions,
     Selector,
     describe_options,
@@ -77,13 +75,13 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
 }
 
 
-def parse(world_size: int = 1, environ: dict[str, str] | None = None, **extra_config: Any):
-    return parse_options(extra_config, world_size, environ or {})
+def parse(world_size: int = 1, **extra_config: Any):
+    return parse_options(extra_config, world_size)
 
 
-def refusal(environ: dict[str, str] | None = None, **extra_config: Any) -> str:
+def refusal(**extra_config: Any) -> str:
     with pytest.raises(SettingsError) as raised:
-        parse(environ=environ, **extra_config)
+        parse(**extra_config)
     assert isinstance(raised.value, KvextError)
     return str(raised.value)
 
@@ -132,10 +130,6 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
         (
             {"world_size": 8, "host_memory_gib": 5 / GIB},
             ("host_memory_gib: expected memory for 8 workers",),
-        ),
-        *(
-            ({key: 1}, (f"{key!r} is gone. {text} Remove the key.",))
-            for key, text in REMOVED.items()
         ),
     ],
 )
@@ -203,25 +197,3 @@ def test_the_default_chunk_is_rounded_up_to_whole_units(
     unit_tokens: int, chunk_tokens: int
 ) -> None:
     assert parse().chunk_tokens_of(unit_tokens) == chunk_tokens
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        *(("true", StatePolicy.SKIP), ("1", StatePolicy.SKIP), (" TRUE ", StatePolicy.SKIP)),
-        *(("false", StatePolicy.EXACT), ("0", StatePolicy.EXACT), ("", StatePolicy.EXACT)),
-        ("  ", StatePolicy.EXACT),
-    ],
-)
-def test_the_alias_holds_while_the_key_is_absent(text: str, policy: StatePolicy) -> None:
-    environ = {STATE_POLICY_ALIAS: text}
-    assert parse(environ=environ).state_policy is policy
-    assert parse(environ=environ, state_policy=None).state_policy is policy
-    for other in StatePolicy:
-        assert parse(environ=environ, state_policy=other.value).state_policy is other
-
-
-def test_a_wrong_alias_is_refused_unless_the_key_is_given() -> None:
-    environ = {STATE_POLICY_ALIAS: "yes"}
-    assert "='yes' is not one of its values: expected true, 1, false, 0." in refusal(environ)
-    assert parse(environ=environ, state_policy="skip").state_policy is StatePolicy.SKIP

@@ -49,7 +49,7 @@ def test_steps_of_few_tokens_say_nothing() -> None:
     cost = measured()
     for _ in range(100):
         cost.note_step(MIN_PREFILL_TOKENS - 1, 60.0)
-    assert cost.compute_s(1000) == 1.0
+    assert cost.is_slower_than_computing(100_000, 100)
 
 
 def test_estimates_follow_what_is_measured() -> None:
@@ -57,7 +57,5 @@ def test_estimates_follow_what_is_measured() -> None:
     for _ in range(100):
         cost.note_step(1000, 4.0)
         cost.note_copies(1_000_000, 0.5)
-    compute_s = cost.compute_s(1000)
-    assert compute_s is not None
-    assert abs(compute_s - 4.0) < 0.01
-    assert abs(cost.load_s(1_000_000) - 0.51) < 0.01
+    assert not cost.is_slower_than_computing(700_000, 91)  # 360 ms against 364 ms
+    assert cost.is_slower_than_computing(700_000, 89)

@@ -18,6 +18,7 @@ from support.layout.fakes import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    cache_groups,
     config,
 )
 
@@ -25,8 +26,6 @@ from vllm_ascend_kvext.groups.errors import GroupError
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,
-    is_clipped,
-    num_skipped_pages,
     window_pages,
 )
 from vllm_ascend_kvext.groups.spec_attributes import (
@@ -37,7 +36,6 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     tokens_per_page_of,
     window_tokens_of,
 )
-from vllm_ascend_kvext.groups.specs import read_cache_groups
 
 SPECS = [
     # spec, kind, window_tokens, tokens_per_page, is_replicated; states are those of a kind
@@ -70,18 +68,11 @@ def test_a_spec_says_which_tokens_its_layers_read(
     assert holds_states(spec, "0.attention") is (kind is GroupKind.STATE)
 
 
-def test_context_parallelism_multiplies_the_tokens_of_a_page() -> None:
-    spec = FullAttentionSpec(block_size=16)
-    assert tokens_per_page_of(spec, context_parallel_size=4) == 64
-    (group,) = read_cache_groups(config(4, (spec, "a")), 4)
-    assert group.tokens_per_page == 64
-
-
 def test_a_compressors_states_are_a_window_that_holds_states() -> None:
     """To the scheduler they are a sliding window like any other."""
     spec = SlidingWindowMLASpec(block_size=4, sliding_window=8)
-    of_compressor, of_attention = read_cache_groups(
-        config(4, (spec, "0.compressor.state_cache"), (spec, "0.swa_cache")), 1
+    of_compressor, of_attention = cache_groups(
+        config(4, (spec, "0.compressor.state_cache"), (spec, "0.swa_cache"))
     )
     assert of_compressor == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=True)
     assert of_attention == CacheGroup(GroupKind.WINDOW, 4, 8, holds_states=False)
@@ -92,28 +83,6 @@ def test_a_window_spans_the_pages_of_its_tokens(window_tokens: int, tokens_per_p
     boundary = 100 * tokens_per_page
     read = {token // tokens_per_page for token in range(boundary - window_tokens + 1, boundary)}
     assert window_pages(window_tokens, tokens_per_page) == len(read)
-    group = CacheGroup(GroupKind.WINDOW, tokens_per_page, window_tokens)
-    assert group.window_pages == len(read)
-
-
-@given(
-    computed_tokens=st.integers(0, 200),
-    window_tokens=st.integers(1, 60),
-    tokens_per_page=st.integers(1, 20),
-)
-def test_skipped_pages_hold_no_token_of_the_window(
-    computed_tokens: int, window_tokens: int, tokens_per_page: int
-) -> None:
-    """The next token reads itself and the ``window_tokens - 1`` tokens before it."""
-    first_read = max(0, computed_tokens - window_tokens + 1)
-    skipped = num_skipped_pages(computed_tokens, window_tokens, tokens_per_page)
-    assert skipped * tokens_per_page <= first_read < (skipped + 1) * tokens_per_page
-
-
-def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
-    assert is_clipped(16, window_tokens=20, tokens_per_page=4, unit_tokens=16)
-    assert not is_clipped(32, window_tokens=20, tokens_per_page=4, unit_tokens=16)
-    assert not is_clipped(4, window_tokens=20, tokens_per_page=4, unit_tokens=4)
 
 
 # The two meanings of `block_size`, and what contradicts both.
@@ -168,7 +137,7 @@ def test_padding_does_not_make_rows() -> None:
     spec = MLAAttentionSpec(
         block_size=256, head_size=132, dtype=INT8, compress_ratio=4, page_size_padded=8640
     )
-    (group,) = read_cache_groups(config(4, (spec, "indexer")), 1)
+    (group,) = cache_groups(config(4, (spec, "indexer")))
     assert group.tokens_per_page == 256
 
 
@@ -180,11 +149,11 @@ def test_the_scheduler_sees_the_same_as_the_worker() -> None:
     window = SlidingWindowSpec(block_size=128, sliding_window=128)
     worker = config(4, {"attn": c4, "indexer": indexer}, {"swa": window})
     scheduler = config(4, (c4, "attn", "indexer"), (window, "swa"))
-    assert read_cache_groups(worker, 1) == read_cache_groups(scheduler, 1)
-    assert [group.tokens_per_page for group in read_cache_groups(worker, 1)] == [512, 128]
+    assert cache_groups(worker) == cache_groups(scheduler)
+    assert [group.tokens_per_page for group in cache_groups(worker)] == [512, 128]
 
 
 def test_layers_of_one_group_must_agree() -> None:
     full = FullAttentionSpec(block_size=16)
     with pytest.raises(GroupError, match=r"(?s)layer b: .*16.*32|layer b: .*32.*16"):
-        read_cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}), 1)
+        cache_groups(config(4, {"a": full, "b": FullAttentionSpec(block_size=32)}))

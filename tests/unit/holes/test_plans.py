@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that go on behind what is missing, or compute the beginning while the end is loaded."""
+"""Plans that go on behind what is missing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, SmallTier
+from unit.store.small_tier import SmallTier
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes, plan_spans
-from vllm_ascend_kvext.holes.both_ends import fastest
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
 from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.token_range import TokenRange, union, without
@@ -190,79 +189,3 @@ def test_runs_are_united_and_cut_as_sets_of_tokens(
     assert tokens_of(some_united) == tokens_of(some)
     left = without(some_united, others_united)
     assert tokens_of(left) == tokens_of(some) - tokens_of(others)
-
-
-# Both ends at once.
-
-
-class Cost(NamedTuple):
-    """Seconds per token, and per chunk that is loaded."""
-
-    token_s: float | None
-    chunk_s: float
-
-    def load_s(self, num_bytes: int) -> float:
-        return num_bytes / PLACE_BYTES * self.chunk_s
-
-    def compute_s(self, num_tokens: int) -> float | None:
-        return None if self.token_s is None else num_tokens * self.token_s
-
-
-def chunk_plan(
-    missing: tuple[int, ...] = (), tails: list[int] | None = None, after_tokens: int = 0
-) -> LoadPlan:
-    stored = [(12 * n, 12 * n + 12) for n in range(NUM_CHUNKS) if n not in missing]
-    return plan_of(stored, tails, after_tokens, num_tokens=122)[1]
-
-
-def chunks(plan: LoadPlan) -> list[int]:
-    """Numbers of the chunks that are loaded."""
-    return [span.first_tokens // CHUNK_TOKENS for span in plan.exact_spans]
-
-
-def test_estimates_far_apart_split_nothing() -> None:
-    plan = chunk_plan()
-    assert fastest(plan, Cost(None, 1.0)) is plan  # Computing was not measured.
-    assert fastest(plan, Cost(1.0, 0.5)) is plan
-    assert fastest(plan, Cost(1.0, 1000.0)) is None
-
-
-@pytest.mark.parametrize("chunk_s", [2.0, 6.0, 8.0, 12.0, 24.0, 60.0])
-@pytest.mark.parametrize("missing", [(), (0, 1), (4,), (3, 7, 8)])
-def test_no_other_split_takes_less(missing: tuple[int, ...], chunk_s: float) -> None:
-    plan = fastest(chunk_plan(missing), Cost(1.0, chunk_s))
-    found_s = 120.0
-    if plan is not None:
-        first = next(plan.exact_spans).first_tokens
-        later_tokens = sum(hole.num_tokens for hole in plan.holes if hole.first_tokens > first)
-        found_s = max(first, chunk_s * len(chunks(plan))) + later_tokens
-    possible = [120.0]
-    for split in set(range(NUM_CHUNKS)) - set(missing):
-        num_later = sum(chunk > split for chunk in missing)
-        load_s = chunk_s * (NUM_CHUNKS - split - num_later)
-        possible.append(max(CHUNK_TOKENS * split, load_s) + CHUNK_TOKENS * num_later)
-    assert found_s <= min(possible) / 0.9
-    assert found_s in possible
-
-
-@pytest.mark.parametrize(
-    ("missing", "after_tokens", "holes", "loaded"),
-    [
-        ((), 0, ((0, 60),), [5, 6, 7, 8, 9]),
-        ((0, 1), 0, ((0, 60),), [5, 6, 7, 8, 9]),
-        ((7,), 0, ((0, 48), (84, 96)), [4, 5, 6, 8, 9]),
-        ((), 24, ((24, 72),), [6, 7, 8, 9]),
-    ],
-)
-def test_later_holes_and_tails_stay_and_what_the_device_has_is_not_computed(
-    missing: tuple[int, ...], after_tokens: int, holes: tuple[tuple[int, int], ...], loaded: list
-) -> None:
-    cost = Cost(1.0, CHUNK_TOKENS)
-    plan = fastest(chunk_plan(missing, after_tokens=after_tokens), cost)
-    assert plan is not None
-    assert (plan.holes, chunks(plan), plan.boundary_tokens) == (holes, loaded, 120)
-    if missing == () and not after_tokens:
-        with_tails = fastest(chunk_plan(tails=[120]), cost)
-        assert with_tails is not None
-        assert with_tails.entries[-1].piece == Piece.tails(120)
-        assert len(with_tails.holes) == 1

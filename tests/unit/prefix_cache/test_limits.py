@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
@@ -30,10 +30,10 @@ def test_slots_run_out_at_the_limit(limits, num_blocks):
 
 @given(LIMITS, st.integers(0, 100))
 def test_a_block_leaves_the_window_at_the_limit(limits, tokens):
-    if not limits.window_tokens:
-        assert limits.num_skipped_blocks(tokens) == 0
-        return
+    assume(limits.window_tokens)
     skipped = limits.num_skipped_blocks(tokens)
+    first_read_tokens = max(0, tokens - limits.window_tokens + 1)
+    assert skipped == first_read_tokens // limits.block_tokens
     limit = limits.next_skip_tokens(skipped)
     assert tokens < limit
     assert [limits.num_skipped_blocks(n) for n in (limit - 1, limit)] == [skipped, skipped + 1]

@@ -137,3 +137,10 @@ def test_any_geometry(geometry: HitGeometry, units: int, rest: int) -> None:
     assert geometry.reachable_tokens(limit) == boundary
     sparse = kept(geometry, boundary, limit)
     assert look_up(geometry.groups, sparse, limit, geometry.unit_tokens) == boundary
+
+
+def test_only_windows_shorter_than_the_boundary_are_not_clipped() -> None:
+    group = GroupGeometry(GroupKind.WINDOW, block_tokens=4, window_tokens=20)
+    assert group.is_clipped(16, unit_tokens=16)
+    assert not group.is_clipped(32, unit_tokens=16)
+    assert not group.is_clipped(4, unit_tokens=4)

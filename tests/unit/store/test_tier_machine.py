@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
 
 from vllm_ascend_kvext.store.counters import Refusal, Removal
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, LoadOutcome, Piece
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
@@ -131,21 +132,23 @@ class TierMachine(RuleBasedStateMachine):
         self.loads.append(load)
 
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), outcome=st.sampled_from([*LoadOutcome, LoadOutcome.LOADED]))
-    def end_load(self, data: st.DataObject, outcome: LoadOutcome) -> None:
-        self._end_load(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))), outcome)
+    @rule(data=st.data(), reads=st.sampled_from(["all", "all", "some", "nothing"]))
+    def end_load(self, data: st.DataObject, reads: str) -> None:
+        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self._end_load(load, {"all": (), "some": load.entries[::2]}.get(reads, load.entries))
 
-    def _end_load(self, load: Load, outcome: LoadOutcome) -> None:
-        known = [self.model.of(entry) for entry in load.entries]
-        self.tier.end_load(load, outcome)
-        for each in known:
+    def _end_load(self, load: Load, unreadable: Sequence[Entry]) -> None:
+        known = {entry: self.model.of(entry) for entry in load.entries}
+        was_stored = {entry for entry, each in known.items() if each.state is EntryState.STORED}
+        self.tier.end_load(load, unreadable)
+        for each in known.values():
             each.num_pins -= 1
             self.model.release(each)
-        self._follow_removals({Removal.LOAD_FAILED} if outcome is LoadOutcome.FAILED else set())
-        if outcome is LoadOutcome.FAILED:
-            assert not any(each.state is EntryState.STORED for each in known)
+        self._follow_removals({Removal.LOAD_FAILED} if unreadable else set())
+        is_stored = {entry for entry, each in known.items() if each.state is EntryState.STORED}
+        assert is_stored == was_stored - {*unreadable}
         with pytest.raises(TierError, match="has ended before"):
-            self.tier.end_load(load, outcome)
+            self.tier.end_load(load)
 
     @rule(text=texts, upto=st.integers(0, 30))
     def renew(self, text: str, upto: int) -> None:
@@ -173,16 +176,13 @@ class TierMachine(RuleBasedStateMachine):
         if ends_at_once:
             self.end_all_stores()
 
-    @rule(
-        text=texts,
-        grown_units=st.integers(1, 3),
-        outcome=st.sampled_from([LoadOutcome.LOADED] * 3 + [LoadOutcome.FAILED]),
-    )
-    def take_a_turn(self, text: str, grown_units: int, outcome: LoadOutcome) -> None:
+    @rule(text=texts, grown_units=st.integers(1, 3), reads=st.sampled_from([True] * 3 + [False]))
+    def take_a_turn(self, text: str, grown_units: int, reads: bool) -> None:
         """A request loads what there is, and stores what it adds."""
         self.next_request()
         self.load(text, 0)
-        self._end_load(self.loads.pop(), outcome)
+        load = self.loads.pop()
+        self._end_load(load, () if reads else load.entries)
         self.store_what_is_missing(text + "a" * grown_units * UNIT_TOKENS, 0, (1, 2), True)
 
     @rule(text=texts, first_units=st.integers(0, 11), size=st.sampled_from([1, 2, 5, 24]))
@@ -391,7 +391,7 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When all transfers have ended, nothing is pinned and only what is stored takes room."""
         for load in self.loads:
-            self.tier.end_load(load, LoadOutcome.CANCELLED)
+            self.tier.end_load(load)
         for entry in list(self.tier._entries.values()):
             if entry.is_being_written:
                 self.tier.finish_store(entry)

@@ -28,32 +28,10 @@ class Selector(enum.Enum):
 
 
 CONFIG = "kv_connector_extra_config"
-STATE_POLICY_ALIAS = "LMCACHE_ASCEND_SKIP_STATE_GROUPS"
-
-REMOVED = {
-    "blend_across_windows": "The first tokens of a segment are always computed for as long as a "
-    "sliding window reaches across its beginning.",
-    "blend_min_tokens": "Fewer than 32 tokens of a segment are always computed.",
-    "blend_run_tokens": "Tokens are always chosen in runs of 8.",
-    "copy_threads": "A copy has as many threads as it has CPUs, four at most; copy_cpus names "
-    "these.",
-    "eviction": "What is expected to bring the fewest hits for the time it stays gives way first; "
-    "that is learned from when prompts are sent again.",
-    "swap_on_preemption": "The KV of a preempted request always goes to host memory where that and "
-    "the way back are estimated to cost less than computing it again.",
-}
-"""Keys that there were, and what holds in their place."""
 
 _GIB = 1 << 30
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
-_ALIAS_VALUES = {
-    "": StatePolicy.EXACT,
-    "true": StatePolicy.SKIP,
-    "1": StatePolicy.SKIP,
-    "false": StatePolicy.EXACT,
-    "0": StatePolicy.EXACT,
-}
 # Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
 _CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
@@ -172,8 +150,7 @@ class ConnectorOptions:
     state_policy: Annotated[StatePolicy, _choice(StatePolicy)] = StatePolicy.EXACT
     """`exact`: states (Mamba, compressors) are stored and loaded with the rest. `skip`: they are
     left out. That is lossy: what follows a loaded boundary is computed from other states, and
-    answers change. While the key is absent, `LMCACHE_ASCEND_SKIP_STATE_GROUPS` is read: `true` or
-    `1` is `skip`, `false` or `0` is `exact`."""
+    answers change."""
 
     hole_reuse: Annotated[bool, _FLAG] = True
     """`true`: where a chunk is missing, what is stored behind it is loaded all the same, and the
@@ -202,8 +179,7 @@ class ConnectorOptions:
     blend_check_layer: Annotated[int | None, _NATURAL_NUMBER] = None
     """With `blend_selector=question`: the layer at which the question is compared with the
     segments, counted from 0 in the order of the model, among those with pages of their own. It must
-    have full attention. `python -m vllm_ascend_kvext check-model MODEL` finds it. Unset: the one
-    next to three fifths of the model."""
+    have full attention. Unset: the one next to three fifths of the model."""
 
     segment_separator: Annotated[str | tuple[int, ...] | None, _SEPARATOR] = None
     """With `blending`: what stands between two of these separators in a prompt is a segment, where
@@ -271,9 +247,7 @@ def describe_options() -> list[Described]:
     return [Described(each.key, each.default_in_words, texts[each.key]) for each in OPTIONS]
 
 
-def parse_options(
-    extra_config: Mapping[str, Any], world_size: int, environ: Mapping[str, str]
-) -> ConnectorOptions:
+def parse_options(extra_config: Mapping[str, Any], world_size: int) -> ConnectorOptions:
     """Read and validate the configuration of a connector.
 
     A key whose value is null is absent.
@@ -281,7 +255,6 @@ def parse_options(
     Args:
         extra_config: ``kv_connector_extra_config``.
         world_size: Workers of the engine.
-        environ: Environment variables, of which `STATE_POLICY_ALIAS` is read.
 
     Raises:
         SettingsError: If a key is not in `OPTIONS`, or a value is wrong.
@@ -296,8 +269,6 @@ def parse_options(
             hint = did_you_mean(value, option.note.words).strip()
             raise _wrong(option.key, value, option.note.expected, hint)
         values[option.key] = option.note.make(value)
-    if "state_policy" not in values:
-        values["state_policy"] = _aliased_state_policy(environ)
     options = ConnectorOptions(world_size, "chunk_tokens" in values, **values)
     if options.blending and not options.hole_reuse:
         raise _wrong(
@@ -324,22 +295,8 @@ def _wrong(key: str, value: object, expected: str, remedy: str = "") -> Settings
 def _refuse_unknown_keys(extra_config: Mapping[str, Any]) -> None:
     known = [option.key for option in OPTIONS]
     for key in extra_config:
-        if key in REMOVED:
-            raise SettingsError(f"{CONFIG}: {key!r} is gone. {REMOVED[key]} Remove the key.")
         if key not in known:
             raise SettingsError(
                 f"{CONFIG}: unknown key {key!r}: expected some of {', '.join(known)}."
                 f"{did_you_mean(key, known)} Correct or remove it."
             )
-
-
-def _aliased_state_policy(environ: Mapping[str, str]) -> StatePolicy:
-    text = environ.get(STATE_POLICY_ALIAS, "")
-    policy = _ALIAS_VALUES.get(text.strip().lower())
-    if policy is None:
-        raise SettingsError(
-            f"{STATE_POLICY_ALIAS}={text!r} is not one of its values: expected "
-            f"{', '.join(filter(None, _ALIAS_VALUES))}. Correct or unset it, or set state_policy "
-            f"in {CONFIG}, which comes first."
-        )
-    return policy

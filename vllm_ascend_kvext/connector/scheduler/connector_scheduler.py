@@ -36,7 +36,6 @@ from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.segments.make_blending import make_blending
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
-from vllm_ascend_kvext.holes.eligibility import EngineRefusal
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
@@ -102,10 +101,10 @@ class ConnectorScheduler:
         self._view = view
         self._clock = clock
         self._references = BlockReferences(view.block_pool)
-        refusal = _why_no_holes(view, layout, options) if options.hole_reuse else None
-        self.computes_holes = options.hole_reuse and refusal is None
-        if refusal is not None:
-            logger.warning("KvextConnector: hole_reuse is off: %s.", refusal.text)
+        refusal = _why_no_holes(view, layout, options)
+        self.computes_holes = refusal is None
+        if refusal:
+            logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         self.tier = HostTier(
             worker.host_bytes,
             layout.geometry,
@@ -466,17 +465,18 @@ class ConnectorScheduler:
         self._cost.note_step(num_tokens, now_s - began_s)
 
 
-def _why_no_holes(
-    view: SchedulerView, layout: HostLayout, options: ConnectorOptions
-) -> EngineRefusal | None:
+def _why_no_holes(view: SchedulerView, layout: HostLayout, options: ConnectorOptions) -> str | None:
+    """Why no request computes holes, empty where nobody asked for them; None if some may."""
+    if not options.hole_reuse:
+        return ""
     if not layout.geometry.needs_rows:
-        return EngineRefusal.NO_ROWS
+        return "the model has no full attention: what lies before a window need not be computed"
     if any(group.is_snapshot for group in layout.all_groups):
-        return EngineRefusal.STATES
+        return "the model has recurrent states, which are not kept where holes begin"
     if options.state_policy is StatePolicy.SKIP:
-        return EngineRefusal.SKIPPED_STATES
+        return "holes are exact, and state_policy=skip is not"
     if view.use_eagle or view.num_lookahead_tokens:
-        return EngineRefusal.DRAFTS
+        return "draft tokens (EAGLE, MTP) would be computed beyond the end of a hole"
     return None
 
 

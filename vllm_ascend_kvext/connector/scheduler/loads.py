@@ -31,12 +31,10 @@ from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
-from vllm_ascend_kvext.holes.both_ends import fastest
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
 from vllm_ascend_kvext.holes.window_blocks import WindowTables
-from vllm_ascend_kvext.store.entries import LoadOutcome
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange, union
@@ -184,13 +182,12 @@ class Loads:
         admission.shortfall = hit.shortfall
         plan = self._with_segments(request, admission, hit)
         if plan is None:
-            exact = self._plan_without_segments(request, admission, hit)
-            if exact.num_tokens <= 0:
+            plan = self._plan_without_segments(request, admission, hit)
+            if plan.num_tokens <= 0:
                 return 0
-            if self._waits_for_other(admission, exact):
+            if self._waits_for_other(admission, plan):
                 return None
-            plan = self._if_faster(request, exact)
-            if plan is None:
+            if self._takes_longer(plan):
                 # It is asked about in every step while it waits.
                 self._counters.too_dear_loads += not admission.is_slower
                 admission.is_slower = True
@@ -263,28 +260,6 @@ class Loads:
             refusal = HoleRefusal.TOO_DEAR
         admission.hole_refusal = refusal
         return beyond if refusal is None else first
-
-    def _if_faster(self, request: Request, plan: LoadPlan) -> LoadPlan | None:
-        """The plan, or one that computes its beginning meanwhile; None if computing is faster."""
-        if not self._can_split(request, plan):
-            return None if self._takes_longer(plan) else plan
-        split = fastest(plan, self.cost)
-        # The windows of the beginning take blocks that the load alone does not.
-        if split is not None and self._room_for(request, split) is Room.NEVER:
-            return plan
-        return split
-
-    def _can_split(self, request: Request, plan: LoadPlan) -> bool:
-        """Whether the beginning can be computed while the rest is loaded, at nobody's cost."""
-        return (
-            self._computes_holes
-            and not self.cost.is_ignored
-            and why_no_holes(request) is None
-            and (plan.after_tokens == 0 or self._holes.windows is None)
-            and plan.after_tokens % self._layout.unit_tokens == 0
-            and not self._view.num_running()
-            and not self.num_under_way
-        )
 
     def _holes_need_more_blocks(
         self, request: Request, admission: Admission, plan: LoadPlan
@@ -413,8 +388,8 @@ class Loads:
         self.num_under_way -= 1
         plan = under_way.plan
         failed = {e for e in plan.entries if e.offset_bytes in under_way.unreadable}
+        self._tier.end_load(under_way.load, failed)
         if under_way.has_failed:
-            self._tier.end_load(under_way.load, LoadOutcome.FAILED, failed)
             self._holes.drop(request_id)
             # It holds its blocks until the scheduler looks at it: it stays parked.
             self._withdraw_promise(state)
@@ -427,7 +402,6 @@ class Loads:
             for span in plan.exact_spans
             if span.entry in failed
         )
-        self._tier.end_load(under_way.load, LoadOutcome.LOADED, failed)
         self._count_hit(plan, union([*plan.holes, *runs]))
         if not runs:
             self.cost.note_load(plan.num_bytes, self._clock() - under_way.began_s)
@@ -452,7 +426,7 @@ class Loads:
     def _cancel(self, admission: Admission) -> None:
         """Let go of what is pinned for a request that is not admitted."""
         if admission.pinned is not None:
-            self._tier.end_load(admission.pinned.load, LoadOutcome.CANCELLED)
+            self._tier.end_load(admission.pinned.load)
             admission.pinned = None
 
     def _room_for(self, request: Request, plan: LoadPlan) -> Room:

@@ -52,18 +52,11 @@ class TransferCost:
         if num_tokens >= MIN_PREFILL_TOKENS:
             self._s_per_token = _mean(self._s_per_token, seconds / num_tokens)
 
-    def load_s(self, num_bytes: int) -> float:
-        """Estimated seconds of a load; 0 if nothing was measured."""
-        return self._copy_s(num_bytes) + (self._parked_s or 0.0)
-
-    def compute_s(self, num_tokens: int) -> float | None:
-        """Estimated seconds of computing tokens; None if nothing was measured."""
-        return None if self._s_per_token is None else self._s_per_token * num_tokens
-
     def is_slower_than_computing(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether computing so many tokens is faster than loading so many bytes."""
-        compute_s = None if self.is_ignored else self.compute_s(num_tokens)
-        return compute_s is not None and self.load_s(num_bytes) > compute_s
+        if self.is_ignored or self._s_per_token is None:
+            return False
+        return self._load_s(num_bytes) > num_tokens * self._s_per_token
 
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether storing and loading so many bytes is faster than computing so many tokens.
@@ -72,12 +65,14 @@ class TransferCost:
         """
         if self.is_ignored:
             return True
-        compute_s, out_s_per_byte = self.compute_s(num_tokens), self._s_per_stored_byte
-        if compute_s is None or out_s_per_byte is None:
+        if self._s_per_token is None or self._s_per_stored_byte is None:
             return False
-        out_s = num_bytes * out_s_per_byte
-        back_s = out_s if self._s_per_byte is None else self.load_s(num_bytes)
-        return out_s + back_s <= compute_s
+        out_s = num_bytes * self._s_per_stored_byte
+        back_s = out_s if self._s_per_byte is None else self._load_s(num_bytes)
+        return out_s + back_s <= num_tokens * self._s_per_token
+
+    def _load_s(self, num_bytes: int) -> float:
+        return self._copy_s(num_bytes) + (self._parked_s or 0.0)
 
     def _copy_s(self, num_bytes: int) -> float:
         return num_bytes * (self._s_per_byte or 0.0)

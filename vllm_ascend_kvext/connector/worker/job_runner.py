@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_ascend_kvext.blending.errors import SegmentError
-from vllm_ascend_kvext.blending.key_check import KeyCheck, KeyGate
+from vllm_ascend_kvext.blending.key_check import KeyGate
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
@@ -53,14 +53,15 @@ class Moved(NamedTuple):
         seconds: That the copies took.
         unreadable: Where in host memory those parts of a load begin that could not be read.
         error: Why a load was made part by part; None if it was not.
-        key_check: Of the segments of a store; None if none were checked.
+        key_check: What is wrong with the keys of a store's segments, empty if nothing is; None if
+            none were checked.
     """
 
     num_bytes: int
     seconds: float
     unreadable: frozenset[int] = frozenset()
     error: Exception | None = None
-    key_check: KeyCheck | None = None
+    key_check: str | None = None
 
 
 class JobRunner:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.key_check import KeyCheckOutcome
 from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -266,11 +265,8 @@ class WorkerSide:
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
                 traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
-                check = moved.key_check
-                if check is not None and check.outcome is KeyCheckOutcome.PASSED:
-                    results.key_checks += 1
-                elif check is not None and check.outcome is KeyCheckOutcome.FAILED:
-                    results.key_check_failure = results.key_check_failure or check.message
+                results.key_checks += moved.key_check == ""
+                results.key_check_failure = results.key_check_failure or moved.key_check or ""
         if self._probe is not None:
             results.scores = self._probe.end_step()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
