@@ -33,7 +33,6 @@ NOT_IN_SAMPLE = (
     "test_data_parallel.py",
     "test_demo.py",
     "test_kernel_or_dma.py",
-    "test_serve_lines.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 
@@ -59,7 +58,7 @@ LONG_FILES = {
         "test_retention_scheduler.py",
         "test_metrics.py",
     ),
-    "ascend": ("test_serve_lines_on_ascend.py", "test_true_layout.py"),
+    "ascend": ("test_true_layout.py",),
 }
 """The files, or folders, of a folder of tests that take long enough for a process of their own."""
 
@@ -85,7 +84,6 @@ LMCACHE_FILES = (
     ("contract", "test_fingerprints.py"),
     ("ascend", "test_lmcache_slices_on_ascend.py"),
     ("engine", "test_lmcache_engine.py"),
-    ("engine", "test_lmcache_failures.py"),
     ("engine", "test_serve_lines.py"),
 )
 """Folder and file of the tests that need LMCache."""

@@ -9,14 +9,16 @@ active (see ``conftest.py``). Knows nothing of requests or retention.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+import vllm_ascend
 from support.scheduler.block_manager import Layout
 from vllm.config import CacheConfig, VllmConfig
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_ascend.core.kv_cache_interface import (
     AscendMLAAttentionSpec,
@@ -26,6 +28,7 @@ from vllm_ascend.core.kv_cache_interface import (
 WINDOW_TOKENS = 128
 HEAD_DIM = 512
 INDEXER_HEAD_DIM = 128
+INDEXER_ON_A3 = {"dtype": torch.int8, "scale_dtype": torch.float16}
 
 NUM_LAYERS = 43
 """A Flash-like model: two layers without compression, then ratios 4 and 128 in turn."""
@@ -50,25 +53,18 @@ class BlockSizes:
     page_bytes: tuple[int, int]
 
 
-BLOCK_SIZES = {
-    128: BlockSizes(128, 128, 8, 32, (16640, 131072)),
-    32: BlockSizes(32, 32, 2, 8, (4160, 32768)),
-}
-
 HIT_UNIT_TOKENS = {128: 16384, 32: 4096}
 """Per ``--block-size``: the least common multiple of the tokens per block of all groups."""
 
 SMALL_HIT_UNIT_TOKENS = 32
 
 
-def published_block_sizes() -> dict[int, BlockSizes]:
-    """The table in vllm-ascend's sources.
+def _published_block_sizes() -> dict[int, BlockSizes]:
+    """The table in vllm-ascend's sources, by ``--block-size``.
 
     Read as text: the module that holds it needs a device to import.
     """
-    package = find_spec("vllm_ascend")
-    assert package is not None and package.submodule_search_locations
-    path = Path(package.submodule_search_locations[0]) / "models/layer/attention/layer.py"
+    path = Path(vllm_ascend.__file__).parent / "models/layer/attention/layer.py"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_DSV4_BLOCK_SIZES":
             return {
@@ -76,6 +72,9 @@ def published_block_sizes() -> dict[int, BlockSizes]:
                 for block_size, (sizes, page_bytes) in ast.literal_eval(node.value).items()
             }
     raise AssertionError(f"no _DSV4_BLOCK_SIZES in {path}")
+
+
+BLOCK_SIZES = _published_block_sizes()
 
 
 def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
@@ -88,14 +87,23 @@ def planned_config(block_size: int, num_blocks: int = 1024) -> KVCacheConfig:
     Returns:
         The configuration as the scheduler gets it: one spec per group.
     """
+    return plan(layer_specs(BLOCK_SIZES[block_size]), block_size, num_blocks)[1]
+
+
+def plan(
+    specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
+) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
     vllm_config = VllmConfig(
         cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
     )
-    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, layer_specs(block_size))
+    # As the engine core does before planning.
+    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)
     config = kv_cache_utils.get_kv_cache_config_from_groups(
         vllm_config, groups, available_memory=1 << 40
     )
-    return kv_cache_utils.generate_scheduler_kv_cache_config([config])
+    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
 
 
 def planned_layout(block_size: int, eagle_group_ids: frozenset[int] = frozenset()) -> Layout:
@@ -109,46 +117,46 @@ def resolved_block_sizes(config: KVCacheConfig, block_size: int) -> tuple[int, i
     return kv_cache_utils.resolve_kv_cache_block_sizes(config, vllm_config)
 
 
-def layer_specs(block_size: int) -> dict[str, KVCacheSpec]:
-    """One spec per cache that the model registers, in the model's order."""
+def layer_specs(
+    sizes: BlockSizes,
+    num_layers: int = NUM_LAYERS,
+    num_uncompressed: int = 2,
+    latent: Mapping[str, object] = MappingProxyType({}),
+    indexer: Mapping[str, object] = INDEXER_ON_A3,
+) -> dict[str, KVCacheSpec]:
+    """One spec per cache that the model registers, in the model's order.
+
+    Args:
+        latent: What attention's specs have besides, ``indexer`` those of the indexer's keys.
+    """
     specs: dict[str, KVCacheSpec] = {}
-    for layer in range(NUM_LAYERS):
+    small_page_bytes, large_page_bytes = sizes.page_bytes
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}.self_attn"
-        if layer >= 2:
-            ratio = 4 if layer % 2 == 0 else 128
-            specs |= _compressed_layer_specs(prefix, ratio, BLOCK_SIZES[block_size])
+        if layer >= num_uncompressed and layer % 2 == 0:
+            specs |= {
+                f"{prefix}.attn": compressed_spec(sizes.mla, 4, **latent),
+                f"{prefix}.indexer.k_cache": compressed_spec(
+                    sizes.mla, 4, head_size=INDEXER_HEAD_DIM, scale_dim=1, **indexer
+                ),
+                f"{prefix}.compressor.state_cache": state_spec(
+                    sizes.c4_state, 8, 4 * HEAD_DIM, large_page_bytes
+                ),
+                f"{prefix}.indexer.compressor.state_cache": state_spec(
+                    sizes.c4_state, 8, 4 * INDEXER_HEAD_DIM, small_page_bytes
+                ),
+            }
+        elif layer >= num_uncompressed:
+            specs |= {
+                f"{prefix}.attn": compressed_spec(sizes.mla, 128, **latent),
+                f"{prefix}.compressor.state_cache": state_spec(
+                    sizes.c128_state, 128, 2 * HEAD_DIM, large_page_bytes
+                ),
+            }
         specs[f"{prefix}.swa_cache"] = window_spec(
-            BLOCK_SIZES[block_size].window, WINDOW_TOKENS, model_version="deepseek_v4"
+            sizes.window, WINDOW_TOKENS, model_version="deepseek_v4", **latent
         )
     return specs
-
-
-def _compressed_layer_specs(prefix: str, ratio: int, sizes: BlockSizes) -> dict[str, KVCacheSpec]:
-    small_page_bytes, large_page_bytes = sizes.page_bytes
-    if ratio == 128:
-        return {
-            f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
-            f"{prefix}.compressor.state_cache": state_spec(
-                sizes.c128_state, 128, 2 * HEAD_DIM, large_page_bytes
-            ),
-        }
-    return {
-        f"{prefix}.attn": compressed_spec(sizes.mla, ratio),
-        f"{prefix}.indexer.k_cache": compressed_spec(
-            sizes.mla,
-            ratio,
-            head_size=INDEXER_HEAD_DIM,
-            dtype=torch.int8,
-            scale_dim=1,
-            scale_dtype=torch.float16,
-        ),
-        f"{prefix}.compressor.state_cache": state_spec(
-            sizes.c4_state, 8, 4 * HEAD_DIM, large_page_bytes
-        ),
-        f"{prefix}.indexer.compressor.state_cache": state_spec(
-            sizes.c4_state, 8, 4 * INDEXER_HEAD_DIM, small_page_bytes
-        ),
-    }
 
 
 def compressed_spec(block_size: int, compress_ratio: int, **overrides: object) -> KVCacheSpec:

@@ -13,12 +13,10 @@ from functools import partial
 
 import ascend_geometry
 import torch
-from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes
+from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes, plan
 from ascend_runner import INDEX_DIM, LATENT_DIM, ROPE_DIM, attention_backend, kv_caches
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, paged_tensors
-from vllm.config import CacheConfig, VllmConfig
-from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -33,64 +31,26 @@ A5_BLOCK_SIZES = BlockSizes(128, 128, 8, 16, (16896, 81920))
 """``--block-size 128`` on A5 (``get_dsv4_block_sizes``)."""
 
 
-def plan(
-    specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
-) -> tuple[KVCacheConfig, KVCacheConfig]:
-    """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
-    vllm_config = VllmConfig(
-        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
-    )
-    # As the engine core does before planning.
-    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
-    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, dict(specs))
-    config = kv_cache_utils.get_kv_cache_config_from_groups(
-        vllm_config, groups, available_memory=1 << 40
-    )
-    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
-
-
 def deepseek_v4(
     block_size: int = 128, num_blocks: int = 24, has_connector: bool = True
 ) -> LayoutFixture:
     """43 layers; six groups share the blobs."""
-    config, scheduler_config = plan(ascend_geometry.layer_specs(block_size), block_size, num_blocks)
-    return _deepseek_v4(
-        config, scheduler_config, BLOCK_SIZES[block_size], has_connector, "A3", keys_by_row=True
-    )
+    sizes = BLOCK_SIZES[block_size]
+    config, scheduler_config = plan(ascend_geometry.layer_specs(sizes), block_size, num_blocks)
+    return _deepseek_v4(config, scheduler_config, sizes, has_connector, "A3", keys_by_row=True)
 
 
 def deepseek_v4_on_a5(num_blocks: int = 88) -> LayoutFixture:
     """Six layers; the indexer registers a third view, over keys and scales."""
-    specs: dict[str, KVCacheSpec] = {}
-    sizes = A5_BLOCK_SIZES
-    small, large = sizes.page_bytes
-    latent = {"head_size": 640, "dtype": torch.float8_e4m3fn}
-    for layer in range(6):
-        prefix = f"model.layers.{layer}.self_attn"
-        ratio = 4 if layer % 2 == 0 else 128
-        specs[f"{prefix}.attn"] = ascend_geometry.compressed_spec(sizes.mla, ratio, **latent)
-        if ratio == 4:
-            specs[f"{prefix}.indexer.k_cache"] = ascend_geometry.compressed_spec(
-                sizes.mla,
-                4,
-                head_size=INDEX_DIM,
-                dtype=torch.float8_e4m3fn,
-                scale_dim=1,
-                scale_dtype=torch.float32,
-            )
-            specs[f"{prefix}.indexer.compressor.state_cache"] = ascend_geometry.state_spec(
-                sizes.c4_state, 8, 512, small
-            )
-        specs[f"{prefix}.compressor.state_cache"] = (
-            ascend_geometry.state_spec(sizes.c4_state, 8, 2048, large)
-            if ratio == 4
-            else ascend_geometry.state_spec(sizes.c128_state, 128, 1024, large)
-        )
-        specs[f"{prefix}.swa_cache"] = ascend_geometry.window_spec(
-            sizes.window, 128, model_version="deepseek_v4", **latent
-        )
+    specs = ascend_geometry.layer_specs(
+        A5_BLOCK_SIZES,
+        num_layers=6,
+        num_uncompressed=0,
+        latent={"head_size": 640, "dtype": torch.float8_e4m3fn},
+        indexer={"dtype": torch.float8_e4m3fn, "scale_dtype": torch.float32},
+    )
     config, scheduler_config = plan(specs, 128, num_blocks)
-    return _deepseek_v4(config, scheduler_config, sizes, True, "A5", keys_by_row=False)
+    return _deepseek_v4(config, scheduler_config, A5_BLOCK_SIZES, True, "A5", keys_by_row=False)
 
 
 def _deepseek_v4(

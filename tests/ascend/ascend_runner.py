@@ -10,22 +10,18 @@ from __future__ import annotations
 import __future__
 
 import ast
-import importlib
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import vllm_ascend
 from vllm.utils.torch_utils import get_dtype_size
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheConfig,
-    MambaSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm_ascend import utils
+from vllm_ascend.core import kv_cache_interface as ascend_kv_cache_interface
 
 _METHODS = (
     "_get_layer_kv_cache_specs",
@@ -37,15 +33,6 @@ _METHODS = (
     "_adjust_kv_layout",
     "_reshape_kv_cache_tensors",
 )
-
-_HELPERS = (
-    "calc_split_factor",
-    "is_hidden_state_cache_spec",
-    "kv_cache_spec_uses_sparse_li_c8",
-    "kv_cache_spec_uses_sparse_sfa_c8",
-    "sparse_kv_cache_has_indexer",
-)
-"""Functions of ``vllm_ascend.utils`` that they call."""
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
 
@@ -77,22 +64,15 @@ def kv_caches(
         is_sparse: DeepSeek sparse attention.
         device_type: A name of ``AscendDeviceType``.
     """
-    utils = importlib.import_module("vllm_ascend.utils")
     namespace = {
-        "torch": torch,
+        **vars(utils),
+        **vars(kv_cache_interface),
+        **vars(ascend_kv_cache_interface),
         "math": math,
         "get_dtype_size": get_dtype_size,
-        "AttentionSpec": AttentionSpec,
-        "MambaSpec": MambaSpec,
-        "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
-        "AscendDeviceType": utils.AscendDeviceType,
         "get_ascend_device_type": lambda: utils.AscendDeviceType[device_type],
         "enable_fa_quant": lambda *_: False,
     }
-    namespace |= {name: getattr(utils, name) for name in _HELPERS}
-    interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
-    for name in ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec"):
-        namespace[name] = getattr(interface, name)
     made = _compiled(_runner_methods(), namespace)
 
     class Runner(made):
@@ -130,9 +110,7 @@ def _runner_methods() -> list[ast.FunctionDef]:
 
 
 def _text(path: str) -> str:
-    package = find_spec("vllm_ascend")
-    assert package is not None and package.submodule_search_locations
-    return (Path(package.submodule_search_locations[0]) / path).read_text()
+    return (Path(vllm_ascend.__file__).parent / path).read_text()
 
 
 def _compiled(functions: list[ast.FunctionDef], namespace: dict[str, object]) -> type:

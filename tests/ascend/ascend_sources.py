@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the real vllm-ascend importable without an NPU, here or in a subprocess.
+"""Makes the real vllm-ascend importable without an NPU.
 
 ``KVEXT_ASCEND_SOURCES`` names a folder that holds an unpacked ``vllm_ascend/``. Imports nothing
 of vLLM before `activate` is called.
@@ -51,21 +51,5 @@ def activate(folder: Path) -> None:
     if reason:
         raise ValueError(f"{SOURCES_VARIABLE}={folder}: {reason}")
     importlib.import_module("vllm_ascend")._ensure_global_patch()
-    register_specs()
-
-
-def register_specs() -> None:
-    """vllm-ascend's platform registers its spec classes when an NPU is in use."""
-    interface = importlib.import_module("vllm_ascend.core.kv_cache_interface")
-    interface.register_ascend_kv_cache_specs()
-
-
-def subprocess_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """The environment in which a Python process can import vllm-ascend and the stub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    python_path = os.pathsep.join([str(folder), str(STUB), *_inherited_python_path()])
-    return kept | {"PYTHONPATH": python_path} | variables
-
-
-def _inherited_python_path() -> list[str]:
-    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    # vllm-ascend's platform registers its spec classes when an NPU is in use.
+    importlib.import_module("vllm_ascend.core.kv_cache_interface").register_ascend_kv_cache_specs()

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
+from types import ModuleType
 
 import ascend_geometry
 import pytest
@@ -15,7 +17,6 @@ import vllm.v1.core.block_pool as block_pool
 import vllm.v1.core.kv_cache_manager as kv_cache_manager
 import vllm.v1.core.single_type_kv_cache_manager as single_type
 from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, SMALL_HIT_UNIT_TOKENS, BlockSizes
-from ascend_sources import subprocess_environment
 from support.scheduler.block_manager import BlockManager
 
 from vllm_ascend_kvext.compat import version_in
@@ -45,12 +46,7 @@ def _is_from_vllm_ascend(value: object) -> bool:
     return value.__module__.startswith("vllm_ascend.")
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_block_sizes_are_those_of_vllm_ascend(block_size):
-    assert ascend_geometry.published_block_sizes()[block_size] == BLOCK_SIZES[block_size]
-
-
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", HIT_UNIT_TOKENS)
 def test_planning_gives_six_groups(block_size):
     sizes: BlockSizes = BLOCK_SIZES[block_size]
     config = ascend_geometry.planned_config(block_size, num_blocks=77)
@@ -72,7 +68,7 @@ def _shape(spec) -> tuple[str, int, int, int | None]:
     return type(spec).__name__, spec.block_size, spec.compress_ratio, window_tokens
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", HIT_UNIT_TOKENS)
 def test_coordinator_in_charge_of_the_true_layout(block_size):
     coordinator = BlockManager(ascend_geometry.planned_layout(block_size)).manager.coordinator
     assert type(coordinator).__name__ == "AscendHybridKVCacheCoordinator"
@@ -97,11 +93,14 @@ def test_small_layout_has_the_shape_of_the_true_one():
 
 
 @pytest.mark.parametrize("interval", [None, "0"])
-def test_status_accepts_this_combination(ascend_folder: Path, interval: str | None):
-    variables = {} if interval is None else {"VLLM_PREFIX_CACHE_RETENTION_INTERVAL": interval}
+def test_status_accepts_this_combination(interval: str | None):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if interval is not None:
+        environ["VLLM_PREFIX_CACHE_RETENTION_INTERVAL"] = interval
     completed = subprocess.run(
         [sys.executable, "-m", "vllm_ascend_kvext", "status", "--json"],
-        env=subprocess_environment(ascend_folder, **variables),
+        env=environ,
         capture_output=True,
         text=True,
         timeout=300,
@@ -112,3 +111,12 @@ def test_status_accepts_this_combination(ascend_folder: Path, interval: str | No
     assert {states.get(patch_id) for patch_id in patch_ids("retention")} == {expected_state}
     assert {states.get(patch_id) for patch_id in patch_ids("connector")} == {"applied"}
     assert "drifted" not in states.values()
+
+
+def test_dynamic_batch_cannot_be_constructed_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/tested_on_ascend.md says."""
+    monkeypatch.setitem(sys.modules, "pandas", ModuleType("pandas"))  # it may be missing
+    module = importlib.import_module("vllm_ascend.core.scheduler_dynamic_batch")
+    configs = ("vllm_config", "kv_cache_config", "structured_output_manager")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hash_block_size'"):
+        module.SchedulerDynamicBatch(**dict.fromkeys(configs), block_size=16, hash_block_size=16)

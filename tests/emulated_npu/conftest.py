@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, which are written once; how far answers were from their references is printed."""
+"""Models, which are written once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import draft_models
 import pytest
 import random_models
 
-LINES = pytest.StashKey[list[str]]()
-ReportCell = Callable[..., None]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LINES] = []
-
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a model of `random_models`, or one with drafts, lies."""
+    """Where a model lies: of `random_models`, or with drafts."""
 
     @cache
     def folder_of(model: str) -> Path:
@@ -29,31 +22,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if model in draft_models.WRITERS:
             draft_models.WRITERS[model](folder)
         else:
-            random_models.write(folder, random_models.MODELS[model]())
+            random_models.write(folder, random_models.CONFIGS[model]())
         return folder
 
     return folder_of
-
-
-@pytest.fixture
-def report_cell(request: pytest.FixtureRequest) -> ReportCell:
-    """Feature, model, the largest difference, that of the control, and what else there is to say.
-
-    Differences are of log-probabilities.
-    """
-    lines = request.config.stash[LINES]
-
-    def report(
-        feature: str, model: str, largest: float, control: float, remark: object = ""
-    ) -> None:
-        lines.append(f"{feature:26} {model:36} {largest:8.1e} {control:8.2g} {remark}")
-
-    return report
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if config.stash[LINES]:
-        terminalreporter.section("largest difference of a log-probability, and the control's")
-        terminalreporter.write_line("\n".join(config.stash[LINES]))

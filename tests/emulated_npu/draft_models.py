@@ -14,7 +14,7 @@ from pathlib import Path
 import random_models
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 EMBEDDING_SCALE = 100.0
 """On top of that of all weights."""
@@ -57,17 +57,13 @@ def write_with_eagle(folder: Path) -> None:
         head_dim=config.head_dim,
         intermediate_size=256,
     )
-    hidden, width = head.hidden_size, head.head_dim
-    shapes = {
-        "self_attn.q_proj": (head.num_attention_heads * width, hidden),
-        "self_attn.k_proj": (head.num_key_value_heads * width, hidden),
-        "self_attn.v_proj": (head.num_key_value_heads * width, hidden),
-        "self_attn.o_proj": (hidden, head.num_attention_heads * width),
-        "mlp.gate_proj": (head.intermediate_size, hidden),
-        "mlp.up_proj": (head.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, head.intermediate_size),
+    hidden = head.hidden_size
+    layer = AutoModelForCausalLM.from_config(head).model.layers
+    draft = {
+        f"layers.{name}": torch.randn_like(tensor) * 0.05
+        for name, tensor in layer.state_dict().items()
+        if "proj" in name
     }
-    draft = {f"layers.0.{name}.weight": torch.randn(shape) * 0.05 for name, shape in shapes.items()}
     draft["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
     draft["fc.weight"] = _mostly_embedding(hidden)
     draft["embed_tokens.weight"] = weights["model.embed_tokens.weight"]

@@ -18,6 +18,7 @@ import argparse
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -37,7 +38,7 @@ import transfer_gate
 from emulated_plans import SLEEPING, connector
 from support.scenarios import connector as scenarios
 from support.scenarios.answers import Answer, logprob_error
-from support.scenarios.engine import STORED, Prompt, Tokens, answer_of, random_tokens, sampling_of
+from support.scenarios.engine import STORED, Prompt, answer_of, random_tokens, sampling_of
 
 BLOCK_TOKENS = 128
 STAGED_TOKENS = (16, 64, 1024)
@@ -53,10 +54,10 @@ NUM_CONVERSATIONS = 5
 DOCUMENTS_TOKENS = (150, 190, 230)
 ORDERS = ((0, 1), (1, 0), (2, 0))
 WAVES = 2
-MAX_STEPS = 3000
 HANGS_S = 120
 """A seed that takes so long."""
 MAX_WITHOUT_S = 600
+FORK = multiprocessing.get_context("fork")
 
 ENGINE = {
     "block_size": BLOCK_TOKENS,
@@ -90,7 +91,7 @@ KINDS = {
 
 
 class Asked(NamedTuple):
-    """A request, the documents in it, and the step of the wave before which it is sent.
+    """A request, and the step of the wave before which it is sent.
 
     Attributes:
         is_document: Whether it is to be stored as a segment, and answers nothing.
@@ -99,8 +100,7 @@ class Asked(NamedTuple):
             enqueued.
     """
 
-    prompt: Tokens
-    segments: tuple[tuple[int, int], ...] = ()
+    prompt: Prompt
     is_document: bool = False
     step: int = 0
     abort_step: int = 0
@@ -131,37 +131,37 @@ class LateEngine(scenarios.Engine):
             (shared if number < 2 else []) + random_tokens(rng, longest)
             for number in range(NUM_CONVERSATIONS)
         ]
-        self.documents = [random_tokens(rng, length) for length in DOCUMENTS_TOKENS]
+        self.documents = [Prompt(random_tokens(rng, length)) for length in DOCUMENTS_TOKENS]
         self.blended = [self._in_order(rng, order) for order in ORDERS]
         self.references: dict[tuple[int, ...], Answer] = {}
         forget_measurements()
         self.gate = transfer_gate.TransferGate(self.worker_side)
         self.worker_side._runner.fence._stream()  # Draws depend on how many streams there were.
 
-    def _in_order(self, rng: random.Random, order: Sequence[int]) -> Asked:
-        prompt, segments = random_tokens(rng, 20), []
+    def _in_order(self, rng: random.Random, order: Sequence[int]) -> Prompt:
+        tokens, segments = random_tokens(rng, 20), []
         for index in order:
-            segments.append((len(prompt), len(prompt) + DOCUMENTS_TOKENS[index]))
-            prompt = prompt + self.documents[index]
-        return Asked(prompt + random_tokens(rng, 15), tuple(segments))
+            segments.append([len(tokens), len(tokens) + DOCUMENTS_TOKENS[index]])
+            tokens = tokens + self.documents[index].token_ids
+        return Prompt(tokens + random_tokens(rng, 15), segments)
 
     def make_references(self) -> None:
         """What a device answers that is never late, and without anything that was stored."""
         for conversation in self.conversations:
             for num_tokens in TURNS_TOKENS:
-                self._add_reference(Asked(conversation[:num_tokens]))
+                self._add_reference(Prompt(conversation[:num_tokens]))
         for blended in self.blended if self.kind.has_segments else ():
             self._add_reference(blended)
         self._forget_all()
 
-    def _add_reference(self, asked: Asked) -> None:
+    def _add_reference(self, prompt: Prompt) -> None:
         """Segments that are reused change nothing in this model.
 
         The keys of its only layer behind another depend on the window before them, and what is
         reused begins a window behind the beginning of a segment.
         """
         self._forget_all()
-        ((_, self.references[tuple(asked.prompt)]),) = self.wave([asked])
+        ((_, self.references[tuple(prompt.token_ids)]),) = self.wave([Asked(prompt)])
 
     def _forget_all(self) -> None:
         self.finish()
@@ -169,12 +169,8 @@ class LateEngine(scenarios.Engine):
 
     def finish(self) -> None:
         """Step until nothing is under way."""
-        steps = 0
         while self.side.has_transfers or self.scheduler.has_requests():
             self.engine.step()
-            steps += 1
-            if steps > MAX_STEPS:
-                raise RuntimeError("transfers do not end")
 
     def wave(self, wave: Sequence[Asked], sleep_step: int = 0) -> list[tuple[Asked, Answer]]:
         """Send requests, each at its step; the answers of those that were not aborted.
@@ -206,10 +202,8 @@ class LateEngine(scenarios.Engine):
             if due:
                 self.counted["aborts"] += len(due)
                 self.engine.abort_request(due)
-            if step > MAX_STEPS:
-                raise RuntimeError("requests do not end")
         return [
-            (asked, Answer(**answer_of(Prompt(asked.prompt), outputs[number])))
+            (asked, Answer(**answer_of(asked.prompt, outputs[number])))
             for number, asked in sent.items()
             if number in outputs and outputs[number].finished and not asked.is_document
         ]
@@ -234,16 +228,13 @@ class LateEngine(scenarios.Engine):
         self.core.wake_up()
 
     def _send(self, number: str, asked: Asked) -> None:
-        arguments, stop = None, None
+        prompt = asked.prompt
         if asked.is_document:
-            arguments = STORED
-        elif asked.segments:
-            arguments = {"kvext_segments": [list(segment) for segment in asked.segments]}
-        if asked.ends_early:
-            stop = [self.references[tuple(asked.prompt)].reply[1]]
-        reply_tokens = 1 if asked.is_document else REPLY_TOKENS
-        sampling = sampling_of(reply_tokens, arguments, stop_token_ids=stop)
-        self.engine.add_request(number, {"prompt_token_ids": asked.prompt}, sampling)
+            sampling = sampling_of(1, STORED)
+        else:
+            reply = self.references[tuple(prompt.token_ids)].reply if asked.ends_early else ()
+            sampling = sampling_of(REPLY_TOKENS, prompt.arguments, stop_token_ids=list(reply[1:2]))
+        self.engine.add_request(number, prompt.inputs, sampling)
 
     def check(self, asked: Asked, answer: Answer) -> float:
         """The largest difference of a log-probability from the reference.
@@ -251,12 +242,12 @@ class LateEngine(scenarios.Engine):
         Raises:
             DifferenceError: It is no rounding.
         """
-        expected = self.references[tuple(asked.prompt)]
+        expected = self.references[tuple(asked.prompt.token_ids)]
         largest = logprob_error(answer, expected)
         num_tokens = len(answer.reply) if asked.ends_early else REPLY_TOKENS
         if not largest <= TOLERANCE or answer.reply != expected.reply[:num_tokens]:
             raise DifferenceError(
-                f"log-probabilities differ by {largest:.2e} ({len(asked.prompt)} tokens, "
+                f"log-probabilities differ by {largest:.2e} ({answer.prompt_tokens} tokens, "
                 f"{answer.hit_tokens} of them hits, {answer.reused_tokens} of segments)"
             )
         return largest
@@ -328,13 +319,13 @@ class LateEngine(scenarios.Engine):
                 document = self.documents[rng.randrange(len(self.documents))]
                 wave.append(Asked(document, is_document=True, step=step))
             elif kind < 0.3:
-                wave.append(rng.choice(self.blended)._replace(step=step))
+                wave.append(Asked(rng.choice(self.blended), step=step))
             else:
                 conversation = rng.choice(self.conversations)
-                prompt = conversation[: rng.choice(TURNS_TOKENS)]
+                prompt = Prompt(conversation[: rng.choice(TURNS_TOKENS)])
                 end = rng.random()
                 abort_step = step + rng.randrange(1, 8) if end < 0.1 else 0
-                wave.append(Asked(prompt, (), False, step, abort_step, ends_early=end > 0.6))
+                wave.append(Asked(prompt, False, step, abort_step, ends_early=end > 0.6))
         return wave
 
     def _between_waves(self, rng: random.Random) -> None:
@@ -387,27 +378,27 @@ def run_alone(run: Callable[[], dict[str, Any]], max_s: int = HANGS_S) -> dict[s
 
     Nothing that it does outlives it: what the engine has learned is the same for each seed.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def report() -> None:
         signal.alarm(max_s)
         try:
-            found = run()
+            sender.send(run())
         except DifferenceError as error:
-            found = {"failed": str(error)}
+            sender.send({"failed": str(error)})
         except BaseException:
-            found = {"failed": traceback.format_exc()}
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(found, pipe)
+            sender.send({"failed": traceback.format_exc()})
         os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if text:
-        found = json.loads(text)
-        return found
-    return {"failed": f"the process ended, or hung: status {status}"}
+
+    child = FORK.Process(target=report)
+    child.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv()
+    except EOFError:
+        found = {"failed": "the process ended, or hung"}
+    child.join()
+    return found
 
 
 def run_without(engine: LateEngine, name: str, seeds: Iterable[int]) -> Any:

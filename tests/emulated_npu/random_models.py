@@ -8,6 +8,7 @@ the same, and a wrong page is not seen. Heads have sizes that the device's opera
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,9 +51,9 @@ LATENT = COMMON | {
 }
 
 
-def full_attention() -> PreTrainedConfig:
+def full_attention(**other: int) -> PreTrainedConfig:
     """Every layer sees all tokens; queries and keys are normed; two heads share a key."""
-    return Qwen3Config(**HEADS, num_hidden_layers=4)
+    return Qwen3Config(**HEADS | other, num_hidden_layers=4)
 
 
 def windows(window_tokens: int = WINDOW_TOKENS) -> PreTrainedConfig:
@@ -154,6 +155,13 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "latent attention, groups of experts": latent_and_groups,
     "latent attention, best groups": latent_and_best_groups,
     "states": states,
+}
+
+CONFIGS = MODELS | {
+    "one window": one_window_and_one_full,
+    "windows of 120 tokens": partial(windows, 120),
+    # A token has 256 bytes of keys.
+    "one head of keys": partial(full_attention, num_key_value_heads=1),
 }
 
 

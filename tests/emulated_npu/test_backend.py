@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_npu
 from torch_npu import emulation
-from torch_npu.kernels import kernel
+from torch_npu.kernels import kernel, like
 
 
 @pytest.fixture(params=[None, 0, 3], ids=["synchronous", "seed 0", "seed 3"], autouse=True)
@@ -178,9 +178,7 @@ def test_a_kernels_body_gets_the_values_of_the_call_and_the_memory_of_its_run() 
         seen.append((lengths.tolist(), names))
         return page[: int(lengths.sum())] * 2
 
-    launch = kernel(
-        "npu_y", body, lambda page, lengths, names: [((3,), page.dtype)], on_host=["lengths"]
-    )
+    launch = kernel("npu_y", body, lambda call: [((3,), call.page.dtype)], on_host=["lengths"])
     page, lengths, names = on_npu(4), torch.tensor([1, 2]), ["a"]
     page.add_(1)
     result = launch(page, lengths, names)
@@ -191,14 +189,14 @@ def test_a_kernels_body_gets_the_values_of_the_call_and_the_memory_of_its_run() 
 
 
 def test_a_kernel_that_returns_other_shapes_than_it_said_is_an_error() -> None:
-    launch = kernel("npu_z", lambda x: x[:1], lambda x: [((2,), x.dtype)])
+    launch = kernel("npu_z", lambda x: x[:1], lambda call: [((2,), call.x.dtype)])
     with pytest.raises(RuntimeError, match="npu_z"):
         launch(on_npu(2))
         torch.npu.synchronize()
 
 
 def test_a_default_device_of_the_thread_that_waits_does_not_matter() -> None:
-    launch = kernel("npu_w", lambda x: torch.arange(2.0) + x, lambda x: [((2,), x.dtype)])
+    launch = kernel("npu_w", lambda x: torch.arange(2.0) + x, like("x"))
     with torch.device("npu"):
         result = launch(on_npu(2))
         assert result.tolist() == [0.0, 2.0]

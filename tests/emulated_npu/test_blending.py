@@ -7,12 +7,10 @@ Keys are turned by the angles of vLLM-Ascend's own rotary classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import random_models
 from emulated_plans import TOLERANCE, WRONG
 from support.blending.oracle import Oracle
 from support.blending.served import MAX_TOKENS, expected_reuse, num_tokens, oracle_error
@@ -24,66 +22,34 @@ from support.scenarios.processes import NO_PREFIX_CACHING, NPU, PLUGIN_OFF, Plan
 
 HEAD_TOKENS = 16
 POOL = {"num_gpu_blocks_override": 200}
-MODELS_AND_WINDOWS: dict[str, tuple[Callable[[], Any], int]] = {
-    "full attention": (random_models.MODELS["full attention"], 0),
-    "windows": (partial(random_models.windows, 120), 120),
-    "sinks, windows, experts": (random_models.MODELS["sinks, windows, experts"], 128),
+WINDOWS_TOKENS = {
+    "full attention": 0,
+    "windows of 120 tokens": 120,
+    "sinks, windows, experts": 128,
 }
-"""Models that blend, and their windows: shorter than most of the documents."""
-MODELS = tuple(MODELS_AND_WINDOWS)[:1] if IS_SAMPLE else tuple(MODELS_AND_WINDOWS)
+"""Of models that blend: shorter than most of the documents."""
+MODELS = tuple(WINDOWS_TOKENS)[: 1 if IS_SAMPLE else None]
 EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {model: tmp_path_factory.mktemp("model") for model in MODELS}
-    for model, folder in folders.items():
-        random_models.write(folder, MODELS_AND_WINDOWS[model][0]())
-    return folders
-
-
-@pytest.fixture(scope="module")
-def blended(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def blended(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
     engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
     scenarios, options = ("orders", "exact", "controls"), {"heads": [HEAD_TOKENS]}
     plans = {
-        model: Plan(folder, scenarios, "blending", engine, options)
-        for model, folder in folders.items()
+        model: Plan(folder_of(model), scenarios, "blending", engine, options) for model in MODELS
     }
     return processes.serve(tmp_path_factory, plans, {}, NPU)
 
 
-@pytest.fixture(scope="module")
-def plain(
-    folders: dict[str, Path], blended: Reports, tmp_path_factory: pytest.TempPathFactory
-) -> Reports:
-    """What is answered without the package."""
-    plans = {
-        model: Plan(
-            folders[model],
-            ["plain"],
-            "blending",
-            POOL | NO_PREFIX_CACHING,
-            {
-                "prompts": {
-                    label: ([answer.prompt for answer in blended[model].answers(label)], 8)
-                    for label in EXACT
-                }
-            },
-        )
-        for model in MODELS
-    }
-    return processes.serve(tmp_path_factory, plans, PLUGIN_OFF, NPU)
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_blended_answers_are_those_of_the_oracle(
-    blended: Reports, folders: dict[str, Path], report_cell: Any, model: str
+    blended: Reports, folder_of: Callable[[str], Path], record_property: Any, model: str
 ) -> None:
     served = blended[model]
-    oracle = Oracle(folders[model], served.report["facts"]["sink"], MAX_TOKENS)
-    _, window_tokens = MODELS_AND_WINDOWS[model]
+    oracle = Oracle(folder_of(model), served.report["facts"]["sink"], MAX_TOKENS)
+    window_tokens = WINDOWS_TOKENS[model]
     errors, untouched = [], []
     for answer in served.answers(f"heads {HEAD_TOKENS}"):
         if answer.params is None:  # No segment is longer than the window.
@@ -93,10 +59,11 @@ def test_blended_answers_are_those_of_the_oracle(
         errors.append(oracle_error(oracle, answer, reused))
         untouched.append(oracle_error(oracle, answer, []))
     wrong = wrong_errors(oracle, served, window_tokens)
-    report_cell("blending", model, max(errors), min(wrong))
+    record_property("largest error, control", (max(errors), min(wrong)))
     assert max(errors) <= TOLERANCE
     assert min(untouched) > WRONG, "it could be told from full recompute"
     assert min(wrong) > WRONG
+    served.check_nothing_is_left()
 
 
 def wrong_errors(oracle: Oracle, served: Served, window_tokens: int = 0) -> list[float]:
@@ -109,11 +76,17 @@ def wrong_errors(oracle: Oracle, served: Served, window_tokens: int = 0) -> list
     ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_what_is_in_place_is_exact(blended: Reports, plain: Reports, model: str) -> None:
-    blended[model].check_equal(plain[model], EXACT, TOLERANCE)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left(blended: Reports, model: str) -> None:
-    blended[model].check_nothing_is_left()
+def test_what_is_in_place_is_exact(
+    blended: Reports, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plans = {}
+    for model in MODELS:
+        prompts = {
+            label: ([answer.prompt for answer in blended[model].answers(label)], 8)
+            for label in EXACT
+        }
+        engine, options = POOL | NO_PREFIX_CACHING, {"prompts": prompts}
+        plans[model] = Plan(folder_of(model), ["plain"], "blending", engine, options)
+    plain = processes.serve(tmp_path_factory, plans, PLUGIN_OFF, NPU)
+    for model in MODELS:
+        blended[model].check_equal(plain[model], EXACT, TOLERANCE)

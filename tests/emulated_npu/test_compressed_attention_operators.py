@@ -9,19 +9,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch_npu.custom_operators import (
+from torch_npu.operators import (
     compressor,
-    expert_choice,
+    experts,
     hyper_connections,
     lightning_indexer,
-    partial_rotary,
-    scatter,
+    matrices,
+    paged_cache,
+    rotary,
     sparse_attention,
 )
-from torch_npu.operators import quantization
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as reference
 
@@ -119,7 +120,8 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
         form = compressor.BLOCK_AND_OFFSET
         arguments = (cos, sin, bounds, start, key_table, 16, form, ratio, rows, len(prompts))
         one_cos, one_sin, slots = compressor.compressor_metadata(*arguments)
-        shapes = compressor.compressor_metadata_outputs(*arguments)
+        call = SimpleNamespace(num_compressed_tokens=rows, rope_cos=cos)
+        shapes = compressor.compressor_metadata_outputs(call)
         assert [(tuple(t.shape), t.dtype) for t in (one_cos, one_sin, slots)] == shapes
         keys = compressor.compressor(
             *(x, module.kv_proj.weight, module.gate_proj.weight, state),
@@ -127,7 +129,7 @@ def test_a_compressor_fed_in_steps_returns_the_keys_of_the_whole_prompt(
             *(one.view(rows, -1) for one in (one_sin, one_cos)),
             *(table, bounds, None, start, 64, ratio, coff, CONFIG.rms_norm_eps, 2, 1),
         )
-        scatter.scatter_nd_update(cache, slots, keys)
+        paged_cache.scatter_nd_update(cache, slots, keys)
         done = [n + more for n, more in zip(done, step, strict=True)]
     for request, keys in enumerate(expected):
         written = cache[key_table[request].long()].flatten(0, 1)
@@ -268,8 +270,8 @@ def test_a_token_goes_to_the_experts_of_its_id_or_to_those_that_score_best() -> 
     by_id.tid2eid = torch.stack([torch.randperm(16)[:4] for _ in range(64)])
     ids, hidden = torch.randint(64, (1, 30)), torch.randn(1, 30, HIDDEN)
     for module, extra in ((by_id, (ids,)), (by_score, ())):
-        logits, weights, experts = module(hidden, *extra)
-        found = expert_choice.moe_gating_top_k_hash(
+        logits, weights, chosen = module(hidden, *extra)
+        found = experts.moe_gating_top_k_hash(
             logits,
             4,
             getattr(module, "e_score_correction_bias", None),
@@ -279,7 +281,7 @@ def test_a_token_goes_to_the_experts_of_its_id_or_to_those_that_score_best() -> 
             norm_type=2,
         )
         dense, other = torch.zeros(30, 16), torch.zeros(30, 16)
-        dense.scatter_(1, experts, weights)
+        dense.scatter_(1, chosen, weights)
         other.scatter_(1, found[1].long(), found[0])
         close(other, dense)
 
@@ -293,7 +295,7 @@ def test_a_part_of_each_head_is_turned_in_place_and_back() -> None:
     )[0]
     found = x.clone()
     for sign, result in ((1, expected), (-1, x)):
-        partial_rotary.inplace_partial_rotary_mul(
+        rotary.inplace_partial_rotary_mul(
             found.unsqueeze(1),
             cos[:, None, None],
             sign * sin[:, None, None],
@@ -306,7 +308,7 @@ def test_a_part_of_each_head_is_turned_in_place_and_back() -> None:
 def test_integers_with_scales_stand_for_what_they_were_made_of() -> None:
     x = torch.randn(5, 3, 64)
     x[2, 1] = 0
-    quantized, scale = quantization.npu_dynamic_quant(x)
+    quantized, scale = matrices.npu_dynamic_quant(x)
     assert quantized.dtype == torch.int8
     assert quantized.abs().amax(-1).flatten().tolist() == [127] * 7 + [0] + [127] * 7
     assert ((quantized * scale.unsqueeze(-1) - x).abs() <= scale.unsqueeze(-1) / 2 + 1e-7).all()

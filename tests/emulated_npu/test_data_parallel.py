@@ -93,13 +93,13 @@ def is_wrong_on_purpose(label: str) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers_of_both_ranks_are_those_without_the_package(
-    served: LazyReports, report_cell: Any, name: str
+    served: LazyReports, record_property: Any, name: str
 ) -> None:
     found, reference = with_reference(served, name)
     labels = [label for label in found.labels if not is_wrong_on_purpose(label)]
     largest = found.check_equal(reference, labels, TOLERANCE)
     wrong = errors(found, reference, SKIPPED)
-    report_cell(f"data parallel 2: {name}", CASES[name].model, largest, min(wrong.values()))
+    record_property("largest error, control", (largest, min(wrong.values())))
     assert min(wrong.values()) > WRONG and len(wrong) == 2, "what is not loaded is seen on both"
     assert min(counted(found, SKIPPED, "connector")) > 0
     for rank in found.report["ranks"]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import kernel_launcher
 import pytest
-import random_models
 from emulated_plans import TOLERANCE, WRONG, connector, pool_of
 from support.blending.oracle import Oracle
 from support.blending.served import MAX_TOKENS, expected_reuse, oracle_error
@@ -48,20 +47,21 @@ Reports = Callable[[str], tuple[Served, Served]]
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kernel_launcher.build(tmp_path_factory.mktemp("launcher"))
-
-
-@pytest.fixture(scope="module")
-def serve(
-    libraries: Path, folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Serve:
+def serve(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """An engine with the kernel; the other arguments are options of its plan."""
+    libraries = str(kernel_launcher.build(tmp_path_factory.mktemp("launcher")))
 
-    def serve(model: str, scenarios: tuple[str, ...], **options: Any) -> Served:
-        engine, options = connector() | pool_of(model), {"libraries": str(libraries), **options}
-        plan = Plan(folder_of(model), scenarios, "kernel_or_dma", engine, options)
-        return processes.serve(tmp_path_factory, {"": plan}, KERNEL | ADAPTIVE, NPU)[""]
+    def serve(
+        model: str, scenarios: tuple[str, ...], module: str = "kernel_or_dma", **options: Any
+    ) -> Served:
+        if module == "kernel_or_dma":
+            engine, environ = connector() | pool_of(model), KERNEL | ADAPTIVE
+        else:
+            environ = KERNEL
+            engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
+        options["libraries"] = libraries
+        plan = Plan(folder_of(model), scenarios, module, engine, options)
+        return processes.serve(tmp_path_factory, {"": plan}, environ, NPU)[""]
 
     return serve
 
@@ -84,13 +84,16 @@ def reports(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_answers_are_those_without_the_package(
-    reports: Reports, report_cell: Any, model: str
+    reports: Reports, record_property: Any, model: str
 ) -> None:
     found, reference = reports(model)
     right = [label for label in found.labels if label != SKIPPED]
     wrong = found.logprob_error(SKIPPED, reference)
-    report_cell("kernel or DMA", model, found.check_equal(reference, right, TOLERANCE), wrong)
+    largest = found.check_equal(reference, right, TOLERANCE)
+    record_property("largest error, control", (largest, wrong))
     assert wrong > WRONG
+    found.check_nothing_is_left()
+    assert found.report["kernels"]["mappings"] == 0, "the host buffer is still mapped"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -115,14 +118,6 @@ def test_kernels_are_late_as_the_seeds_say(reports: Reports, model: str) -> None
         assert all(hits > 0 for hits in found.hit_tokens(f"seed {seed}, warm"))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left_when_all_is_done(reports: Reports, model: str) -> None:
-    """The host buffer is not mapped any more, either."""
-    found, _ = reports(model)
-    found.check_nothing_is_left()
-    assert found.report["kernels"]["mappings"] == 0
-
-
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: Reports) -> None:
     """Stores alone: what they read has not been written yet."""
@@ -135,46 +130,24 @@ def test_kernels_that_do_not_wait_for_the_model_are_seen(serve: Serve, reports: 
         assert found.logprob_error(f"seed {seed}, warm", reference) > WRONG
 
 
-@pytest.fixture(scope="module")
-def segments_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = random_models.full_attention()
-    config.num_key_value_heads = 1  # A token has 256 bytes of keys: half of a page is enough.
-    folder = tmp_path_factory.mktemp("model")
-    random_models.write(folder, config)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def serve_segments(
-    segments_model: Path, libraries: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Serve:
-    def serve(scenarios: tuple[str, ...], **options: Any) -> Served:
-        engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
-        options = {"heads": [HEAD_TOKENS], "libraries": str(libraries), **options}
-        plan = Plan(segments_model, scenarios, "kernel_segments", engine, options)
-        return processes.serve(tmp_path_factory, {"": plan}, KERNEL, NPU)[""]
-
-    return serve
-
-
 @pytest.mark.skipif(IS_SAMPLE, reason="not in the sample")
 def test_small_runs_of_segments_go_by_the_kernel(
-    serve_segments: Serve, segments_model: Path, report_cell: Any
+    serve: Serve, folder_of: Callable[[str], Path], record_property: Any
 ) -> None:
     """From and to the pages: the memory in which keys are rotated is mapped as well."""
-    served = serve_segments(("orders", "controls"))
-    skipping = serve_segments(("orders",), skips_loads=True)
-    oracle = Oracle(segments_model, served.report["facts"]["sink"], MAX_TOKENS)
-
-    def errors_of(served: Served) -> list[float]:
-        answers = served.answers(f"heads {HEAD_TOKENS}")
-        return [
-            oracle_error(oracle, answer, expected_reuse(answer, HEAD_TOKENS)) for answer in answers
-        ]
-
-    errors, wrong = errors_of(served), max(errors_of(skipping))
-    report_cell("kernel or DMA, segments", "full attention", max(errors), wrong)
-    assert max(errors) <= TOLERANCE
+    model, how = "one head of keys", {"module": "kernel_segments", "heads": [HEAD_TOKENS]}
+    served = serve(model, ("orders", "controls"), **how)
+    skipping = serve(model, ("orders",), **how, skips_loads=True)
+    oracle = Oracle(folder_of(model), served.report["facts"]["sink"], MAX_TOKENS)
+    largest, wrong = (
+        max(
+            oracle_error(oracle, answer, expected_reuse(answer, HEAD_TOKENS))
+            for answer in found.answers(f"heads {HEAD_TOKENS}")
+        )
+        for found in (served, skipping)
+    )
+    record_property("largest error, control", (largest, wrong))
+    assert largest <= TOLERANCE
     assert wrong > WRONG
     assert min(wrong_errors(oracle, served)) > WRONG
     ways = served.report["ways"]

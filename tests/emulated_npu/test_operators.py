@@ -8,14 +8,16 @@ padding, parts that such short prompts do not have, and what is refused. Bodies 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch_npu.custom_operators import gated_delta_rule
 from torch_npu.operators import (
     attention,
+    gated_delta_rule,
     latent_attention,
+    matrices,
     norms,
     paged_cache,
     rotary,
@@ -38,20 +40,6 @@ def equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) 
     return found.shape == expected.shape and torch.allclose(
         found.float(), expected.float(), rtol=tolerance, atol=tolerance
     )
-
-
-def turn_as_complex(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns neighbouring numbers of ``x``, ``[tokens, heads, size]``."""
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin).unsqueeze(1)
-    return torch.view_as_real(turned).flatten(-2)
-
-
-def test_rotary_mul_turns_neighbours() -> None:
-    x, angles = torch.randn(6, HEADS, SIZE), torch.rand(6, SIZE // 2)
-    cos, sin = (one.repeat_interleave(2, -1).unsqueeze(1) for one in (angles.cos(), angles.sin()))
-    expected = turn_as_complex(x, angles.cos(), angles.sin())
-    assert equal(rotary.npu_rotary_mul(x, cos, sin, rotary_mode="interleave"), expected)
-    assert not equal(rotary.npu_rotary_mul(x, cos, sin), expected)
 
 
 def test_tokens_are_written_to_their_slots_and_padding_is_not() -> None:
@@ -86,13 +74,9 @@ def test_parts_of_sequences_are_collected_from_their_pages(is_wrong: bool) -> No
     assert equal(key, expected) is not is_wrong and equal(value, expected * 2) is not is_wrong
 
 
-@pytest.mark.parametrize(("variable", "window_tokens"), [("0", 20), ("1", 21)])
-def test_a_literal_band_sees_one_key_more(
-    monkeypatch: pytest.MonkeyPatch, variable: str, window_tokens: int
-) -> None:
-    monkeypatch.setenv("EMULATED_NPU_LITERAL_BAND", variable)
+def test_a_band_has_as_many_keys_as_the_window() -> None:
     hidden = attention.Mask(attention.BAND, 20, 0).hidden(2, 40)
-    assert hidden is not None and (~hidden).sum(1).tolist() == [window_tokens] * 2
+    assert hidden is not None and (~hidden).sum(1).tolist() == [20, 20]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
@@ -106,8 +90,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **option
         **options,
     }
     found = attention.npu_fused_infer_attention_score(query, key, value, **given)
-    shapes = attention.attention_outputs(query, key, value, **given)
-    assert [(tuple(one.shape), one.dtype) for one in found] == shapes
+    call = SimpleNamespace(query=query, value=value, options=given)
+    assert [(one.shape, one.dtype) for one in found] == attention.attention_outputs(call)
     return found
 
 
@@ -131,9 +115,9 @@ def test_heads_come_first_where_the_layout_says_so() -> None:
 
 
 def test_heads_are_multiplied_with_their_own_matrices() -> None:
-    heads, matrices = torch.randn(5, HEADS, 32), torch.randn(HEADS, 32, 16)
-    expected = torch.einsum("mbk,bkn->mbn", heads, matrices)
-    found = latent_attention.npu_transpose_batchmatmul(heads, matrices, perm_x1=(1, 0, 2))
+    heads, weights = torch.randn(5, HEADS, 32), torch.randn(HEADS, 32, 16)
+    expected = torch.einsum("mbk,bkn->mbn", heads, weights)
+    found = matrices.npu_transpose_batchmatmul(heads, weights, perm_x1=(1, 0, 2))
     assert equal(found, expected, 1e-4)
 
 
@@ -164,22 +148,10 @@ def convolve(
     is_continued: torch.Tensor | None,
 ) -> torch.Tensor:
     output = torch.full_like(x, float("nan"))
-    gated_delta_rule.npu_causal_conv1d_custom(
-        *(
-            output,
-            x,
-            weight,
-            states,
-            None,
-            torch.tensor([0, *lengths]).cumsum(0).int(),
-            blocks,
-            is_continued,
-            None,
-            1,
-            -1,
-        ),
-        0 if is_continued is not None else 1,
-    )
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    given = (weight, states, None, starts, blocks, is_continued, None)
+    is_decode = int(is_continued is None)
+    gated_delta_rule.npu_causal_conv1d_custom(output, x, *given, 1, -1, is_decode)
     return output
 
 
@@ -250,10 +222,10 @@ def test_padding_is_not_decoded() -> None:
     ("call", "message"),
     [
         (lambda: norms.npu_rms_norm(torch.ones(2), torch.ones(2), eps=1), "npu_rms_norm.*'eps'"),
-        (lambda: rotary.npu_rotary_mul(*[torch.ones(2)] * 3, rotate=torch.ones(2)), "mul: rotate"),
+        (lambda: rotary.npu_rotary_mul(*[torch.ones(2)] * 3, "quarter"), "rotary_mode 'quarter'"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), sparse_mode=3), "needs a 2048 x 2048 atten_mask"),
         (lambda: attend(*torch.ones(3, 2, 4, 8), input_layout="SBH"), "input_layout SBH"),
-        (lambda: attend(*torch.ones(3, 2, 4, 8), pse_shift=torch.ones(1)), "score: pse_shift"),
+        (lambda: attend(*torch.ones(3, 2, 4, 8), pse_shift=torch.ones(1)), "'pse_shift'"),
         # What drafts need of states.
         (lambda: decode([0, 2], [1, 2], torch.ones(BLOCKS, HEADS, 8, 8)), "2 tokens of a sequence"),
     ],

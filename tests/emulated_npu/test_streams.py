@@ -16,8 +16,8 @@ from functools import partial
 import pytest
 import torch
 from torch_npu import emulation
-from torch_npu.custom_operators import block_copies
 from torch_npu.kernels import kernel
+from torch_npu.operators import block_copies
 
 SEEDS = range(60)
 NUMBERS = 64

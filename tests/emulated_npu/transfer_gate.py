@@ -13,6 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
@@ -32,41 +33,28 @@ class _GatedCondition(threading.Condition):
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         gate = self._gate
-        if gate.is_in_thread():
-            while True:
-                if not predicate():
-                    gate.note_idle()
-                    super().wait_for(predicate)
-                if not gate.is_closed:
-                    return True
-                self.release()
-                gate.stop_here()
-                self.acquire()
-                if predicate():
-                    return True
-        if not gate.is_closed:
-            return super().wait_for(predicate, timeout)
-        while not predicate():
+        is_in_thread = gate.is_in_thread()
+        while gate.is_closed and (is_in_thread or not predicate()):
             self.release()
             try:
-                has_gone_on = gate.go_on()
+                has_gone_on = gate.stop_here() if is_in_thread else gate.go_on()
             finally:
                 self.acquire()
-            if not has_gone_on:
+            if not has_gone_on or (is_in_thread and predicate()):
                 return predicate()
-        return True
+        return super().wait_for(predicate, timeout)
 
 
 class TransferGate:
     """The gate of one worker, whose side of the connector gets another thread.
 
-    While it is not closed, threads run as they are. Steps, copies and failures are counted from
-    then on.
+    Until it is closed, and once it is open again, threads run as they are. Steps, copies and
+    failures are counted from when it is closed.
     """
 
     def __init__(self, worker_side: Any) -> None:
-        from torch_npu.custom_operators import block_copies
         from torch_npu.npu import streams
+        from torch_npu.operators import block_copies
 
         self.is_closed = False
         self.counted: Counter[str] = Counter()
@@ -76,10 +64,7 @@ class TransferGate:
         self._thread = TransferThread(worker_side._run, worker_side._move_to_copy_cpus)
         self._thread._changed = _GatedCondition(self)
         worker_side._thread = self._thread
-        self._state = threading.Condition()  # Guards what follows.
-        self._is_stopped = False
-        self._is_idle = True
-        self._may_go_on = False
+        self._is_stopped, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
         self._num_copies = 0
         self._failing: Collection[int] = ()
         for name in ("run_before_step", "begin_step", "end_of_forward", "end_step"):
@@ -92,24 +77,21 @@ class TransferGate:
             synchronize(stream)
 
         streams.Stream.synchronize = stop_and_synchronize
-        block_copies._emulator = _Copies(self, block_copies._emulator.enqueue_copies)
+        self._enqueue_copies = block_copies._emulator.enqueue_copies
+        block_copies._emulator = SimpleNamespace(enqueue_copies=self._enqueue)
 
     def close(self, rng: random.Random) -> None:
-        """From now on the thread goes on as ``rng`` says. Nothing is under way."""
+        """From now on the thread, which has not begun, goes on as ``rng`` says."""
         self.counted.clear()
         self._rng = rng
         self._pace = rng.choice(PACES)
-        self._is_idle, self._is_stopped, self._may_go_on = True, False, False
         self.is_closed = True
 
     def open(self) -> None:
         """Let threads run as they are."""
-        with self._state:
-            self.is_closed = False
-            self._failing = ()
-            self._state.notify_all()
-        with self._thread._changed:
-            self._thread._changed.notify_all()
+        self.is_closed = False
+        self._failing = ()
+        self._may_go_on.release()
 
     def fail(self, numbers: Collection[int]) -> None:
         """Let batched copies fail behind these many others.
@@ -118,13 +100,13 @@ class TransferGate:
         """
         self._num_copies, self._failing = 0, numbers
 
-    def enqueue(self, enqueue: Callable[[], None]) -> None:
+    def _enqueue(self, *arrays: Any) -> None:
         """Have the device make batched copies, or refuse them."""
         self._num_copies += 1
         self.counted["batched copies"] += 1
         is_refused = self._num_copies in self._failing
         if not is_refused or self._num_copies % 2:
-            enqueue()
+            self._enqueue_copies(*arrays)
         if is_refused:
             self.counted["failed copies"] += 1
             raise RuntimeError("aclrtMemcpyBatchAsync failed: 507899 (emulated)")
@@ -132,38 +114,28 @@ class TransferGate:
     def is_in_thread(self) -> bool:
         return threading.current_thread() is self._thread._thread
 
-    # In the transfer thread.
-
-    def stop_here(self) -> None:
-        """Return when the thread may go on."""
-        with self._state:
-            self._is_stopped, self._is_idle = True, False
-            self._state.notify_all()
-            self._state.wait_for(lambda: self._may_go_on or not self.is_closed)
-            self._is_stopped = self._may_go_on = False
-
-    def note_idle(self) -> None:
-        """The thread is about to wait for jobs."""
-        with self._state:
-            self._is_idle = True
-            self._state.notify_all()
-
-    # In the model's thread.
+    def stop_here(self) -> bool:
+        """In the transfer thread: return, with True, when it may go on."""
+        self._is_stopped.release()
+        return self._may_go_on.acquire()
 
     def go_on(self) -> bool:
-        """Let the thread make one step, and return when it is made; False if there is none."""
-        if self._is_idle and not (self._thread._loads or self._thread._stores):
+        """In the model's: let the other make one step, and return when it is made.
+
+        False if there is none to make.
+        """
+        thread = self._thread
+        if not (thread._loads or thread._stores or thread._num_running):
             return False
-        with self._state:
-            self._wait_until(lambda: self._is_stopped)
-            self._may_go_on, self._is_stopped, self._is_idle = True, False, False
-            self.counted["steps of the thread"] += 1
-            self._state.notify_all()
-            self._wait_until(lambda: self._is_stopped or self._is_idle)
+        self.counted["steps of the thread"] += 1
+        self._wait_until_it_stops()
+        self._may_go_on.release()
+        self._wait_until_it_stops()
+        self._is_stopped.release()
         return True
 
-    def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        if not self._state.wait_for(predicate, _HANGS_S):
+    def _wait_until_it_stops(self) -> None:
+        if not self._is_stopped.acquire(timeout=_HANGS_S):
             raise RuntimeError("the transfer thread does not come to a place where it stops")
 
     def _after_steps(self, owner: Any, name: str) -> Callable[..., Any]:
@@ -177,14 +149,3 @@ class TransferGate:
             return getattr(type(owner), name)(owner, *args, **more)
 
         return go_on_and_call
-
-
-class _Copies:
-    """What the batched copy calls of the emulated device."""
-
-    def __init__(self, gate: TransferGate, enqueue: Callable[..., None]) -> None:
-        self._gate = gate
-        self._enqueue = enqueue
-
-    def enqueue_copies(self, *arrays: Any) -> None:
-        self._gate.enqueue(lambda: self._enqueue(*arrays))

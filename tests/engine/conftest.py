@@ -4,24 +4,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import connector_models
-import lmcache_runs
 import pytest
+import tiny_models
 from support.scenarios import processes
 from support.scenarios.answers import Served
 from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Serve
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma 3 with random weights: five sliding-window groups and one full group."""
-    folder = tmp_path_factory.mktemp("model")
-    connector_models.write_one_window(folder)
-    return folder
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of `tiny_models`."""
+
+    @cache
+    def model_folder(name: str) -> Path:
+        return tiny_models.write(name, tmp_path_factory.mktemp("model"))
+
+    return model_folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model_folder: Callable[[str], Path]) -> Path:
+    """A Gemma 3: five sliding-window groups and one full group."""
+    return model_folder("one window")
 
 
 @pytest.fixture(scope="session")
@@ -53,25 +62,3 @@ def uncached(serve: Serve) -> Served:
 def dense(serve: Serve) -> Served:
     """Stock prefix caching: the plugin is off, no interval is set."""
     return serve(PLUGIN_OFF)
-
-
-@pytest.fixture(scope="session")
-def lmcache_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with two KV cache groups, and one with one."""
-    folders = {}
-    for name in ("alternating", "full"):
-        folders[name] = tmp_path_factory.mktemp("model")
-        connector_models.WRITERS[name](folders[name])
-    return folders
-
-
-@pytest.fixture(scope="session")
-def run_lmcache(
-    lmcache_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> lmcache_runs.Run:
-    """Serve plans with LMCacheMPConnector; see ``lmcache_runs.serve``."""
-
-    def run(plans: lmcache_runs.Plans, **more: Any) -> dict[str, Served]:
-        return lmcache_runs.serve(lmcache_models, tmp_path_factory.mktemp("served"), plans, **more)
-
-    return run

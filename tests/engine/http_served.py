@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from support.scenarios.answers import Served
 from support.scenarios.engine import REPLY_TOKENS, Tokens
 from support.scenarios.processes import ENGINE_ENVIRON
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODEL_NAME = "tiny"
 _MAX_START_S = 600.0
 _VLLM_COMMAND = """
@@ -67,7 +67,7 @@ def serving(
             time.sleep(0.2)
         try:
             yield client
-        except (OSError, KeyError) as error:
+        except (requests.RequestException, KeyError) as error:
             pytest.fail(f"{error!r}\n{log_path.read_text()[-8000:]}")
     finally:
         server.terminate()
@@ -79,18 +79,14 @@ def serving(
 
 
 class Client:
-    """What a scenario of the workload asks, sent to a server.
-
-    Args:
-        url: Of the server.
-    """
+    """What a scenario asks, sent to the server at ``url``."""
 
     has_connector = False  # No scenario looks into it.
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._asked: dict[str, Any] = {}
-        self.metrics: dict[str, dict[str, float]] = {}
+        self.counted: dict[str, dict[str, float]] = {}
 
     def ask(
         self, label: str, prompts: Sequence[Tokens], reply_tokens: int = REPLY_TOKENS
@@ -99,7 +95,7 @@ class Client:
         with ThreadPoolExecutor(len(prompts)) as threads:
             answers = list(threads.map(lambda prompt: self._answer(prompt, reply_tokens), prompts))
         self._asked[label] = {"answers": answers}
-        self.metrics[label] = self.read_metrics()
+        self.counted[label] = self.read_counted()
         return [answer["reply"] for answer in answers]
 
     def reset(self, is_host_too: bool = False) -> None:
@@ -110,21 +106,34 @@ class Client:
 
     def is_ready(self) -> bool:
         try:
-            self._get("/health")
-        except (urllib.error.URLError, ConnectionError):
+            return requests.get(f"{self._url}/health", timeout=60).ok
+        except requests.ConnectionError:
             return False
-        return True
 
-    def read_metrics(self) -> dict[str, float]:
-        """Of Prometheus, by name and one more label: ``kvext_transfers_total.load``."""
-        metrics: dict[str, float] = {}
-        for line in self._get("/metrics").splitlines():
-            if line.startswith("vllm:"):
-                described, value = line.removeprefix("vllm:").rsplit(" ", 1)
-                parts = [described.partition("{")[0]]
-                parts += re.findall('(?:reason|direction|outcome)="([^"]*)"', described)
-                metrics[".".join(parts)] = float(value)
-        return metrics
+    def metrics(self) -> Iterator[Metric]:
+        """Of Prometheus."""
+        page = requests.get(f"{self._url}/metrics", timeout=60).text
+        return text_string_to_metric_families(page)
+
+    def read_counted(self) -> dict[str, float]:
+        """By name and one more label: ``kvext_transfers_total.load``."""
+        labels = ("reason", "direction", "outcome")
+        return {
+            ".".join(
+                [sample.name.removeprefix("vllm:")]
+                + [sample.labels[name] for name in labels if name in sample.labels]
+            ): sample.value
+            for metric in self.metrics()
+            for sample in metric.samples
+        }
+
+    def count_up(self, name: str, more_than: float = 0) -> None:
+        """Ask until the server has counted so much: reports come with steps."""
+        deadline_s = time.monotonic() + 60
+        while self.read_counted()[name] <= more_than:
+            assert time.monotonic() < deadline_s, name
+            self.complete([5] * 5, 1)
+            time.sleep(0.1)
 
     def complete(self, prompt: Tokens, reply_tokens: int, **extra_args: Any) -> dict[str, Any]:
         """What a client is sent."""
@@ -137,20 +146,19 @@ class Client:
             "logprobs": 5,
             "return_tokens_as_token_ids": True,
         }
-        return self.post("/v1/completions", body)
+        return self.post(COMPLETIONS, body)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask the model at an endpoint of the server."""
-        response: dict[str, Any] = json.loads(self._post(path, {"model": MODEL_NAME, **body}))
+        response: dict[str, Any] = self._post(path, {"model": MODEL_NAME, **body}).json()
         return response
 
     def _answer(self, prompt: Tokens, reply_tokens: int) -> dict[str, Any]:
         response = self.complete(prompt, reply_tokens)
         (choice,) = response["choices"]
-        details = response["usage"].get("prompt_tokens_details") or {}
         return {
             "prompt_tokens": response["usage"]["prompt_tokens"],
-            "hit_tokens": details.get("cached_tokens") or 0,
+            "hit_tokens": hit_tokens(response),
             "reply": [_token_id(token) for token in choice["logprobs"]["tokens"]],
             "logprobs": [
                 {str(_token_id(token)): logprob for token, logprob in step.items()}
@@ -158,16 +166,14 @@ class Client:
             ],
         }
 
-    def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self._url + path, timeout=60) as response:
-            return str(response.read().decode())
+    def _post(self, path: str, body: dict[str, Any]) -> requests.Response:
+        response = requests.post(self._url + path, json=body, timeout=180)
+        response.raise_for_status()
+        return response
 
-    def _post(self, path: str, body: dict[str, Any]) -> str:
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=180) as response:
-            return str(response.read().decode())
+
+def hit_tokens(response: dict[str, Any]) -> int:
+    return (response["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def _token_id(token: str) -> int:

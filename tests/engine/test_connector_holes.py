@@ -7,9 +7,12 @@ On vLLM's real scheduler, with real pages and without a model: see ``test_connec
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
@@ -24,21 +27,24 @@ from support.connector.paged_layouts import (
     WINDOW,
     PagedLayout,
 )
-from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.scheduler.options import Drafter
+from vllm.v1.core.sched.interface import PauseState
 
-from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler import loads
-from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
-from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.patches.connector import scheduler
 from vllm_ascend_kvext.store.entries import Kind
+from vllm_ascend_kvext.upstream_state import RequestState
 
-PROMPT_TOKENS = 400
-NO_ROWS = (WINDOW, TWO_WINDOWS)
+PROMPT = tokens(random.Random(1), 400)
+SECOND = plan_of("second", PROMPT)
+WITHOUT_ROWS = (WINDOW, TWO_WINDOWS)
 HYBRIDS = tuple(
-    layout for layout in LAYOUTS if layout not in (FULL, TWO_FULL, *NO_ROWS, DEEPSEEK_V4_EAGLE)
+    layout for layout in LAYOUTS if layout not in (FULL, TWO_FULL, *WITHOUT_ROWS, DEEPSEEK_V4_EAGLE)
 )
 """Whose holes read windows, too."""
+
+by_layout = {"ids": lambda layout: layout.name}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,10 +53,28 @@ def patches_installed() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def any_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs behind holes are loaded however short they are."""
-    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+@contextmanager
+def engine_with_holes(*holes: tuple[int, int], **options: Any) -> Iterator[SimulatedEngine]:
+    """`PROMPT` is stored but for some tokens."""
+    with engine_of(FULL, **options) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        assert engine.reset()
+        make_holes(engine, *holes)
+        yield engine
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
+def computed_holes(computed: dict[str, list[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Tokens that steps have computed as holes, of what was watched."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(
+        run for row, runs in computed.items() if "hole" in row for run in runs
+    ):
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, end))
+    return found
 
 
 HOLES = {
@@ -70,144 +94,171 @@ HOLES = {
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", HOLES)
 def test_only_holes_and_the_end_are_computed(name: str, is_async: bool, caching: bool) -> None:
-    layout = FULL
     missing, holes = HOLES[name]
-    prompt = tokens(random.Random(layout.name), PROMPT_TOKENS)
-    with engine_of(layout, caching=caching, is_async=is_async) as engine:
-        serve(engine, plan_of("first", prompt))
-        assert engine.reset()
-        make_holes(engine, *missing)
+    with engine_with_holes(*missing, is_async=is_async, caching=caching) as engine:
         computed = watch_computed(engine)
-        serve(engine, plan_of("second", prompt))
-        of_request = [run for id, runs in computed.items() if "hole" not in id for run in runs]
-        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
-        assert joined(of_holes) == holes
-        first_tokens = of_request[0][0]
-        last_boundary = (PROMPT_TOKENS - 1) // layout.unit_tokens * layout.unit_tokens
-        assert first_tokens == (last_boundary if holes else missing[0][0])
+        serve(engine, SECOND)
+        assert computed_holes(computed) == holes
+        last_boundary = (len(PROMPT) - 1) // FULL.unit_tokens * FULL.unit_tokens
+        assert computed["second"][0][0] == (last_boundary if holes else missing[0][0])
         assert engine.side.counters.hole_tokens == sum(end - first for first, end in holes)
-        check_nothing_is_left(engine)
-
-
-CHUNK_TOKENS = 16
-FAILING_CHUNKS = {
-    "the first": {0},
-    "in the middle": {5},
-    "adjacent": {5, 6},
-    "beside a hole": {1, 4},
-    "all but the first": {1, 4, 5, 6, 7, 8, 9, 10, 11},
-}
-"""Of a prompt of 12 chunks, of which the third and the fourth are not stored."""
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", FAILING_CHUNKS)
-@pytest.mark.usefixtures("any_run")
-def test_chunk_whose_load_fails_is_computed_alone(name: str, is_async: bool) -> None:
-    failing, missing = FAILING_CHUNKS[name], {2, 3}
-    stored = [chunk for chunk in range(12) if chunk not in missing]
-    # The first load is that of all chunks, and those that follow are of one chunk each.
-    numbers = frozenset([1, *(2 + stored.index(chunk) for chunk in failing)])
-    script = TransferScript(failing_load_numbers=numbers)
-    prompt = tokens(random.Random(4), 12 * CHUNK_TOKENS + 3)
-    with engine_of(FULL, script, is_async=is_async, max_num_batched_tokens=96) as engine:
-        assert engine.tier.geometry.chunk_tokens == CHUNK_TOKENS
-        serve(engine, plan_of("first", prompt))
-        assert engine.reset()
-        make_holes(engine, (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS))
-        computed = watch_computed(engine)
-        serve(engine, plan_of("second", prompt))
-        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
-        found = {token // CHUNK_TOKENS for first, end in of_holes for token in range(first, end)}
-        hole_tokens = sum(end - first for first, end in of_holes)
-        assert found == failing | missing
-        assert hole_tokens == len(found) * CHUNK_TOKENS
-        assert computed["second"][0][0] == 12 * CHUNK_TOKENS
-        counters = engine.side.counters
-        assert counters.hole_tokens == hole_tokens
-        assert counters.hit_tokens == 12 * CHUNK_TOKENS - hole_tokens
-        assert counters.tier.failed_loads == 1
-        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == len(failing)
-        assert engine.reset()
-        serve(engine, plan_of("third", prompt))  # What was computed is stored again.
-        assert counters.hole_tokens == hole_tokens
-        check_nothing_is_left(engine)
-
-
-def test_load_fails_as_a_whole_where_requests_are_to_fail_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def that_fails_requests(**facts: Any) -> SchedulerView:
-        return SchedulerView(**{**facts, "recomputes_failed_loads": False})
-
-    monkeypatch.setattr(patched_scheduler, "SchedulerView", that_fails_requests)
-    prompt = tokens(random.Random(4), 12 * CHUNK_TOKENS + 3)
-    with engine_of(FULL, TransferScript(failing_load_numbers=frozenset({1, 3}))) as engine:
-        serve(engine, plan_of("first", prompt))
-        assert engine.reset()
-        engine.scheduler.recompute_kv_load_failures = False
-        engine.add_request(plan_of("second", prompt))
-        while engine.scheduler.requests or engine.side.has_work:
-            engine.step()
-        counters = engine.side.counters
-        assert counters.hit_tokens == counters.hole_tokens == 0
-        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == 1  # The others stay.
-        check_nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_tokens", [48, 10_000], ids=["small steps", "one step"])
-@pytest.mark.parametrize("layout", HYBRIDS, ids=lambda layout: layout.name)
-@pytest.mark.usefixtures("any_run")
+@pytest.mark.parametrize("layout", HYBRIDS, **by_layout)
 def test_hole_begins_at_the_last_tails_before_what_is_missing(
-    layout: PagedLayout, num_tokens: int, is_async: bool
+    layout: PagedLayout, num_tokens: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three turns, whose ends have tails; rows of the second are missing."""
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     with engine_of(layout, max_num_batched_tokens=num_tokens, is_async=is_async) as engine:
         chunk_tokens = engine.tier.geometry.chunk_tokens
-        turn_tokens = 2 * chunk_tokens
-        prompt = tokens(random.Random(layout.name), 3 * turn_tokens)
-        for turn in (1, 2, 3):
-            serve(engine, plan_of(f"turn-{turn}", prompt[: turn * turn_tokens], max_tokens=1))
+        prompt = tokens(random.Random(layout.name), 6 * chunk_tokens)
+        for num_chunks in (2, 4, 6):
+            turn = prompt[: num_chunks * chunk_tokens]
+            serve(engine, plan_of(f"turn-{num_chunks}", turn, max_tokens=1))
         assert engine.reset()
-        missing = (turn_tokens + chunk_tokens, turn_tokens + 2 * chunk_tokens)
+        missing = (3 * chunk_tokens, 4 * chunk_tokens)
         make_holes(engine, missing)
-        tails = stored_tails(engine)
+        tails = [e.piece.end_tokens for e in engine.entries if e.piece.kind is Kind.TAILS]
         computed = watch_computed(engine)
         serve(engine, plan_of("last", [*prompt, *tokens(random.Random(1), 20)]))
-        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
         first_tokens = max(tokens for tokens in tails if tokens <= missing[0])
         assert first_tokens
-        assert joined(of_holes) == [(first_tokens, missing[1])]
+        assert computed_holes(computed) == [(first_tokens, missing[1])]
         assert computed["last"][0][0] == max(tails)
         check_nothing_is_left(engine)
 
 
-def stored_tails(engine: SimulatedEngine) -> list[int]:
-    """Boundaries at which tails are stored."""
-    return [e.piece.end_tokens for e in engine.entries if e.piece.kind is Kind.TAILS]
-
-
-@pytest.mark.parametrize("layout", [WINDOW, DEEPSEEK_V4_EAGLE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [WINDOW, DEEPSEEK_V4_EAGLE], **by_layout)
 def test_models_without_rows_or_with_drafts_stop_at_the_first_hole(layout: PagedLayout) -> None:
     with engine_of(layout) as engine:
         assert not engine.side.computes_holes
 
 
 def test_adapters_stop_at_the_first_hole() -> None:
-    prompt = tokens(random.Random(4), PROMPT_TOKENS)
     with engine_of(FULL) as engine:
-        serve(engine, replace(plan_of("first", prompt), adapter="adapter-0"))
+        serve(engine, replace(plan_of("first", PROMPT), adapter="adapter-0"))
         make_holes(engine, (64, 96))
-        serve(engine, replace(plan_of("second", prompt), adapter="adapter-0"))
+        serve(engine, replace(SECOND, adapter="adapter-0"))
         assert engine.side.counters.hole_tokens == 0
         assert engine.side.counters.hit_tokens == 64
 
 
-def joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for first, end in sorted(runs):
-        if found and found[-1][1] == first:
-            first = found.pop()[0]
-        found.append((first, end))
-    return found
+# Beside other requests, resets and aborts.
+
+
+def step_until_only_a_hole_is_missing(engine: SimulatedEngine) -> None:
+    engine.add_request(SECOND)
+    while not engine.side.holes or engine.held.loading_ids:
+        engine.step()
+
+
+@pytest.mark.parametrize("is_paused", [False, True], ids=["unpaused", "paused"])
+def test_a_request_that_waits_for_its_holes_is_restarted_by_a_reset(is_paused: bool) -> None:
+    """Its load has ended: nobody but a step of the scheduler writes to its blocks."""
+    with engine_with_holes((64, 192), max_num_batched_tokens=16) as engine:
+        step_until_only_a_hole_is_missing(engine)
+        if is_paused:
+            # As ``pause_generation("keep")``: caches are reset once there is nothing to do.
+            engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            while engine.has_work():
+                engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=True)
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        outputs = [output for step in steps_of(engine, "second") for output in step.outputs]
+        assert [token for _, found, _ in outputs for token in found] == SECOND.expected_output()
+
+
+def test_the_prefix_cache_can_be_reset_after_an_abort_of_a_request_with_holes() -> None:
+    with engine_with_holes((64, 192), max_num_batched_tokens=16) as engine:
+        step_until_only_a_hole_is_missing(engine)
+        engine.abort("second")
+        assert engine.reset()
+
+
+def test_no_request_has_the_id_of_a_row() -> None:
+    with engine_with_holes((64, 192)) as engine:
+        other = plan_of("second-hole-1", tokens(random.Random(3), 20), max_tokens=40)
+        serve(engine, other, SECOND)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["prompt", "drafts"])
+def test_requests_decode_beside_holes_and_the_prompt_of_another(drafts: bool) -> None:
+    rng = random.Random(4)
+    options: dict[str, Any] = {"long_prefill_tokens": 24}
+    decoding = {f"decoding-{number}" for number in range(4 if drafts else 1)}
+    if drafts:
+        options = {"drafter": Drafter.NGRAM, "num_draft_tokens": 3}
+    with engine_with_holes((64, 320), max_num_batched_tokens=64, **options) as engine:
+        if not drafts:
+            engine.add_request(plan_of("long", tokens(rng, 800)))
+        for request_id in sorted(decoding):
+            engine.add_request(plan_of(request_id, tokens(rng, 10), max_tokens=40))
+        engine.step()
+        engine.add_request(SECOND)
+        for step in steps_of(engine, "second" if drafts else "decoding-0"):
+            scheduled = {request.request_id for request in step.scheduled}
+            assert decoding & engine.scheduler.requests.keys() <= scheduled
+
+
+def test_the_first_request_answers_before_the_holes_of_all_are_computed() -> None:
+    rng = random.Random(6)
+    prompts = [tokens(rng, len(PROMPT)) for _ in range(8)]
+    with engine_of(FULL, max_num_batched_tokens=128) as engine:
+        serve(engine, *(plan_of(f"first-{n}", prompt) for n, prompt in enumerate(prompts)))
+        make_holes(engine, (64, 192))
+        for number, prompt in enumerate(prompts):
+            engine.add_request(plan_of(f"second-{number}", prompt, max_tokens=1))
+        steps: dict[str, int] = {}
+        for number, step in enumerate(steps_of(engine, "second-7")):
+            for request_id, *_ in step.outputs:
+                steps.setdefault(request_id, number)
+        # A step has room for one hole, or for the ends of eight.
+        assert steps["second-0"] < steps["second-7"] / 2, steps
+
+
+def steps_of(engine: SimulatedEngine, request_id: str) -> Iterator[Any]:
+    """Steps that are made while a request is there."""
+    while request_id in engine.scheduler.requests:
+        yield engine.step()
+
+
+def test_steps_without_holes_do_not_count_what_is_running() -> None:
+    """That takes time in proportion to the requests."""
+    with engine_of(FULL) as engine:
+        with mock.patch.object(scheduler, "budget_of_holes", side_effect=AssertionError):
+            serve(engine, plan_of("first", PROMPT))
+            serve(engine, SECOND)
+        make_holes(engine, (64, 192))
+        serve(engine, plan_of("third", PROMPT))
+        assert engine.side.counters.hole_tokens
+
+
+@pytest.mark.parametrize("looks_at_prompts", [False, True], ids=["copied", "looked at"])
+def test_tokens_of_a_request_are_read_once_for_all_its_rows(looks_at_prompts: bool) -> None:
+    """Of many steps; the tokens themselves are compared by the model runner of the harness."""
+    found: list[Any] = []
+    read: list[Any] = []
+    holes = (64, 192), (256, 320)
+    with engine_with_holes(*holes, max_num_batched_tokens=48) as engine:
+        schedule = engine.scheduler.schedule
+
+        def watch() -> Any:
+            output = schedule()
+            new = output.scheduled_new_reqs
+            found.extend(each.prompt_token_ids for each in new if "-hole-" in each.req_id)
+            if request := engine.scheduler.requests.get("second"):
+                read.append(RequestState.of(request).token_ids)
+            return output
+
+        of_model = type(engine.scheduler.vllm_config.model_config)
+        with (
+            mock.patch.object(engine.scheduler, "schedule", watch),
+            mock.patch.object(of_model, "uses_mrope", looks_at_prompts),
+        ):
+            serve(engine, SECOND)
+        assert len(found) > 3
+        assert {type(each) for each in found} == {list if looks_at_prompts else array}
+        assert len({id(each) for each in read if each is not None}) == (not looks_at_prompts)

@@ -166,9 +166,7 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
             for plan in chats(random.Random(f"hits/{layout.name}/{seed}"), layout, 12):
                 found = found_in_tier(engine, plan)
                 must = max((ends_shared_with(engine, plan, *each) for each in ended), default=0)
-                before = engine.side.counters.hit_tokens
-                serve(engine, plan)
-                hit_tokens = engine.side.counters.hit_tokens - before
+                hit_tokens = serve_and_count(engine, plan)
                 assert hit_tokens == found
                 assert hit_tokens >= must
                 num_hits += hit_tokens > 0
@@ -191,10 +189,8 @@ def test_step_ends_where_a_shared_prefix_ends(layout: PagedLayout, caching: bool
     hits = []
     with engine_of(layout, max_num_batched_tokens=16 * unit, caching=caching) as engine:
         for plan in plans:
-            before = engine.side.counters.hit_tokens
-            serve(engine, plan)
+            hits.append(serve_and_count(engine, plan))
             engine.reset()
-            hits.append(engine.side.counters.hit_tokens - before)
         check_nothing_is_left(engine)
     # The first one has left states at some distances before its end, the second where they part.
     assert hits[0] < hits[1] < hits[2] == len(shared)
@@ -213,9 +209,7 @@ def test_prompt_resumes_where_its_last_state_can_be_hit(
             serve(engine, plan_of(f"other-{number}", tokens(rng, 20 * unit), max_tokens=1))
         prompt = tokens(rng, 20 * unit + over_tokens)
         serve(engine, plan_of("first", prompt, max_tokens=1))
-        before = engine.side.counters.hit_tokens
-        serve(engine, plan_of("second", prompt, max_tokens=1))
-        hit_tokens = engine.side.counters.hit_tokens - before
+        hit_tokens = serve_and_count(engine, plan_of("second", prompt, max_tokens=1))
     assert hit_tokens == (len(prompt) - 1) // unit * unit
 
 
@@ -234,9 +228,15 @@ def test_request_that_begins_again_stores_again(layout: PagedLayout) -> None:
         assert not entries_of(engine)
         serve(engine)
         assert engine.reset()
-        serve(engine, plan_of("second", prompt))
-        assert engine.side.counters.hit_tokens == 20 * unit
+        assert serve_and_count(engine, plan_of("second", prompt)) == 20 * unit
         check_nothing_is_left(engine)
+
+
+def serve_and_count(engine: SimulatedEngine, plan: RequestPlan) -> int:
+    """Tokens that a request has loaded."""
+    before = engine.side.counters.hit_tokens
+    serve(engine, plan)
+    return engine.side.counters.hit_tokens - before
 
 
 def found_in_tier(engine: SimulatedEngine, plan: RequestPlan) -> int:
@@ -383,19 +383,16 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
     with engine_of(layout, num_blocks=num_blocks, max_num_seqs=num_requests) as engine:
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"first-{number}", prompt))
-        counts = Counter[str]()
-        of_steps: list[Counter[str]] = []
+        lookups: list[int] = []  # by step
         look_up, schedule = engine.tier.look_up, engine.scheduler.schedule
 
         def counted(*arguments: Any) -> Any:
-            counts["lookups"] += 1
+            lookups[-1] += 1
             return look_up(*arguments)
 
         def one_step() -> Any:
-            counts.clear()
-            output = schedule()
-            of_steps.append(counts.copy())
-            return output
+            lookups.append(0)
+            return schedule()
 
         engine.tier.look_up, engine.scheduler.schedule = counted, one_step
         requests = [
@@ -406,9 +403,9 @@ def test_step_looks_up_few_of_the_requests_that_have_to_wait() -> None:
             engine.step()
         assert all(request.is_finished() for request in requests)
         assert engine.side.counters.hit_requests == num_requests
-        assert max(step["lookups"] for step in of_steps) <= loads.MAX_LOOKUPS_IN_VAIN + num_at_once
+        assert max(lookups) <= loads.MAX_LOOKUPS_IN_VAIN + num_at_once
         # Each is looked up when it comes and when it is its turn, not whenever another ends.
-        assert sum(step["lookups"] for step in of_steps) <= 3 * num_requests
+        assert sum(lookups) <= 3 * num_requests
 
 
 def test_hints_that_leave_no_checkpoint_are_reported_without_retention(

@@ -25,7 +25,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_ascend_kvext.connector.common.counters import METRICS, ConnectorCounters
 from vllm_ascend_kvext.connector.common.messages import Traffic
-from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
+from vllm_ascend_kvext.connector.common.stats import KvextStats
+from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.lookup import Shortfall
 
@@ -34,27 +35,15 @@ ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
 HELD = {"host_entries": 4, "host_bytes": 400, "host_capacity_bytes": 1000}
 
 
-class Connector:
-    """The part of a connector class that the loggers ask."""
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvextStats:
-        return KvextStats(data)
-
-    @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> KvextPromMetrics:
-        return KvextPromMetrics(*arguments)
-
-
 CONFIG = SimpleNamespace(
-    kv_transfer_config=KVTransferConfig(kv_connector="Connector", kv_role="kv_both")
+    kv_transfer_config=KVTransferConfig(kv_connector="KvextConnector", kv_role="kv_both")
 )
 """The part of a ``VllmConfig`` that the loggers read."""
 
 
 @pytest.fixture(autouse=True)
 def connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda config: Connector)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda config: KvextConnector)
 
 
 @pytest.fixture
@@ -93,16 +82,18 @@ def test_a_report_survives_the_way(send: Any) -> None:
     else:
         sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.data))
         decoded = MsgpackDecoder(EngineCoreOutputs).decode(send(sent))
-        received = Connector.build_kv_connector_stats(decoded.scheduler_stats.kv_connector_stats)
+        received = KvextConnector.build_kv_connector_stats(
+            decoded.scheduler_stats.kv_connector_stats
+        )
     assert type(received) is KvextStats
     assert received.data == report
 
 
 def test_in_a_multi_connector_a_report_survives_the_way() -> None:
     report = busy_counters().take()
-    sent = SchedulerStats(kv_connector_stats={"Connector": KvextStats(report)})
+    sent = SchedulerStats(kv_connector_stats={"KvextConnector": KvextStats(report)})
     decoded = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(sent))
-    assert decoded.kv_connector_stats == {"Connector": {"data": report}}
+    assert decoded.kv_connector_stats == {"KvextConnector": {"data": report}}
 
 
 def test_a_later_report_is_added_and_leaves_the_data_that_others_read() -> None:

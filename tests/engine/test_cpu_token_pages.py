@@ -168,23 +168,7 @@ def test_both_ways_of_ordering_a_page_are_met() -> None:
     assert _get_attn_isa(torch.float32, 32, 64) != "vec16"
 
 
-def test_keys_do_not_lie_as_the_shape_says() -> None:
-    """What makes all this necessary."""
-    made = Pages(torch.bfloat16, 16, 2, 64)
-    places = made.token_pages()._places
-    assert places[0].parts.shape[1] < 64 <= places[1].parts.shape[1]
-
-
 # Refused
-
-
-def shifted(write_rows: WriteRows, change: Callable[..., Any]) -> WriteRows:
-    """The write op, but something is different about it."""
-
-    def write(keys, values, key_cache, value_cache, slots) -> None:
-        write_rows(*change(keys, values, key_cache, value_cache, slots))
-
-    return write
 
 
 WRONG_OPS: dict[str, Callable[..., Any]] = {
@@ -207,8 +191,9 @@ WRONG_OPS: dict[str, Callable[..., Any]] = {
 def test_an_op_that_is_not_understood_is_refused(name: str) -> None:
     made = Pages(torch.float32, 16, 2, 64)
     before = made.storages()
+    write_rows, change = made.backend.write_rows, WRONG_OPS[name]
     with pytest.raises(BlendingError, match="Serve this model without blending") as caught:
-        made.token_pages(shifted(made.backend.write_rows, WRONG_OPS[name]))
+        made.token_pages(lambda *given: write_rows(*change(*given)))
     if name == "a page further":
         assert "found 2048 elements written (some outside the page)" in str(caught.value)
     assert all(map(torch.equal, made.storages(), before)), "no page of the model is written"

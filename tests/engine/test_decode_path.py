@@ -8,11 +8,9 @@ from unittest.mock import patch
 
 import pytest
 from support.installed import installed
-from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.run import run
-from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, Workload
 
 from vllm_ascend_kvext.activation import wanted_features
@@ -50,13 +48,6 @@ NEW_TOKENS = 160
 
 def counts_of(layout: Layout, environment: dict[str, str], **options: object) -> StepCounts:
     """Steps of a few requests with long outputs, with all that these variables bring."""
-    counts: list[StepCounts] = []
-
-    def note(engine: SchedulerEngine, step: Step) -> None:
-        steps = BlockManagerState.of(engine.scheduler.kv_cache_manager).steps
-        assert steps is not None
-        counts[:] = [steps.counts]
-
     workload = Workload(
         name="decode",
         layout=layout,
@@ -73,10 +64,11 @@ def counts_of(layout: Layout, environment: dict[str, str], **options: object) ->
     )
     features = wanted_features(Settings.from_environ(environment))
     with patch.dict(os.environ, environment), installed(*features):
-        result = run(workload, [note])
-    assert not result.wrong_outputs(workload)
-    (last,) = counts
-    return last
+        result = run(workload)
+        assert not result.wrong_outputs(workload)
+        steps = BlockManagerState.of(result.engine.scheduler.kv_cache_manager).steps
+    assert steps is not None
+    return steps.counts
 
 
 CASES = {

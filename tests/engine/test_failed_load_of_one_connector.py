@@ -6,10 +6,12 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+from pytest_mock import MockerFixture
 from support.connector.engines import fail_next, plan_of
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
 from support.connector.offload_workloads import offloading, tokens
@@ -19,6 +21,9 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler import options as engine_options
 from support.scheduler.options import EngineOptions
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorWorkerMetadata,
+)
 
 from vllm_ascend_kvext.patches.connector.scheduler import connector_of
 
@@ -37,29 +42,20 @@ class MultiEngine(SimulatedEngine):
         return connector_of(self.scheduler).scheduler_side
 
     def _new_runner(self, *args: Any) -> Any:
-        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-            MultiKVConnectorWorkerMetadata,
-        )
-
-        of_all = self.scheduler.vllm_config
-        config = copy.copy(of_all)
+        config = copy.copy(self.scheduler.vllm_config)
         config.kv_transfer_config = self.scheduler.connector._ktc_kv_transfer_config[0]
-        self.scheduler.vllm_config = config
-        runner = super()._new_runner(*args)
-        self.scheduler.vllm_config = of_all
+        with mock.patch.object(self.scheduler, "vllm_config", config):
+            runner = super()._new_runner(*args)
         execute = runner.execute
 
         def translated(scheduled: Any) -> Any:
-            of_several = scheduled.kv_connector_metadata
-            (scheduled.kv_connector_metadata,) = of_several.metadata
-            output = execute(scheduled)
-            scheduled.kv_connector_metadata = of_several
+            (metadata,) = scheduled.kv_connector_metadata.metadata
+            output = execute(replace(scheduled, kv_connector_metadata=metadata))
             found = output.kv_connector_output
             found.kv_connector_stats = None
             if found.kv_connector_worker_meta is not None:
-                found.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(
-                    (found.kv_connector_worker_meta,)
-                )
+                parts = (found.kv_connector_worker_meta,)
+                found.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(parts)
             return output
 
         runner.execute = translated
@@ -77,7 +73,9 @@ def one_of_several(layout: Any, options: EngineOptions) -> KVTransferConfig:
     )
 
 
-def test_one_of_several_connectors_loads_what_can_be_read() -> None:
+def test_one_of_several_connectors_loads_what_can_be_read(
+    mocker: MockerFixture, request: pytest.FixtureRequest
+) -> None:
     """Alone it does: see ``test_loads_that_fail_in_part``."""
     prompt = tokens(random.Random(4), 400)
     options = EngineOptions(
@@ -89,16 +87,13 @@ def test_one_of_several_connectors_loads_what_can_be_read() -> None:
     )
     with mock.patch.object(engine_options, "_kv_transfer_config", one_of_several):
         engine = MultiEngine(GEMMA, options, TransferScript())
-    try:
-        serve(engine, plan_of("other", prompt[:133], max_tokens=1))
-        serve(engine, plan_of("first", prompt, max_tokens=1))
-        fail_next(engine, 1, 20)
-        before_tokens = engine.side.counters.hit_tokens
-        begin_load = engine.tier.begin_load
-        with mock.patch.object(engine.tier, "begin_load", side_effect=begin_load) as begun:
-            serve(engine, plan_of("second", prompt))
-        check_nothing_is_left(engine)
-        _, again = (call.args[0].num_tokens for call in begun.call_args_list)
-        assert engine.side.counters.hit_tokens - before_tokens == again
-    finally:
-        engine.shutdown()
+    request.addfinalizer(engine.shutdown)
+    serve(engine, plan_of("other", prompt[:133], max_tokens=1))
+    serve(engine, plan_of("first", prompt, max_tokens=1))
+    fail_next(engine, 1, 20)
+    before_tokens = engine.side.counters.hit_tokens
+    begun = mocker.spy(engine.tier, "begin_load")
+    serve(engine, plan_of("second", prompt))
+    check_nothing_is_left(engine)
+    _, again = (call.args[0].num_tokens for call in begun.call_args_list)
+    assert engine.side.counters.hit_tokens - before_tokens == again

@@ -8,7 +8,7 @@ case after the other, spelled out.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from support import family
 from support.installed import installed, repairs_installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
@@ -37,16 +38,14 @@ from support.scheduler.layouts import (
     WINDOW,
     Layout,
 )
-from support.scheduler.model_runner import NULL_BLOCK_ID, ModelRunner, ReadCheck
+from support.scheduler.model_runner import NULL_BLOCK_ID, ReadCheck
 from support.scheduler.options import EngineOptions, ExternalLoad, FailingLoads
-from support.scheduler.random_workloads import random_workload, without_upstream_defects
+from support.scheduler.random_workloads import random_workload, with_options
 from support.scheduler.run import Check, Run, run
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
-from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.patches.repairs.scheduler import _failed_request_ids
 
 FEATURE = "failed-loads"
@@ -64,7 +63,6 @@ LAYOUTS = [
 ]
 if family.IS_ASCEND:
     LAYOUTS = [COMPRESSED, COMPRESSED.with_eagle(3), FULL_WINDOW]
-REPAIRED = frozenset(repair.name for repair in REPAIRS)
 
 every_load = pytest.mark.parametrize(
     "load", [ExternalLoad.IN_STEP, ExternalLoad.BETWEEN_STEPS], ids=lambda load: load.value
@@ -81,57 +79,26 @@ def repaired() -> Iterator[None]:
 
 def failing(layout: Layout, seed: int, load: ExternalLoad, is_async: bool, **how: Any) -> Workload:
     """A random workload, in a small pool, whose connector fails half of its loads."""
-    workload = without_upstream_defects(random_workload(layout, seed), REPAIRED)
-    options = workload.options
-    # Loads between steps hold their blocks while they wait for each other. Of states that are
-    # loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
-    has_room = options.external_load is ExternalLoad.BETWEEN_STEPS
-    needs_room = load is ExternalLoad.BETWEEN_STEPS or layout.has_mamba
-    num_blocks = options.num_blocks
-    if has_room != needs_room:
-        num_blocks = num_blocks * 3 if needs_room else num_blocks // 3
-    options = replace(
-        options,
-        num_blocks=num_blocks,
+    workload = with_options(
+        random_workload(layout, seed),
         external_load=load,
         is_async=is_async,
         failing_loads=FailingLoads(**{"seed": seed, "max_steps": 3, **how}),
     )
+    if layout.has_mamba and load is ExternalLoad.IN_STEP:
+        # Of states that are loaded, vLLM 0.23.0 counts fewer blocks than it allocates.
+        workload = with_options(workload, num_blocks=3 * workload.options.num_blocks)
     # Upstream cannot preempt for a reset while a connector holds blocks.
     resets = tuple(ResetPrefixCache(reset.step, False) for reset in workload.resets)
-    return replace(workload, options=options, resets=resets)
+    return replace(workload, resets=resets)
 
 
-class LastEngine:
-    """Remembers the engine, to look at it when the workload has ended."""
-
-    engine: SchedulerEngine
-
-    def __call__(self, engine: SchedulerEngine, step: Step) -> None:
-        self.engine = engine
-
-
-def check_cached_blocks(workload: Workload) -> Check:
-    """The events are left out: upstream gets some wrong (vLLM issue 44451)."""
-    contents = CacheContents(workload)
-
-    def check(engine: SchedulerEngine, step: Step) -> None:
-        contents.learn(engine)
-        contents.check_blocks(engine)
-
-    return check
-
-
-def run_checked(workload: Workload, *checks: Check) -> tuple[Run, SchedulerEngine]:
+def run_checked(workload: Workload, *checks: Check) -> Run:
     """Run with all checks; nothing is held at the end."""
-    last = LastEngine()
-    result = run(
-        workload,
-        [blocks_are_conserved, check_cached_blocks(workload), last, *checks],
-        ReadCheck.ALL,
-    )
-    check_nothing_is_held(last.engine)
-    return result, last.engine
+    contents = CacheContents(checks_events=False)
+    result = run(workload, [blocks_are_conserved, contents, *checks], ReadCheck.ALL)
+    check_nothing_is_held(result.engine)
+    return result
 
 
 def check_nothing_is_held(engine: SchedulerEngine) -> None:
@@ -149,6 +116,13 @@ def test_stock_ends(load: ExternalLoad) -> None:
         run(failing(FULL_WINDOW, 0, load, is_async=False))
 
 
+REPLACED = [
+    "_handle_invalid_blocks",
+    "build_connector_meta",
+    "get_num_new_matched_tokens",
+    "schedule",
+    "update_from_output",
+]
 HYBRIDS = (GEMMA, DEEPSEEK_V4)
 RUNS: dict[str, tuple[Sequence[Layout], Callable[[], Any], dict[str, Any]]] = {
     "repaired": (LAYOUTS, repairs_installed, {}),
@@ -178,11 +152,11 @@ def test_outputs_are_those_of_a_run_without_failures(
         for seed in range(NUM_SEEDS):
             workload = failing(layout, seed, load, is_async, **how)
             checks = [preemptions_are_reported_once] if name == "repaired" else []
-            result, engine = run_checked(workload, *checks)
+            result = run_checked(workload, *checks)
             assert not result.wrong_outputs(workload), workload.name
             counts.update(result.transcript.counts)
             if name == "all":
-                assert set(engine.runner._num_loads.values()) == {1}
+                assert set(result.engine.runner._num_loads.values()) == {1}
     assert counts["failed loads"] >= NUM_SEEDS
 
 
@@ -202,7 +176,7 @@ def test_with_the_policy_fail_requests_fail(
     reasons: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         workload = failing(layout, seed, load, is_async, recomputes=False)
-        result, _ = run_checked(workload)
+        result = run_checked(workload)
         reasons.update(result.finish_reasons.values())
         for request_id, output in result.wrong_outputs(workload).items():
             expected = next(p for p in workload.requests if p.request_id == request_id)
@@ -212,82 +186,14 @@ def test_with_the_policy_fail_requests_fail(
     assert reasons["length"] >= NUM_SEEDS
 
 
-@every_load
-def test_one_group_is_left_to_upstream(load: ExternalLoad) -> None:
-    def decided() -> list[object]:
-        steps = []
-        for seed in range(NUM_SEEDS):
-            try:
-                result = run(failing(FULL, seed, load, is_async=False))
-            except (AssertionError, IndexError) as error:
-                steps.append(repr(error))  # what upstream makes of it
-            else:
-                steps += [
-                    (step.scheduled, step.preempted, step.free_queue, step.outputs)
-                    for step in result.transcript.steps
-                ]
-        return steps
-
-    stock = decided()
+def test_methods_are_replaced_only_where_upstream_cannot_recover() -> None:
+    """One group of full attention is left to upstream, and a scheduler without a connector."""
     with installed(FEATURE):
-        assert decided() == stock
-        engine = SchedulerEngine(FULL, failing(FULL, 0, load, is_async=False).options)
-        assert not replaced_in(engine)
-
-
-REPLACED = [
-    "_handle_invalid_blocks",
-    "build_connector_meta",
-    "get_num_new_matched_tokens",
-    "schedule",
-    "update_from_output",
-]
-
-
-def replaced_in(engine: SchedulerEngine) -> list[str]:
-    """Methods of upstream that a scheduler's and a connector's own objects have replaced."""
-    return sorted(
-        name
-        for instance in (engine.scheduler, engine.scheduler.connector)
-        if instance is not None
-        for name, value in vars(instance).items()
-        if callable(value) and hasattr(type(instance), name)
-    )
-
-
-def test_nothing_is_left_of_it_once_it_is_reverted() -> None:
-    with installed(FEATURE):
-        engine = new_engine(ExternalLoad.IN_STEP)
-        assert replaced_in(engine) == REPLACED
-    assert not replaced_in(engine)
-
-
-@pytest.mark.usefixtures("repaired")
-def test_without_a_connector_nothing_is_replaced() -> None:
-    assert not replaced_in(new_engine(None))
-
-
-def new_engine(
-    load: ExternalLoad | None, is_async: bool = False, **options: Any
-) -> SchedulerEngine:
-    """`FULL_WINDOW`: blocks of 4 tokens, a window of 10. Requests with even numbers load."""
-    options = {"num_blocks": 400, "max_num_batched_tokens": 256, **options}
-    engine_options = EngineOptions(
-        external_load=load,
-        is_async=is_async,
-        failing_loads=FailingLoads(seed=0, share=0),
-        **options,
-    )
-    return SchedulerEngine(FULL_WINDOW, engine_options, ReadCheck.ALL)
-
-
-def plan(number: int, prompt: range, max_tokens: int = 3) -> RequestPlan:
-    return RequestPlan(
-        request_id=f"request-{number}",
-        arrival_step=0,
-        prompt=tuple(token % 61 for token in prompt),
-        max_tokens=max_tokens,
-    )
+        engine = Story(ExternalLoad.IN_STEP)
+        assert engine.replaced_methods == REPLACED
+        assert not Story(None).replaced_methods
+        assert not Story(ExternalLoad.IN_STEP, layout=FULL).replaced_methods
+    assert not engine.replaced_methods
 
 
 LOCAL_BLOCKS = 5
@@ -298,55 +204,68 @@ def loaded(tables: tuple[list[int], ...]) -> set[int]:
     return {block_id for table in tables for block_id in table[LOCAL_BLOCKS:]}
 
 
-def fail_next_load(
-    runner: ModelRunner,
-    which: Callable[[tuple[list[int], ...]], set[int]] = loaded,
-    num_steps: int = 0,
-    report_when_left: int = 0,
-) -> None:
-    """The next load fails, in the blocks chosen from its block tables; those after it do not."""
-    fates = [lambda load: (which(load.block_ids), num_steps, report_when_left)]
-    runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)
+class Story(SchedulerEngine):
+    """An engine that is driven step by step; every output is checked at the end.
 
+    By default `FULL_WINDOW`: blocks of 4 tokens, a window of 10. Requests with even numbers load.
+    """
 
-class Story:
-    """An engine that is driven step by step; every plan's output is checked at the end."""
-
-    def __init__(self, engine: SchedulerEngine) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        load: ExternalLoad | None,
+        is_async: bool = False,
+        layout: Layout = FULL_WINDOW,
+        max_num_batched_tokens: int = 256,
+    ) -> None:
+        options = EngineOptions(
+            num_blocks=400,
+            max_num_batched_tokens=max_num_batched_tokens,
+            is_async=is_async,
+            external_load=load,
+            failing_loads=FailingLoads(seed=0, share=0),
+        )
+        super().__init__(layout, options, ReadCheck.ALL)
         self.steps: list[Step] = []
-        self.outputs: dict[str, list[int]] = {}
-        self._plans: list[RequestPlan] = []
+        self._check_contents = CacheContents(checks_events=False)
 
-    def add(self, *plans: RequestPlan) -> list[Request]:
-        self._plans += plans
-        return [self.engine.add_request(plan) for plan in plans]
+    def add(self, number: int, prompt: range, max_tokens: int = 3) -> Request:
+        return self.add_request(
+            RequestPlan(
+                request_id=f"request-{number}",
+                arrival_step=0,
+                prompt=tuple(token % 61 for token in prompt),
+                max_tokens=max_tokens,
+            )
+        )
+
+    def fail_next_load(
+        self,
+        which: Callable[[tuple[list[int], ...]], set[int]] = loaded,
+        num_steps: int = 0,
+        report_when_left: int = 0,
+    ) -> None:
+        """The next load fails, in the blocks chosen from its block tables; those after do not."""
+        fates = [lambda load: (which(load.block_ids), num_steps, report_when_left)]
+        self.runner._fate = lambda load: fates.pop()(load) if fates else (set(), 0, 0)
 
     def step(self) -> Step:
-        step = self.engine.step()
-        blocks_are_conserved(self.engine, step)
-        self.check_no_garbage_is_cached()
-        self.steps.append(step)
-        for request_id, tokens, _ in step.outputs:
-            self.outputs.setdefault(request_id, []).extend(tokens)
-        return step
+        self.steps.append(super().step())
+        blocks_are_conserved(self, self.steps[-1])
+        self._check_contents(self, self.steps[-1])
+        return self.steps[-1]
 
-    def check_no_garbage_is_cached(self) -> None:
-        runner = self.engine.runner
-        for block in self.engine.block_pool.blocks:
-            if block.block_hash is not None:
-                rows = runner.memory.read(block.block_id, get_group_id(block.block_hash), 0, 4)
-                assert all(row >= 0 or runner.is_unreported(row) for row in rows), block
-
-    def finish(self) -> None:
+    def finish(self, max_steps: int = 100) -> list[Step]:
         """Run to the end; all outputs are right and nothing is held."""
-        for _ in range(100):
-            if not self.engine.has_work():
-                break
-            self.step()
-        for plan in self._plans:
-            assert self.outputs[plan.request_id] == plan.expected_output(), plan.request_id
-        check_nothing_is_held(self.engine)
+        steps = super().finish(max_steps)
+        outputs: dict[str, list[int]] = defaultdict(list)
+        for step in self.steps:
+            for request_id, tokens, _ in step.outputs:
+                outputs[request_id] += tokens
+        for request_id, request in self.requests.items():
+            if request.status is not RequestStatus.FINISHED_ABORTED:
+                assert outputs[request_id] == self.plans[request_id].expected_output(), request_id
+        check_nothing_is_held(self)
+        return steps
 
     def admissions(self, number: int) -> list[int]:
         """Computed tokens with which a request was admitted, each time."""
@@ -370,42 +289,44 @@ class TestOneCaseAtATime:
     @every_scheduler
     @every_load
     def test_local_hits_are_used_again(self, load: ExternalLoad, is_async: bool) -> None:
-        story = Story(new_engine(load, is_async))
-        story.add(plan(1, range(self.LOCAL_TOKENS + 1)))
+        story = Story(load, is_async)
+        story.add(1, range(self.LOCAL_TOKENS + 1))
         story.finish()
-        fail_next_load(story.engine.runner)
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
+        story.fail_next_load()
+        story.add(2, range(self.PROMPT_TOKENS))
         story.finish()
         in_step = load is ExternalLoad.IN_STEP
         assert story.admissions(2) == [self.EXTERNAL_TOKENS] * in_step + [self.LOCAL_TOKENS]
 
-    @every_scheduler
-    def test_who_hits_what_was_computed_from_it_is_computed_again(self, is_async: bool) -> None:
-        """It holds none of the blocks that failed: they have left its window."""
-        story = Story(new_engine(ExternalLoad.IN_STEP, is_async))
-        fail_next_load(story.engine.runner, lambda tables: set(tables[1]))
-        story.add(plan(2, range(self.PROMPT_TOKENS)), plan(3, range(self.PROMPT_TOKENS + 8)))
-        story.finish()
-        assert story.admissions(3)[0] == self.PROMPT_TOKENS
-        assert sorted(story.preempted()) == ["request-2", "request-3"]
+    @pytest.mark.parametrize(
+        ("is_async", "num_steps"),
+        [(False, 0), (True, 0), (True, 1)],
+        ids=["sync", "async", "async, one step later"],
+    )
+    def test_who_hits_what_was_computed_from_it_is_computed_again(
+        self, is_async: bool, num_steps: int
+    ) -> None:
+        """It holds none of the blocks that failed: they have left its window.
 
-    def test_a_later_hit_is_taken_back(self) -> None:
-        """An asynchronous scheduler admits it before it hears of the failure."""
-        story = Story(new_engine(ExternalLoad.IN_STEP, is_async=True))
-        fail_next_load(story.engine.runner)
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
-        story.step()
-        story.add(plan(3, range(self.PROMPT_TOKENS + 8)))
+        An asynchronous scheduler admits it before it hears of the failure.
+        """
+        story = Story(ExternalLoad.IN_STEP, is_async)
+        story.fail_next_load(lambda tables: set(tables[1]))
+        story.add(2, range(self.PROMPT_TOKENS))
+        for _ in range(num_steps):
+            story.step()
+        story.add(3, range(self.PROMPT_TOKENS + 8))
         story.finish()
         assert story.admissions(3)[0] == self.PROMPT_TOKENS
         assert sorted(story.preempted()) == ["request-2", "request-3"]
 
     def test_who_loads_more_on_top_of_it_starts_again(self) -> None:
         """It loads between steps what follows a local hit that turns out to be garbage."""
-        story = Story(new_engine(ExternalLoad.IN_STEP))
-        fail_next_load(story.engine.runner)
-        connector = story.engine.scheduler.connector
-        story.add(plan(2, range(self.PROMPT_TOKENS)), plan(4, range(2 * self.PROMPT_TOKENS)))
+        story = Story(ExternalLoad.IN_STEP)
+        story.fail_next_load()
+        connector = story.scheduler.connector
+        story.add(2, range(self.PROMPT_TOKENS))
+        story.add(4, range(2 * self.PROMPT_TOKENS))
         ask = connector.get_num_new_matched_tokens
         hits = []
 
@@ -422,56 +343,54 @@ class TestOneCaseAtATime:
 
     @every_scheduler
     def test_the_null_block_and_unknown_ids_are_nobodys(self, is_async: bool) -> None:
-        story = Story(new_engine(ExternalLoad.IN_STEP, is_async))
-        story.add(plan(1, range(1000, 1064), max_tokens=12))
+        story = Story(ExternalLoad.IN_STEP, is_async)
+        story.add(1, range(1000, 1064), max_tokens=12)
         for _ in range(3):
             story.step()
-        fail_next_load(story.engine.runner, lambda tables: {NULL_BLOCK_ID, -1, 10**9, tables[0][3]})
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
+        story.fail_next_load(lambda tables: {NULL_BLOCK_ID, -1, 10**9, tables[0][3]})
+        story.add(2, range(self.PROMPT_TOKENS))
         story.finish()
         assert story.preempted() == ["request-2"]
 
     @pytest.mark.parametrize("is_aborted", [False, True], ids=["preempted", "aborted"])
     def test_nothing_stays_cached_of_who_is_gone_before_the_report(self, is_aborted: bool) -> None:
-        story = Story(new_engine(ExternalLoad.IN_STEP, is_async=True))
-        fail_next_load(story.engine.runner, lambda tables: {tables[0][LOCAL_BLOCKS]})
-        (request,) = story.add(plan(2, range(self.PROMPT_TOKENS)))
+        story = Story(ExternalLoad.IN_STEP, is_async=True)
+        story.fail_next_load(lambda tables: {tables[0][LOCAL_BLOCKS]})
+        request = story.add(2, range(self.PROMPT_TOKENS))
         story.step()
-        scheduler = story.engine.scheduler
+        scheduler = story.scheduler
         if is_aborted:
-            story._plans.clear()
-            story.engine.abort("request-2")
+            story.abort("request-2")
         else:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, 0)
             scheduler.prev_step_scheduled_req_ids.clear()
-        assert any(block.block_hash for block in story.engine.block_pool.blocks)
+        assert any(block.block_hash for block in story.block_pool.blocks)
         # The next step hits it, and is on its way when the report comes in.
-        story.add(plan(3, range(self.PROMPT_TOKENS + 8)))
+        story.add(3, range(self.PROMPT_TOKENS + 8))
         story.step()
         story.finish()
         assert story.admissions(3)[0] == self.PROMPT_TOKENS
 
     @pytest.mark.parametrize("num_steps", range(4))
     def test_a_request_that_is_aborted_while_it_receives(self, num_steps: int) -> None:
-        story = Story(new_engine(ExternalLoad.BETWEEN_STEPS))
-        fail_next_load(story.engine.runner, num_steps=3, report_when_left=1)
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
+        story = Story(ExternalLoad.BETWEEN_STEPS)
+        story.fail_next_load(num_steps=3, report_when_left=1)
+        story.add(2, range(self.PROMPT_TOKENS))
         for _ in range(num_steps):
             story.step()
-        story._plans.clear()
-        assert story.engine.abort("request-2")
+        assert story.abort("request-2")
         story.finish()
 
     @pytest.mark.parametrize("report_when_left", range(4))
     def test_blocks_are_held_until_they_are_received(self, report_when_left: int) -> None:
         """What the worker still writes to belongs to nobody else."""
-        story = Story(new_engine(ExternalLoad.BETWEEN_STEPS))
-        fail_next_load(story.engine.runner, num_steps=3, report_when_left=report_when_left)
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
+        story = Story(ExternalLoad.BETWEEN_STEPS)
+        story.fail_next_load(num_steps=3, report_when_left=report_when_left)
+        story.add(2, range(self.PROMPT_TOKENS))
         for _ in range(3):
             story.step()
-            assert len(story.engine.managers[0].req_to_blocks["request-2"]) == 12
+            assert len(story.managers[0].req_to_blocks["request-2"]) == 12
         story.finish()
         assert story.admissions(2) == [0]
 
@@ -479,21 +398,21 @@ class TestOneCaseAtATime:
     @every_scheduler
     def test_a_reset_of_the_prefix_cache_meanwhile(self, is_async: bool, num_steps: int) -> None:
         """It preempts as well, and counts the outputs that are to be discarded."""
-        story = Story(new_engine(ExternalLoad.IN_STEP, is_async))
-        fail_next_load(story.engine.runner)
-        story.add(plan(2, range(self.PROMPT_TOKENS), max_tokens=8))
+        story = Story(ExternalLoad.IN_STEP, is_async)
+        story.fail_next_load()
+        story.add(2, range(self.PROMPT_TOKENS), max_tokens=8)
         for _ in range(num_steps):
             story.step()
-        story.engine.reset_prefix_cache(reset_running_requests=True)
+        story.reset_prefix_cache(reset_running_requests=True)
         story.finish()
 
     @every_load
     def test_prefill_statistics_are_those_of_the_second_admission(self, load: ExternalLoad) -> None:
-        story = Story(new_engine(load, max_num_batched_tokens=16))
-        story.add(plan(1, range(self.LOCAL_TOKENS + 1)))
+        story = Story(load, max_num_batched_tokens=16)
+        story.add(1, range(self.LOCAL_TOKENS + 1))
         story.finish()
-        fail_next_load(story.engine.runner)
-        (request,) = story.add(plan(2, range(2 * self.PROMPT_TOKENS)))
+        story.fail_next_load()
+        request = story.add(2, range(2 * self.PROMPT_TOKENS))
         for _ in range(20):
             story.step()
             if story.admissions(2) and story.admissions(2)[-1] == self.LOCAL_TOKENS:
@@ -506,23 +425,14 @@ class TestOneCaseAtATime:
         story.finish()
 
     @every_load
-    def test_the_connector_is_asked_again(
-        self, load: ExternalLoad, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_connector_is_asked_again(self, load: ExternalLoad, mocker: MockerFixture) -> None:
         """Some renew what they know of a request only then (LMCache's, vLLM's offloading)."""
-        asked: list[str] = []
-        ask = ScriptedConnector.get_num_new_matched_tokens
-
-        def noted(self: ScriptedConnector, request: Request, num_tokens: int) -> Any:
-            asked.append(request.request_id)
-            return ask(self, request, num_tokens)
-
-        monkeypatch.setattr(ScriptedConnector, "get_num_new_matched_tokens", noted)
-        story = Story(new_engine(load))
-        fail_next_load(story.engine.runner)
-        story.add(plan(2, range(self.PROMPT_TOKENS)))
+        asked = mocker.spy(ScriptedConnector, "get_num_new_matched_tokens")
+        story = Story(load)
+        story.fail_next_load()
+        story.add(2, range(self.PROMPT_TOKENS))
         story.finish()
-        assert asked == ["request-2"] * 2
+        assert [call.args[1].request_id for call in asked.call_args_list] == ["request-2"] * 2
 
 
 def test_requests_that_one_of_several_connectors_names_have_failed() -> None:

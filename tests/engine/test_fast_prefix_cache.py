@@ -12,12 +12,15 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from support import family
 from support.installed import installed
+from support.retention.checkpoints import adaptive_chosen
 from support.sample import sampled
 from support.scheduler.block_manager import (
     BlockManager,
@@ -43,13 +46,14 @@ class Setting:
     """What both runs of a workload have in common.
 
     ``units`` is the retention interval in units of the layout's hits; ``retains`` says whether
-    retention is this package's, not upstream's.
+    retention is this package's, not upstream's, and ``is_adaptive`` by which policy.
     """
 
     name: str
     events: bool
     units: int | None = None
     retains: bool = False
+    is_adaptive: bool = False
 
 
 SETTINGS = [
@@ -58,6 +62,7 @@ SETTINGS = [
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
     Setting("upstream-2", events=False, units=2),
+    Setting("adaptive-events", events=True, retains=True, is_adaptive=True),
 ]
 
 
@@ -76,7 +81,8 @@ def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transc
         for feature in FEATURES
         if (is_fast if feature is FAST_PREFIX_CACHE else setting.retains)
     ]
-    with installed(*features), retention_interval(interval):
+    chosen = adaptive_chosen() if setting.is_adaptive else nullcontext()
+    with installed(*features), retention_interval(interval), chosen:
         return run(workload).transcript
 
 
@@ -116,95 +122,65 @@ MAX_MODEL_TOKENS = 64
 NUM_BLOCKS = 40
 DIRECT = BlockLayout((full(16), window(16, 40)))
 
-Call = Callable[[BlockManager], None]
+
+def left_by_calls(
+    world: BlockManager, rng: random.Random, num_drafts: int, has_states: bool
+) -> list[object]:
+    """What random calls for four requests leave, some of which a scheduler makes seldom or never.
+
+    Of the drafts of each step, a random number is rejected. Requests end where the model does, and
+    slots for drafts are asked for beyond; others take over their ids. States begin with a block.
+    """
+    manager, running = world.manager, []
+    left: list[object] = []
+    for _ in range(400):
+        manager.new_step_starts()
+        if len(running) < 4:
+            request = world.request([rng.randrange(2)] * rng.randrange(1, MAX_MODEL_TOKENS - 12))
+            request.request_id = min(set("abcd") - {each.request_id for each in running})
+            running.append(request)
+            world.admit(request, 16)
+        request = rng.choice(running)
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(rng.randrange(2))
+        num_missing = request.num_tokens - request.num_computed_tokens
+        num_new_tokens = num_missing + num_drafts
+        if request.num_computed_tokens + num_new_tokens > MAX_MODEL_TOKENS:
+            running.remove(request)
+            world.finish(request)
+            continue
+        arguments: dict[str, int] = {"num_lookahead_tokens": num_drafts}
+        if num_missing > 1:
+            arguments = {}
+            num_new_tokens = min(num_missing, 16 if has_states else rng.randrange(1, 40))
+        unusual = "" if has_states else rng.choice((*UNUSUAL, *[""] * 20))
+        if unusual == "preempted":  # and comes back as a running one
+            world.preempt(request)
+            continue
+        groups = manager.coordinator.single_type_managers
+        has_cached = all(request.request_id in group.num_cached_block for group in groups)
+        if unusual == "loads more" and has_cached:  # else, upstream takes it for a new one
+            num_external_tokens = max(0, min(16, num_missing - num_new_tokens))
+            arguments["num_external_computed_tokens"] = num_external_tokens
+        elif unusual == "cached later":  # what a connector fills
+            arguments["delay_cache_blocks"] = True
+        elif unusual == "reserved":  # for requests that were admitted before
+            arguments["reserved_blocks"] = world.pool.get_num_free_blocks()
+        if manager.allocate_slots(request, num_new_tokens, **arguments) is not None:
+            request.num_computed_tokens += num_new_tokens
+            request.num_computed_tokens += arguments.get("num_external_computed_tokens", 0)
+            if num_missing == 1:
+                num_rejected = rng.randrange(num_new_tokens)
+                request.num_computed_tokens -= num_rejected
+                for _ in range(num_drafts - num_rejected):
+                    request.append_output_token_ids(rng.randrange(2))
+            if unusual == "step ends":  # of an asynchronous scheduler
+                manager.cache_blocks(request, request.num_computed_tokens)
+        left.append(blocks_left(world))
+    return left
 
 
-def runs_to_the_models_end(world: BlockManager) -> None:
-    """Slots for drafts are asked for up to the longest length, which ends with a block."""
-    request = world.request(range(MAX_MODEL_TOKENS - 12))
-    world.prefill(request, 100)
-    while request.num_computed_tokens < MAX_MODEL_TOKENS - 1:
-        request.append_output_token_ids(1)
-        assert world.manager.allocate_slots(request, 1, num_lookahead_tokens=5) is not None
-        request.num_computed_tokens += 1
-
-
-def starts_anew_after_it_was_freed(world: BlockManager) -> None:
-    """What was known of a request ends with its blocks, even if it comes back as a running one."""
-    request = world.request(range(40))
-    world.prefill(request, 20)
-    world.decode(request, range(3))
-    world.preempt(request)
-    for _ in range(3):
-        world.step(request, 15)
-    # The end of an asynchronous step whose request holds other blocks than it did.
-    world.manager.cache_blocks(request, 40)
-
-
-def another_takes_over_its_id(world: BlockManager) -> None:
-    first = world.request(range(60))
-    world.prefill(first, 100)
-    world.finish(first)
-    second = world.request(range(100, 140))
-    second.request_id = first.request_id
-    world.prefill(second, 15)
-
-
-def caches_later(world: BlockManager) -> None:
-    """Blocks that a connector fills are not cached before they are."""
-    request = world.request(range(60))
-    world.admit(request, 20)
-    assert world.manager.allocate_slots(request, 30, delay_cache_blocks=True) is not None
-    request.num_computed_tokens += 30
-    world.step(request)
-
-
-def loads_more(world: BlockManager) -> None:
-    """The connector has tokens for a request that holds blocks already."""
-    if not world.manager.enable_caching:
-        return  # upstream takes such a request for a new one
-    request = world.request(range(60))
-    world.admit(request, 20)
-    assert world.manager.allocate_slots(request, 4, num_external_computed_tokens=30) is not None
-
-
-def leaves_blocks_to_others(world: BlockManager) -> None:
-    """Blocks can be reserved for requests that were admitted before."""
-    request = world.request(range(60))
-    world.admit(request, 20)
-    num_free_blocks = world.pool.get_num_free_blocks()
-    assert world.manager.allocate_slots(request, 30, reserved_blocks=num_free_blocks) is None
-
-
-CALLS: tuple[Call, ...] = (
-    runs_to_the_models_end,
-    starts_anew_after_it_was_freed,
-    another_takes_over_its_id,
-    caches_later,
-    loads_more,
-    leaves_blocks_to_others,
-)
-
-
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
-def test_leaves_the_blocks_that_upstream_leaves(call: Call, enable_caching: bool) -> None:
-    """What a scheduler seldom or never asks of a block manager."""
-
-    def left_by(*features: str) -> list[object]:
-        with installed(*features):
-            world = BlockManager(
-                DIRECT,
-                num_blocks=NUM_BLOCKS,
-                manager_arguments={
-                    "max_model_len": MAX_MODEL_TOKENS,
-                    "enable_caching": enable_caching,
-                },
-            )
-            call(world)
-        return blocks_left(world)
-
-    assert left_by("fast-prefix-cache") == left_by()
+UNUSUAL = ("preempted", "loads more", "cached later", "reserved", "step ends")
 
 
 def blocks_left(world: BlockManager) -> list[object]:
@@ -219,62 +195,42 @@ def blocks_left(world: BlockManager) -> list[object]:
     ]
 
 
+def check_same_left(layout: BlockLayout, num_drafts: int, has_states: bool, **more: bool) -> None:
+    for seed in range(5):
+        left = []
+        for features in ((), ("fast-prefix-cache",)):
+            with installed(*features):
+                world = BlockManager(layout, num_blocks=200, max_model_len=MAX_MODEL_TOKENS, **more)
+                rng = random.Random(f"{num_drafts}/{seed}")
+                left.append(left_by_calls(world, rng, num_drafts, has_states))
+        assert left[0] == left[1], seed
+        counts = BlockManagerState.of(world.manager).steps.counts
+        assert counts.quiet >= 20
+        assert not (has_states and counts.partial)
+
+
+@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_leaves_the_blocks_that_upstream_leaves(num_drafts: int, enable_caching: bool) -> None:
+    check_same_left(DIRECT, num_drafts, has_states=False, enable_caching=enable_caching)
+
+
 @pytest.mark.own_managers
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("mode", ["align", "all"])
-@pytest.mark.parametrize("has_window", [False, True], ids=["state", "state-and-window"])
+@pytest.mark.parametrize("windows", [(), (window(16, 20),)], ids=["state", "state-and-window"])
 def test_steps_of_states_leave_the_blocks_that_upstream_leaves(
-    mode: str, num_drafts: int, has_window: bool
+    windows: tuple[Any, ...], mode: str, num_drafts: int
 ) -> None:
-    """Requests in turns, with drafts of which a random number is rejected."""
-    windows = (window(16, 20),) if has_window else ()
     layout = BlockLayout((full(16), mamba(16, mode, num_drafts), *windows))
-
-    def serve(rng: random.Random, *features: str) -> list[list[object]]:
-        left = []
-        with installed(*features):
-            world = BlockManager(layout, num_blocks=200)
-            requests = [
-                world.request([rng.randrange(3) for _ in range(rng.randrange(1, 100))])
-                for _ in range(4)
-            ]
-            for request in requests:
-                world.manager.new_step_starts()
-                world.prefill(request, 16 * rng.randrange(1, 4))
-                request.append_output_token_ids(1)
-            for _ in range(60):
-                for request in requests:
-                    world.manager.new_step_starts()
-                    num_new_tokens = 1 + num_drafts
-                    assert world.manager.allocate_slots(
-                        request, num_new_tokens, num_lookahead_tokens=num_drafts
-                    )
-                    num_accepted = rng.randrange(num_new_tokens)
-                    request.num_computed_tokens += 1 + num_accepted
-                    for _ in range(1 + num_accepted):
-                        request.append_output_token_ids(rng.randrange(3))
-                    left.append(blocks_left(world))
-            for request in requests:
-                world.finish(request)
-            left.append(blocks_left(world))
-            if features:
-                counts = BlockManagerState.of(world.manager).steps.counts
-                assert counts.quiet >= 30
-                assert not counts.partial
-        return left
-
-    for seed in range(5):
-        name = f"{mode}/{num_drafts}/{has_window}/{seed}"
-        assert serve(random.Random(name), "fast-prefix-cache") == serve(random.Random(name)), name
+    check_same_left(layout, num_drafts, has_states=True)
 
 
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
 def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
     """Those that finish after their prompt, while preempted, and after some tokens."""
     with installed(*(feature.name for feature in FEATURES)):
-        world = BlockManager(
-            DIRECT, num_blocks=NUM_BLOCKS, manager_arguments={"enable_caching": enable_caching}
-        )
+        world = BlockManager(DIRECT, num_blocks=NUM_BLOCKS, enable_caching=enable_caching)
         sizes = []
         for number in range(300):
             request = world.request(range(number, number + 40))

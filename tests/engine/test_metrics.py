@@ -6,12 +6,10 @@ The engine-level tests run `support.scenarios.metrics`, in which each number is 
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,7 @@ from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import EngineOptions, build_vllm_config
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.loggers import (
-    AggregatedLoggingStatLogger,
-    StatLoggerManager,
-)
+from vllm.v1.metrics import loggers
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -36,34 +31,6 @@ from vllm_ascend_kvext.retention.stats import METRICS, LossCause, RetentionStats
 
 PREFIX = "vllm:kvext_"
 LAYOUT = Layout("1 full + 1 window", (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 64)))
-CASES = {
-    "in one process": {},
-    "engine core in its own process": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-    "Prometheus across processes": {"PROMETHEUS_MULTIPROC_DIR": "prometheus"},
-}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one process has shown; see `support.scenarios.metrics`."""
-
-    metrics: str
-    totals: dict[str, int] | None
-    log: str
-
-
-Run = Callable[[Mapping[str, str]], Seen]
-
-
-@pytest.fixture
-def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
-    def run(environ: Mapping[str, str]) -> Seen:
-        (tmp_path / "prometheus").mkdir()
-        plans = {"": Plan(tiny_model, ["chat"], "metrics")}
-        served = serve(tmp_path_factory, plans, environ, working_folder=tmp_path)[""]
-        return Seen(**served.report, log=served.log)
-
-    return run
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
@@ -84,28 +51,18 @@ def samples(text: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.main_version if environ else ())
-        for case, environ in CASES.items()
-    ],
-)
-def test_metrics_and_log_say_what_retention_has_counted(case: str, run: Run) -> None:
-    seen = run({INTERVAL: "0", **CASES[case]})
-    assert seen.totals is not None and len(set(seen.totals.values())) > 1
-    assert all(seen.totals.values())
-    assert samples(seen.metrics) == {"0": seen.totals}
-    lines = re.findall(r"Engine 000: KV retention: (\d+) checkpoints kept", seen.log)
-    assert sum(map(int, lines)) == seen.totals["checkpoints_kept"]
-
-
-def test_without_retention_there_is_nothing_of_it(run: Run) -> None:
-    seen = run({})
-    assert "vllm:prefix_cache_queries_total" in seen.metrics
-    assert "kvext" not in seen.metrics
-    assert seen.totals is None
-    assert "KV retention" not in seen.log
+def test_metrics_and_log_say_what_retention_has_counted(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> None:
+    """In one engine's process, whose metrics several processes could add up."""
+    environ = {INTERVAL: "0", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    plans = {"": Plan(tiny_model, ["chat"], "metrics")}
+    served = serve(tmp_path_factory, plans, environ)[""]
+    totals = served.report["totals"]
+    assert len(set(totals.values())) > 1 and all(totals.values())
+    assert samples(served.report["metrics"]) == {"0": totals}
+    lines = re.findall(r"Engine 000: KV retention: (\d+) checkpoints kept", served.log)
+    assert sum(map(int, lines)) == totals["checkpoints_kept"]
 
 
 @pytest.fixture
@@ -117,29 +74,21 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture
-def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """vLLM's log, which does not propagate to the root logger."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(level)
-
-
-@pytest.fixture
 def vllm_config() -> Any:
     return build_vllm_config(LAYOUT, EngineOptions(num_blocks=8))
 
 
-def sent(report: dict[str, int] | None) -> SchedulerStats:
-    """Scheduler statistics after their way from an engine core to its client."""
+def encoded(report: dict[str, int] | None) -> Any:
+    """Scheduler statistics as they leave an engine core."""
     stats = SchedulerStats(num_running_reqs=3)
     if report is not None:
         attach_report(stats, report)
-    buffers = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
-    return MsgpackDecoder(EngineCoreOutputs).decode(buffers).scheduler_stats
+    return MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+
+
+def sent(report: dict[str, int] | None) -> SchedulerStats:
+    """The same, as they reach its client."""
+    return MsgpackDecoder(EngineCoreOutputs).decode(encoded(report)).scheduler_stats
 
 
 def counted(factor: int) -> dict[str, int]:
@@ -155,7 +104,7 @@ def test_a_report_arrives_and_its_absence_too():
 
 @pytest.mark.usefixtures("installed")
 def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
-    manager = StatLoggerManager(vllm_config, engine_idxs=[0, 1])
+    manager = loggers.StatLoggerManager(vllm_config, engine_idxs=[0, 1])
     zeros = dict.fromkeys(counted(1), 0)
     assert samples(generate_latest(REGISTRY).decode()) == {"0": zeros, "1": zeros}
     for engine_idx, factor in ((0, 1), (1, 100), (1, 1)):
@@ -169,7 +118,7 @@ def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
 @pytest.mark.usefixtures("installed")
 def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_config):
     processor = OutputProcessor(None, log_stats=True)
-    manager = StatLoggerManager(vllm_config)
+    manager = loggers.StatLoggerManager(vllm_config)
     reports = ({"junctions_hit": 1, "checkpoints": 5}, {"junctions_hit": 2}, None, None)
     for step, report in enumerate(reports):
         stats = sent(report)
@@ -182,24 +131,29 @@ def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_confi
 
 @pytest.mark.usefixtures("installed")
 def test_unknown_numbers_are_left_alone(vllm_config):
-    manager = StatLoggerManager(vllm_config)
+    manager = loggers.StatLoggerManager(vllm_config)
     manager.record(sent({"of_another_release": 3, "junctions_hit": 1}), None)
     assert samples(generate_latest(REGISTRY).decode())["0"]["junctions_hit"] == 1
 
 
 @pytest.mark.usefixtures("installed")
-def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, vllm_log):
-    stat_logger = AggregatedLoggingStatLogger(vllm_config, [0, 1])
+def test_one_line_for_all_engines_and_only_if_something_happened(vllm_config, mocker):
+    info = mocker.spy(loggers.logger, "info")
+
+    def lines() -> list[str]:
+        texts = [call.args[0] % call.args[1:] for call in info.call_args_list]
+        return [text for text in texts if "KV retention" in text]
+
+    stat_logger = loggers.AggregatedLoggingStatLogger(vllm_config, [0, 1])
     for engine_idx in (0, 1):
         stat_logger.record(sent({"checkpoints_kept": 4}), None, engine_idx=engine_idx)
         stat_logger.record(sent({"checkpoints": 4}), None, engine_idx=engine_idx)
     stat_logger.log()
-    (line,) = [text for text in vllm_log.messages if "KV retention" in text]
+    (line,) = lines()
     assert line.startswith("2 Engines Aggregated: KV retention: 8 checkpoints kept, ")
-    vllm_log.clear()
     stat_logger.record(sent({"checkpoints": 4}), None)
     stat_logger.log()
-    assert not [text for text in vllm_log.messages if "KV retention" in text]
+    assert lines() == [line]
 
 
 def test_metric_names_are_the_documented_ones():
@@ -211,22 +165,6 @@ def test_metric_names_are_the_documented_ones():
         assert f"`{cause.value}`" in page
 
 
-SEND = """
-import os
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackEncoder
-import vllm_ascend_kvext
-from vllm_ascend_kvext.patches.metrics.stats import attach_report
-
-os.environ["VLLM_ASCEND_KVEXT_RETENTION"] = "adaptive"
-vllm_ascend_kvext.register()
-stats = SchedulerStats(num_running_reqs=3)
-attach_report(stats, {"checkpoints_kept": 4})
-(message,) = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
-assert b"checkpoints_kept" in message
-print(message.hex())
-"""
 RECEIVE_UNPATCHED = """
 import sys
 from vllm.v1.engine import EngineCoreOutputs
@@ -239,13 +177,9 @@ assert vars(stats).keys() == vars(SchedulerStats()).keys(), vars(stats)
 """
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_process_without_the_patches_reads_what_it_always_has():
-    def run_code(code: str, *arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, "-I", "-c", code, *arguments], capture_output=True, text=True
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    message = run_code(SEND).splitlines()[-1]
-    run_code(RECEIVE_UNPATCHED, message)
+    (message,) = encoded({"checkpoints_kept": 4})
+    assert b"checkpoints_kept" in message
+    command = [sys.executable, "-I", "-c", RECEIVE_UNPATCHED, message.hex()]
+    subprocess.run(command, check=True)

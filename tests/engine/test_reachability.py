@@ -35,13 +35,14 @@ from support.retention.small_layouts import (
 )
 from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, window
-from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import EngineOptions
-from support.scheduler.workload import RequestPlan
+from support.scheduler.run import run
+from support.scheduler.workload import RequestPlan, Workload
 
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800
@@ -250,61 +251,54 @@ OPTIONS = EngineOptions(
 )
 
 
-class Steps:
-    """Serves one request after the other on the real scheduler, whose steps end where they like."""
+def step_ends(
+    layout: EngineLayout, num_shared_tokens: int, hints: tuple[int, ...] = ()
+) -> list[list[int]]:
+    """Of three requests that share a prefix: the tokens hit, and where steps of the prompt end.
 
-    def __init__(self, layout: EngineLayout) -> None:
-        self._engine = SchedulerEngine(layout, OPTIONS, ReadCheck.ALL)
-        self._numbers = itertools.count()
-
-    def serve(self, prompt: Sequence[int], hints: Sequence[int] = ()) -> list[int]:
-        """The lengths at which the steps of the prompt begin and end; the first is the hit."""
-        plan = RequestPlan(
-            request_id=f"request-{next(self._numbers)}",
-            arrival_step=0,
-            prompt=tuple(prompt),
+    One is served after the other on the real scheduler, whose steps end where they like. The first
+    may name a boundary.
+    """
+    prompts = branches(num_shared_tokens, 7 * UNIT_TOKENS + 3)
+    plans = [
+        RequestPlan(
+            request_id=f"request-{number}",
+            arrival_step=20 * number,
+            prompt=tuple(next(prompts)),
             max_tokens=3,
-            checkpoint_tokens=tuple(hints),
+            checkpoint_tokens=() if number else hints,
         )
-        self._engine.add_request(plan)
-        lengths: list[int] = []
-        while self._engine.has_work():
-            for scheduled in self._engine.step().scheduled:
-                if not lengths:
-                    lengths.append(scheduled.num_computed_tokens)
-                if lengths[-1] < len(prompt):
-                    lengths.append(scheduled.num_computed_tokens + scheduled.num_tokens)
-        return lengths
-
-
-def shared_prefixes(layout: EngineLayout) -> Iterator[tuple[Steps, int, Iterator[list[int]]]]:
-    """With a new engine each: so many tokens that prompts share, and the prompts."""
+        for number in range(3)
+    ]
+    workload = Workload(name="", layout=layout, options=OPTIONS, requests=tuple(plans))
+    lengths: dict[str, list[int]] = defaultdict(list)
     with adaptive_retention():
-        for num_shared_tokens in range(2 * UNIT_TOKENS, 9 * UNIT_TOKENS, 5):
-            prompts = branches(num_shared_tokens, 7 * UNIT_TOKENS + 3)
-            yield Steps(layout), num_shared_tokens, prompts
+        result = run(workload, read_check=ReadCheck.ALL)
+    assert not result.wrong_outputs(workload)
+    for step in result.transcript.steps:
+        for scheduled in step.scheduled:
+            ends = lengths[scheduled.request_id] or [scheduled.num_computed_tokens]
+            ends.append(scheduled.num_computed_tokens + scheduled.num_tokens)
+            lengths[scheduled.request_id] = ends
+    return [lengths[plan.request_id] for plan in plans]
 
 
+@pytest.mark.parametrize("num_shared_tokens", range(2 * UNIT_TOKENS, 9 * UNIT_TOKENS, 5))
 @pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
-def test_a_step_ends_where_states_are_shared(layout: EngineLayout) -> None:
-    """A state exists only where a step ends: the second request makes one at the junction."""
-    for steps, num_shared_tokens, prompts in shared_prefixes(layout):
-        junction = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
-        first, second, third = (steps.serve(next(prompts)) for _ in range(3))
-        assert first[0] == second[0] == 0
-        assert junction not in first, "a step ends there anyway: nothing is shown"
-        assert junction in second
-        assert third[0] == junction
+def test_a_step_ends_where_states_are_shared(layout: EngineLayout, num_shared_tokens: int) -> None:
+    """A state exists only where a step ends: the second request makes one at the junction.
 
-
-@pytest.mark.parametrize("layout", [MAMBA, MAMBA_WINDOW], ids=lambda layout: layout.name)
-def test_a_step_ends_where_a_hint_says(layout: EngineLayout) -> None:
-    for steps, num_shared_tokens, prompts in shared_prefixes(layout):
-        boundary = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
-        first = steps.serve(next(prompts), [num_shared_tokens])
-        second = steps.serve(next(prompts))
-        assert boundary in first
-        assert second[0] == boundary
+    If the first one names it, it makes one.
+    """
+    junction = num_shared_tokens // UNIT_TOKENS * UNIT_TOKENS
+    first, second, third = step_ends(layout, num_shared_tokens)
+    assert first[0] == second[0] == 0
+    assert junction not in first, "a step ends there anyway: nothing is shown"
+    assert junction in second
+    assert third[0] == junction
+    first, second, _ = step_ends(layout, num_shared_tokens, (num_shared_tokens,))
+    assert junction in first
+    assert second[0] == junction
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -344,3 +338,16 @@ def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
         del world, request
         gc.collect()
     assert pool() is None
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_blank_interval_is_an_unset_one(text: str) -> None:
+    layout = Layout((full(4), window(4, 9)))
+    with retention_installed():
+        coordinator = BlockManager(layout, text).manager.coordinator
+        assert retention_of(coordinator) is None
+        assert coordinator.retention_interval is None
+    with adaptive_retention():
+        coordinator = BlockManager(layout, text).manager.coordinator
+        assert retention_of(coordinator).policy.interval_tokens == 0
+        assert coordinator.retention_interval is None

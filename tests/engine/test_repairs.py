@@ -2,46 +2,55 @@
 """Each repair beside the upstream defect that it repairs, without retention.
 
 A test named ``test_stock_...`` shows vLLM on its own: it fails as soon as upstream is right, and
-then the repair can go.
+then the repair can go. Failed loads have `test_failed_loads`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 from pytest_mock import MockerFixture
 from support import family
-from support.installed import installed
+from support.installed import installed, repairs_installed
 from support.retention.small_layouts import tokens_per_block, unit_of
+from support.sample import sampled
 from support.scheduler.block_manager import BlockManager, Layout, full, window
 from support.scheduler.engine import SchedulerEngine
-from support.scheduler.invariants import blocks_are_conserved
-from support.scheduler.layouts import EAGLE_LAYOUTS, LAYOUTS, Attention, Group
+from support.scheduler.invariants import CacheContents, blocks_are_conserved
+from support.scheduler.layouts import EAGLE_LAYOUTS, FULL_WINDOW, LAYOUTS, Attention, Group
 from support.scheduler.layouts import Layout as EngineLayout
-from support.scheduler.model_runner import ReadCheck, WrongKVError
-from support.scheduler.options import Drafter, ExternalLoad
-from support.scheduler.random_workloads import (
-    random_workload,
-    without_upstream_defects,
-)
-from support.scheduler.run import run
-from support.scheduler.workload import Workload
+from support.scheduler.model_runner import ReadCheck
+from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
+from support.scheduler.random_workloads import random_workload, with_options
+from support.scheduler.run import failure_of
+from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.patches.repairs.async_scheduler import drafts_in_flight
+from vllm_ascend_kvext.upstream_state import SchedulerState
 
 if family.IS_ASCEND:
     import ascend_geometry
 
-NUM_SEEDS = 8
 FULL_ONLY = EngineLayout("full-only", (Group(Attention.FULL, 16),))
+WIDE_WINDOWS = EngineLayout(
+    "wide-windows",
+    (Group(Attention.FULL, 4), *(Group(Attention.WINDOW, 4, 40) for _ in range(3))),
+)
 WINDOW_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.has_window]
+DRAFT_LAYOUTS = [layout for layout in LAYOUTS + EAGLE_LAYOUTS if layout.supports_drafts]
+NUM_RESET_RUNS = sampled(200)
+PRIORITY_SEEDS = range(sampled(8))
 
 
 @pytest.fixture
@@ -51,9 +60,114 @@ def repaired(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def workloads(layout: EngineLayout) -> Iterator[Workload]:
-    for seed in range(NUM_SEEDS):
-        yield without_upstream_defects(random_workload(layout, seed))
+def with_loads() -> Iterator[Workload]:
+    """Every other request is loaded from outside, into a pool with room for little more.
+
+    The blocks of the local hit that a load extends are the next to be given away.
+    """
+    for seed in range(24):
+        workload = random_workload(WIDE_WINDOWS, seed)
+        # Upstream cannot reset the cache while a connector holds blocks.
+        workload = replace(workload, resets=())
+        yield with_options(workload, external_load=ExternalLoad.IN_STEP, drafter=None)
+
+
+def with_drafts() -> Iterator[Workload]:
+    """Asynchronous scheduling counts drafts as computed before they are accepted."""
+    for layout in WINDOW_LAYOUTS:
+        for seed in range(8):
+            workload = random_workload(layout, seed)
+            if workload.options.is_async and workload.options.drafter is Drafter.EAGLE:
+                yield workload
+
+
+def with_resets() -> Iterator[Workload]:
+    """Drafts are in flight when a reset of the prefix cache preempts what runs."""
+    for number in range(NUM_RESET_RUNS):
+        layout = DRAFT_LAYOUTS[number % len(DRAFT_LAYOUTS)]
+        workload = random_workload(layout, number // len(DRAFT_LAYOUTS))
+        rng = random.Random(f"resets/{workload.name}")
+        last_step = max(plan.arrival_step for plan in workload.requests) + 60
+        resets = tuple(
+            ResetPrefixCache(rng.randrange(last_step), reset_running_requests=True)
+            for _ in range(rng.choice((1, 3, 9)))
+        )
+        options = replace(
+            workload.options, is_async=True, drafter=Drafter.EAGLE, external_load=None, events=False
+        )
+        yield replace(workload, options=options, resets=resets)
+
+
+def with_priorities() -> Iterator[Workload]:
+    """A request is preempted, by priority, in the step that has scheduled it.
+
+    Prompts are computed together and in chunks, in a small pool. Whoever comes later is more
+    urgent: who came first is scheduled first, too, and then preempted.
+    """
+    for layout in LAYOUTS:
+        for seed in PRIORITY_SEEDS:
+            workload = with_options(
+                random_workload(layout, seed),
+                max_num_seqs=16,
+                max_num_batched_tokens=256,
+                long_prefill_tokens=layout.unit_tokens + 1,
+                reserve_full_prompt=False,
+                by_priority=True,
+                external_load=None,
+                is_async=seed % 2 == 1,
+                drafter=None,
+                events=False,
+            )
+            requests = tuple(
+                replace(plan, arrival_step=plan.arrival_step // 4, priority=-number)
+                for number, plan in enumerate(workload.requests)
+            )
+            yield replace(workload, requests=requests, resets=())
+
+
+RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
+    "two-phase-allocation": (with_loads, 0),
+    "drafts-in-flight": (with_drafts, 3),
+    "discarded-frames": (with_resets, NUM_RESET_RUNS // 3),
+    "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS)),
+}
+"""By repair: what runs into the defect; without the repair, more than so many runs fail."""
+
+
+def of_each(*own_managers: str) -> pytest.MarkDecorator:
+    marks = {repair: pytest.mark.own_managers for repair in own_managers}
+    return pytest.mark.parametrize(
+        "repair", [pytest.param(repair, marks=marks.get(repair, ())) for repair in RANDOM_RUNS]
+    )
+
+
+def repairs_but(repair: str) -> AbstractContextManager[None]:
+    return installed(*(each.name for each in REPAIRS if each.name != repair))
+
+
+def failures(workloads: Iterable[Workload]) -> list[str]:
+    """Of the runs in which a request reads or is answered what is not its own."""
+    return [
+        failure
+        for each in workloads
+        if (failure := failure_of(each, [blocks_are_conserved, CacheContents(False)]))
+    ]
+
+
+@of_each("discarded-frames", "preempted-in-step")
+def test_random_runs_read_and_answer_right(repair: str) -> None:
+    workloads, _ = RANDOM_RUNS[repair]
+    with repairs_installed():
+        assert not failures(workloads())
+
+
+@of_each("discarded-frames", "preempted-in-step", "drafts-in-flight")
+def test_stock_random_runs_do_not(repair: str) -> None:
+    workloads, num_failures = RANDOM_RUNS[repair]
+    with repairs_but(repair):
+        found = failures(workloads())
+    print(*found[:3], sep="\n")
+    assert len(found) > num_failures
 
 
 class TestTrimFullGroups:
@@ -78,80 +192,13 @@ class TestTrimFullGroups:
             len(group) * size for group, size in zip(blocks.blocks, sizes, strict=False)
         ]
 
-    def written_and_shared(self) -> int:
-        """Blocks of a running request into which another request is about to write."""
-        world = BlockManager(self.LAYOUT)
-        world.prefill(world.request(self.PROMPT), 100)
-        again = world.request(self.PROMPT)
-        hit_tokens = world.admit(again, 1)
-        managers = world.manager.coordinator.single_type_managers
-        return sum(
-            block.ref_cnt > 1
-            for spec, manager in zip(self.LAYOUT.specs, managers, strict=True)
-            for block in manager.req_to_blocks[again.request_id][
-                hit_tokens // tokens_per_block(spec) :
-            ]
-            if not block.is_null
-        )
-
     def test_stock_hands_out_more_than_it_hits(self) -> None:
+        """Into what is behind the hit, the request writes, while others may read it."""
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, 2 * self.UNIT_TOKENS])
-        assert self.written_and_shared() == 1
 
     @pytest.mark.usefixtures("repaired")
     def test_every_full_group_ends_where_the_hit_ends(self) -> None:
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, self.UNIT_TOKENS])
-        assert self.written_and_shared() == 0
-
-
-class TestTwoPhaseAllocation:
-    """A connector extends a local hit, and the blocks hit are the next to be given away."""
-
-    FEATURE = "two-phase-allocation"
-    WIDE_WINDOWS = EngineLayout(
-        "wide-windows",
-        (Group(Attention.FULL, 4), *(Group(Attention.WINDOW, 4, 40) for _ in range(3))),
-    )
-    NUM_SEEDS = 24
-
-    def violations(self) -> list[str]:
-        """Random workloads, with a connector that extends local hits, in which one reads amiss."""
-        violations = []
-        num_loads = 0
-        for seed in range(self.NUM_SEEDS):
-            workload = tight_workload(self.WIDE_WINDOWS, seed)
-            try:
-                result = run(workload, [blocks_are_conserved], ReadCheck.ALL)
-            except AssertionError as error:
-                violations.append(f"{workload.name}: {type(error).__name__}: {error}")
-            else:
-                num_loads += result.transcript.counts["external loads"]
-                assert not result.wrong_outputs(workload), workload.name
-        assert num_loads > 100
-        return violations
-
-    def test_stock_reads_what_another_group_has_written(self) -> None:
-        assert any(WrongKVError.__name__ in violation for violation in self.violations())
-
-    @pytest.mark.usefixtures("repaired")
-    def test_every_group_reads_its_own(self) -> None:
-        assert not self.violations()
-
-
-def tight_workload(layout: EngineLayout, seed: int) -> Workload:
-    """Every other request is loaded from outside, into a pool with room for little more."""
-    workload = random_workload(layout, seed)
-    num_blocks = workload.options.num_blocks
-    if workload.options.external_load is ExternalLoad.BETWEEN_STEPS:
-        num_blocks //= 3  # such a workload is given three times the room
-    options = replace(
-        workload.options,
-        num_blocks=num_blocks,
-        external_load=ExternalLoad.IN_STEP,
-        drafter=None,
-    )
-    # Upstream cannot reset the cache while a connector holds blocks.
-    return replace(workload, options=options, resets=())
 
 
 class TestContextParallelWindows:
@@ -172,7 +219,7 @@ class TestContextParallelWindows:
         sizes = {"scheduler_block_size": num_ranks * self.UNIT_TOKENS}
         if not family.IS_ASCEND:
             sizes["hash_block_size"] = num_ranks * self.UNIT_TOKENS
-        world = BlockManager(self.LAYOUT, **sizes, manager_arguments=ranks)
+        world = BlockManager(self.LAYOUT, **sizes, **ranks)
         first = world.request(range(self.NUM_TOKENS))
         assert world.prefill(first, 16) == 0
         world.finish(first)
@@ -202,40 +249,11 @@ class TestContextParallelWindows:
         for _ in range(2):
             self.hit_tokens(dcp_world_size=3)
         (call,) = warning.call_args_list
-        message = call.args[0] % call.args[1:]
-        assert "3 ranks" in message
+        assert "3 ranks" in call.args[0] % call.args[1:]
 
 
 class TestDraftsInFlight:
-    """Asynchronous scheduling counts drafts as computed before they are accepted."""
-
     FEATURE = "drafts-in-flight"
-
-    def wrong_reads(self) -> tuple[int, int]:
-        """Workloads with drafts in flight, and those in which a request reads what is not its."""
-        num_wrong = num_workloads = 0
-        for layout in WINDOW_LAYOUTS:
-            for workload in workloads(layout):
-                options = workload.options
-                if options.is_async and options.drafter is Drafter.EAGLE:
-                    num_workloads += 1
-                    try:
-                        result = run(workload, [blocks_are_conserved], ReadCheck.ALL)
-                    except WrongKVError:
-                        num_wrong += 1
-                    else:
-                        assert not result.wrong_outputs(workload), workload.name
-        return num_workloads, num_wrong
-
-    @pytest.mark.own_managers
-    def test_stock_reads_what_others_have_written(self) -> None:
-        num_workloads, num_wrong = self.wrong_reads()
-        assert num_workloads > 20
-        assert num_wrong > 3
-
-    @pytest.mark.usefixtures("repaired")
-    def test_every_request_reads_its_own(self) -> None:
-        assert self.wrong_reads()[1] == 0
 
     def engine(
         self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
@@ -243,26 +261,11 @@ class TestDraftsInFlight:
         options = random_workload(layout, 0).options
         return SchedulerEngine(layout, replace(options, is_async=is_async, drafter=drafter))
 
-    def replaced_in(self, engine: SchedulerEngine) -> list[str]:
-        """Methods of upstream that an engine's own objects have replaced."""
-        manager = engine.scheduler.kv_cache_manager
-        return [
-            name
-            for instance in (
-                engine.scheduler,
-                manager,
-                manager.coordinator,
-                *manager.coordinator.single_type_managers,
-            )
-            for name, value in vars(instance).items()
-            if callable(value) and hasattr(type(instance), name)
-        ]
-
     def test_nothing_is_left_of_it_once_it_is_reverted(self) -> None:
         with installed(self.FEATURE):
             engine = self.engine(WINDOW_LAYOUTS[0], is_async=True, drafter=Drafter.EAGLE)
-            assert self.replaced_in(engine) == ["remove_skipped_blocks"]
-        assert not self.replaced_in(engine)
+            assert engine.replaced_methods == ["remove_skipped_blocks"]
+        assert not engine.replaced_methods
         assert type(AsyncScheduler.__init__) is FunctionType
 
     @pytest.mark.usefixtures("repaired")
@@ -279,18 +282,89 @@ class TestDraftsInFlight:
         self, layout: EngineLayout, is_async: bool, drafter: Drafter | None
     ) -> None:
         """What is called per request and step is upstream's own."""
-        assert not self.replaced_in(self.engine(layout, is_async, drafter))
+        assert not self.engine(layout, is_async, drafter).replaced_methods
         assert type(KVCacheCoordinator.remove_skipped_blocks) is FunctionType
         assert type(KVCacheManager.allocate_slots) is FunctionType
 
-
-@pytest.mark.parametrize(
-    ("num_placeholders", "num_next_drafts", "expected"),
-    [(0, 3, 0), (1, 3, 0), (4, 3, 3), (8, 3, 6), (5, 3, 3), (1, 0, 0), (2, 0, 0), (4, 0, 0)],
-)
-def test_drafts_in_flight(num_placeholders: int, num_next_drafts: int, expected: int) -> None:
-    """A step in flight stands for a token and its drafts, of which the next step has as many."""
-    request = SimpleNamespace(
-        num_output_placeholders=num_placeholders, spec_token_ids=[-1] * num_next_drafts
+    @pytest.mark.parametrize(
+        ("num_placeholders", "num_next_drafts", "expected"),
+        [(0, 3, 0), (1, 3, 0), (4, 3, 3), (8, 3, 6), (5, 3, 3), (1, 0, 0), (2, 0, 0), (4, 0, 0)],
     )
-    assert drafts_in_flight(request) == expected
+    def test_of_each_step_all_but_one_token_are_drafts(
+        self, num_placeholders: int, num_next_drafts: int, expected: int
+    ) -> None:
+        """The next step has as many drafts as a step in flight."""
+        request = SimpleNamespace(
+            num_output_placeholders=num_placeholders, spec_token_ids=[-1] * num_next_drafts
+        )
+        assert drafts_in_flight(request) == expected
+
+
+@pytest.mark.own_managers
+class TestDiscardedFrames:
+    FEATURE = "discarded-frames"
+    PLAN = RequestPlan(request_id="r", arrival_step=0, prompt=tuple(range(20)), max_tokens=24)
+
+    @pytest.fixture
+    def engine(self) -> Iterator[SchedulerEngine]:
+        options = EngineOptions(
+            num_blocks=200, is_async=True, drafter=Drafter.EAGLE, num_draft_tokens=3
+        )
+        with repairs_installed():
+            yield SchedulerEngine(FULL_WINDOW, options, ReadCheck.ALL)
+
+    def decode(self, engine: SchedulerEngine) -> list[int]:
+        """All tokens that the scheduler puts out from here on."""
+        return [t for step in engine.finish() for _, new, _ in step.outputs for t in new]
+
+    def test_no_step_is_remembered_for_longer_than_it_is_in_flight(
+        self, engine: SchedulerEngine
+    ) -> None:
+        engine.add_request(self.PLAN)
+        self.decode(engine)
+        assert not SchedulerState.of(engine.scheduler).steps_in_flight._steps
+
+    def test_every_step_in_flight_is_dropped(self, engine: SchedulerEngine) -> None:
+        """Pipeline parallelism has several."""
+        engine.add_request(self.PLAN)
+        in_flight = []
+        for _ in range(3):
+            planned = engine.scheduler.schedule()
+            in_flight.append((planned, engine.runner.execute(planned)))
+        assert engine.reset_prefix_cache(reset_running_requests=True)
+        for planned, output in in_flight:
+            assert not engine.scheduler.update_from_output(planned, output)
+        assert self.decode(engine) == self.PLAN.expected_output()
+
+    def test_prompt_logprobs_come_with_the_first_token_that_counts(
+        self, engine: SchedulerEngine, mocker: MockerFixture
+    ) -> None:
+        """Workers make them once; upstream's assertion ends the engine."""
+        engine.add_request(self.PLAN)
+        engine.step()
+        assert engine._in_flight[0][1].sampled_token_ids == [self.PLAN.expected_output()[:1]]
+        engine._in_flight[0][1].prompt_logprobs_dict["r"] = "logprobs"
+        assert engine.reset_prefix_cache(reset_running_requests=True)
+        update = mocker.spy(engine.scheduler, "update_from_output")
+        sent: list[Any] = []
+        while engine.has_work():
+            engine.step()
+            sent += [each for one in update.spy_return.values() for each in one.outputs]
+        tokens = [token for each in sent for token in each.new_token_ids]
+        assert tokens == self.PLAN.expected_output()
+        assert [each.new_prompt_logprobs_tensors for each in sent[:2]] == ["logprobs", None]
+
+    def test_a_scheduler_that_processes_outputs_itself_is_left_alone(
+        self, engine: SchedulerEngine
+    ) -> None:
+        class Own(AsyncScheduler):
+            def update_from_output(self, *args: Any) -> Any:
+                return AsyncScheduler.update_from_output(self, *args)
+
+        engine.scheduler.__class__ = Own
+        request = engine.add_request(self.PLAN)
+        while request.num_output_placeholders < 2:
+            engine.step()
+        num_placeholders = request.num_output_placeholders
+        assert engine.reset_prefix_cache(reset_running_requests=True)
+        assert request.async_tokens_to_discard == num_placeholders

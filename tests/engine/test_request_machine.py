@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -44,13 +44,17 @@ from support.scheduler import layouts
 from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ascend_kvext.blending.segment_store import StoredTokens
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 ONE_GROUP = (FULL, paged(layouts.FULL, ROWS))
@@ -132,7 +136,10 @@ LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
 
 SALTS = st.sampled_from([None, None, None, "salt"])
 PROMPTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5)
+NUM_OWN = st.integers(0, 20)
+SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
+ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
 """Of a request that wants all of its prompt computed."""
 
@@ -162,12 +169,12 @@ class Watch:
         self._answered: dict[str, Reused] = {}  # What was reused when a token was last sampled.
         self._sampling: dict[int, dict[str, Reused]] = {}  # The same, by step that is on its way.
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-        engine.runner.execute = self.execute  # type: ignore[method-assign]
-        engine.scheduler.update_from_output = self.update  # type: ignore[method-assign]
+        engine.runner.execute = self.execute
+        engine.scheduler.update_from_output = self.update
         self.surprises: list[Exception] = []
         for worker in engine.workers:
             runner = worker.side._runner
-            runner.run = partial(self._run_job, runner.run)  # type: ignore[method-assign]
+            runner.run = partial(self._run_job, runner.run)
 
     def _run_job(self, run: Any, job: Any, recorded: Any) -> Any:
         """A worker carries out a job: it fails where the script says so."""
@@ -192,12 +199,11 @@ class Watch:
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.began_again |= set(cached.resumed_req_ids) | (scheduled.preempted_req_ids or set())
+        self._check_common_prefix(scheduled)
         for row_id, number in num_tokens.items():
             request_id = row_id
             if row_id not in self._engine.requests:
                 request_id = row_id.rpartition("-hole-")[0]
-                counts["hole rows"] += 1
-                counts["hole rows of blended requests"] += request_id in self._engine.reused
                 parked = self._engine.scheduler.requests[request_id]
                 assert parked.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             run = (starts[row_id], starts[row_id] + number)
@@ -213,6 +219,16 @@ class Watch:
         if metadata is not None:
             self.began_again |= metadata.results.failed_loads
         return output
+
+    def _check_common_prefix(self, scheduled: Any) -> None:
+        """Cascade attention reads these blocks once, for all rows of the step."""
+        row_ids = scheduled.num_scheduled_tokens.keys()
+        requests = self._engine.scheduler.running
+        counted = zip(self._engine.managers, scheduled.num_common_prefix_blocks, strict=True)
+        for manager, number in counted:
+            tables = [manager.req_to_blocks[each.request_id][:number] for each in requests]
+            assert all(table == tables[0] for table in tables), "requests begin with other blocks"
+            assert not number or row_ids <= self._engine.requests.keys(), "a hole, too"
 
     def _samples(self, request_id: str) -> bool:
         """Whether the step leads to a token of the answer; its tokens count as computed already."""
@@ -243,10 +259,12 @@ class Watch:
     def _check_prefill(self, request_id: str, stats: Any) -> None:
         """Each token of the prompt was found, or computed once."""
         request = self._engine.requests[request_id]
-        if request_id in self.began_again or request.num_preemptions:
-            return
         num_tokens = stats.num_prompt_tokens
         assert num_tokens == request.num_prompt_tokens
+        assert min(stats.num_external_cached_tokens, stats.num_cached_tokens) >= 0, stats
+        assert stats.num_cached_tokens + stats.num_computed_tokens == num_tokens, stats
+        if request_id in self.began_again or request.num_preemptions:
+            return
         runs = [(first, min(end, num_tokens)) for first, end in self._computed[request_id]]
         computed = [token for first, end in runs for token in range(first, end)]
         assert len(computed) == len(set(computed)), f"{request_id} computes tokens twice: {runs}"
@@ -275,6 +293,43 @@ class Watch:
         counts["marked answers"] += 1
 
 
+class Router:
+    """Who follows KV events, and knows by them what can be found in host memory."""
+
+    def __init__(self, engine: BlendingEngine) -> None:
+        self._engine = engine
+        self._step = engine.step
+        self._stored: set[Any] = set()
+        engine.step = self.step
+
+    def step(self) -> Any:
+        step = self._step()
+        self._follow(self._engine.last_events)
+        return step
+
+    def _follow(self, events: Iterable[Any]) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared) or event.medium != "CPU":
+                continue
+            if isinstance(event, BlockRemoved):
+                assert self._stored.issuperset(event.block_hashes), f"is not there: {event}"
+                self._stored.difference_update(event.block_hashes)
+            else:
+                self._stored.update(event.block_hashes)
+
+    def check(self) -> None:
+        self._follow(self._engine.scheduler.connector.take_events())
+        found = {
+            maybe_convert_block_hash(entry.key)
+            for entry in self._engine.entries
+            if entry.state is EntryState.STORED
+            and entry.piece.kind is Kind.ROWS
+            and not isinstance(entry.row_map, StoredTokens)
+        }
+        assert self._stored == (found if self._engine.options.events else set())
+        counts["followed entries"] += len(self._stored)
+
+
 class RequestMachine(RuleBasedStateMachine):
     """One engine, and those who use it.
 
@@ -293,24 +348,13 @@ class RequestMachine(RuleBasedStateMachine):
         self.num_steps = 0
         self.is_well = False  # Nothing has been found wrong.
 
-    @initialize(
-        data=st.data(),
-        min_run_blocks=st.sampled_from([1, 1, 3]),
-        engine=ENGINES,
-        connector=CONNECTORS,
-        script=SCRIPTS,
-        lost_share=LOST_SHARES,
-        seed=st.integers(0, 99),
-    )
+    @initialize(data=st.data(), engine=ENGINES, connector=CONNECTORS, script=SCRIPTS)
     def start(
         self,
         data: st.DataObject,
-        min_run_blocks: int,
         engine: dict[str, Any],
         connector: dict[str, Any],
         script: TransferScript,
-        lost_share: float,
-        seed: int,
     ) -> None:
         layout = data.draw(st.sampled_from(self.layouts))
         if self.is_blending:
@@ -320,7 +364,7 @@ class RequestMachine(RuleBasedStateMachine):
         engine["max_num_batched_tokens"] = max(
             engine["max_num_batched_tokens"], 2 * engine["max_num_seqs"]
         )
-        loads.MIN_RUN_TOKENS = min_run_blocks * BLOCK_TOKENS
+        loads.MIN_RUN_TOKENS = data.draw(st.sampled_from([1, 1, 3])) * BLOCK_TOKENS
         engine["num_blocks"] *= 2 * len(layout.groups) - 1  # Holes have windows of their own.
         engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout))
         connector["chunk_tokens"] *= layout.unit_tokens
@@ -330,7 +374,7 @@ class RequestMachine(RuleBasedStateMachine):
         assert self.engine.side.segments.is_on is self.is_blending
         if self.is_blending:
             self.engine.choose(**data.draw(CHOSEN))
-        self.watch = Watch(self.engine)
+        self.watch, self.router = Watch(self.engine), Router(self.engine)
         self.contents = None
         if {group.block_tokens for group in layout.groups} == {self.engine.hash_block_size}:
             self.contents = ExactContents(self.engine, MAX_TOKENS)
@@ -341,71 +385,65 @@ class RequestMachine(RuleBasedStateMachine):
         if self.is_blending:
             self._begin_with_segments(data)
         else:
-            self._begin_with_chats(lost_share, seed)
+            self._begin_with_chats(data.draw(LOST_SHARES), data.draw(SEEDS))
 
     def _begin_with_segments(self, data: st.DataObject) -> None:
         numbers = st.integers(0, len(DOCUMENTS) - 1)
         stored = st.lists(numbers, min_size=3, max_size=len(DOCUMENTS), unique=True)
         for document in data.draw(stored):
-            self.store(document, salt=None, has_sink=False, priority=0, are_lost=False)
+            self.store(document)
         self.go_on(40)
-        for documents, named in (([5, 0, 1, 3], True), ([1, 5, 0], False)):
-            self.ask(documents, 3, 3, None, named=named, is_plain=False, priority=0)
+        self.ask([5, 0, 1, 3])
+        self.ask([1, 5, 0], named=False)
 
     def _begin_with_chats(self, lost_share: float, seed: int) -> None:
         for documents in ([0, 1, 2, 3], [2, 4, 1], [4, 0, 3, 2], [1, 3, 4]):
-            self.ask(documents, 3, 2, None, named=True, is_plain=False, priority=0)
+            self.ask(documents)
         self.go_on(60)
-        lost = {"lost_share": lost_share, "is_lost_on_device": True, "seed": seed}
-        self.come_back([0, 1, 2, 3, 0], 3, 4, is_plain=False, **lost)
+        self.come_back([0, 1, 2, 3, 0], 3, lost_share, is_lost_on_device=True, seed=seed)
 
     # Requests.
 
     @rule(
         documents=PROMPTS,
-        num_own=st.integers(0, 20),
-        max_tokens=NEW_TOKENS,
-        salt=SALTS,
+        num_own=NUM_OWN,
         named=st.booleans(),
         is_plain=st.sampled_from([False, False, True]),
-        priority=st.integers(0, 2),
+        **ASKED,
     )
     def ask(
         self,
         documents: list[int],
-        num_own: int,
-        max_tokens: int,
-        salt: str | None,
-        named: bool,
-        is_plain: bool,
-        priority: int,
+        num_own: int = 3,
+        named: bool = True,
+        is_plain: bool = False,
+        **asked: Any,
     ) -> None:
         """A prompt that shares documents with others, and their order with some.
 
         They are segments that it names, or that separators show, if it does not want all computed.
         """
         prompt, segments = self._prompt(documents, num_own, has_separators=not named)
-        extra_args = PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}
-        self._add(prompt, max_tokens, priority, salt, extra_args)
+        self._add(prompt, PLAIN if is_plain else {SEGMENTS_KEY: segments} if named else {}, **asked)
 
     @rule(
         numbers=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=5),
-        num_own=st.integers(0, 20),
-        max_tokens=NEW_TOKENS,
-        is_plain=st.booleans(),
+        num_own=NUM_OWN,
         lost_share=LOST_SHARES,
         is_lost_on_device=st.sampled_from([True, True, False]),
-        seed=st.integers(0, 99),
+        seed=SEEDS,
+        max_tokens=NEW_TOKENS,
+        is_plain=st.booleans(),
     )
     def come_back(
         self,
         numbers: list[int],
         num_own: int,
-        max_tokens: int,
-        is_plain: bool,
         lost_share: float,
         is_lost_on_device: bool,
         seed: int,
+        max_tokens: int = 4,
+        is_plain: bool = False,
     ) -> None:
         """The next turns of chats, of which the tier has lost some since, and the device all."""
         self.evict(lost_share, seed)
@@ -422,25 +460,24 @@ class RequestMachine(RuleBasedStateMachine):
             own = tokens(random.Random(len(self.plans)), num_own + 1)
             prompt = [*before.prompt, *self.watch.outputs.get(before.request_id, ())]
             prompt = [*prompt[: MAX_PROMPT_TOKENS - len(own)], *own]
-            self._add(tuple(prompt), max_tokens, 0, before.cache_salt, args)
+            self._add(prompt, args, max_tokens, before.cache_salt)
 
     @precondition(lambda self: self.is_blending)
     @rule(
         document=st.integers(0, len(DOCUMENTS) - 1),
-        salt=SALTS,
         has_sink=st.booleans(),
-        priority=st.integers(0, 2),
         are_lost=st.booleans(),
+        **ASKED,
     )
     def store(
-        self, document: int, salt: str | None, has_sink: bool, priority: int, are_lost: bool
+        self, document: int, has_sink: bool = False, are_lost: bool = False, **asked: Any
     ) -> None:
         """A segment is to be stored, once more perhaps."""
         if are_lost:
             self.evict(1.0, 0)
         token_ids = DOCUMENTS[document]
         prompt = (*self.engine.sink_ids, *token_ids) if has_sink else token_ids
-        plan = self._add(prompt, 1, priority, salt, {STORE_KEY: True})
+        plan = self._add(prompt, {STORE_KEY: True}, **(asked | {"max_tokens": 1}))
         if plan is not None:
             self.contents.expect_segment(token_ids, plan)
 
@@ -448,18 +485,17 @@ class RequestMachine(RuleBasedStateMachine):
     @rule(documents=PROMPTS, wrong=st.sampled_from(WRONG_SEGMENTS))
     def ask_wrongly(self, documents: list[int], wrong: Any) -> None:
         prompt, _ = self._prompt(documents, 5, has_separators=True)
-        self._add(prompt, 2, 0, None, {SEGMENTS_KEY: wrong})
+        self._add(prompt, {SEGMENTS_KEY: wrong})
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         live = self._live()
         parked = [r for r in live if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
-        request = data.draw(st.sampled_from(parked or live))
-        counts["aborts of parked requests"] += request in parked
-        counts["aborts of requests with holes"] += request.request_id in self.engine.held.hole_ids
-        counts["aborts of blended requests"] += request.request_id in self.engine.reused
-        self.engine.abort(request.request_id)
+        request_id = data.draw(st.sampled_from(parked or live)).request_id
+        counts["aborts of requests with holes"] += request_id in self.engine.held.hole_ids
+        counts["aborts of blended requests"] += request_id in self.engine.reused
+        self.engine.abort(request_id)
 
     # Steps.
 
@@ -491,13 +527,13 @@ class RequestMachine(RuleBasedStateMachine):
 
     # What is lost.
 
-    @rule(share=st.sampled_from([0.1, 0.3]), seed=st.integers(0, 99))
+    @rule(share=st.sampled_from([0.1, 0.3]), seed=SEEDS)
     def evict(self, share: float, seed: int) -> None:
         rng = random.Random(seed)
         self.engine.evict(lambda entry: rng.random() < share)
 
     @precondition(lambda self: self.engine.options.caching)
-    @rule(share=st.sampled_from([0.2, 1.0]), seed=st.integers(0, 99))
+    @rule(share=st.sampled_from([0.2, 1.0]), seed=SEEDS)
     def evict_on_device(self, share: float, seed: int) -> None:
         self._evict_on_device(share, random.Random(seed))
 
@@ -545,17 +581,8 @@ class RequestMachine(RuleBasedStateMachine):
         counts["hole tokens"] += counters.hole_tokens
         counts["failed loads"] += counters.tier.failed_loads
         counts["preemptions"] += sum(r.num_preemptions for r in engine.requests.values())
-        counts["preemptions of blended requests"] += sum(
-            engine.requests[request_id].num_preemptions for request_id in self.watch.was_blended
-        )
-        counts["stored segments"] += blending.stored_segments
         counts["learned segments"] += blending.learned_segments
         counts["reused tokens"] += blending.reused_tokens
-        for drop, number in blending.learning_drops.items():
-            counts[f"not learned: {drop.value}"] += number
-        for refusal, number in blending.refusals.items():
-            counts[f"refused: {refusal.value}"] += number
-        counts["examples"] += 1
 
     def _check_output(self, request_id: str) -> None:
         """What a request is answered that has reused nothing, is the same however it is served."""
@@ -563,7 +590,6 @@ class RequestMachine(RuleBasedStateMachine):
         is_whole = self.watch.ended.get(request_id) in ("stop", "length")
         request = self.engine.requests[request_id]
         assert is_whole or request.status is RequestStatus.FINISHED_ABORTED
-        counts["whole outputs"] += is_whole
         if request_id in self.watch.was_blended:
             return
         expected = TokenStream(request.prompt_token_ids, self.plans[request_id].seed).generate(
@@ -590,6 +616,7 @@ class RequestMachine(RuleBasedStateMachine):
         if self.contents is not None:
             self.contents.check()
         self.watch.check_hits()
+        self.router.check()
         gone = engine.held.request_ids - engine.scheduler.requests.keys()
         assert not gone, f"requests that are gone are remembered: {gone}"
         self.is_well = True
@@ -614,11 +641,11 @@ class RequestMachine(RuleBasedStateMachine):
 
     def _add(
         self,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        priority: int,
-        salt: str | None,
+        prompt: Iterable[int],
         extra_args: dict[str, Any],
+        max_tokens: int = 3,
+        salt: str | None = None,
+        priority: int = 0,
     ) -> RequestPlan | None:
         if len(self._live()) >= MAX_LIVE_REQUESTS:
             return None
@@ -626,7 +653,7 @@ class RequestMachine(RuleBasedStateMachine):
         plan = RequestPlan(
             request_id=f"request-{number}",
             arrival_step=number,
-            prompt=prompt,
+            prompt=tuple(prompt),
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=salt,
@@ -690,7 +717,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             suppress_health_check=list(HealthCheck),
         )
         machine().runTest()
-    met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails"]
+    met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed entries"]
     rare = ["aborts of requests with holes", "resets of running requests"]
     if is_blending:
         met += ["reused tokens", "marked answers", "learned segments", "segments"]

@@ -175,19 +175,15 @@ def _off_by_one(right, rows, signature, dtype, shifts):
     return right(rows, signature, dtype, [shift + 1 for shift in shifts])
 
 
-def _off_by_one_back(right, rows, signature, dtype, shifts):
-    return right(rows, signature, dtype, [shift - 1 for shift in shifts])
-
-
-def _factor_again(right, rows, signature, dtype, shifts):
+def _factor_again(right, rows, signature, *others):
     """The attention factor is in stored keys: a difference of positions has none."""
-    moved = right(rows, signature, dtype, shifts)
+    moved = right(rows, signature, *others)
     moved[..., : signature.rotary_elements] *= signature.attention_factor
     return moved
 
 
-def _one_other(right, rows, *others):
-    moved = right(rows, *others)
+def _one_other(right, *others):
+    moved = right(*others)
     moved[-1, -1, -1, -1] += 1
     return moved
 
@@ -197,7 +193,6 @@ def _one_other(right, rows, *others):
     ("wrong", "name", "message"),
     [
         (_off_by_one, "base", "moved from position 0 to 1, pair "),
-        (_off_by_one_back, "base", "moved from position 0 to 1, pair "),
         (_factor_again, "YaRN", "expected the module's own within"),
         (_factor_again, "YaRN, attention factor", "expected the module's own within"),
         (_factor_again, "DeepSeek, attention factor", "expected the module's own within"),

@@ -9,17 +9,28 @@ real scheduler. What is compared is in `support.scheduler.transcript.Step`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 from support.installed import installed
 from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
-from support.scheduler.defects import observed_defects
 from support.scheduler.random_workloads import random_workloads
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_kvext.features import DEFAULTS, FEATURES
 
@@ -32,6 +43,92 @@ WORKLOADS = list(random_workloads(range(sampled(8))))
 @pytest.fixture(autouse=True)
 def same_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # vLLM derives its block hashes from it
+
+
+def hits_less_than_it_hands_out(manager: KVCacheManager, _: Request, found: Any) -> bool:
+    blocks, hit_tokens = found
+    return any(
+        isinstance(each.kv_cache_spec, FullAttentionSpec)
+        and len(group) * each.block_size > hit_tokens
+        for each, group in zip(manager.coordinator.single_type_managers, blocks.blocks, strict=True)
+    )
+
+
+def holds_a_block_twice(coordinator: KVCacheCoordinator, request_id: str, _: None) -> bool:
+    groups = coordinator.get_blocks(request_id)
+    held = [block.block_id for group in groups for block in group if not block.is_null]
+    return len(held) != len(set(held))
+
+
+def windows_move_with_drafts(manager: KVCacheManager, request: Request) -> bool:
+    # The harness has at most one step in flight, which yields one token besides its drafts.
+    num_drafts = max(0, request.num_output_placeholders - 1)
+    computed = request.num_computed_tokens
+    return any(
+        each.get_num_skipped_tokens(computed - num_drafts) // each.block_size
+        != each.get_num_skipped_tokens(computed) // each.block_size
+        for each in manager.coordinator.single_type_managers
+        if isinstance(each.kv_cache_spec, (ChunkedLocalAttentionSpec, SlidingWindowSpec))
+    )
+
+
+def has_cached_what_it_has_not_computed(manager: KVCacheManager, request: Request) -> bool:
+    return request.status == RequestStatus.RUNNING and any(
+        block.block_hash
+        for each in manager.coordinator.single_type_managers
+        for block in each.req_to_blocks.get(request.request_id, [])[
+            request.num_computed_tokens // each.block_size :
+        ]
+    )
+
+
+def resets_with_drafts_in_flight(scheduler: Scheduler, reset_running_requests: bool) -> bool:
+    # At most one step is in flight: one placeholder is one frame.
+    placeholders = (request.num_output_placeholders for request in scheduler.running)
+    return reset_running_requests and max(placeholders, default=0) > 1
+
+
+BEFORE = {
+    "drafts-in-flight": (KVCacheManager, "allocate_slots", windows_move_with_drafts),
+    "preempted-in-step": (KVCacheManager, "free", has_cached_what_it_has_not_computed),
+    "discarded-frames": (Scheduler, "reset_prefix_cache", resets_with_drafts_in_flight),
+}
+AFTER = {
+    "trim-full-groups": (KVCacheManager, "get_computed_blocks", hits_less_than_it_hands_out),
+    "two-phase-allocation": (
+        KVCacheCoordinator,
+        "allocate_new_computed_blocks",
+        holds_a_block_twice,
+    ),
+}
+"""By repair: the function of upstream before, or after, whose call its defect shows, and by what.
+
+It is given the function's first argument, and what the function has returned.
+"""
+
+
+@contextmanager
+def observed_defects() -> Iterator[set[str]]:
+    """The defects that stock vLLM runs into; no decision is changed."""
+    defects: set[str] = set()
+
+    def watched(repair: str, original: Any, shows: Callable[..., bool]) -> Callable[..., Any]:
+        def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            first = next(iter((*args, *kwargs.values())))
+            if repair in BEFORE and shows(self, first):
+                defects.add(repair)
+            result = original(self, *args, **kwargs)
+            if repair in AFTER and shows(self, first, result):
+                defects.add(repair)
+            return result
+
+        return watch
+
+    with ExitStack() as stack:
+        for repair, (owner, name, shows) in (BEFORE | AFTER).items():
+            watch = watched(repair, vars(owner)[name], shows)
+            stack.enter_context(mock.patch.object(owner, name, watch))
+        yield defects
 
 
 def decided(workload: Workload) -> Transcript | str:

@@ -7,7 +7,7 @@ What is computed, loaded, counted and answered in general is looked at by ``test
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +65,19 @@ class LearningEngine(BlendingEngine):
         self.contents = ExactContents(self, MAX_TOKENS)
         self.num_asked = 0
 
+    def send(self, prompt: Iterable[int], max_tokens: int, **more: Any) -> RequestPlan:
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            **more,
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        return plan
+
     def ask(
         self,
         *documents: Sequence[int],
@@ -78,18 +91,9 @@ class LearningEngine(BlendingEngine):
         for document in documents:
             segments.append([len(prompt), len(prompt) + len(document)])
             prompt += document
-        self.num_asked += 1
-        plan = RequestPlan(
-            request_id=f"request-{self.num_asked}",
-            arrival_step=0,
-            prompt=(*prompt, *QUESTION),
-            max_tokens=max_tokens,
-            extra_args=tuple({SEGMENTS_KEY: segments, **(extra_args or {})}.items()),
-            **more,
-        )
-        self.add_request(plan)
-        self.contents.expect(plan)
-        return plan.request_id
+        args = {SEGMENTS_KEY: segments, **(extra_args or {})}
+        prompt += QUESTION
+        return self.send(prompt, max_tokens, extra_args=tuple(args.items()), **more).request_id
 
     def answer(self, *documents: Sequence[int], **more: Any) -> None:
         """The same, and nothing is left to do."""
@@ -102,20 +106,10 @@ class LearningEngine(BlendingEngine):
             self.ask(*documents, **more)
             self.step_until(lambda: len(self.answers) == self.num_asked)
 
-    def store(self, document: Sequence[int], is_stored: Any = True) -> RequestPlan:
+    def store(self, document: Sequence[int], is_stored: Any = True) -> None:
         """A client has a document stored."""
-        self.num_asked += 1
-        plan = RequestPlan(
-            request_id=f"request-{self.num_asked}",
-            arrival_step=0,
-            prompt=tuple(document),
-            max_tokens=1,
-            extra_args=((STORE_KEY, is_stored),),
-        )
-        self.add_request(plan)
-        self.contents.expect(plan)
+        plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),))
         self.contents.expect_segment(document, plan)
-        return plan
 
     def queue(self, *documents: Sequence[int]) -> None:
         """In the steps that follow, it computes some documents."""

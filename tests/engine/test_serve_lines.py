@@ -6,18 +6,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import connector_models
 import pytest
 from support.serve_lines import ServeLine, serve_lines, start
 
 LINES = serve_lines()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    connector_models.write_one_window(folder)
-    return folder
 
 
 def test_lines_of_all_kinds_are_found() -> None:
@@ -26,12 +18,13 @@ def test_lines_of_all_kinds_are_found() -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.place)
-def test_a_printed_line_starts(line: ServeLine, model: Path) -> None:
+def test_a_printed_line_starts(line: ServeLine, tiny_model: Path) -> None:
     """LMCache's up to the configuration; ``test_lmcache_engine.py`` has a server for engines."""
     is_lmcache = line.connector == "LMCacheMPConnector"
     if is_lmcache and find_spec("lmcache") is None:
         pytest.skip("LMCache is not installed here")
-    started = start(line, model, "config" if is_lmcache else "engine", {}, model)
+    stage = "config" if is_lmcache else "engine"
+    started = start(line, tiny_model, stage, {}, tiny_model)
     assert started.report, started.log[-4000:]
     assert started.report["policy"] == ("recompute" if line.connector else "")
     if not is_lmcache:

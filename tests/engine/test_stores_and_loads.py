@@ -6,6 +6,7 @@ What random requests meet rarely, or cannot tell: what is refused, waited for, c
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +19,12 @@ from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
-from vllm.v1.request import Request
 
 from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.lookup import Shortfall
 
 PROMPT = tokens(random.Random("prompt"), 100)
 UNIT_TOKENS = FULL.unit_tokens
@@ -54,54 +53,34 @@ def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
         found.append(plan_step(*args))
         return found[-1]
 
-    engine.side.build_connector_meta = watched  # type: ignore[method-assign]
+    engine.side.build_connector_meta = watched
     return found
 
 
-def compute_some(engine: SimulatedEngine, request_id: str, num_steps: int) -> Request:
-    """A request is computed for some steps, all stores made, and then aborted."""
-    request = engine.add_request(plan_of(request_id, PROMPT))
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort(request_id)
-    serve(engine)
-    return request
-
-
-# What the log says.
-
-
-@pytest.fixture
-def logged() -> Iterator[dict[str, list[str]]]:
-    """What the scheduler side has logged by level, once the test has made an engine."""
-    found: dict[str, list[str]] = {"info": [], "warning": []}
-    with mock.patch("vllm_ascend_kvext.connector.scheduler.connector_scheduler.logger") as logger:
-        for level, messages in found.items():
-            getattr(logger, level).side_effect = lambda text, *values, messages=messages: (
-                messages.append(text % values)
-            )
-        yield found
-
-
 @pytest.mark.parametrize(
-    ("caching", "remedy"),
-    [(False, "Add --enable-prefix-caching"), (True, "Raise --max-model-len")],
+    ("caching", "max_model_len", "remedy"),
+    [
+        (False, UNIT_TOKENS, "Add --enable-prefix-caching"),
+        (True, UNIT_TOKENS, "Raise --max-model-len"),
+        (True, UNIT_TOKENS + 1, None),
+    ],
 )
 def test_an_engine_whose_prompts_are_too_short_to_hit_is_warned(
-    caching: bool, remedy: str, logged: dict[str, list[str]]
+    caching: bool,
+    max_model_len: int,
+    remedy: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine_of(FULL, caching=caching, max_model_len=UNIT_TOKENS):
-        (message,) = logged["warning"]
-    assert f"needs {UNIT_TOKENS + 1} tokens to hit, and a request has at most 8" in message
-    assert remedy in message
-
-
-def test_an_engine_with_one_prompt_that_hits_is_not_warned(
-    logged: dict[str, list[str]],
-) -> None:
-    with engine_of(FULL, max_model_len=UNIT_TOKENS + 1):
-        assert not logged["warning"]
-        assert "hits: prompts of 9 tokens or more, in multiples of 8;" in logged["info"][0]
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.ascend_kvext")
+    with engine_of(FULL, caching=caching, max_model_len=max_model_len):
+        pass
+    assert "hits: prompts of 9 tokens or more, in multiples of 8;" in caplog.text
+    warnings = [each for each in caplog.messages if "nothing will be reused" in each]
+    assert len(warnings) == (remedy is not None)
+    for message in warnings:
+        assert "needs 9 tokens to hit, and a request has at most 8" in message and remedy in message
 
 
 # Stores.
@@ -113,9 +92,13 @@ def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]
     connector = offloading(FULL, store_policy=policy, chunk_tokens=16)
     found = []
     with engine_of(FULL, offloading=connector, max_num_batched_tokens=24) as engine:
-        for number in range(len(hits)):
+        for number, num_hits in enumerate(hits):
             before = engine.side.counters.hit_tokens
-            compute_some(engine, str(number), num_steps=2 + 2 * hits[number])
+            engine.add_request(plan_of(str(number), PROMPT))
+            for _ in range(2 + 2 * num_hits):
+                engine.step()
+            engine.abort(str(number))
+            serve(engine)
             found.append((engine.side.counters.hit_tokens - before) / 48)
         assert found[:2] == hits[:2]
         assert found[2] >= 1
@@ -125,8 +108,7 @@ def test_whole_chunks_of_what_is_aborted_are_stored(policy: str, hits: list[int]
 def test_stores_leave_blocks_for_others() -> None:
     """Stores that do not end hold three quarters of the pool at most. A swap holds none."""
     rng = random.Random(1)
-    connector = offloading(FULL)
-    with engine_of(FULL, NEVER, offloading=connector, num_blocks=200) as engine:
+    with engine_of(FULL, NEVER, num_blocks=200) as engine:
         for number in range(12):
             plan = plan_of(str(number), tokens(rng, 160), max_tokens=1)
             engine.add_request(plan)
@@ -158,7 +140,7 @@ def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
         found.append(engine.held.num_referenced_blocks)
         return execute(output)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.execute = watched
     return found
 
 
@@ -421,15 +403,6 @@ def test_a_load_that_costs_more_than_computing_is_not_made(hole_reuse: bool) -> 
         assert counters.hit_requests == 1
         assert counters.too_dear_loads == 1
         check_nothing_is_left(engine)
-
-
-def test_the_reason_for_a_shorter_hit_is_counted_once_per_request() -> None:
-    with engine_of(FULL) as engine:
-        serve(engine, plan_of("first", PROMPT, max_tokens=1))
-        engine.add_request(plan_of("second", tokens(random.Random(4), 30)))
-        step_without_admissions(engine, 3)
-        serve(engine)
-        assert engine.side.counters.tier.shortfalls[Shortfall.NEVER_STORED] == 2
 
 
 def test_a_request_that_waits_for_room_is_not_looked_up_in_every_step() -> None:

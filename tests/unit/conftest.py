@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -10,10 +11,15 @@ from pathlib import Path
 
 import pytest
 import small_upstream
-from small_upstream import AddPackage
+from small_upstream import FEATURE, UPSTREAM, AddPackage, PlanPatches
 from small_vllm import World
 
-from vllm_ascend_kvext.patching.fingerprint import forget_sources
+from vllm_ascend_kvext.compat import Upstream
+from vllm_ascend_kvext.errors import FingerprintError
+from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, forget_sources
+from vllm_ascend_kvext.patching.plan import FeaturePlan, plan_features
+from vllm_ascend_kvext.patching.store import FingerprintStore
 
 
 @pytest.fixture
@@ -53,6 +59,24 @@ def _modules_of(package: str) -> list[str]:
 def upstream_root(add_package: AddPackage) -> Path:
     """The folder that holds the package ``fake_upstream``; nothing of it is imported."""
     return add_package(small_upstream.PACKAGE, {"pool": small_upstream.SOURCE})
+
+
+@pytest.fixture
+def plan_patches(upstream_root: Path) -> PlanPatches:
+    """Plans patches against the small upstream, of which every function is stored."""
+
+    def plan(*patches: Patch, upstream: Upstream = UPSTREAM, feature: str = FEATURE) -> FeaturePlan:
+        fingerprints = {}
+        for name in {name for patch in patches for name in patch.fingerprinted}:
+            # An inherited method has the fingerprint of the class that defines it.
+            defined = name.replace("SmallPool.inherited", "Base.inherited")
+            with contextlib.suppress(FingerprintError):  # what some tests are about
+                fingerprints[name] = fingerprint_source(upstream_root, defined)
+        store = FingerprintStore({"vllm": {"0.23.0": fingerprints}})
+        (plan,) = plan_features([feature], patches, upstream, store)
+        return plan
+
+    return plan
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import sys
 import types
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +50,8 @@ class Case:
     Attributes:
         end: Of the engine's function: ``patched``, ``imported`` and not patched, or ``untouched``.
         says: Parts of the only record of the log, or of the error; nothing is said if empty.
+        repair: Fields of the patch of a repair; there is none if None.
+        is_required: Whether retention needs the repair.
     """
 
     end: str
@@ -61,6 +62,7 @@ class Case:
     engine: str = ENGINE
     version: str = "0.23.0"
     repair: dict[str, Any] | None = None
+    is_required: bool = False
 
 
 CASES = {
@@ -83,6 +85,19 @@ CASES = {
     ),
     "repair": Case("patched", says=("applied",), level=logging.INFO, repair={}),
     "repair, drift": Case("imported", says=("DRIFTED",), engine=DRIFTED, repair={}),
+    "asked for, and needs a repair": Case(
+        *("patched", INTERVAL, (f"T-{TARGET}", "T-outer")),
+        level=logging.INFO,
+        repair={},
+        is_required=True,
+    ),
+    "asked for, and needs a repair, drift": Case(
+        *("imported", INTERVAL, (REPAIR, "DRIFTED")),
+        error=PatchError,
+        engine=DRIFTED,
+        repair={},
+        is_required=True,
+    ),
     "unsupported": Case(
         "untouched", says=("untouched", "found vLLM 0.32.0", "==0.23.0.*"), version="0.32.0"
     ),
@@ -133,8 +148,14 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 def arrange(world: World, case: Case) -> None:
     if case.repair is not None:
-        world.features(Feature("retention"), Feature(REPAIR, default_on=True))
-        world.ledger(declare(TARGET, feature=REPAIR, wrapper=record(world.calls), **case.repair))
+        requires = (REPAIR,) * case.is_required
+        world.features(
+            Feature("retention", requires=requires), Feature(REPAIR, default_on=not requires)
+        )
+        world.ledger(
+            declare(TARGET, feature=REPAIR, wrapper=record(world.calls), **case.repair),
+            *(declare(TARGET, id="T-outer", feature="retention") for _ in requires),
+        )
     envs = OLD_ENVS if case.version == "0.32.0" else ENVS
     world.upstream(case.version, case.engine, envs)
     world.set(**case.variables)
@@ -189,7 +210,8 @@ def test_status_says_what_register_does(
     if is_off or not is_supported:
         assert world.is_untouched and not report["patches"]
         return
-    (patch,) = report["patches"]
+    patch, *others = report["patches"]
+    assert len(others) == case.is_required
     assert patch["target"] == TARGET and patch["kind"] == "wrap"
     states = {DRIFTED: "drifted", FROZEN: "failed"}
     state = "applied" if case.end == "patched" else states.get(case.engine, "inert")
@@ -197,6 +219,24 @@ def test_status_says_what_register_does(
     assert patch["state"] == state or is_for_others
     assert state != "drifted" or "expected" in patch["reason"]
     assert case.engine is not FROZEN or "frozen" in patch["reason"]
+    if case.is_required and not case.error:
+        rows = [(row["name"], row["state"], row["reason"]) for row in report["features"]]
+        assert rows == [
+            ("retention", "on", f"asked for with {RETENTION_INTERVAL_VARIABLE}"),
+            (REPAIR, "on", "needed by retention"),
+        ]
+    elif case.repair is not None and not case.error:
+        is_drifted, is_disabled = case.engine is DRIFTED, DISABLE_VARIABLE in case.variables
+        stands, reason = {
+            (False, False): ("on", "on by default"),
+            (True, False): ("refused", f"T-{TARGET} drifted"),
+            (False, True): ("off", f"{DISABLE_VARIABLE} names it"),
+            (True, True): ("off", "it would not fit"),
+        }[is_drifted, is_disabled]
+        if is_for_others:
+            stands, reason = "not needed", "vLLM 0.23.0"
+        (repair,) = [feature for feature in report["features"] if feature["name"] == REPAIR]
+        assert repair["state"] == stands and reason in repair["reason"]
 
 
 def test_an_interval_that_is_blank_is_unset_to_vllm_too_but_in_mode_off(world: World) -> None:
@@ -228,33 +268,6 @@ def test_drift_of_what_was_asked_for_raises_with_expected_found_and_remedy(world
     ):
         assert part in str(raised.value)
     assert not world.is_patched
-
-
-class TestRequirements:
-    @pytest.fixture(autouse=True)
-    def repair(self, world: World) -> None:
-        world.features(Feature("retention", requires=(REPAIR,)), Feature(REPAIR))
-        world.ledger(declare(TARGET, feature=REPAIR, wrapper=record(world.calls)))
-
-    def test_a_feature_brings_what_it_requires(self, world: World) -> None:
-        envs = declare("vllm.engine:Engine.rest", feature="retention")
-        world.upstream(engine=f"{ENGINE}    def rest(self):\n        pass\n")
-        store = FingerprintStore.load().replacing(
-            "vllm",
-            "0.23.0",
-            {name: fingerprint_source(Path(sys.path[0]), name) for name in (TARGET, envs.target)},
-        )
-        world.monkeypatch.setattr(FingerprintStore, "load", lambda: store)
-        world.ledger(*activation.PATCHES, envs)
-        world.set(interval="0")
-        world.register()
-        assert world.is_patched
-
-    def test_a_requirement_that_does_not_fit_stops_the_request(self, world: World) -> None:
-        world.upstream(engine=DRIFTED)
-        world.set(interval="0")
-        with pytest.raises(PatchError, match=f"(?s){REPAIR}.*DRIFTED"):
-            world.register()
 
 
 class TestOwnVariables:

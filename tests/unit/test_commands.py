@@ -20,32 +20,23 @@ from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.commands import fingerprint
 from vllm_ascend_kvext.features import FEATURES
-from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
-    DISABLE_VARIABLE,
-    RETENTION_INTERVAL_VARIABLE,
     RETENTION_VARIABLE,
 )
-
-DRIFTED_ENGINE = ENGINE.replace("self", "self, more=1")
-
 
 Status = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
 def status(world: World, capsys: pytest.CaptureFixture[str]) -> Status:
-    """Exit status and report, with the state of the only patch and its feature beside."""
+    """Exit status and report."""
 
     def run(**variables: str) -> tuple[int, dict[str, Any]]:
         world.set(**variables)
         exit_status = main(["status", "--json"])
         report = json.loads(capsys.readouterr().out)
         assert report["verdict"] == ("ok", "degraded", "failed")[exit_status]
-        for kind in ("patch", "feature"):
-            for row in report[f"{kind}{'es' if kind == 'patch' else 's'}"]:
-                report |= {f"{kind} {key}": value for key, value in row.items()}
         return exit_status, report
 
     return run
@@ -91,17 +82,6 @@ class TestStatus:
         (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("T-")]
         assert row.split() == [f"T-{TARGET}", "retention", "inert", TARGET]
 
-    def test_a_feature_that_others_need_says_which(self, world: World, status: Status) -> None:
-        world.features(Feature("retention", requires=("base",)), Feature("base"))
-        world.ledger(
-            declare(TARGET, feature="base"), declare(TARGET, feature="retention", id="T-outer")
-        )
-        _, report = status(interval="0")
-        assert [(row["name"], row["state"], row["reason"]) for row in report["features"]] == [
-            ("retention", "on", f"asked for with {RETENTION_INTERVAL_VARIABLE}"),
-            ("base", "on", "needed by retention"),
-        ]
-
     def test_a_line_per_feature_says_how_the_features_of_this_package_stand(
         self, world: World, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -111,36 +91,6 @@ class TestStatus:
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= len(FEATURES) + 4
         assert lines[-1].startswith("shortest prompt that hits: it depends on the model")
-
-    REPAIR = "drafts-in-flight"
-
-    @pytest.mark.parametrize(
-        ("disabled", "patch", "engine", "state", "reason", "exit_status"),
-        [
-            ("", {}, ENGINE, "on", "on by default", 0),
-            (REPAIR, {}, ENGINE, "off", f"{DISABLE_VARIABLE} names it", 0),
-            (REPAIR, {}, DRIFTED_ENGINE, "off", "it would not fit", 0),
-            ("", {}, DRIFTED_ENGINE, "refused", f"T-{TARGET} drifted", 1),
-            ("", {"vllm": ("==0.30.0.*",)}, ENGINE, "not needed", "vLLM 0.23.0", 0),
-        ],
-    )
-    def test_a_repair_says_how_it_stands_and_why(
-        self,
-        world: World,
-        status: Status,
-        disabled: str,
-        patch: dict[str, Any],
-        engine: str,
-        state: str,
-        reason: str,
-        exit_status: int,
-    ) -> None:
-        world.features(Feature(self.REPAIR, default_on=True))
-        world.ledger(declare(TARGET, feature=self.REPAIR, **patch))
-        world.upstream(engine=engine)
-        found, report = status(**{DISABLE_VARIABLE: disabled})
-        assert (found, report["feature state"]) == (exit_status, state)
-        assert reason in report["feature reason"]
 
 
 class TestFingerprint:

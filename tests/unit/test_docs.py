@@ -4,8 +4,8 @@ README stays short."""
 
 from __future__ import annotations
 
+import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,11 @@ CHECKOUT = Path(__file__).parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")])
 
 
-def test_the_generated_pages_are_up_to_date_and_name_everything() -> None:
-    sys.path.append(str(CHECKOUT / "tools"))
-    try:
-        import render_docs
-    finally:
-        sys.path.pop()
+def test_the_generated_pages_are_up_to_date_and_name_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    render_docs = importlib.import_module("render_docs")
     pages = {name: make() for name, make in render_docs.PAGES.items()}
     for name, page in pages.items():
         assert page == (CHECKOUT / "docs" / name).read_text(encoding="utf-8"), "`make docs`"

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import tarfile
 from pathlib import Path
 
 import pytest
 
-MAKE_ENV = Path(__file__).parents[2] / "tools" / "make_env.py"
 PYPROJECT = """\
 [build-system]
 requires = ["setuptools"]
@@ -21,10 +20,8 @@ build-backend = "setuptools.build_meta"
 def test_of_a_source_archive_the_package_is_unpacked_and_nothing_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("make_env", MAKE_ENV)
-    assert spec is not None and spec.loader is not None
-    make_env = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_env)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    make_env = importlib.import_module("make_env")
     contents = {
         "pyproject.toml": PYPROJECT,
         "setup.py": "raise SystemExit('it was run')",

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +16,8 @@ UPSTREAMS = ["2.0:2.0", "1.0:1.0rc1"]
 
 @pytest.fixture
 def run_tests(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    path = TESTS.parent / "tools" / "run_tests.py"
-    spec = importlib.util.spec_from_file_location("run_tests", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run_tests", module)  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(TESTS.parent / "tools")
+    return importlib.import_module("run_tests")
 
 
 def files_of(paths: tuple[str, ...]) -> list[Path]:

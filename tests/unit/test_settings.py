@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_kvext.activation import wanted_features
 from vllm_ascend_kvext.errors import KvextError, SettingsError
 from vllm_ascend_kvext.features import REPAIRS
 from vllm_ascend_kvext.settings import (
@@ -169,6 +170,19 @@ def test_an_interval_or_adaptive_retention_requests_retention(
     )
     assert settings.requests == ({"retention": requested_by} if requested_by else {})
     assert settings.retention_interval == ((interval or "").strip() or None)
+
+
+@pytest.mark.parametrize("switch", ["auto", "1", "0"])
+@pytest.mark.parametrize(
+    "retention", [{}, {RETENTION_INTERVAL_VARIABLE: "0"}, {RETENTION_VARIABLE: "adaptive"}]
+)
+def test_retention_brings_the_fast_prefix_cache_where_the_switch_leaves_it_open(
+    retention: dict[str, str], switch: str
+) -> None:
+    settings = Settings.from_environ(retention | {FAST_PREFIX_CACHE_VARIABLE: switch})
+    is_wanted = switch == "1" or (switch == "auto" and bool(retention))
+    assert ("fast-prefix-cache" in settings.requests) is (switch == "1")
+    assert ("fast-prefix-cache" in wanted_features(settings)) is is_wanted
 
 
 @pytest.mark.parametrize(("text", "is_bundled"), [("1", True), (" ", True), (" 0", False)])

@@ -78,12 +78,7 @@ class Oracle:
         Returns:
             dtype: float32, shape: [reply tokens, vocabulary].
         """
-        token_ids = [*prompt, *reply[:-1]]
-        rows = self._no_rows(len(token_ids))
-        for each in reused:
-            self._place(rows, prompt, each)
-        missing = (~rows[0].are_known).nonzero().flatten()
-        logits = self._compute(torch.tensor(token_ids)[missing], missing, rows)
+        logits = self._compute_missing([*prompt, *reply[:-1]], reused)
         return torch.log_softmax(logits[-len(reply) :].float(), dim=-1)
 
     def scores(
@@ -94,13 +89,16 @@ class Oracle:
         Returns:
             dtype: float64, shape: [prompt tokens].
         """
-        rows = self._no_rows(len(prompt))
-        for each in reused:
-            self._place(rows, prompt, each)
-        missing = (~rows[0].are_known).nonzero().flatten()
-        self._compute(torch.tensor(prompt)[missing], missing, rows)
+        self._compute_missing(prompt, reused)
         found: torch.Tensor = self._layers[layer].weights[:, -num_asked:].sum(dim=(0, 1))
         return found
+
+    def _compute_missing(self, token_ids: Sequence[int], reused: Sequence[Reused]) -> torch.Tensor:
+        rows = self._no_rows(len(token_ids))
+        for each in reused:
+            self._place(rows, token_ids, each)
+        missing = (~rows[0].are_known).nonzero().flatten()
+        return self._compute(torch.tensor(token_ids)[missing], missing, rows)
 
     def _place(self, rows: Sequence[_Rows], prompt: Sequence[int], reused: Reused) -> None:
         first, end = reused.segment

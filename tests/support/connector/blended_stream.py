@@ -11,7 +11,6 @@ depends on all that lies before, as it is: on the moved digests, and not on the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,51 +25,44 @@ class Moved(NamedTuple):
 
 
 class BlendedStream(TokenStream):
-    """A stream some of whose rows may be placed; ``shifts`` are their moves in positions."""
+    """A stream some of whose rows may be placed; all others are computed."""
 
     def __init__(self, prompt: Sequence[int], seed: str = "") -> None:
-        self.shifts: list[int] = []
         self._mixtures: list[int] = []  # by token: of everything up to it
         self.placed: Mapping[int, Moved] = {}
         super().__init__(prompt, seed)
 
     @property
     def last_digest(self) -> int:
-        return self._mixtures[-1] if self._mixtures else self._origin
+        return self._mixtures[len(self) - 1] if len(self) else self._origin
+
+    @property
+    def shifts(self) -> list[int]:
+        """By how many positions rows were moved."""
+        computed = Moved(0, 0)
+        return [self.placed.get(index, computed).shift_tokens for index in range(len(self))]
 
     def place(self, placed: Mapping[int, Moved]) -> None:
-        """These are the reused rows, by position; all others are computed."""
+        """These are the reused rows, by position."""
         self.placed = placed
-        tokens = self.tokens
-        self._cut(0)
+        tokens = self.tokens.copy()
+        self.replace(())
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            before = self.last_digest
-            moved = self.placed.get(len(self.tokens))
+            index, before = len(self), self.last_digest
+            moved = self.placed.get(index)
             if moved is None:
                 digest = mixture = mix(before, token)
             else:
                 digest = moved.digest
                 mixture = mix(mix(before, digest), moved.shift_tokens)
-            self.digests.append(digest)
-            self.shifts.append(0 if moved is None else moved.shift_tokens)
-            self._mixtures.append(mixture)
             self.tokens.append(token)
+            self.digests.append(digest)
+            self._mixtures[index:] = [mixture]
 
-    def beginning(self, num_tokens: int) -> BlendedStream:
-        stream = copy.copy(self)
-        stream._cut(num_tokens)
+    def beginning(self, num_tokens: int) -> TokenStream:
+        stream = super().beginning(num_tokens)
+        stream._mixtures = self._mixtures[:num_tokens]
         return stream
-
-    def replace(self, tokens: Sequence[int]) -> None:
-        keep = 0
-        while keep < min(len(self), len(tokens)) and self.tokens[keep] == tokens[keep]:
-            keep += 1
-        self._cut(keep)
-        self.extend(tokens[keep:])
-
-    def _cut(self, num_tokens: int) -> None:
-        self.tokens, self.digests = self.tokens[:num_tokens], self.digests[:num_tokens]
-        self.shifts, self._mixtures = self.shifts[:num_tokens], self._mixtures[:num_tokens]

@@ -41,7 +41,6 @@ class BlendingEngine(SimulatedEngine):
     Attributes:
         sink_ids: What segments are computed behind.
         reused: By request, as long as something of it is reused.
-        num_loaded_tokens: Of all requests.
         own_plans: Requests that nobody has sent: by them, segments are learned.
     """
 

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from support.connector.blending_engine import BlendingEngine
 from support.connector.page_contents import PageContents
-from support.connector.simulated_worker import SimulatedWorker
+from support.connector.simulated_engine import SimulatedWorker
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.blending.segment_store import StoredTokens
@@ -54,15 +54,7 @@ class _Segment(NamedTuple):
 
 
 class ExactContents:
-    """Of one engine, whose groups all have blocks as long as what is hashed.
-
-    Args:
-        engine: That is looked at.
-        max_tokens: Of a request.
-
-    Attributes:
-        counts: What has been looked at.
-    """
+    """Of one engine, whose groups all have blocks as long as what is hashed."""
 
     def __init__(self, engine: BlendingEngine, max_tokens: int) -> None:
         sizes = {group.block_tokens for group in engine.layout.groups}
@@ -98,9 +90,6 @@ class ExactContents:
 
         Args:
             is_end: Look once more at what was looked at before.
-
-        Raises:
-            AssertionError: If anything is not what its hash says.
         """
         self._learn()
         self._check_hashes()

@@ -36,11 +36,7 @@ class Gate:
 
 
 def until(found: Callable[[], ResultT], what: str = "it") -> ResultT:
-    """What ``found`` returns once it is true.
-
-    Raises:
-        AssertionError: If it is not in time.
-    """
+    """What ``found`` returns once it is true."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         if result := found():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -31,13 +31,7 @@ def offloading_installed() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Offloaded:
-    """The result of a workload.
-
-    Attributes:
-        counts: What has happened, and how often.
-        outputs: Generated tokens by request.
-        finish_reasons: Of requests that were not aborted.
-    """
+    """What requests have answered; those that were aborted have no finish reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -45,52 +39,11 @@ class Offloaded:
 
 
 def run_offloading(workload: OffloadWorkload) -> Offloaded:
-    """Run a workload with all checks, where `offloading_installed`.
-
-    Raises:
-        AssertionError: If anything is wrong.
-    """
-    retention = adaptive_chosen() if workload.is_adaptive else nullcontext()
-    with retention:
-        engine = SimulatedEngine(workload.layout, workload.options, workload.script)
-    try:
-        return _run(workload, engine)
-    finally:
-        engine.shutdown()
-
-
-def serve(engine: SimulatedEngine, *plans: RequestPlan) -> None:
-    """Serve requests that arrive together, to the end of their transfers, and check their outputs.
-
-    Raises:
-        AssertionError: If anything is wrong, or the engine stands still.
-    """
-    result = Offloaded()
-    for plan in plans:
-        engine.add_request(plan)
-    for _ in range(MAX_STEPS):
-        if not engine.has_work():
-            break
-        _record(engine.step(), result)
-        check_blocks(engine)
-    else:
-        raise AssertionError(_unfinished(engine))
-    for plan in plans:
-        assert result.outputs[plan.request_id] == plan.expected_output()
-
-
-def _unfinished(engine: SimulatedEngine) -> str:
-    left = {r.request_id: r.status.name for r in engine.scheduler.requests.values()}
-    return f"not finished after {MAX_STEPS} steps; left are {left}"
-
-
-def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
+    """Run a workload with all checks, where `offloading_installed`."""
     rng = random.Random(f"events/{workload.name}")
     result = Offloaded()
-    arrivals = list(reversed(workload.requests))
-    for step_number in range(MAX_STEPS):
-        while arrivals and arrivals[-1].arrival_step <= step_number:
-            engine.add_request(arrivals.pop())
+
+    def disturb() -> None:
         if rng.random() < workload.abort_share:
             _abort_one(engine, rng, result.counts)
         if rng.random() < workload.reset_share:
@@ -99,17 +52,44 @@ def _run(workload: OffloadWorkload, engine: SimulatedEngine) -> Offloaded:
             evict_one(engine, rng)
         if not engine.has_work():
             check_nothing_is_left(engine)
-            if not arrivals:
-                break
-            continue
-        step = engine.step()
-        _record(step, result)
-        check_blocks(engine)
-    else:
-        raise AssertionError(f"{workload.name}: {_unfinished(engine)}")
-    _check_outputs(workload, result)
-    _count(engine, result.counts)
-    return result
+
+    with adaptive_chosen() if workload.is_adaptive else nullcontext():
+        engine = SimulatedEngine(workload.layout, workload.options, workload.script)
+    try:
+        _serve(engine, workload.requests, result, disturb)
+        _check_outputs(workload, result)
+        _count(engine, result.counts)
+        return result
+    finally:
+        engine.shutdown()
+
+
+def serve(engine: SimulatedEngine, *plans: RequestPlan) -> None:
+    """Serve requests that arrive together until their transfers have ended; check the outputs."""
+    result = Offloaded()
+    _serve(engine, plans, result, lambda: None)
+    for plan in plans:
+        assert result.outputs[plan.request_id] == plan.expected_output()
+
+
+def _serve(
+    engine: SimulatedEngine,
+    plans: Sequence[RequestPlan],
+    result: Offloaded,
+    before_step: Callable[[], None],
+) -> None:
+    arrivals = list(reversed(plans))
+    for step_number in range(MAX_STEPS):
+        while arrivals and arrivals[-1].arrival_step <= step_number:
+            engine.add_request(arrivals.pop())
+        before_step()
+        if engine.has_work():
+            _record(engine.step(), result)
+            check_blocks(engine)
+        elif not arrivals:
+            return
+    left = {r.request_id: r.status.name for r in engine.scheduler.requests.values()}
+    raise AssertionError(f"not finished after {MAX_STEPS} steps; left are {left}")
 
 
 def check_blocks(engine: SimulatedEngine) -> None:

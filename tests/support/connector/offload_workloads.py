@@ -10,8 +10,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import TransferScript
@@ -34,33 +33,21 @@ class EngineKind(enum.Enum):
     TWO_WORKERS = "two-workers"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadWorkload:
-    """Everything that determines a run.
-
-    Attributes:
-        name: Of the layout and the seed.
-        seed: Of what is drawn while it runs.
-        layout: Of the pages.
-        options: Of the engine, with ``offloading``.
-        script: How transfers go.
-        requests: By arrival.
-        abort_share: Before so many of all steps, a request is aborted; one that loads first.
-        reset_share: Before so many of all steps, the prefix cache is reset.
-        eviction_share: Before so many of all steps, some entry leaves the tier.
-        is_adaptive: Whether the device's prefix cache retains what adaptive retention chooses.
-    """
+class OffloadWorkload(NamedTuple):
+    """What determines a run; before these shares of its steps, something else happens, too."""
 
     name: str
-    seed: int
     layout: PagedLayout
     options: EngineOptions
     script: TransferScript
     requests: tuple[RequestPlan, ...]
-    abort_share: float = 0.0
-    reset_share: float = 0.0
-    eviction_share: float = 0.0
-    is_adaptive: bool = False
+    abort_share: float
+    """One request goes, more often than others one that loads."""
+    reset_share: float
+    eviction_share: float
+    """Some entry leaves the tier."""
+    is_adaptive: bool
+    """The device's prefix cache retains what adaptive retention chooses."""
 
 
 def random_offload(
@@ -71,7 +58,6 @@ def random_offload(
     requests = tuple(chats(rng, layout, num_requests))
     return OffloadWorkload(
         name=f"{layout.name}-{kind.value}-{seed}",
-        seed=seed,
         layout=layout,
         options=_options(rng, layout, requests, kind),
         script=TransferScript(

@@ -38,12 +38,7 @@ def moved_bytes(shifts: Any) -> Any:
 
 
 class PageContents:
-    """The pages of one worker.
-
-    Args:
-        pages: Its tensors.
-        rank: Workers write different bytes.
-    """
+    """The pages of one worker; each rank writes other bytes."""
 
     def __init__(self, pages: LayoutFixture, rank: int = 0) -> None:
         self._tensors = [
@@ -55,19 +50,14 @@ class PageContents:
         self, tables: Sequence[Sequence[int]], digests: Digests, start: int, end: int
     ) -> None:
         """A step computes the tokens from ``start`` to before ``end``."""
-        of_group = [np.asarray(table, np.int64) for table in tables]
         for tensor in self._tensors:
-            tensor.write(of_group[tensor.group], digests, start, end)
+            tensor.write(tables[tensor.group], digests, start, end)
 
     def check_states(self, tables: Sequence[Sequence[int]], digests: Digests, start: int) -> None:
-        """Recurrent layers read the state after ``start`` tokens before they write.
-
-        Raises:
-            WrongBytesError: If it is not there.
-        """
+        """Recurrent layers read the state after ``start`` tokens before they write."""
         for tensor in self._tensors:
             if tensor.is_state and start:
-                tensor.check(np.asarray(tables[tensor.group]), digests, start - 1, start)
+                tensor.check(tables[tensor.group], digests, start - 1, start)
 
     def check_rows(
         self,
@@ -75,33 +65,21 @@ class PageContents:
         digests: Digests,
         start: int,
         end: int,
-        shifts: Shifts | None = None,
+        shifts: Shifts | None,
     ) -> None:
-        """Attention reads what the tokens from ``start`` to before ``end`` need: theirs, too.
-
-        Args:
-            shifts: None if no row was moved.
-
-        Raises:
-            WrongBytesError: If any of it is not there.
-        """
-        of_group = [np.asarray(table, np.int64) for table in tables]
+        """Attention reads what the tokens from ``start`` to before ``end`` need: theirs, too."""
         for tensor in self._tensors:
             if not tensor.is_state:
                 first = tensor.first_read(start)
-                tensor.check(of_group[tensor.group], digests, first, end, shifts)
+                tensor.check(tables[tensor.group], digests, first, end, shifts)
 
     def check_group(
         self, group: int, table: Sequence[int], digests: Digests, first: int, end: int
     ) -> None:
-        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``.
-
-        Raises:
-            WrongBytesError: If one does not.
-        """
+        """Pages of one KV cache group hold the tokens from ``first`` to before ``end``."""
         for tensor in self._tensors:
             if tensor.group == group:
-                tensor.check(np.asarray(table, np.int64), digests, first, end)
+                tensor.check(table, digests, first, end)
 
     def overwrite(self, pages: Sequence[int]) -> None:
         """Somebody else writes to these pages."""
@@ -145,21 +123,26 @@ class _TensorContents:
             first = max(first, start - start % reach.restart_tokens)
         return first
 
-    def write(self, table: Any, digests: Digests, start: int, end: int) -> None:
+    def write(self, table: Sequence[int], digests: Digests, start: int, end: int) -> None:
         entries = self._entries(start, end)
-        pages = table[entries // self._slots]
+        pages = np.asarray(table, np.int64)[entries // self._slots]
         has_page = pages != NULL_PAGE
         entries, pages = entries[has_page], pages[has_page]
         if len(entries):
             self._bytes[pages, entries % self._slots] = self._expected(entries, digests, end)
 
     def check(
-        self, table: Any, digests: Digests, first: int, end: int, shifts: Shifts | None = None
+        self,
+        table: Sequence[int],
+        digests: Digests,
+        first: int,
+        end: int,
+        shifts: Shifts | None = None,
     ) -> None:
         entries = self._entries(first, end)
         if not len(entries):
             return
-        pages = table[entries // self._slots]
+        pages = np.asarray(table, np.int64)[entries // self._slots]
         found = self._bytes[pages, entries % self._slots]
         expected = self._expected(entries, digests, end)
         if shifts is not None:

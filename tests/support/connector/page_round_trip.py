@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,29 +23,20 @@ from vllm.v1.core.block_pool import BlockPool
 from support.connector.worker_configs import AttentionLayer, vllm_config, worker_options
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
-from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
-from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.token_range import TokenRange
 
 CHUNK_TOKENS = 1024
 HOST_BYTES = 512 << 20
 MANY_BLOCKS = 1 << 20
 """Stores may hold a share of the pool only. That is not what is tested."""
-
-SECTION_BYTES = 64
-"""Sections of a piece begin at multiples of it."""
-
-_UNALIGNED_TOKENS = 4
-"""Per hash, where only sizes count."""
 
 _NULL_ID = 0
 _DEADLINE_S = 20.0
@@ -72,38 +62,20 @@ def paged_request(request_id: str, num_tokens: int, hash_block_size: int) -> Any
     )
 
 
-class _Contents:
-    """A copy of a worker's storages, and its tensors in it."""
-
-    def __init__(self, pages: LayoutFixture) -> None:
-        found = pages.storages()
-        self.storages = [storage.clone() for storage in found]
-        copies = {
-            storage.data_ptr(): copy.untyped_storage()
-            for storage, copy in zip(found, self.storages, strict=True)
-        }
-        self.tensors = tuple(
-            replace(paged, tensor=_in_storage(paged.tensor, copies)) for paged in pages.tensors
-        )
-
-
 class PageRoundTrip:
     """One worker, whose pages and host memory serve many round trips.
 
     Args:
-        pages: Of the worker.
-        seed: Of all bytes, and of the order of the blocks.
+        make: Its pages; once more for what requests have computed, and for what ought to be in the
+            pages after a load.
     """
 
-    def __init__(self, pages: LayoutFixture, seed: int) -> None:
-        self._pages, self._storages = pages, pages.storages()
+    def __init__(self, make: Callable[[], LayoutFixture], seed: int) -> None:
+        self._pages = pages = make()
+        self._original, self._expected = make(), make()
         self._random = random.Random(seed)
-        pages.fill(seed)
-        self._original = _Contents(pages)
-        """What requests have computed."""
+        self._original.fill(seed)
         pages.fill(seed + 1)
-        self._expected = _Contents(pages)
-        """What ought to be in the pages after a load."""
         self._garbage = pages.copy_of_storages()
         layers = {name: AttentionLayer() for name in pages.kv_caches}
         self._worker = WorkerSide(
@@ -119,7 +91,7 @@ class PageRoundTrip:
             self._worker.register(pages.kv_caches)
         self.layout: KVLayout = self._worker.describe().layout
         self.hash_block_size = math.gcd(*(group.tokens_per_page for group in self.layout.groups))
-        self.unit_tokens = host_layout(self.layout, self.hash_block_size).unit_tokens
+        self.unit_tokens = _Sides(self._worker, self.hash_block_size).unit_tokens
 
     def shutdown(self) -> None:
         self._worker.shutdown()
@@ -136,13 +108,13 @@ class PageRoundTrip:
         """
         boundaries = [tokens - tokens % self.unit_tokens for tokens in turns]
         source_ids = self._block_ids(turns[-1], boundaries)
-        _copy(self._original.storages, self._storages)
-        sides = _Sides(self._worker, self.layout, self.hash_block_size)
+        _copy(self._original.storages(), self._pages)
+        sides = _Sides(self._worker, self.hash_block_size)
         for number, num_tokens in enumerate(turns):
             request = paged_request(f"turn {number}", num_tokens, self.hash_block_size)
             sides.store(request, source_ids)
-        _copy(self._garbage, self._storages)
-        _copy(self._garbage, self._expected.storages)
+        _copy(self._garbage, self._pages)
+        _copy(self._garbage, self._expected)
         target_ids = self._block_ids(turns[-1] + 1, boundaries[-1:])
         request = paged_request("next turn", turns[-1] + 1, self.hash_block_size)
         num_tokens = sides.load(request, local_tokens, target_ids)
@@ -172,12 +144,8 @@ class PageRoundTrip:
         return ids
 
     def _compare(self) -> None:
-        """Every byte of every storage.
-
-        Raises:
-            AssertionError: If one differs; with the groups in whose tensors.
-        """
-        pairs = zip(self._storages, self._expected.storages, strict=True)
+        """Every byte of every storage."""
+        pairs = zip(self._pages.storages(), self._expected.storages(), strict=True)
         if all(torch.equal(found, expected) for found, expected in pairs):
             return
         wrong: dict[int, list[int]] = {}
@@ -192,8 +160,9 @@ class PageRoundTrip:
 class _Sides:
     """A new scheduler side for a worker, and the steps of an engine that computes nothing."""
 
-    def __init__(self, worker: WorkerSide, layout: KVLayout, hash_block_size: int) -> None:
+    def __init__(self, worker: WorkerSide, hash_block_size: int) -> None:
         self._worker = worker
+        layout = worker.describe().layout
         self._requests: dict[str, Any] = {}
         groups = range(layout.num_scheduler_groups)
         self._managers = [SimpleNamespace(req_to_blocks={}) for _ in groups]
@@ -208,6 +177,7 @@ class _Sides:
             enable_caching=False,
         )
         self._side = ConnectorScheduler(engine, [worker.describe()], options, mock.Mock())
+        self.unit_tokens = self._side.tier.geometry.unit_tokens
 
     def store(self, request: Any, block_ids: BlockIds) -> None:
         """A request computes all of its tokens, and ends."""
@@ -265,41 +235,6 @@ class _Sides:
         return jobs
 
 
-def host_layout(layout: KVLayout, hash_block_size: int) -> HostLayout:
-    """With the default chunk, as the scheduler side makes it."""
-    return HostLayout(
-        layout,
-        hash_block_size,
-        lambda unit_tokens: -(-CHUNK_TOKENS // unit_tokens) * unit_tokens,
-        StatePolicy.EXACT,
-    )
-
-
-def check_host_bytes(pages: LayoutFixture) -> str:
-    """Compare what is stored with what a resume reads; says what it takes.
-
-    Raises:
-        AssertionError: If more is stored, but for the alignment of the groups' sections.
-    """
-    host = host_layout(pages.layout(), _UNALIGNED_TOKENS)
-    boundary = 2 * CHUNK_TOKENS
-    found = {
-        "rows of 1,024 tokens": host.num_bytes(Piece.rows(CHUNK_TOKENS, boundary)),
-        "tails of one boundary": host.num_bytes(Piece.tails(boundary)),
-    }
-    needed = dict.fromkeys(found, 0)
-    for paged in pages.tensors:
-        is_full = paged.reach.kind is GroupKind.FULL
-        rows = rows_needed(paged.reach, CHUNK_TOKENS if is_full else 0, boundary)
-        row = paged.by_row()[0, 0]
-        needed[[*found][not is_full]] += len(rows) * row.numel() * row.element_size()
-    for name, num_bytes in found.items():
-        padding_bytes = num_bytes - needed[name]
-        assert 0 <= padding_bytes < SECTION_BYTES * len(pages.tensors), (name, padding_bytes)
-    stated = ", ".join(f"{name} {num_bytes:,} bytes" for name, num_bytes in found.items())
-    return f"unit {host.unit_tokens} tokens, {stated}"
-
-
 def counts_around(layout: KVLayout, unit_tokens: int, max_tokens: int) -> list[int]:
     """Token counts at, one before and one after every boundary of a layout, up to a limit."""
     marks = {unit_tokens, CHUNK_TOKENS}
@@ -336,12 +271,6 @@ def pages_read(reach: Reach, boundary: int) -> set[int]:
     return {token // reach.tokens_per_page for token in tokens}
 
 
-def _in_storage(tensor: torch.Tensor, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    storage = copies[tensor.untyped_storage().data_ptr()]
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
-
-
-def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
-    for one, other in zip(source, target, strict=True):
+def _copy(source: Sequence[torch.Tensor], target: LayoutFixture) -> None:
+    for one, other in zip(source, target.storages(), strict=True):
         other.copy_(one)

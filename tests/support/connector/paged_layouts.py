@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
 )
 
 from support.layout import fixtures
@@ -87,7 +85,7 @@ def _small_pages(
         described.append(KVCacheGroupSpec(names, spec, is_eagle_group=group.is_eagle))
         reach = _reach(group, addressing)
         for name, storage in zip(names, storages, strict=True):
-            made = _tensors(group, spec, storage, num_blocks, page_bytes)
+            made = _tensors(group, storage, num_blocks, page_bytes)
             kv_caches[name] = made[0][0] if len(made) == 1 else [tensor for tensor, _ in made]
             tensors += [PagedTensor(index, tensor, reach, 0, axis) for tensor, axis in made]
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described)
@@ -95,28 +93,13 @@ def _small_pages(
 
 
 def _spec(group: Group) -> KVCacheSpec:
-    block_size = group.block_tokens
-    if group.attention is Attention.MAMBA:
-        return MambaSpec(
-            block_size=block_size,
-            shapes=_STATES,
-            dtypes=_STATE_DTYPES,
-            mamba_cache_mode="align",
-        )
-    sizes = {
-        "block_size": block_size,
-        "num_kv_heads": 1,
-        "head_size": _HEAD_SIZE,
-        "dtype": torch.bfloat16,
-    }
-    if group.attention is Attention.FULL:
-        return FullAttentionSpec(**sizes)
-    if group.attention is Attention.MLA:
-        return MLAAttentionSpec(**sizes)
-    if group.attention is Attention.WINDOW:
-        return SlidingWindowSpec(sliding_window=group.span_tokens, **sizes)
-    assert group.attention is Attention.WINDOW_MLA, group
-    return SlidingWindowMLASpec(sliding_window=group.span_tokens, **sizes)
+    spec = group.to_spec()
+    if isinstance(spec, MambaSpec):
+        return replace(spec, shapes=_STATES, dtypes=_STATE_DTYPES)
+    sizes = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
+    if isinstance(spec, FullAttentionSpec):
+        sizes["head_size_v"] = _HEAD_SIZE
+    return replace(spec, **sizes)
 
 
 def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
@@ -130,48 +113,42 @@ def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
 
 
 def _tensors(
-    group: Group, spec: KVCacheSpec, storage: torch.Tensor, num_blocks: int, page_bytes: int
+    group: Group, storage: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors of one layer, and which of their axes counts tokens."""
-
-    def strided(shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return torch.as_strided(
+    parts: list[tuple[tuple[int, ...], torch.dtype, int | None]]
+    if group.attention is Attention.MAMBA:
+        parts = [(*state, None) for state in zip(_STATES, _STATE_DTYPES, strict=True)]
+    elif group.attention in (Attention.MLA, Attention.WINDOW_MLA):
+        parts = [((group.block_tokens, _HEAD_SIZE), torch.bfloat16, 1)]
+    else:
+        parts = [((2, group.block_tokens, 1, _HEAD_SIZE), torch.bfloat16, 2)]
+    found = []
+    offset_bytes = 0
+    for shape, dtype, token_axis in parts:
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        tensor = torch.as_strided(
             storage.view(dtype),
             (num_blocks, *shape),
             (page_bytes // dtype.itemsize, *strides),
             offset_bytes // dtype.itemsize,
         )
-
-    if group.attention is Attention.MAMBA:
-        found: list[tuple[torch.Tensor, int | None]] = []
-        offset_bytes = 0
-        for shape, dtype in zip(_STATES, _STATE_DTYPES, strict=True):
-            found.append((strided(shape, dtype, offset_bytes), None))
-            offset_bytes += math.prod(shape) * dtype.itemsize
-        return found
-    block = group.block_tokens
-    if group.attention in (Attention.MLA, Attention.WINDOW_MLA):
-        return [(strided((block, _HEAD_SIZE), spec.dtype), 1)]
-    return [(strided((2, block, 1, _HEAD_SIZE), spec.dtype), 2)]
-
-
-def _deepseek_v4(num_blocks: int) -> LayoutFixture:
-    return fixtures.deepseek_v4("auto", num_layers=4, num_blocks=num_blocks)
+        found.append((tensor, token_axis))
+        offset_bytes += math.prod(shape) * dtype.itemsize
+    return found
 
 
 def _deepseek_v4_layout() -> PagedLayout:
     """As upstream vLLM plans it; what the scheduler's harness reads of it is made from the plan."""
-    made = _deepseek_v4(16)
+    make = partial(fixtures.deepseek_v4, "auto", 4)
+    made = make(16)
     config: Any = made.scheduler_config
     groups = []
     for index, described in enumerate(config.kv_cache_groups):
         reach = next(iter(made.reaches(index)))
         attention = Attention.WINDOW_MLA if reach.window_tokens else Attention.MLA
         groups.append(Group(attention, described.kv_cache_spec.block_size, reach.window_tokens))
-    return PagedLayout(
-        "deepseek-v4-upstream", tuple(groups), _deepseek_v4, (1 << 21, 1 << 23, 1 << 26)
-    )
+    return PagedLayout("deepseek-v4-upstream", tuple(groups), make, (1 << 21, 1 << 23, 1 << 26))
 
 
 ROWS = RowAddressing.TOKENS

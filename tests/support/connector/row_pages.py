@@ -53,11 +53,7 @@ def attention(**attributes: Any) -> torch.nn.Module:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """vLLM's class of this name, as far as it is read and compared.
-
-    Args:
-        base: Of the frequencies.
-    """
+    """vLLM's class of this name, as far as it is read and compared."""
 
     __module__ = "vllm.model_executor.layers.rotary_embedding.base"
 

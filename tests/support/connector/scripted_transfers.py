@@ -45,15 +45,7 @@ class TransferScript:
 
 
 class ScriptedTransfers:
-    """The ``move`` of one `WorkerSide`.
-
-    Args:
-        script: What happens.
-        rank: Of the worker: each goes at its own pace.
-
-    Attributes:
-        counts: What has happened.
-    """
+    """The ``move`` of one `WorkerSide`; each rank goes at its own pace."""
 
     def __init__(self, script: TransferScript, rank: int = 0) -> None:
         self._script = script

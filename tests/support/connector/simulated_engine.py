@@ -9,27 +9,34 @@ that attention would read.
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from support.connector.blended_stream import BlendedStream
-from support.connector.page_contents import Digests, Shifts, WrongBytesError
+from support.connector.page_contents import Digests, PageContents, Shifts, WrongBytesError
 from support.connector.paged_layouts import PagedLayout
-from support.connector.scripted_transfers import TransferScript
-from support.connector.simulated_worker import SimulatedWorker
+from support.connector.scripted_transfers import ScriptedTransfers, TransferScript
+from support.connector.simulated_segments import SimulatedSegments
 from support.scheduler.engine import SchedulerEngine
 from support.scheduler.model_runner import ModelRunner, ReadCheck, _Row
 from support.scheduler.options import EngineOptions
 from vllm_ascend_kvext.connector import kvext_connector
+from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
 from vllm_ascend_kvext.connector.scheduler.request_state import Held
+from vllm_ascend_kvext.connector.worker import worker_side
+from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
+from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
 from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
@@ -38,14 +45,72 @@ from vllm_ascend_kvext.store.tier import HostTier
 _PLAIN = TransferScript()
 
 
-class PagedModelRunner(ModelRunner):
-    """A `ModelRunner` whose KV lies in the pages of workers.
+class SimulatedWorker:
+    """Real pages and the connector's real worker side, which is called as vLLM's runner does.
 
-    Args:
-        layout: Of the pages.
-        workers: Each computes every step.
-        num_draft_tokens: As of `ModelRunner`.
+    See ``v1/worker/gpu_model_runner.py`` and ``kv_connector_model_runner_mixin.py``. What is sent
+    to it and by it is pickled, as between processes.
     """
+
+    def __init__(
+        self, layout: PagedLayout, num_blocks: int, vllm_config: Any, script: TransferScript
+    ) -> None:
+        rank = vllm_config.parallel_config.rank
+        self.pages = pages = layout.make(num_blocks)
+        self.contents = PageContents(pages, rank)
+        self.transfers = ScriptedTransfers(script, rank)
+        self._connector = KvextConnector(vllm_config, KVConnectorRole.WORKER, pages.config)
+        self.side = self._connector.worker_side = WorkerSide(
+            vllm_config, pages.config, self._connector.options, move=self.transfers.move
+        )
+        # The device would say which rows can be addressed; here it is a CPU for all layouts.
+        build = partial(build_layout, addressing=pages.addressing)
+        # A model would say how its keys turn; here is none.
+        segments = partial(SimulatedSegments, pages, self.transfers)
+        with (
+            mock.patch.object(worker_side, "build_layout", build),
+            mock.patch.object(worker_side, "WorkerSegments", segments),
+        ):
+            self._connector.register_kv_caches(pages.kv_caches)
+
+    def handshake(self) -> Any:
+        return _sent(self._connector.get_handshake_metadata())
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Before the forward."""
+        metadata = _sent(scheduler_output.kv_connector_metadata)
+        self._connector.handle_preemptions(metadata)
+        self._connector.bind_connector_metadata(metadata)
+        self._connector.start_load_kv(None)
+
+    def end(self, scheduler_output: Any) -> KVConnectorOutput:
+        """After the forward, if there was one."""
+        connector = self._connector
+        if scheduler_output.total_num_scheduled_tokens:
+            connector.wait_for_save()
+        self.transfers.end_some(self.side)
+        output = KVConnectorOutput()
+        output.finished_sending, output.finished_recving = connector.get_finished(
+            scheduler_output.finished_req_ids
+        )
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_stats = connector.get_kv_connector_stats()
+        output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return _sent(output)
+
+    def shutdown(self) -> None:
+        self.transfers.open()
+        self._connector.shutdown()
+
+
+def _sent(message: Any) -> Any:
+    return pickle.loads(pickle.dumps(message))
+
+
+class PagedModelRunner(ModelRunner):
+    """A `ModelRunner` whose KV lies in the pages of workers."""
 
     def __init__(
         self, layout: PagedLayout, workers: Sequence[SimulatedWorker], num_draft_tokens: int
@@ -97,7 +162,7 @@ def _content_of(row: _Row) -> _Content:
     if not isinstance(stream, BlendedStream):
         return _Content(digests, None)
     shifts = np.zeros(len(digests), np.int64)
-    shifts[: len(stream.shifts)] = stream.shifts  # Drafts lie behind them.
+    shifts[: len(stream)] = stream.shifts  # Drafts lie behind them.
     computed = range(row.start, row.end)
     assert not any(map(computed.__contains__, stream.placed)), f"{row.request_id}: {computed}"
     return _Content(digests, shifts)
@@ -124,11 +189,6 @@ def _compute(worker: SimulatedWorker, rows: Sequence[_Row], expected: Sequence[_
 
 class SimulatedEngine(SchedulerEngine):
     """One scheduler and its workers.
-
-    Args:
-        layout: Of the pages.
-        options: With ``offloading``.
-        script: How transfers go.
 
     Attributes:
         clock: Of the scheduler side: seconds that only grow.
@@ -191,29 +251,16 @@ class SimulatedEngine(SchedulerEngine):
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `EngineCore.reset_prefix_cache` does."""
+        core = SimpleNamespace(
+            scheduler=self.scheduler,
+            step_fn=lambda: (self.step(), True),
+            post_step=lambda is_executed: None,
+        )
         return drain_before_reset(
-            self.scheduler.reset_prefix_cache,
-            _Core(self),
-            reset_running_requests,
-            reset_connector,
+            self.scheduler.reset_prefix_cache, core, reset_running_requests, reset_connector
         )
 
     def shutdown(self) -> None:
         for worker in self.workers:
             worker.shutdown()
         super().shutdown()
-
-
-class _Core:
-    """As much of an ``EngineCore`` as a reset needs."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self.scheduler = engine.scheduler
-        self._engine = engine
-
-    def step_fn(self) -> tuple[None, bool]:
-        self._engine.step()
-        return None, True
-
-    def post_step(self, is_executed: bool) -> None:
-        pass

@@ -15,7 +15,7 @@ import torch
 
 from support.connector.page_contents import moved_bytes
 from support.connector.scripted_transfers import ScriptedTransfers
-from support.layout.truth import LayoutFixture, PagedTensor
+from support.layout.truth import LayoutFixture
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.blending.token_rows import (
     HostRows,
@@ -39,7 +39,7 @@ class SimulatedTokenPages:
     """The pages of a fixture, a row of a tensor per token; a `TokenPages`."""
 
     def __init__(self, pages: LayoutFixture) -> None:
-        self._rows = [_rows_of(paged) for paged in pages.tensors]
+        self._rows = [paged.by_row().view(torch.uint8).numpy() for paged in pages.tensors]
         self._groups = [paged.group for paged in pages.tensors]
         self.num_pages = len(self._rows[0])
         self.tokens_per_page = {
@@ -143,10 +143,3 @@ class SimulatedSegments:
             max(paged.reach.window_tokens for paged in self._fixture.tensors),
         )
         return SimulatedMover(self.pages, host, layout, self._transfers)
-
-
-def _rows_of(paged: PagedTensor) -> Any:
-    """Of one tensor. shape: [num_pages, tokens_per_page, ...], dtype: uint8."""
-    assert paged.token_axis is not None, "this layout has no row per token"
-    tensor = paged.tensor.movedim(paged.page_axis, 0).movedim(paged.token_axis, 1)
-    return tensor.view(torch.uint8).numpy()

@@ -8,25 +8,30 @@ tensors, without the layout's code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from support.connector.gates import until
 from support.connector.worker_configs import vllm_config as default_config
 from support.connector.worker_configs import worker_options
-from support.layout.byte_memory import chunk_bytes
 from support.layout.fakes import (
     AscendMLAAttentionSpec,
     FullAttentionSpec,
     SlidingWindowMLASpec,
-    SlidingWindowSpec,
     config,
 )
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
-from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.connector.common.messages import (
+    ConnectorMetadata,
+    LoadJob,
+    StoreJob,
+    WorkerOutput,
+)
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
-from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
+from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
@@ -34,186 +39,180 @@ from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
 NUM_PAGES = 64
-BLOCK, HEADS, HEAD_SIZE, WINDOW = 16, 2, 8, 40
+_LATENT = {"num_kv_heads": 1, "dtype": torch.bfloat16}
 
 
-_SIZES = {
-    "block_size": BLOCK,
-    "num_kv_heads": HEADS,
-    "head_size": HEAD_SIZE,
-    "dtype": torch.bfloat16,
-}
-_FULL = FullAttentionSpec(**_SIZES), Reach(GroupKind.FULL, BLOCK, BLOCK)
-_WINDOW = (
-    SlidingWindowSpec(sliding_window=WINDOW, **_SIZES),
-    Reach(GroupKind.WINDOW, BLOCK, BLOCK, WINDOW),
-)
-_Group = tuple[Any, Reach]
-
-
-def _attention(*groups: _Group) -> LayoutFixture:
-    """Two layers per group; the groups share storages."""
-    shape = (NUM_PAGES, 2, BLOCK, HEADS, HEAD_SIZE)
-    storages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)]
-    caches = [
-        {f"{index}.{layer}.attn": storage.view(shape) for layer, storage in enumerate(storages)}
-        for index in range(len(groups))
-    ]
-    return _fixture(groups, caches)
-
-
-def _fixture(groups: Sequence[_Group], caches: Sequence[dict[str, Any]]) -> LayoutFixture:
-    """What these groups and their tensors by layer make."""
-    described = [(spec, *of_group) for (spec, _), of_group in zip(groups, caches, strict=True)]
-    tensors = [
-        PagedTensor(index, cache[0] if isinstance(cache, tuple) else cache, groups[index][1])
-        for index, of_group in enumerate(caches)
-        for cache in of_group.values()
-    ]
+def _fixture(*groups: tuple[str, Any, tuple[int, ...], Reach]) -> LayoutFixture:
+    """Groups of two layers, by the ends of their names, with the shape of a page."""
+    kv_caches: dict[str, torch.Tensor] = {}
+    described, tensors = [], []
+    for index, (name, spec, shape, reach) in enumerate(groups):
+        of_group = {
+            f"model.layers.{layer}.{name}": torch.zeros((NUM_PAGES, *shape), dtype=spec.dtype)
+            for layer in range(2)
+        }
+        described.append((spec, *of_group))
+        tensors += [PagedTensor(index, tensor, reach) for tensor in of_group.values()]
+        kv_caches |= of_group
     made = config(NUM_PAGES, *described)
-    kv_caches = {name: cache for of_group in caches for name, cache in of_group.items()}
     return LayoutFixture(made, made, kv_caches, tuple(tensors))
 
 
 def single_group() -> LayoutFixture:
-    return _attention(_FULL)
-
-
-def gemma_like() -> LayoutFixture:
-    return _attention(_FULL, _WINDOW, _WINDOW)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    return _fixture(("attn", spec, (2, 16, 2, 8), Reach(GroupKind.FULL, 16, 16)))
 
 
 def deepseek_v4_like() -> LayoutFixture:
     """As vLLM-Ascend has it: latents of two ratios, a window, states of a compressor."""
-    latent = {"num_kv_heads": 1, "dtype": torch.bfloat16}
-    groups = [
+    states = {"num_kv_heads": 1, "dtype": torch.float32}
+    return _fixture(
         (
-            AscendMLAAttentionSpec(block_size=8, head_size=16, compress_ratio=4, **latent),
+            "c4.attn",
+            AscendMLAAttentionSpec(block_size=8, head_size=16, compress_ratio=4, **_LATENT),
+            (8, 1, 16),
             Reach(GroupKind.FULL, 32, 32, compress_ratio=4),
         ),
         (
-            AscendMLAAttentionSpec(block_size=4, head_size=16, compress_ratio=16, **latent),
+            "c16.attn",
+            AscendMLAAttentionSpec(block_size=4, head_size=16, compress_ratio=16, **_LATENT),
+            (4, 1, 16),
             Reach(GroupKind.FULL, 64, 64, compress_ratio=16),
         ),
         (
-            SlidingWindowMLASpec(block_size=16, head_size=16, sliding_window=32, **latent),
+            "swa_cache",
+            SlidingWindowMLASpec(block_size=16, head_size=16, sliding_window=32, **_LATENT),
+            (16, 1, 16),
             Reach(GroupKind.WINDOW, 16, 16, 32),
         ),
         (
-            SlidingWindowMLASpec(
-                block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8
-            ),
+            "compressor.state_cache",
+            SlidingWindowMLASpec(block_size=4, head_size=8, sliding_window=8, **states),
+            (4, 1, 8),
             Reach(GroupKind.WINDOW, 4, 4, 8, holds_states=True),
         ),
-    ]
-    names = ("c4.attn", "c16.attn", "swa_cache", "compressor.state_cache")
-    caches = []
-    for name, (spec, _) in zip(names, groups, strict=True):
-        shape = (NUM_PAGES, spec.block_size, 1, spec.head_size)
-        caches.append(
-            {
-                f"model.layers.{layer}.{name}": (torch.zeros(shape, dtype=spec.dtype),)
-                for layer in range(2)
-            }
-        )
-    return _fixture(groups, caches)
+    )
 
 
-LAYOUTS: dict[str, Callable[[], LayoutFixture]] = {
-    "single group": single_group,
-    "gemma": gemma_like,
-    "deepseek v4": deepseek_v4_like,
-}
+TOKENS = TokenRange(0, 128)
 
 
 class SmallWorker:
-    """A worker side, its pages, and jobs for it.
+    """A worker side, its pages, jobs for it, and what it has reported, which may not be seen twice.
 
-    Args:
-        make: The layout.
-        options: Of the connector.
-        arguments: Of `WorkerSide`.
+    ``job`` is a store of the first `TOKENS`, which are in the pages of ``tables``. ``arguments``
+    are those of `WorkerSide`.
     """
 
     def __init__(
         self,
-        make: Callable[[], LayoutFixture] = gemma_like,
+        make: Callable[[], LayoutFixture] = deepseek_v4_like,
         options: ConnectorOptions | None = None,
         vllm_config: Any = None,
         **arguments: object,
     ) -> None:
         self.pages = make()
         self.pages.fill(seed=1)
-        self.options = options or worker_options()
+        options = options or worker_options()
         self.side = WorkerSide(
-            vllm_config or default_config(), self.pages.config, self.options, **arguments
+            vllm_config or default_config(), self.pages.config, options, **arguments
         )
         self.side.register(self.pages.kv_caches)
-        self.planner = TransferPlanner(self.side.describe().layout, self.options.state_policy)
+        self.planner = TransferPlanner(self.side.describe().layout, options.state_policy)
         self._host_end_bytes = 0
+        self.loads: set[str] = set()
+        self.failed_pages: set[int] = set()
+        self.results = WorkerOutput()
+        self.tables = self.tables_of(TOKENS)
+        self.job = self.store(1, TOKENS, self.tables)
 
-    def tables(self, tokens: TokenRange, first_page: int = 1) -> tuple[TablePart, ...]:
+    def tables_of(self, tokens: TokenRange, first_page: int = 1) -> tuple[TablePart, ...]:
         """What a transfer of these tokens needs of a request's block tables.
 
-        Args:
-            tokens: Of the transfer.
-            first_page: The request has the pages from here on, in falling order.
+        The request has the pages from ``first_page`` on, in falling order.
         """
-        taken = [self.pages_used(group, tokens) for group in range(self.pages.num_groups)]
+        taken = [self._pages_used(group, tokens) for group in range(self.pages.num_groups)]
         free = iter(range(first_page + sum(map(len, taken)) - 1, 0, -1))
-        return tuple(
-            TablePart(pages[0], tuple(next(free) for _ in pages)) if pages else TablePart(0, ())
-            for pages in taken
-        )
+        return tuple(TablePart(pages[0], tuple(next(free) for _ in pages)) for pages in taken)
 
-    def pages_used(self, group: int, tokens: TokenRange) -> list[int]:
+    def _pages_used(self, group: int, tokens: TokenRange) -> list[int]:
         """Pages of a request that resuming at the end of a range needs, counted from its first."""
         return sorted(
             {
                 row * reach.tokens_per_row // reach.tokens_per_page
                 for reach in self.pages.reaches(group)
-                for row in reach.rows_needed(tokens.first_tokens, tokens.end_tokens)
+                for row in reach.rows_needed(*tokens)
             }
         )
-
-    def chunk_bytes(self, tokens: TokenRange) -> int:
-        layout = self.side.describe().layout
-        return chunk_bytes(layout, PlacedChunk(tokens), self.options.state_policy)
 
     def store(self, number: int, tokens: TokenRange, tables: Sequence[TablePart]) -> StoreJob:
         """A store of one chunk behind those of earlier calls."""
         chunk = PlacedChunk(tokens, self._host_end_bytes)
-        self._host_end_bytes += self.chunk_bytes(tokens)
+        self._host_end_bytes = self.planner.plan_store([chunk], tables).host_bytes
         return StoreJob(number, (chunk,), tuple(tables))
 
-    def load(self, request_id: str, store: StoreJob, tables: Sequence[TablePart]) -> LoadJob:
-        """A load of what a store has stored."""
-        plan = self.planner.plan_store(store.chunks, store.block_ids)
-        stored = tuple(
-            StoredChunk(row_map, chunk.host_offset_bytes)
-            for row_map, chunk in zip(plan.row_maps, store.chunks, strict=True)
-        )
-        tokens = store.chunks[0].tokens
-        return LoadJob(request_id, tokens, stored, tuple(tables))
+    def load(
+        self,
+        store: StoreJob | None = None,
+        tables: Sequence[TablePart] | None = None,
+        **changes: Any,
+    ) -> LoadJob:
+        """A load of what a store has stored, by default of ``job`` into its own pages."""
+        store = store or self.job
+        row_maps = self.planner.plan_store(store.chunks, store.block_ids).row_maps
+        places = [chunk.host_offset_bytes for chunk in store.chunks]
+        stored = tuple(map(StoredChunk, row_maps, places))
+        load = LoadJob("a", store.chunks[0].tokens, stored, tuple(tables or self.tables))
+        return replace(load, **changes)
 
-    def page_bytes(self, tables: Sequence[TablePart]) -> list[torch.Tensor]:
+    def page_bytes(self, tables: Sequence[TablePart] | None = None) -> list[torch.Tensor]:
         """A copy of every page of some tables, group by group."""
+        tables = tables or self.tables
         return [
             paged.by_row()[page].clone()
             for paged in self.pages.tensors
             for page in tables[paged.group].ids
         ]
 
-    def others_bytes(self, tables: Sequence[TablePart]) -> list[torch.Tensor]:
-        """A copy of all storages, the pages of some tables zeroed."""
-        kept = self.pages.copy_of_storages()
-        for paged in self.pages.tensors:
-            for page in tables[paged.group].ids:
-                paged.by_row()[page].zero_()
-        others = self.pages.copy_of_storages()
-        for storage, before in zip(self.pages.storages(), kept, strict=True):
-            storage.copy_(before)
-        return others
+    def take(self) -> EndedJobs:
+        """What has been reported since the last time."""
+        ended = self.side.end_step()
+        assert ended.loads.isdisjoint(self.loads)
+        assert ended.results.stores_ended.keys().isdisjoint(self.results.stores_ended)
+        assert ended.results.failed_loads <= ended.loads
+        assert bool(ended.failed_pages) <= bool(ended.results.failed_loads)
+        self.loads |= ended.loads
+        self.failed_pages |= ended.failed_pages
+        self.results.add(ended.results)
+        return ended
+
+    def begin(self, *jobs: StoreJob | LoadJob, has_forward: bool = False) -> None:
+        stores = tuple(job for job in jobs if isinstance(job, StoreJob))
+        loads = tuple(job for job in jobs if isinstance(job, LoadJob))
+        self.side.begin_step(ConnectorMetadata(stores=stores, loads=loads, has_forward=has_forward))
+
+    def wait_for(self, *names: int | str) -> None:
+        """Take until these stores and loads have ended as well, and no others."""
+        expected = {*names, *self.results.stores_ended, *self.loads}
+
+        def have_ended() -> bool:
+            self.take()
+            return self.loads | self.results.stores_ended.keys() >= expected
+
+        until(have_ended, f"the end of {names}")
+        assert self.loads | self.results.stores_ended.keys() == expected
+        assert set(self.results.stores_ended.values()) <= {1}
+
+    def run(self, *jobs: StoreJob | LoadJob) -> None:
+        """Begin jobs in a step that computes nothing, and wait for their ends."""
+        self.begin(*jobs)
+        self.wait_for(
+            *(job.number if isinstance(job, StoreJob) else job.request_id for job in jobs)
+        )
+
+
+def name_of(job: StoreJob | LoadJob) -> int | str:
+    return job.number if isinstance(job, StoreJob) else job.request_id
 
 
 def same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -8,9 +8,11 @@ the cache for ever, and one that they know twice would be given up twice.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 from support.installed import installed, retention_installed
 from support.retention.cache_state import check_cache_state, num_checkpoints
@@ -19,27 +21,16 @@ from support.scheduler.transcript import Step
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.settings import RETENTION_VARIABLE, Retention
 
-__all__ = ["CheckpointsAccountForCache", "adaptive_retention", "cache_state_of"]
 
-
-@contextmanager
-def adaptive_chosen() -> Iterator[None]:
+def adaptive_chosen() -> AbstractContextManager[Any]:
     """The environment as a block manager finds it where retention is adaptive."""
-    before = os.environ.get(RETENTION_VARIABLE)
-    os.environ[RETENTION_VARIABLE] = Retention.ADAPTIVE.value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[RETENTION_VARIABLE]
-        else:
-            os.environ[RETENTION_VARIABLE] = before
+    return mock.patch.dict(os.environ, {RETENTION_VARIABLE: Retention.ADAPTIVE.value})
 
 
 @contextmanager
-def adaptive_retention(is_fast: bool = True) -> Iterator[None]:
+def adaptive_retention() -> Iterator[None]:
     """Adaptive retention as a user gets it: with the repairs and the faster prefix cache."""
-    with installed(*["fast-prefix-cache"] * is_fast), retention_installed(), adaptive_chosen():
+    with installed("fast-prefix-cache"), retention_installed(), adaptive_chosen():
         yield
 
 
@@ -56,23 +47,14 @@ class CheckpointsAccountForCache:
     """
 
     def __init__(self) -> None:
-        self.num_idle = 0
-        self.num_checkpoints = 0
+        self.counts: Counter[str] = Counter()
 
     def __call__(self, engine: SchedulerEngine, step: Step) -> None:
-        block_manager = engine.scheduler.kv_cache_manager
-        if cache_state_of(block_manager) is None:
+        retention = retention_of(engine.scheduler.kv_cache_manager.coordinator)
+        if retention is None:
             return
-        pool = block_manager.block_pool
-        free_blocks = pool.free_block_queue.get_all_free_blocks()
-        check_cache_state(retention_of(block_manager.coordinator), pool.blocks, free_blocks)
+        pool = engine.block_pool
+        check_cache_state(retention, pool.blocks, pool.free_block_queue.get_all_free_blocks())
         if not engine.scheduler.requests:
-            self.num_idle += 1
-            self.num_checkpoints += num_checkpoints(cache_state_of(block_manager))
-            check_idle(block_manager)
-
-
-def check_idle(block_manager: Any) -> None:
-    """No request is left: nothing is remembered of any."""
-    retention = retention_of(block_manager.coordinator)
-    assert not retention._request_states, "remembers requests that are gone"
+            self.counts["checkpoints when idle"] += num_checkpoints(retention.cache_state)
+            assert not retention._request_states, "remembers requests that are gone"

@@ -31,7 +31,6 @@ class Answer:
     prompt: Sequence[int] = ()
     segments: Sequence[Sequence[int]] = ()
     params: Mapping[str, int] | None = None
-    is_preempted: bool = False
     probe: Mapping[str, Any] | None = None
 
     @property

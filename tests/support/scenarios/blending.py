@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prompts, made of documents, and prompts that a reference is asked.
 
-Options of a plan: ``heads``, lengths that scenarios ask with; ``requests``, how many are mixed;
-``without``, what does not protect the prefix cache; ``of``, the plan whose blocks are computed
-anew; ``prompts``, by label lists of token ids and how many tokens their replies have.
+Options of a plan: ``heads``, lengths that scenarios ask with; ``prompts``, by label lists of token
+ids and how many tokens their replies have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 from support.scenarios import engine as scenarios_engine
-from support.scenarios import mixed as mixed_requests
 from support.scenarios import scenario
 from support.scenarios.documents import (
     MISSING,
@@ -31,13 +29,9 @@ from support.scenarios.engine import (
     STORED,
     Prompt,
     Tokens,
-    answer_of,
-    sampling_of,
     watch,
     wrong_bytes,
 )
-
-mixed, recomputed = mixed_requests.mixed, mixed_requests.recomputed
 
 REPLY_TOKENS = 8
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
@@ -54,18 +48,7 @@ CROWD = {
 }
 """As many requests as there are, small steps, and a pool that is too small for them."""
 
-LONGER_THAN_A_STEP = 3
-"""A document."""
-
-MIXED_REPLY_TOKENS = 16
-
-
-class KeptBlock(NamedTuple):
-    """A block of a prefix cache: what it holds of the last tokens of ``prefix``, by layer."""
-
-    prefix: tuple[int, ...]
-    group: int
-    pages: dict[str, Any]
+INSTRUCTIONS_TOKENS = 140
 
 
 class Engine(scenarios_engine.Engine):
@@ -80,68 +63,13 @@ class Engine(scenarios_engine.Engine):
         if current_platform.is_cpu():
             let_sinks_be_float32()
         super().__init__(plan)
-        self._prefixes: dict[bytes, tuple[int, ...]] = {}
         if self.has_connector:
             self.blending = self.side.segments
 
-    def ask(self, label: str, prompts: Sequence[Any], *args: Any, **more: Any) -> list[Tokens]:
-        replies = super().ask(label, prompts, *args, **more)
-        for each, reply in zip(prompts, replies, strict=True):
-            prompt = each if isinstance(each, Prompt) else Prompt(each)
-            self._learn((*prompt.token_ids, *reply), prompt.cache_salt)
-        return replies
-
-    def serve_wave(self, wave: Sequence[mixed_requests.Asked]) -> list[Tokens | None]:
-        """Send all at once; report the answers and return the replies, None of what is aborted.
-
-        What has ended before it was to be aborted is reported.
-        """
-        engine = self.llm.llm_engine
-        numbers = [str(next(self.request_ids)) for _ in wave]
-        names = {}
-        for number, asked in zip(numbers, wave, strict=True):
-            sampling = sampling_of(MIXED_REPLY_TOKENS, asked.prompt.arguments)
-            if asked.label == "stored":
-                sampling = sampling_of(1, STORED)
-            names[number] = engine.add_request(number, asked.prompt.inputs, sampling)
-        outputs: dict[str, Any] = {}
-        steps = 0
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step()}
-            steps += 1
-            due = [
-                n for n, asked in zip(numbers, wave, strict=True) if asked.steps_to_abort == steps
-            ]
-            engine.abort_request([n for n in due if n not in outputs or not outputs[n].finished])
-        replies: list[Tokens | None] = []
-        for number, (label, prompt, _) in zip(numbers, wave, strict=True):
-            output = outputs.get(number)
-            begun = [] if output is None else list(output.outputs[0].token_ids)
-            sink = self.sink_ids if label == "stored" else ()
-            self._learn((*sink, *prompt.token_ids, *begun), prompt.cache_salt)
-            if label == "stored":
-                replies.append([])
-            elif output is not None and output.finished:
-                answer = answer_of(prompt, output, id=names[number])
-                self.note_answers(label, [answer], Counter())
-                replies.append(begun)
-            else:
-                replies.append(None)
-        return replies
-
-    def store_segments(self, documents: Sequence[Tokens], cache_salt: str | None = None) -> None:
+    def store_segments(self, documents: Sequence[Tokens]) -> None:
         """Have each document stored as a segment."""
-        for document in documents:
-            self.store([Prompt(document, cache_salt=cache_salt)], STORED)
-            self._learn((*self.sink_ids, *document), cache_salt)
+        self.store(documents, STORED)
         self.note("sink", list(self.sink_ids))
-
-    def idle(self) -> int:
-        """Let the engine do what it does without requests; how many answers come of it."""
-        num_answers = 0
-        while self.scheduler.has_requests():
-            num_answers += len(self.llm.llm_engine.step())
-        return num_answers
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
@@ -166,21 +94,16 @@ class Engine(scenarios_engine.Engine):
         load_jobs.rows_to_load = rows_to_load
 
     @contextmanager
-    def without(self, protections: Sequence[str]) -> Iterator[None]:
-        """Let approximate KV into the prefix cache.
-
-        ``clamp`` keeps blocks out of it; ``private hashes`` would keep them from being found.
-        """
+    def unprotected(self) -> Iterator[None]:
+        """Let approximate KV into the prefix cache, by the hashes of its tokens."""
         from vllm_ascend_kvext.connector.segments import blended_requests
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
-        clamp, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
-        if "clamp" in protections:
-            del coordinator.cache_blocks
-        if "private hashes" in protections:
-            blended_requests.PrivateHashes = _HashesOfTokens
+        cache_blocks, private_hashes = coordinator.cache_blocks, blended_requests.PrivateHashes
+        del coordinator.cache_blocks
+        blended_requests.PrivateHashes = mock.Mock()
         yield
-        coordinator.cache_blocks = clamp
+        coordinator.cache_blocks = cache_blocks
         blended_requests.PrivateHashes = private_hashes
 
     def swapping(self, one: Tokens, other: Tokens) -> AbstractContextManager[None]:
@@ -204,71 +127,9 @@ class Engine(scenarios_engine.Engine):
         store = self.blending.store
         return [placed.entry for placed in store.find(store.prefix(document, None), 0)]
 
-    def watch_preemptions(self) -> set[str]:
-        """Names of requests that are preempted from here on."""
-        found: set[str] = set()
-        watch(
-            self.scheduler,
-            "_preempt_request",
-            lambda _, request, *more, **named: found.add(request.request_id),
-        )
-        return found
-
-    def cached_blocks(self) -> list[KeptBlock]:
-        """What is in the prefix cache; an empty prefix where a hash is that of no tokens."""
-        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
-        pool = self.scheduler.kv_cache_manager.block_pool
-        found = []
-        for key, blocks in pool.cached_block_hash_to_block._cache.items():
-            group = get_group_id(key)
-            prefix = self._prefixes.get(get_block_hash(key), ())
-            for block_id in blocks if isinstance(blocks, dict) else [blocks.block_id]:
-                found.append(KeptBlock(prefix, group, self._pages(group, block_id)))
-        return found
-
-    def _learn(self, sequence: tuple[int, ...], cache_salt: str | None = None) -> None:
-        """The hashes of the full blocks of some tokens."""
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import hash_block_tokens
-
-        config = self.llm.llm_engine.vllm_config.cache_config
-        if not config.enable_prefix_caching:
-            return
-        hash_function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
-        parent, size = None, self.block_tokens
-        for end in range(size, len(sequence) + 1, size):
-            tokens = sequence[end - size : end]
-            salt = (cache_salt,) if cache_salt is not None and parent is None else None
-            parent = hash_block_tokens(hash_function, parent, tokens, salt)
-            self._prefixes[parent] = sequence[:end]
-
-    def _pages(self, group: int, block_id: int) -> dict[str, Any]:
-        """A page of each layer of a group."""
-        layers = self.scheduler.kv_cache_config.kv_cache_groups[group].layer_names
-        modules = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        num_blocks = self.scheduler.kv_cache_config.num_blocks
-        pages = {}
-        for name in layers:
-            cache = modules[name].kv_cache
-            cache = cache[0] if isinstance(cache, list) else cache
-            dimension = list(cache.shape).index(num_blocks)
-            pages[name] = cache.select(dimension, block_id).clone()
-        return pages
-
     def report(self) -> dict[str, Any]:
         self.finish()
         return super().report()
-
-
-class _HashesOfTokens:
-    """Leaves a request its hashes; see ``connector.private_hashes``."""
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def take_back(self) -> None:
-        pass
 
 
 @scenario
@@ -277,23 +138,6 @@ def orders(engine: Engine) -> None:
     rng = random.Random(1)
     texts = documents(rng)
     engine.store_segments(texts[:MISSING])
-    ask_in_orders(engine, rng, texts)
-
-
-@scenario
-def learned(engine: Engine) -> None:
-    """The same of documents that nobody stores: two prompts have had them."""
-    rng = random.Random(1)
-    texts = documents(rng)
-    for _ in range(2):
-        engine.ask("shown", [in_order(rng, texts, (index,)) for index in range(MISSING)])
-        engine.note("answers to nobody", engine.idle())
-    engine.note("learned", engine.side.counters.blending.learned_segments)
-    engine.note("sink", list(engine.sink_ids))
-    ask_in_orders(engine, rng, texts)
-
-
-def ask_in_orders(engine: Engine, rng: random.Random, texts: Sequence[Tokens]) -> None:
     for head_tokens in engine.plan["heads"]:
         with engine.with_heads(head_tokens):
             prompts = [in_order(rng, texts, order) for order in ORDERS]
@@ -320,10 +164,11 @@ def exact(engine: Engine) -> None:
 
 @scenario
 def controls(engine: Engine) -> None:
-    """What is loaded is wrong. Then all is right again."""
+    """What is loaded is wrong; then right, behind what is cached. A plain request follows."""
     rng = random.Random(1)
     texts = documents(rng)
-    prompt = in_order(rng, texts, (1, 4, 0))
+    instructions = random_tokens(rng, INSTRUCTIONS_TOKENS)
+    prompt = in_order(rng, texts, (1, 4, 0), instructions)
     wrong: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "not rotated": engine.not_rotating,
         "swapped": lambda: engine.swapping(*(texts[index] for index in SWAPPED)),
@@ -334,7 +179,13 @@ def controls(engine: Engine) -> None:
         with happens():
             engine.ask(f"wrong: {label}", [prompt])
     engine.reset()
+    engine.ask("instructions", [instructions])
     engine.ask("right after wrong", [prompt])
+    for label in ("follows", "follows unprotected"):
+        engine.reset()
+        with engine.unprotected() if label != "follows" else nullcontext():
+            (reply,) = engine.ask("followed", [prompt])
+            engine.ask(label, [prompt.token_ids + reply])
 
 
 @scenario
@@ -350,46 +201,11 @@ def crowd(engine: Engine) -> None:
         engine.reset()
         engine.ask("alone", [prompt], ALONE_REPLY_TOKENS)
     engine.reset()
-    preempted = engine.watch_preemptions()
+    preempted = mock.Mock()
+    watch(engine.scheduler, "_preempt_request", preempted)
     outputs = [prompt for pair in zip(blended, plain, strict=True) for prompt in pair]
     engine.ask("crowd", outputs, CROWD_REPLY_TOKENS)
-    engine.note("preemptions", len(preempted))
-
-
-@scenario
-def asleep(engine: Engine) -> None:
-    """The engine falls asleep while it computes a document, and another one is queued."""
-    rng = random.Random(6)
-    texts = documents(rng)
-    assert len(texts[LONGER_THAN_A_STEP]) > 256
-    both = (LONGER_THAN_A_STEP, 1)
-    learning = engine.side.segments.learning
-    counters = engine.side.counters.blending
-
-    def ask_twice() -> None:
-        for _ in range(2):
-            engine.ask("asleep", [in_order(rng, texts, both)])
-
-    learning.is_held = True
-    ask_twice()
-    engine.idle()
-    learning.is_held = False
-    # The second step begins what is queued, and is the last one: the engine has no process.
-    engine.ask("asleep", [in_order(rng, texts, ())], reply_tokens=2)
-    engine.note("before sleep", [len(engine.scheduler.running), learning.has_queue])
-    dropped = counters.learning_drops.copy()
-    engine.llm.sleep(level=1)
-    new_drops = {
-        drop.value: number - dropped[drop]
-        for drop, number in counters.learning_drops.items()
-        if number != dropped[drop]
-    }
-    engine.note("asleep", [len(engine.scheduler.requests), learning.has_queue, new_drops])
-    engine.llm.wake_up()
-    num_learned = counters.learned_segments
-    ask_twice()
-    engine.idle()
-    engine.note("learned after sleep", counters.learned_segments - num_learned)
+    engine.note("preemptions", preempted.call_count)
 
 
 @scenario

@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,41 +46,15 @@ LONE_REPLY_TOKENS = 8
 LONE_HOLES_TOKENS = {
     "intact": (0, []),
     "at the beginning": (0, [(0, CHUNK_TOKENS)]),
-    "adjacent": (0, [(256, 384), (384, 512)]),
     "adjacent, in one chunk": (0, [(960, 976), (976, 1024)]),
     "several": (0, [(0, 128), (128, 256), (512, 640)]),
     "at the end of the first turn": (0, [(960, 976)]),
-    "before the last chunk": (0, [(896, 1024)]),
-    "all but the last chunk": (0, [(0, 1024)]),
     "at the last full block": (0, [(1104, 1120)]),
-    "in the middle and at the last full block": (0, [(512, 640), (1104, 1120)]),
     "everything": (0, [(0, 1120)]),
-    "on the device": (256, [(0, 256)]),
     "behind what the device has": (256, [(256, 384)]),
     "on the device and behind it": (256, [(128, 256), (256, 384)]),
-    "away from what the device has": (256, [(512, 640), (640, 768)]),
 }
 """Tokens that the device has, and those whose entries host memory loses."""
-
-DOCUMENTS_TOKENS = {"A": 260, "B": 310, "C": 214}
-"""They end within chunks, and within blocks."""
-QUESTIONS_TOKENS = (1, 21, 90, 150, 220)
-ORDERS = (
-    *("ABC", "ACB", "BAC", "BCA", "CAB", "CBA", "ABC", "BCA"),
-    *("AB", "BA", "CA", "AC", "A", "BC", "CAB", "ABC"),
-)
-"""Documents of 16 prompts, each with a question behind. Equal beginnings have equal hashes."""
-LOST_TOGETHER_TOKENS = (
-    [(2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)],
-    [(CHUNK_TOKENS, 2 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
-    [(0, CHUNK_TOKENS)],
-    [(3 * CHUNK_TOKENS, 4 * CHUNK_TOKENS), (4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)],
-    [],
-)
-"""Of one prompt after the other, in turns; besides, every third one loses its last full block."""
-TOGETHER_REPLY_TOKENS = 160
-TOGETHER_POOL_BLOCKS = {"full": 200, "one window": 400}
-"""By model: too few for them."""
 
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 100
@@ -99,10 +72,8 @@ class Engine(scenarios_engine.Engine):
 
     def take_up(self, core: Any) -> None:
         super().take_up(core)
-        self._events: list[Any] = []
         self._hole_tokens = 0
         self.prefixes: dict[tuple[int, ...], Any] = {}
-        self._ids_with_holes: set[str] = set()
         if self.has_connector:
             self._count_what_becomes_of_holes()
         self._count_what_the_scheduler_counts()
@@ -134,37 +105,14 @@ class Engine(scenarios_engine.Engine):
             ):
                 tier._remove(entry, Removal.EVICTED)
 
-    def full_blocks_tokens(self, prompt: Tokens) -> int:
-        """The last token is computed: a block that it fills is of no use."""
-        return (len(prompt) - 1) // self.block_tokens * self.block_tokens
-
-    def missing_tokens(self, prompt: Tokens) -> list[tuple[int, int]]:
-        """Full blocks of a prompt that was asked, in runs, whose rows host memory lacks."""
-        if not self.has_connector:
-            return []
-        runs = self._runs_of(prompt)
-        ends = [0, *(run.end_tokens for run in runs)]
-        firsts = [*(run.first_tokens for run in runs), self.full_blocks_tokens(prompt)]
-        return [run for run in zip(ends, firsts, strict=True) if run[0] < run[1]]
-
-    def tails_tokens(self, prompt: Tokens) -> list[int]:
-        """Where host memory has the windows of a prompt that was asked."""
-        if not self.has_connector:
-            return []
-        prefix = self.prefixes[tuple(prompt)]
-        tails = self.side.tier.find_all_tails(prefix, self.full_blocks_tokens(prompt))
-        return [entry.piece.end_tokens for entry in tails]
-
-    def _runs_of(self, prompt: Tokens) -> list[Any]:
-        """Rows of a prompt that was asked that host memory has."""
-        prefix = self.prefixes[tuple(prompt)]
-        return self.side.tier.find_runs(prefix, self.full_blocks_tokens(prompt))
-
     def _entries_of(self, prompt: Tokens | None) -> list[Any]:
-        """Entries of host memory: all of them, or those with rows of one prompt."""
+        """Entries of host memory: all of them, or those with rows of one prompt that was asked."""
         if prompt is None:
             return list(self.side.tier._entries.values())
-        return [entry for run in self._runs_of(prompt) for entry in run.entries]
+        # The last token is computed: a block that it fills is of no use.
+        full_tokens = (len(prompt) - 1) // self.block_tokens * self.block_tokens
+        runs = self.side.tier.find_runs(self.prefixes[tuple(prompt)], full_tokens)
+        return [entry for run in runs for entry in run.entries]
 
     @contextmanager
     def leaving_out_holes(self, is_left_out: bool) -> Iterator[None]:
@@ -191,17 +139,6 @@ class Engine(scenarios_engine.Engine):
         before, self._hole_tokens = self._hole_tokens, self.side.counters.hole_tokens
         return int(self._hole_tokens - before)
 
-    def take_events(self) -> list[dict[str, Any]]:
-        """KV events of host memory since the last call."""
-        names = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
-        events = [event for batch in self._events for event in batch.events]
-        self._events.clear()
-        return [
-            {name: getattr(event, name) for name in names if hasattr(event, name)}
-            for event in events
-            if getattr(event, "medium", None) == "CPU"
-        ]
-
     def _count_what_the_scheduler_counts(self) -> None:
         """In this process vLLM drops the statistics of steps that answer no request."""
         scheduler, counted = self.scheduler, self.counted
@@ -212,9 +149,8 @@ class Engine(scenarios_engine.Engine):
                 if of_cache is not None:
                     counted[name.removesuffix("_prefix_cache_stats")] += of_cache.hits
 
-        def note_preemption(_: Any, request: Any, *__: Any, **___: Any) -> None:
+        def note_preemption(*_: Any, **__: Any) -> None:
             counted["preemptions"] += 1
-            counted["preemptions with holes"] += request.request_id in self._ids_with_holes
 
         def note_drafts(
             *_: Any, num_draft_tokens: int, num_accepted_tokens: int, **__: Any
@@ -224,14 +160,11 @@ class Engine(scenarios_engine.Engine):
 
         def note_step(output: Any, *_: Any, **__: Any) -> None:
             counted["computed tokens"] += output.total_num_scheduled_tokens
-            are_requests = {each in scheduler.requests for each in output.num_scheduled_tokens}
-            counted["steps of requests and holes"] += len(are_requests) == 2
 
         watch(scheduler, "make_stats", note_stats)
         watch(scheduler, "make_spec_decoding_stats", note_drafts)
         watch(scheduler, "_preempt_request", note_preemption)
         watch(scheduler, "schedule", note_step)
-        scheduler.kv_event_publisher.publish = self._events.append
 
     def _count_what_becomes_of_holes(self) -> None:
         """And remember by which hashes prompts are stored."""
@@ -240,14 +173,11 @@ class Engine(scenarios_engine.Engine):
 
         def note_holes(holes: list[Any]) -> None:
             counted["hole tokens"] += sum(of_request.num_tokens for of_request in holes)
-            self._ids_with_holes.update(of_request.request_id for of_request in holes)
 
         def end_and_count(*args: Any) -> Any:
             before = side.counters.behind_hole_tokens
             lacking = end(*args)
-            behind_tokens = side.counters.behind_hole_tokens - before
-            counted["tokens behind holes"] += behind_tokens
-            counted["requests with tokens behind holes"] += behind_tokens > 0
+            counted["tokens behind holes"] += side.counters.behind_hole_tokens - before
             return lacking
 
         def add_and_remember(request: Any) -> None:
@@ -384,24 +314,6 @@ def eviction(engine: Engine) -> None:
 
 
 @scenario
-def events(engine: Engine) -> None:
-    """What the host tier tells of a prompt that is stored, and then forgotten."""
-    prompt = random_tokens(random.Random(8), 400)
-    engine.take_events()
-    (reply,) = engine.ask("told", [prompt])
-    engine.reset()
-    engine.ask("told twice", [prompt])
-    engine.reset()
-    engine.note("tokens told", prompt + reply)
-    engine.note("stored events", engine.take_events())
-    engine.reset(is_host_too=True)
-    # Events are taken by steps.
-    engine.ask("told no more", [prompt[: engine.block_tokens]], reply_tokens=2)
-    engine.note("removed events", engine.take_events())
-    engine.reset(is_host_too=True)
-
-
-@scenario
 def holes(engine: Engine) -> None:
     """Prompts of which host memory has lost chunks, before pages that hold no right byte."""
     rng = random.Random(9)
@@ -429,38 +341,8 @@ def lone_holes(engine: Engine) -> None:
         if device_tokens:
             engine.store([prompt[: device_tokens + 1]])
         engine.lose_rows(lost, prompt)
-        engine.note(f"missing, {name}", engine.missing_tokens(prompt))
-        engine.note(f"tails, {name}", engine.tails_tokens(prompt))
-        engine.take_computed_in_holes()
         engine.ask(f"lone hole: {name}", [prompt], reply_tokens=LONE_REPLY_TOKENS)
-        engine.note(f"lone hole: {name}", engine.take_computed_in_holes())
         engine.reset(is_host_too=True)
-
-
-@scenario
-def holes_together(engine: Engine) -> None:
-    """Many requests at once whose beginnings are shared and have holes, in a pool too small."""
-    prompts = _prompts_of_documents(random.Random(11))
-    engine.store(prompts)
-    for label in ("holes together", "hole left out together"):
-        engine.spoil_pages()
-        for number, prompt in enumerate(prompts):
-            engine.lose_rows(LOST_TOGETHER_TOKENS[number % len(LOST_TOGETHER_TOKENS)], prompt)
-            if number % 3 == 2:
-                end_tokens = engine.full_blocks_tokens(prompt)
-                engine.lose_rows([(end_tokens - engine.block_tokens, end_tokens)], prompt)
-        with engine.leaving_out_holes(label == "hole left out together"):
-            engine.ask(label, prompts, reply_tokens=TOGETHER_REPLY_TOKENS)
-    engine.reset(is_host_too=True)
-
-
-def _prompts_of_documents(rng: random.Random) -> list[Tokens]:
-    documents = {name: random_tokens(rng, length) for name, length in DOCUMENTS_TOKENS.items()}
-    prompts = []
-    for number, order in enumerate(ORDERS):
-        question = random_tokens(rng, QUESTIONS_TOKENS[number % len(QUESTIONS_TOKENS)])
-        prompts.append([*itertools.chain(*(documents[name] for name in order)), *question])
-    return prompts
 
 
 @cache

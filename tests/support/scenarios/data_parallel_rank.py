@@ -21,7 +21,7 @@ class WorkerExtension:
 
     def skip_loads(self, is_skipping: bool) -> None:
         """Copies to the device copy nothing from now on."""
-        from torch_npu.custom_operators import block_copies
+        from torch_npu.operators import block_copies
 
         block_copies.is_skipping_loads = is_skipping
 

@@ -31,6 +31,7 @@ def in_order(
     texts: Sequence[Tokens],
     order: Sequence[int],
     instructions: Tokens | None = None,
+    question_tokens: int | None = None,
 ) -> Prompt:
     """Instructions, documents with a few tokens behind each, and a question."""
     token_ids = list(instructions or random_tokens(rng, rng.randrange(5, 70)))
@@ -38,7 +39,8 @@ def in_order(
     for index in order:
         segments.append([len(token_ids), len(token_ids) + len(texts[index])])
         token_ids += texts[index] + random_tokens(rng, rng.randrange(4))
-    return Prompt(token_ids + random_tokens(rng, rng.randrange(10, 40)), segments)
+    question = random_tokens(rng, question_tokens or rng.randrange(10, 40))
+    return Prompt(token_ids + question, segments)
 
 
 def separated(rng: random.Random, texts: Sequence[Tokens], order: Sequence[int]) -> Prompt:

@@ -121,19 +121,23 @@ class Engine:
         self.asked: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {}
         self.counted: Counter[str] = Counter()
-        self.has_connector = core is not None and core.scheduler.connector is not None
+        self.has_connector = False
         self.worker_side: Any = None  # Several workers are in processes of their own.
         self.batched_copies.clear()
         if core is None:
             return
         self.scheduler = core.scheduler
         self.block_tokens: int = core.vllm_config.cache_config.block_size
-        if self.has_connector:
-            from vllm.distributed import kv_transfer
+        if self.scheduler.connector is None:
+            return
+        from vllm.distributed import kv_transfer
 
-            from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
+        from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
 
-            self.side = kvext_connector_in(self.scheduler.connector).scheduler_side
+        connector = kvext_connector_in(self.scheduler.connector)
+        if connector is not None:
+            self.has_connector = True
+            self.side = connector.scheduler_side
             if kv_transfer.has_kv_transfer_group():
                 group = kv_transfer.get_kv_transfer_group()
                 self.worker_side = kvext_connector_in(group).worker_side
@@ -280,7 +284,7 @@ class Engine:
     @property
     def batched_copies(self) -> Counter[str]:
         """Calls of the emulated NPU, which counts them; empty elsewhere."""
-        copies = sys.modules.get("torch_npu.custom_operators.block_copies")
+        copies = sys.modules.get("torch_npu.operators.block_copies")
         return copies.counts if copies else Counter()
 
     def left(self) -> dict[str, int]:
@@ -288,11 +292,8 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
         if self.has_connector:
-            left |= {
-                "references": self.side.num_references,
-                "pins": len(self.side.held().pinned_ids),
-                "transfers": int(self.side.has_transfers),
-            }
+            held = self.side.held()
+            left |= {"held": not held.is_nothing, "transfers": self.side.has_transfers}
         return left
 
     def shutdown(self) -> None:

@@ -1,42 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with a scheduler whose numbers are known, and the metrics that come of them.
-
-The engine core may be one process further away, so the scheduler leaves the totals of its retention
-in a file of the working folder.
-"""
+"""Chats with a scheduler whose numbers are known, and the metrics that come of them."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from support.scenarios import retention
+from support.scenarios.engine import watch
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.stats import LossCause, RetentionStats
 
 chat = retention.chat
-TOTALS_VARIABLE = "TOTALS_FILE"
 
-# Without what the compiled module counts: all numbers are those of the scheduler below.
+# Without what the compiled module counts: all numbers are those that are added below.
 CheckpointRetention.stats = property(lambda retention: retention._stats)  # type: ignore[method-assign, assignment]
 
 
-class CountingScheduler(Scheduler):
-    """Adds to each number that retention counts, another amount for each, in every step."""
+class Engine(retention.Engine):
+    """An engine that counts, in every step, another amount for each of retention's numbers."""
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().schedule(*args, **kwargs)
-        retention = retention_of(self.kv_cache_manager.coordinator)
+    def __init__(self, plan: dict[str, Any]) -> None:
+        super().__init__(plan)
+        self.stats = retention_of(self.scheduler.kv_cache_manager.coordinator).stats
+        self.totals: dict[str, int] = {}
+        watch(self.scheduler, "schedule", self._count)
+
+    def _count(self, output: Any, *_: Any, **__: Any) -> None:
         # The step after the last has nothing to do, and nobody waits for its statistics.
-        if retention is not None and output.total_num_scheduled_tokens:
-            add_to_each(retention.stats)
-            Path(os.environ[TOTALS_VARIABLE]).write_text(json.dumps(retention.stats.totals()))
-        return output
+        if output.total_num_scheduled_tokens:
+            add_to_each(self.stats)
+            self.totals = self.stats.totals()
+
+    def report(self) -> dict[str, Any]:
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        self.llm.llm_engine.do_log_stats()
+        metrics = generate_latest(get_prometheus_registry()).decode()
+        return {"metrics": metrics, "totals": self.totals}
 
 
 def add_to_each(stats: RetentionStats) -> None:
@@ -48,24 +50,3 @@ def add_to_each(stats: RetentionStats) -> None:
     stats.hints_pinned += 6
     for num_tokens, cause in enumerate(LossCause, start=7):
         stats.lose(cause, num_tokens)
-
-
-class Engine(retention.Engine):
-    """An engine with that scheduler."""
-
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self._totals = Path("totals.json").resolve()
-        os.environ[TOTALS_VARIABLE] = str(self._totals)
-        scheduler = {"scheduler_cls": f"{__name__}.{CountingScheduler.__name__}"}
-        super().__init__({**plan, "engine": plan["engine"] | scheduler})
-
-    def report(self) -> dict[str, Any]:
-        from prometheus_client import generate_latest
-        from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-        self.llm.llm_engine.do_log_stats()
-        totals = self._totals
-        return {
-            "metrics": generate_latest(get_prometheus_registry()).decode(),
-            "totals": json.loads(totals.read_text()) if totals.exists() else None,
-        }

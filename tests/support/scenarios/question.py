@@ -14,50 +14,25 @@ from functools import partial
 from typing import Any
 
 from support.scenarios import blending, scenario
+from support.scenarios.documents import MISSING, documents, in_order, random_tokens
 from support.scenarios.engine import STORED, Prompt, Tokens, sampling_of
 
 HEAD_TOKENS = 16
-RATIO = 0.1
 STEP_TOKENS = 256
-SYSTEM_TOKENS = 37
-STORED_LENGTHS = (137, 203, 90, 300)
-MISSING_LENGTH = 71
-MISSING = len(STORED_LENGTHS)
-"""The document that is not stored."""
 ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (1, 0, 1))
 """Of documents; one stands in two places."""
 QUESTION_TOKENS = (23, 40, 23, 1, 200)
 """Of each order. The last one is longer than half a step."""
-SEPARATOR_TOKENS = (3, 0, 3, 3, 3)
 CROWD = (0, 1, 2, 3, 4, 0, 2, 3)
 MAX_STEPS = 400
 
-
-def make_prompts() -> tuple[list[Tokens], list[Prompt]]:
-    """Documents, the last of which is not stored, and what is asked about them."""
-    rng = random.Random(3)
-
-    def tokens(number: int) -> Tokens:
-        return [rng.randrange(4, 512) for _ in range(number)]
-
-    documents = [tokens(number) for number in (*STORED_LENGTHS, MISSING_LENGTH)]
-    for document in documents:
-        document[40:60] = document[5:25]  # Keys are compared before they are reused.
-    system = tokens(SYSTEM_TOKENS)
-    prompts = []
-    for order, num_question, num_between in zip(
-        ORDERS, QUESTION_TOKENS, SEPARATOR_TOKENS, strict=True
-    ):
-        prompt, segments = list(system), []
-        for place, number in enumerate(order):
-            prompt += tokens(num_between if place else 0)
-            segments.append([len(prompt), len(prompt) + len(documents[number])])
-            prompt += documents[number]
-        prompts.append(Prompt(prompt + tokens(num_question), segments))
-    return documents, prompts
-
-
-DOCUMENTS, PROMPTS = make_prompts()
+_rng = random.Random(3)
+DOCUMENTS = documents(_rng)
+INSTRUCTIONS = random_tokens(_rng, 37)
+PROMPTS = [
+    in_order(_rng, DOCUMENTS, order, INSTRUCTIONS, num_tokens)
+    for order, num_tokens in zip(ORDERS, QUESTION_TOKENS, strict=True)
+]
 PLAIN = [prompt._replace(is_named=False) for prompt in PROMPTS]
 IN_CROWD = [PROMPTS[place] for place in CROWD]
 
@@ -79,8 +54,8 @@ class Engine(blending.Engine):
             answer["probe"] = self._scores.get(tuple(answer["prompt"]))
         return replies
 
-    def ask_and(self, do: Callable[[], Any], name: str, prompt: Prompt) -> list[Any]:
-        """Send a prompt, and do something once its question has been computed.
+    def ask_and(self, do: Callable[[], Any], name: str, prompt: Prompt) -> None:
+        """Send a prompt, and do something once its question has been computed; report it.
 
         The scheduler has not been told yet: as with several steps in flight.
         """
@@ -97,7 +72,8 @@ class Engine(blending.Engine):
         self.llm.llm_engine.add_request(name, prompt.inputs, sampling_of(4, prompt.arguments))
         self.run_out()
         del self.scheduler.update_from_output
-        return done
+        self.note(name, done)
+        self.note(f"left after {name}", self.left())
 
     def run_out(self) -> None:
         """Step until nothing is left to do."""
@@ -124,27 +100,12 @@ class Engine(blending.Engine):
         yield
         probe._compare = compare
 
-    def note_left(self, label: str) -> None:
-        """Report what no request holds any more when there is none."""
-        self.run_out()
-        pool = self.scheduler.kv_cache_manager.block_pool
-        left = {
-            "parked": len(self.side.holes),
-            "probe blocks": len(self.side.holes.probe_blocks),
-            "compared": len(self.questions._compared),
-            "used blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        }
-        self.note(label, self.left() | left)
-
     def _watch_scores(self) -> None:
         choose = self.blending.choose
 
         def watched(request_id: str, scores: Any) -> Any:
             scored = self.blending.scored(request_id)
-            counters = self.side.counters.blending
-            counted = counters.reused_tokens
             runs = choose(request_id, scores)
-            assert counters.reused_tokens >= counted, "counters never go down"
             prompt = self.scheduler.requests[request_id].prompt_token_ids
             self._scores[tuple(prompt)] = {
                 "scored": [list(run) for run in scored],
@@ -175,8 +136,6 @@ def reused(engine: Engine) -> None:
     with engine.without_scores():
         engine.ask("no scores", PROMPTS)
     engine.ask("plain", PLAIN)
-    engine.note_left("left")
-    engine.note("counters", engine.side.counters.totals())
 
 
 @scenario
@@ -185,10 +144,7 @@ def interrupted(engine: Engine) -> None:
     engine.store(DOCUMENTS[:MISSING], STORED)
     engine.ask("async", IN_CROWD)
     abort = partial(engine.llm.llm_engine.abort_request, ["aborted"])
-    engine.note("aborted", engine.ask_and(abort, "aborted", PROMPTS[1]))
-    engine.note_left("left after abort")
+    engine.ask_and(abort, "aborted", PROMPTS[1])
     reset = partial(engine.scheduler.reset_prefix_cache, reset_running_requests=True)
-    engine.note("reset", engine.ask_and(reset, "reset", PROMPTS[1]))
-    engine.note_left("left after reset")
+    engine.ask_and(reset, "reset", PROMPTS[1])
     engine.ask("async again", IN_CROWD)
-    engine.note_left("left at the end")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,7 @@ def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     from support.scenarios import scenario_of
 
     engine = None
+    began_s = time.monotonic()
     try:
         module = import_module(f"support.scenarios.{plan['module']}")
         engine = module.Engine({"name": name, **plan})
@@ -31,7 +33,7 @@ def serve(name: str, plan: dict[str, Any]) -> dict[str, Any]:
             scenario_of(module, scenario)(engine)
         return engine.report()
     except Exception:
-        return {"error": traceback.format_exc()}
+        return {"error": traceback.format_exc(), "error_s": time.monotonic() - began_s}
     finally:
         if engine is not None:
             engine.shutdown()

@@ -10,25 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
+
+from .layouts import Attention, Group, config_of
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -36,31 +31,18 @@ _request_ids = itertools.count()
 init_none_hash(sha256)
 
 
-def full(block_tokens: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
+def full(block_tokens: int) -> KVCacheSpec:
+    return Group(Attention.FULL, block_tokens).to_spec()
 
 
-def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> SlidingWindowSpec:
+def window(block_tokens: int, window_tokens: int, head_size: int = 1) -> KVCacheSpec:
     """``head_size`` tells groups of equal window apart."""
-    return SlidingWindowSpec(
-        block_size=block_tokens,
-        num_kv_heads=1,
-        head_size=head_size,
-        dtype=torch.float32,
-        sliding_window=window_tokens,
-    )
+    return Group(Attention.WINDOW, block_tokens, window_tokens).to_spec(head_size=head_size)
 
 
-def mamba(block_tokens: int, mode: str = "align", draft_blocks: int = 0) -> MambaSpec:
-    return MambaSpec(
-        block_size=block_tokens,
-        shapes=((1, 1),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode=mode,
-        num_speculative_blocks=draft_blocks,
-    )
+def mamba(block_tokens: int, mode: str = "align", draft_blocks: int = 0) -> KVCacheSpec:
+    group = Group(Attention.MAMBA, block_tokens)
+    return group.to_spec(mamba_cache_mode=mode, num_speculative_blocks=draft_blocks)
 
 
 @dataclass(frozen=True)
@@ -70,35 +52,22 @@ class Layout:
     specs: tuple[KVCacheSpec, ...]
     eagle_group_ids: frozenset[int] = frozenset()
 
-    def kv_cache_config(self, num_blocks: int) -> KVCacheConfig:
-        return KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in self.eagle_group_ids)
-                for i, spec in enumerate(self.specs)
-            ],
-        )
-
 
 @contextmanager
 def retention_interval(interval: int | str | None) -> Iterable[None]:
     """The environment as a block manager finds it when it is built."""
-    before = os.environ.pop(INTERVAL_VARIABLE, None)
-    if interval is not None:
-        os.environ[INTERVAL_VARIABLE] = str(interval)
-    try:
-        yield
-    finally:
+    with mock.patch.dict(os.environ):
         os.environ.pop(INTERVAL_VARIABLE, None)
-        if before is not None:
-            os.environ[INTERVAL_VARIABLE] = before
+        if interval is not None:
+            os.environ[INTERVAL_VARIABLE] = str(interval)
+        yield
 
 
 class BlockManager:
     """A ``KVCacheManager`` that is told each step of each request.
 
     ``num_blocks`` includes the null block; ``interval`` is in effect while the manager is built.
+    ``arguments`` are those of ``KVCacheManager``.
     """
 
     def __init__(
@@ -107,27 +76,24 @@ class BlockManager:
         interval: int | str | None = None,
         num_blocks: int = 4096,
         events: bool = False,
-        scheduler_block_size: int | None = None,
-        hash_block_size: int | None = None,
-        manager_arguments: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> None:
         sizes = [spec.block_size for spec in layout.specs]
-        self.hash_block_size = hash_block_size or math.gcd(*sizes)
         arguments = {
-            "kv_cache_config": layout.kv_cache_config(num_blocks),
+            "kv_cache_config": config_of(layout.specs, layout.eagle_group_ids, num_blocks),
             "max_model_len": 1 << 20,
-            "scheduler_block_size": scheduler_block_size or math.lcm(*sizes),
-            "hash_block_size": self.hash_block_size,
+            "scheduler_block_size": math.lcm(*sizes),
+            "hash_block_size": math.gcd(*sizes),
             "enable_caching": True,
             "use_eagle": bool(layout.eagle_group_ids),
             "log_stats": False,
             "enable_kv_cache_events": events,
-            **(manager_arguments or {}),
+            **arguments,
         }
         with retention_interval(interval):
             self.manager = KVCacheManager(**arguments)
         self.pool = self.manager.block_pool
-        self._hasher = get_request_block_hasher(self.hash_block_size, sha256)
+        self._hasher = get_request_block_hasher(arguments["hash_block_size"], sha256)
 
     def request(self, token_ids: Sequence[int], **arguments: object) -> Request:
         request = Request(
@@ -186,11 +152,3 @@ class BlockManager:
 
     def reset(self) -> None:
         assert self.manager.reset_prefix_cache()
-
-    def cached_blocks(self) -> dict[int, int]:
-        """Number of cached blocks per group id."""
-        counts = dict.fromkeys(range(len(self.manager.coordinator.single_type_managers)), 0)
-        for block in self.pool.blocks:
-            if block.block_hash is not None:
-                counts[int.from_bytes(block.block_hash[-4:], "big")] += 1
-        return counts

@@ -83,9 +83,6 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, self._metadata = self._metadata, ScriptedMetadata()
         return metadata
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
@@ -96,17 +93,10 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
             self._metadata.sends.append(request.request_id)
         return delay_free, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _has_no_worker_side(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the model runner of the harness plays the worker side")
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError("the model runner of the harness plays the worker side")
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the model runner of the harness plays the worker side")
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError("the model runner of the harness plays the worker side")
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _has_no_worker_side
 
 
 def _number(request: Any) -> int:

@@ -34,28 +34,6 @@ _ENCODER_CACHE_TOKENS = 64
 _HASH_ALGORITHM = "sha256"
 
 
-def _extra_args(plan: RequestPlan) -> dict[str, Any] | None:
-    hints = {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else {}
-    return {**hints, **dict(plan.extra_args)} or None
-
-
-class _EventRecorder:
-    """Stands in for the event publisher and keeps what is published."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def publish(self, batch: Any) -> None:
-        self.events.extend(batch.events)
-
-    def take(self) -> list[Any]:
-        events, self.events = self.events, []
-        return events
-
-    def shutdown(self) -> None:
-        pass
-
-
 class SchedulerEngine:
     """One scheduler with its KV cache manager, and a model runner without a model."""
 
@@ -84,11 +62,13 @@ class SchedulerEngine:
         # The model is text-only as far as its config goes; images need an encoder budget.
         self.scheduler.max_num_encoder_input_tokens = _ENCODER_CACHE_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_ENCODER_CACHE_TOKENS)
-        self._events = _EventRecorder()
-        self.scheduler.kv_event_publisher = self._events
+        self._event_batches: list[Any] = []
+        self.scheduler.kv_event_publisher.publish = self._event_batches.append
         self.runner = self._new_runner(
             options.num_draft_tokens if options.drafter else 0, read_check
         )
+        self.plans: dict[str, RequestPlan] = {}
+        self.plans: dict[str, RequestPlan] = {}
         self.requests: dict[str, Request] = {}
         self.last_events: list[Any] = []
         self._in_flight: deque[tuple[Any, Any]] = deque()
@@ -107,12 +87,26 @@ class SchedulerEngine:
         """The ``SingleTypeKVCacheManager`` of every group."""
         return self.scheduler.kv_cache_manager.coordinator.single_type_managers
 
+    @property
+    def replaced_methods(self) -> list[str]:
+        """Methods of upstream's classes that objects of this engine have replaced by their own."""
+        manager = self.scheduler.kv_cache_manager
+        owners = (self.scheduler, self.scheduler.connector, manager, manager.coordinator)
+        return sorted(
+            name
+            for owner in (*owners, *self.managers)
+            for name, value in getattr(owner, "__dict__", {}).items()
+            if callable(value) and hasattr(type(owner), name)
+        )
+
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_requests() or self.runner.is_transferring
 
     def add_request(self, plan: RequestPlan) -> Request:
         """Queue a request, as the engine core does with one from the front end."""
         request = self.make_request(plan)
+        self.plans[plan.request_id] = plan
+        self.plans[plan.request_id] = plan
         self.requests[plan.request_id] = request
         self.runner.expect(plan.request_id, plan.new_stream())
         self.scheduler.add_request(request)
@@ -121,13 +115,14 @@ class SchedulerEngine:
     def make_request(self, plan: RequestPlan) -> Request:
         """vLLM's form of a request, with its block hashes."""
         adapter = plan.adapter
+        hints = {HINT_ARGUMENT: list(plan.checkpoint_tokens)} if plan.checkpoint_tokens else {}
         return Request(
             request_id=plan.request_id,
             prompt_token_ids=list(plan.prompt),
             sampling_params=SamplingParams(
                 max_tokens=plan.max_tokens,
                 stop_token_ids=list(plan.stop_tokens),
-                extra_args=_extra_args(plan),
+                extra_args={**hints, **dict(plan.extra_args)} or None,
             ),
             pooling_params=None,
             arrival_time=float(plan.arrival_step),
@@ -173,9 +168,18 @@ class SchedulerEngine:
             self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
         return self._record(scheduler_output, results)
 
+    def finish(self, max_steps: int = 100) -> list[Step]:
+        """Step until nothing is left to do."""
+        steps = []
+        while self.has_work():
+            steps.append(self.step())
+            assert len(steps) <= max_steps, "it does not end"
+        return steps
+
     def _record(self, scheduler_output: Any, results: dict[int, Any]) -> Step:
         pool = self.block_pool
-        self.last_events = self._events.take()
+        self.last_events = [event for batch in self._event_batches for event in batch.events]
+        self._event_batches.clear()
         return Step(
             **describe_schedule(scheduler_output),
             free_queue=tuple(b.block_id for b in pool.free_block_queue.get_all_free_blocks()),

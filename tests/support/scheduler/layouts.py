@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -44,8 +46,6 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        attention: Kind of the layers in it.
-        block_tokens: Tokens per block.
         span_tokens: Sliding window, or attention chunk; 0 where there is none.
         tokens_per_row: Tokens that a row of a block stands for; it is written with the last.
         is_eagle: Whether it holds layers of an EAGLE/MTP drafter.
@@ -73,14 +73,8 @@ class Group:
             return position // self.span_tokens * self.span_tokens
         return 0
 
-    def to_spec(self) -> KVCacheSpec:
-        if self.attention is Attention.MAMBA:
-            return MambaSpec(
-                block_size=self.block_tokens,
-                shapes=((1,),),
-                dtypes=(torch.float32,),
-                mamba_cache_mode="align",
-            )
+    def to_spec(self, **fields: Any) -> KVCacheSpec:
+        """A small one; ``fields`` are its own."""
         if self.attention is Attention.COMPRESSED:
             from ascend_geometry import compressed_spec
 
@@ -89,21 +83,34 @@ class Group:
             from ascend_geometry import window_spec
 
             return window_spec(self.block_tokens, self.span_tokens)
-        sizes = {
-            "block_size": self.block_tokens,
-            "num_kv_heads": 1,
-            "head_size": 1,
-            "dtype": torch.float32,
-        }
-        if self.attention is Attention.FULL:
-            return FullAttentionSpec(**sizes)
-        if self.attention is Attention.MLA:
-            return MLAAttentionSpec(**sizes)
-        if self.attention is Attention.WINDOW:
-            return SlidingWindowSpec(sliding_window=self.span_tokens, **sizes)
-        if self.attention is Attention.WINDOW_MLA:
-            return SlidingWindowMLASpec(sliding_window=self.span_tokens, **sizes)
-        return ChunkedLocalAttentionSpec(attention_chunk_size=self.span_tokens, **sizes)
+        make, span = _SPECS[self.attention]
+        spans = {span: self.span_tokens} if span else {}
+        sizes = _STATES if self.attention is Attention.MAMBA else _HEADS
+        return make(block_size=self.block_tokens, **{**sizes, **spans, **fields})
+
+
+_HEADS = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+_STATES = {"shapes": ((1,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+_SPECS: dict[Attention, tuple[type[Any], str]] = {
+    Attention.FULL: (FullAttentionSpec, ""),
+    Attention.MLA: (MLAAttentionSpec, ""),
+    Attention.WINDOW: (SlidingWindowSpec, "sliding_window"),
+    Attention.WINDOW_MLA: (SlidingWindowMLASpec, "sliding_window"),
+    Attention.CHUNKED: (ChunkedLocalAttentionSpec, "attention_chunk_size"),
+    Attention.MAMBA: (MambaSpec, ""),
+}
+"""By kind, vLLM's spec, and its field for ``span_tokens``."""
+
+
+def config_of(
+    specs: Iterable[KVCacheSpec], eagle_group_ids: Collection[int], num_blocks: int
+) -> KVCacheConfig:
+    """One group per spec, without tensors."""
+    groups = [
+        KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in eagle_group_ids)
+        for i, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +148,8 @@ class Layout:
         return Layout(f"{self.name}-eagle{''.join(map(str, group_ids))}", groups)
 
     def to_config(self, num_blocks: int) -> KVCacheConfig:
-        return KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{i}"], group.to_spec(), is_eagle_group=group.is_eagle)
-                for i, group in enumerate(self.groups)
-            ],
-        )
+        eagle_group_ids = [i for i, group in enumerate(self.groups) if group.is_eagle]
+        return config_of((group.to_spec() for group in self.groups), eagle_group_ids, num_blocks)
 
     def _has(self, attention: Attention) -> bool:
         return any(group.attention is attention for group in self.groups)

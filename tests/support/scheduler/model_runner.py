@@ -49,11 +49,11 @@ class FailedLoads(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Receiving:
-    """A load between steps that is under way; it is reported failed before or with its end."""
+    """A load that is under way; it is reported failed before or with its end."""
 
     load: Load
-    steps_left: int
     failed_block_ids: set[int]
+    steps_left: int
     report_when_left: int
 
 
@@ -239,11 +239,7 @@ class ModelRunner:
         self, table: list[int], group_id: int, digests: list[int], start: int, end: int
     ) -> None:
         group = self._groups[group_id][1]
-        if group.attention is Attention.MAMBA:
-            block_id = table[(end - 1) // group.block_tokens]
-            self.memory.write(block_id, group_id, 1, 0, digests[end - 1 : end])
-            return
-        for block, first_row, content in _rows(group, digests, start, end):
+        for block, first_row, content in rows_of(group, digests, start, end):
             if table[block] != NULL_BLOCK_ID:
                 self.memory.write(table[block], group_id, group.rows_per_block, first_row, content)
 
@@ -261,31 +257,26 @@ class ModelRunner:
 
     def _check_row(self, row: _Row) -> None:
         for group_id, group in self._groups:
-            if not self._check_reads or group.attention is Attention.MAMBA:
-                continue
-            first = group.first_read_position(row.start)
-            table = row.state.block_tables[group_id]
-            for block, first_row, expected in _rows(group, row.digests, first, row.end):
-                found = self.memory.read(table[block], group_id, first_row, len(expected))
-                if table[block] == NULL_BLOCK_ID or self._is_wrong(row, found, expected):
-                    raise WrongKVError(
-                        f"{row.request_id}, group {group_id} ({group.attention.value}): rows from "
-                        f"{first_row} in block {table[block]} are not the request's own; step "
-                        f"computes [{row.start}, {row.end}); expected {expected}, found {found}"
-                    )
+            if group.attention is not Attention.MAMBA:
+                self._check_read(row, group_id, group.first_read_position(row.start), row.end)
 
     def _check_states(self, row: _Row) -> None:
         """Recurrent layers read the state that the previous step left, before they write."""
         for group_id, group in self._groups:
-            if group.attention is not Attention.MAMBA or row.start == 0:
-                continue
-            block_id = row.state.block_tables[group_id][(row.start - 1) // group.block_tokens]
-            found = self.memory.read(block_id, group_id, 0, 1)
-            expected = row.digests[row.start - 1 : row.start]
-            if self._check_reads and self._is_wrong(row, found, expected):
+            if group.attention is Attention.MAMBA and row.start:
+                self._check_read(row, group_id, 0, row.start)
+
+    def _check_read(self, row: _Row, group_id: int, first: int, end: int) -> None:
+        group = self._groups[group_id][1]
+        table = row.state.block_tables[group_id]
+        for block, first_row, expected in rows_of(group, row.digests, first, end):
+            found = self.memory.read(table[block], group_id, first_row, len(expected))
+            is_null = table[block] == NULL_BLOCK_ID
+            if self._check_reads and (is_null or self._is_wrong(row, found, expected)):
                 raise WrongKVError(
-                    f"{row.request_id}, group {group_id}: block {block_id} does not hold the "
-                    f"state after {row.start} tokens"
+                    f"{row.request_id}, group {group_id} ({group.attention.value}): rows from "
+                    f"{first_row} in block {table[block]} are not the request's own; step "
+                    f"computes [{row.start}, {row.end}); expected {expected}, found {found}"
                 )
 
     def _is_wrong(self, row: _Row, found: list[int | None], expected: list[int]) -> bool:
@@ -304,29 +295,20 @@ class ModelRunner:
     def _run_connector(self, metadata: Any) -> KVConnectorOutput | None:
         if metadata is None:
             return None
+        self.counts["external loads"] += len(metadata.loads)
+        self._receiving += [_Receiving(load, *self._fate(load)) for load in metadata.loads]
         failed: set[int] = set()
         failed_requests: set[str] = set()
-        for load in metadata.loads:
-            self.counts["external loads"] += 1
-            failed_block_ids, num_steps, report_when_left = self._fate(load)
-            if load.between_steps:
-                self._receiving.append(
-                    _Receiving(load, num_steps, failed_block_ids, report_when_left)
-                )
-            else:
-                self._load(load, failed_block_ids, -self._num_executed_steps - 2)
-                failed |= failed_block_ids
-                if failed_block_ids:
-                    failed_requests.add(load.request_id)
         received = set()
         for receiving in self._receiving:
-            request_id = receiving.load.request_id
+            load = receiving.load
             if receiving.failed_block_ids and receiving.steps_left == receiving.report_when_left:
                 failed |= receiving.failed_block_ids
-                failed_requests.add(request_id)
+                failed_requests.add(load.request_id)
             if receiving.steps_left == 0:
-                self._load(receiving.load, receiving.failed_block_ids, _NEVER_READ)
-                received.add(request_id)
+                garbage = _NEVER_READ if load.between_steps else -self._num_executed_steps - 2
+                self._load(load, receiving.failed_block_ids, garbage)
+                received |= {load.request_id} if load.between_steps else set()
             receiving.steps_left -= 1
         self._receiving = [each for each in self._receiving if each.steps_left >= 0]
         self._finished_sending.append(set(metadata.sends))
@@ -347,7 +329,7 @@ class ModelRunner:
             return set(), 0, 0
         self._num_loads[load.request_id] += 1
         rng = random.Random(f"{failing.seed}/{load.request_id}/{self._num_loads[load.request_id]}")
-        num_steps = rng.randint(0, failing.max_steps)
+        num_steps = rng.randint(0, failing.max_steps) if load.between_steps else 0
         report_when_left = rng.randint(0, num_steps)
         if rng.random() >= failing.share:
             return set(), num_steps, 0
@@ -387,13 +369,16 @@ class ModelRunner:
                 self._write(table, group_id, content, low, high)
 
 
-def _rows(
+def rows_of(
     group: Group, digests: list[int], start: int, end: int
 ) -> Iterator[tuple[int, int, list[int]]]:
     """What the tokens ``[start, end)`` leave in a group: ``(block index, first row, content)``.
 
-    A row is written once all of its tokens are there.
+    A row is written once all of its tokens are there. Of states, the last one is.
     """
+    if group.attention is Attention.MAMBA:
+        yield (end - 1) // group.block_tokens, 0, digests[end - 1 : end]
+        return
     ratio = group.tokens_per_row
     for block, low, high in _by_block(group.rows_per_block, start // ratio, end // ratio):
         content = digests[low * ratio + ratio - 1 : high * ratio : ratio]

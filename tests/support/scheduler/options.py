@@ -75,7 +75,6 @@ class EngineOptions:
         long_prefill_tokens: ``long_prefill_token_threshold``; 0 for none.
         reserve_full_prompt: Admit a request only if all of its prompt fits the pool.
         is_async: ``AsyncScheduler``, with two steps in flight.
-        num_draft_tokens: Draft tokens per step.
         external_load: Behaviour of the KV connector; no connector if None.
         extends_local_hits: Whether the connector adds tokens to a local hit.
         failing_loads: How its loads fail; None if they never do.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from support import family
 
@@ -37,6 +38,7 @@ def random_workload(layout: Layout, seed: int) -> Workload:
     rng = random.Random(f"{layout.name}/{seed}")
     name = f"{layout.name}-{seed}"
     requests = tuple(_requests(rng, layout))
+    hints = random.Random(f"hints/{name}")
     options = _options(rng, layout, requests)
     last_step = max(plan.arrival_step for plan in requests) + 40
     aborted = rng.sample(requests, k=rng.choice((0, 1, 3)))
@@ -44,7 +46,7 @@ def random_workload(layout: Layout, seed: int) -> Workload:
         name=name,
         layout=layout,
         options=options,
-        requests=requests,
+        requests=tuple(_with_hints(plan, hints) for plan in requests),
         aborts=tuple(
             Abort(plan.arrival_step + rng.randrange(1, 30), plan.request_id) for plan in aborted
         ),
@@ -56,6 +58,23 @@ def random_workload(layout: Layout, seed: int) -> Workload:
             for _ in range(rng.choice((0, 0, 1, 3)))
         ),
     )
+
+
+def with_options(workload: Workload, **options: Any) -> Workload:
+    """The same requests under other options, with the room that their loads need."""
+    changed = replace(workload.options, **options)
+    num_blocks = changed.num_blocks * _room_for(changed.external_load)
+    num_blocks //= _room_for(workload.options.external_load)
+    return replace(workload, options=replace(changed, num_blocks=num_blocks))
+
+
+def _room_for(external_load: ExternalLoad | None) -> int:
+    """In units of what the longest request needs.
+
+    Loads between steps hold their blocks without making progress: in a pool for one request they
+    could block each other for ever.
+    """
+    return 3 if external_load is ExternalLoad.BETWEEN_STEPS else 1
 
 
 def without_upstream_defects(
@@ -117,6 +136,14 @@ def _requests(rng: random.Random, layout: Layout) -> Iterator[RequestPlan]:
             prompt = prompt[:max_prompt_tokens]
 
 
+def _with_hints(plan: RequestPlan, rng: random.Random) -> RequestPlan:
+    """Some requests name boundaries, which adaptive retention heeds."""
+    if rng.random() < 0.7:
+        return plan
+    hints = [rng.randrange(1, len(plan.prompt) + 1) for _ in range(rng.choice((1, 3)))]
+    return replace(plan, checkpoint_tokens=tuple(hints))
+
+
 def _options(
     rng: random.Random, layout: Layout, requests: tuple[RequestPlan, ...]
 ) -> EngineOptions:
@@ -131,11 +158,9 @@ def _options(
         external_load = rng.choice((None, None, *ExternalLoad))
     max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
     num_blocks = _blocks_for_longest(layout, requests, max_num_batched_tokens)
-    # Loads between steps hold their blocks without making progress: in a pool for one request
-    # they could block each other for ever.
-    least = 3.0 if external_load is ExternalLoad.BETWEEN_STEPS else 1.0
+    room = _room_for(external_load) + rng.choice((0, 0.3, 1.5))
     return EngineOptions(
-        num_blocks=int(num_blocks * (least + rng.choice((0, 0.3, 1.5)))) + 1,
+        num_blocks=int(num_blocks * room) + 1,
         max_num_seqs=rng.choice((2, 4, 16)),
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_tokens=rng.choice((0, 0, layout.unit_tokens + 1)),

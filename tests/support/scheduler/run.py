@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,27 +15,31 @@ from .workload import Workload
 MAX_STEPS = 3000
 
 Check = Callable[[SchedulerEngine, Step], None]
-"""Looks at the engine after every step and raises ``AssertionError`` if something is wrong."""
+"""Looks at the engine after every step and raises ``AssertionError`` if something is wrong.
+
+What it has in an attribute ``counts`` is added to the run's.
+"""
 
 
 @dataclass(slots=True)
 class Run:
     """The result of a workload.
 
-    ``finish_reasons`` has no request that was aborted.
+    ``finish_reasons`` has no request that was aborted; the engine has been shut down.
     """
 
     transcript: Transcript
     outputs: dict[str, list[int]]
     finish_reasons: dict[str, str]
+    engine: SchedulerEngine
 
     def wrong_outputs(self, workload: Workload) -> dict[str, list[int]]:
         """Outputs that are not what the model generates; of aborted requests, not a start of it."""
+        aborted = {abort.request_id for abort in workload.aborts} - self.finish_reasons.keys()
         wrong = {}
         for plan in workload.requests:
             output, expected = self.outputs[plan.request_id], plan.expected_output()
-            finished = plan.request_id in self.finish_reasons
-            if output != (expected if finished else expected[: len(output)]):
+            if output != (expected[: len(output)] if plan.request_id in aborted else expected):
                 wrong[plan.request_id] = output
         return wrong
 
@@ -48,7 +53,7 @@ def run(
         RuntimeError: If the workload does not come to an end.
     """
     engine = SchedulerEngine(workload.layout, workload.options, read_check)
-    result = Run(Transcript(), {plan.request_id: [] for plan in workload.requests}, {})
+    result = Run(Transcript(), {plan.request_id: [] for plan in workload.requests}, {}, engine)
     counts = result.transcript.counts
     arrivals = sorted(workload.requests, key=lambda plan: plan.arrival_step, reverse=True)
     for step_number in range(MAX_STEPS):
@@ -79,8 +84,30 @@ def run(
         )
     _count(result.transcript)
     counts.update(engine.runner.counts)
+    for check in checks:
+        counts.update(getattr(check, "counts", {}))
     engine.shutdown()
     return result
+
+
+def failure_of(
+    workload: Workload,
+    checks: Sequence[Check] = (),
+    read_check: ReadCheck = ReadCheck.ALL,
+    counts: Counter[str] | None = None,
+) -> str:
+    """What is wrong when a workload runs: the first error of a check, or wrong outputs, or "".
+
+    What has happened is added to ``counts``.
+    """
+    try:
+        result = run(workload, checks, read_check)
+        assert not result.wrong_outputs(workload), "wrong outputs"
+    except (AssertionError, RuntimeError) as error:
+        return f"{workload.name}, {workload.options}: {error!r}"
+    if counts is not None:
+        counts.update(result.transcript.counts)
+    return ""
 
 
 def _count(transcript: Transcript) -> None:

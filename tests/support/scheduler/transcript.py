@@ -94,12 +94,7 @@ def first_difference(one: Transcript, other: Transcript) -> str | None:
         for item in fields(Step):
             left, right = getattr(a, item.name), getattr(b, item.name)
             if left != right:
-                return f"step {number}, {item.name}: {_shorten(left)} != {_shorten(right)}"
+                return f"step {number}, {item.name}: {left!r:.600} != {right!r:.600}"
     if len(one.steps) != len(other.steps):
         return f"{len(one.steps)} steps != {len(other.steps)} steps"
     return None
-
-
-def _shorten(value: Any, limit: int = 600) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"

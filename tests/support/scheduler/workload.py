@@ -18,13 +18,8 @@ class RequestPlan:
     Attributes:
         request_id: ``<name>-<number>``; the connector goes by the number.
         arrival_step: Engine step before which it is added.
-        prompt: Prompt token ids.
-        max_tokens: Limit on generated tokens.
-        stop_tokens: Tokens that end the generation.
         priority: Lower is scheduled first, where the policy is by priority.
-        adapter: Name of a LoRA adapter, or None.
-        cache_salt: As in the API, or None.
-        images: Multi-modal items.
+        adapter: Name of a LoRA adapter.
         checkpoint_tokens: Boundaries that the request names, for adaptive retention.
         extra_args: Further arguments of the request, by name.
     """

@@ -7,14 +7,14 @@ A line is found in whatever code block it stands, so a new one is tested without
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from support.scenarios import processes
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -25,6 +25,9 @@ TINY = (
     *("--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "1024"),
 )
 """What a tiny model on a small machine needs besides."""
+
+PLATFORM = processes.Platform(16, (), processes.ENGINE_ENVIRON)
+"""What finds the packages that ``PYTHONPATH`` names."""
 
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S* (?:\\\n)?)*vllm serve (?=\S)")
 _SETTINGS_OF_MACHINE = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")
@@ -103,8 +106,7 @@ def _words(text: str) -> list[str]:
     raise ValueError(f"a command without an end: {text[:80]}")
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """What became of a start: what it says of itself, if it got there, and its log."""
 
     report: dict[str, object]
@@ -117,32 +119,18 @@ def start(
     """Start a line in a process of its own, up to a stage of ``start.py``.
 
     Args:
-        environ: On top of the line's own and of this process's without vLLM's and ours.
+        environ: On top of the line's own.
         folder: For what vLLM keeps.
     """
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    common = {
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CACHE_ROOT": str(folder),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    ended = subprocess.run(
-        [
-            *(sys.executable, Path(__file__).with_name("start.py"), stage, report),
-            *line.for_model(model),
-        ],
-        env={**inherited, **common, **line.environ, **environ},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
+    ended = processes.run(
+        Path(__file__).with_name("start.py"),
+        [stage, str(report), *line.for_model(model)],
+        {"VLLM_CACHE_ROOT": str(folder), **line.environ, **environ},
+        PLATFORM,
+        folder,
     )
     found = json.loads(report.read_text()) if report.exists() else {}
-    assert not found or ended.returncode == 0, ended.stdout[-4000:]
-    return Started(found, ended.stdout)
+    assert not found or ended.exit_code == 0, ended.log[-4000:]
+    return Started(found, ended.log)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,26 +135,24 @@ def test_state_at_the_end_of_a_step_is_stored_wherever_that_is() -> None:
     assert BoundaryPlanner(GROUPS, UNIT_TOKENS).crossed(plan, 0, 88) == []
 
 
-def test_suggestion_that_nobody_uses_is_made_less_often() -> None:
+@pytest.mark.parametrize(
+    ("reason", "is_used", "nums"),
+    [
+        (Reason(Origin.LADDER, 2), False, range(21, 400)),
+        (Reason(Origin.LADDER, 2), True, [1000]),
+        (Reason(Origin.PROMPT), False, [1000]),
+    ],
+)
+def test_suggestion_that_nobody_uses_is_made_less_often(
+    reason: Reason, is_used: bool, nums: Sequence[int]
+) -> None:
+    """Some are tried, to see whether that has changed."""
     planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
-    ladder = Reason(Origin.LADDER, 2)
-
-    def num_of(reason: Reason) -> int:
-        num = 0
-        for _ in range(1000):
-            if planner.crossed({80: reason}, 79, 80):
-                planner.note_tried(reason)
-                num += 1
-        return num
-
-    assert 20 < num_of(ladder) < 400, "some are tried, to see whether that has changed"
-    assert num_of(Reason(Origin.PROMPT)) == 1000
-
-
-def test_suggestion_that_is_used_goes_on() -> None:
-    planner = BoundaryPlanner(GROUPS, UNIT_TOKENS)
-    ladder = Reason(Origin.LADDER, 2)
+    num = 0
     for _ in range(1000):
-        assert planner.crossed({80: ladder}, 79, 80)
-        planner.note_tried(ladder)
-        planner.note_hit(ladder)
+        if planner.crossed({80: reason}, 79, 80):
+            num += 1
+            planner.note_tried(reason)
+            if is_used:
+                planner.note_hit(reason)
+    assert num in nums

@@ -104,12 +104,6 @@ def test_memory_that_cannot_be_pinned_is_refused(
         HostBuffer.allocate(4096, NPU)
 
 
-def test_memory_beside_an_npu_is_pinned(pinned: list[bool], kernel: mock.Mock) -> None:
-    buffer = HostBuffer.allocate(4096, NPU)
-    assert pinned == [True] and not kernel.mock_calls
-    buffer.unmap()
-
-
 @pytest.mark.parametrize("num_bytes, is_told", [(4096, False), (4032, False), (4096 + 64, True)])
 def test_memory_that_rounding_loses_is_told(
     num_bytes: int, is_told: bool, pinned: list[bool], caplog: pytest.LogCaptureFixture
@@ -121,19 +115,21 @@ def test_memory_that_rounding_loses_is_told(
     assert ("torch may pin 8192 bytes for the 4160" in caplog.text) == is_told
 
 
-def test_memory_is_mapped_once_for_the_kernel(
-    pinned: list[bool], kernel: mock.Mock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_memory_beside_an_npu_is_pinned_and_mapped_for_a_wanted_kernel(
+    is_wanted: bool, pinned: list[bool], kernel: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
+    if is_wanted:
+        monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     buffer = HostBuffer.allocate(4096, NPU)
-    kernel.map_host.assert_called_once_with(buffer.tensor)
-    kernel.unmap_host.assert_not_called()
-    tensor = buffer.tensor
-    buffer.unmap()
-    buffer.unmap()
-    kernel.unmap_host.assert_called_once_with(tensor)
     HostBuffer.allocate(4096, CPU)
-    kernel.map_host.assert_called_once()
+    assert pinned == [True]
+    once = [mock.call(buffer.tensor)] * is_wanted
+    assert kernel.map_host.mock_calls == once
+    kernel.unmap_host.assert_not_called()
+    buffer.unmap()
+    buffer.unmap()
+    assert kernel.unmap_host.mock_calls == once
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])

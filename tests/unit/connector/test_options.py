@@ -139,26 +139,28 @@ def test_a_refusal_says_what_to_do(extra_config: dict[str, Any], texts: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("given", "separator", "learns"),
+    ("given", "separator", "store_policy", "learns"),
     [
-        (None, None, False),
-        (None, " # ", True),
-        (None, [3, 2], True),
-        (False, " # ", False),
-        (True, None, True),
+        (None, None, "all", False),
+        (None, " # ", "all", True),
+        (None, [3, 2], "all", True),
+        (False, " # ", "all", False),
+        (True, None, "all", True),
+        (None, " # ", "never", False),
+        (True, " # ", "never", True),
     ],
 )
 def test_where_separators_show_segments_they_are_learned(
-    given: bool | None, separator: Any, learns: bool
+    given: bool | None, separator: Any, store_policy: str, learns: bool
 ) -> None:
-    options = parse(blending=True, segment_separator=separator, learn_segments=given)
+    """An engine that never stores learns nothing by itself."""
+    options = parse(
+        blending=True,
+        segment_separator=separator,
+        learn_segments=given,
+        store_policy=store_policy,
+    )
     assert options.learns_segments is learns
-
-
-def test_an_engine_that_never_stores_learns_nothing_by_itself() -> None:
-    never = {"blending": True, "segment_separator": " # ", "store_policy": "never"}
-    assert not parse(**never).learns_segments
-    assert parse(**never, learn_segments=True).learns_segments
 
 
 @pytest.mark.parametrize(

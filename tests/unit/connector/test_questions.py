@@ -64,20 +64,15 @@ def request_of(num_tokens: int) -> Any:
         (1000, {"max_num_batched_tokens": 1}, 1),
         (130, {"max_model_len": 130}, 29),
         (101, {}, 1),
+        (101, {"max_model_len": 101}, None),  # The prompt fills the context.
     ],
 )
 def test_a_question_is_no_longer_than_there_is_room_for(
-    num_tokens: int, engine: dict[str, int], expected: int
+    num_tokens: int, engine: dict[str, int], expected: int | None
 ) -> None:
     questions, _ = questions_of(**engine)
     plan = questions.begin(request_of(num_tokens), PLAN)
-    assert plan is not None
-    assert plan.run.num_tokens == expected
-
-
-def test_prompt_that_fills_the_context_is_not_looked_at() -> None:
-    questions, _ = questions_of(max_model_len=101)
-    assert questions.begin(request_of(101), PLAN) is None
+    assert (plan and plan.run.num_tokens) == expected
 
 
 @pytest.mark.parametrize("value", [None, np.nan, np.inf])

@@ -33,13 +33,12 @@ def name(job: Job) -> int | str:
 
 
 class Jobs:
-    """Runs jobs by writing them down; those that a test has named fail or wait at the gate."""
+    """Runs jobs by writing them down; they pass a gate, and those that a test has named fail."""
 
     def __init__(self) -> None:
         self.gate = Gate()
         self.begun: list[tuple[int | str, object]] = []
         self.failing: dict[int | str, BaseException] = {}
-        self.waiting: set[int | str] = set()
         self.threads: set[threading.Thread] = set()
         self.thread = TransferThread(self.run)
         self.ended: list[tuple[Job, Moved | None]] = []
@@ -47,15 +46,13 @@ class Jobs:
     def run(self, job: Job, recorded: object) -> Moved:
         self.begun.append((name(job), recorded))
         self.threads.add(threading.current_thread())
-        if name(job) in self.waiting:
-            self.gate.pass_through()
+        self.gate.pass_through()
         if error := self.failing.get(name(job)):
             raise error
         return Moved(10, 0.5)
 
     def hold(self, number: int) -> None:
         """Keep the thread busy with a store until the gate is opened."""
-        self.waiting.add(number)
         self.gate.close()
         self.thread.submit([store(number)], None)
         self.gate.wait_for_arrival()
@@ -84,19 +81,15 @@ def jobs() -> Iterator[Jobs]:
     jobs.thread.shutdown()
 
 
-def num_transfer_threads() -> int:
-    return sum(thread.name == "kvext-transfer" for thread in threading.enumerate())
-
-
 def test_the_thread_starts_with_the_first_job(jobs: Jobs) -> None:
-    before = num_transfer_threads()
+    before = set(threading.enumerate())
     jobs.thread.submit([], None)
-    assert num_transfer_threads() == before
+    assert set(threading.enumerate()) <= before
     jobs.thread.submit([store(1)], None)
     assert jobs.take(1) == [(1, True)]
     (thread,) = jobs.threads
-    assert thread.daemon and thread is not threading.main_thread()
-    assert num_transfer_threads() == before + 1
+    assert thread.daemon and thread.name == "kvext-transfer"
+    assert set(threading.enumerate()) - before == {thread}
 
 
 def test_jobs_of_one_kind_are_in_order_and_get_what_was_recorded(jobs: Jobs) -> None:
@@ -149,7 +142,6 @@ def test_waiting_for_an_end(jobs: Jobs) -> None:
     begun_s = time.monotonic()
     jobs.thread.wait_for_end(0.05)
     assert time.monotonic() - begun_s >= 0.05 and not jobs.thread.take_ended()
-    jobs.waiting.clear()
     threading.Timer(0.05, jobs.gate.open).start()
     jobs.thread.wait_for_end(20)
     jobs.ended += jobs.thread.take_ended()

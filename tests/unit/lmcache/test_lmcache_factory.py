@@ -88,11 +88,16 @@ def test_the_setting_and_the_groups_decide_who_names_the_layout(
     monkeypatch.delenv(LMCACHE_KEYS_VARIABLE, raising=False)
     if keys is not None:
         monkeypatch.setenv(LMCACHE_KEYS_VARIABLE, keys)
+    monkeypatch.setattr(
+        factory, "ask_servers", lambda *args, is_worker: args[2].update(asked_by_worker=is_worker)
+    )
     own = engine()
     given = [
         class_for(LMCacheMPConnector)(vllm_config=own, role=role, kv_cache_config=groups).config
         for role in Role
     ]
+    options = [config.kv_transfer_config.kv_connector_extra_config for config in given]
+    assert [each["asked_by_worker"] for each in options] == [False, True]
     scheduler, worker = (config.model_config.model for config in given)
     assert scheduler == worker
     assert scheduler.startswith("model##kvext-") if has_layout else scheduler == "model"

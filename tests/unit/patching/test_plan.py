@@ -10,7 +10,6 @@ import wrapt
 from small_upstream import (
     FEATURE,
     MODULE,
-    SOURCE,
     UPSTREAM,
     AddPackage,
     PlanPatches,
@@ -21,19 +20,10 @@ from small_upstream import (
 from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
-from vllm_ascend_kvext.patching.plan import FeaturePlan, State, digest, plan_features
+from vllm_ascend_kvext.patching.plan import State, digest, plan_features
 from vllm_ascend_kvext.patching.store import FingerprintStore
 
 FREE = f"{MODULE}:Pool.free"
-
-
-def plan_feature(
-    feature: str, ledger: list[Patch], upstream: Upstream, store: FingerprintStore
-) -> FeaturePlan:
-    (plan,) = plan_features([feature], ledger, upstream, store)
-    return plan
-
-
 HOOK = {"kind": Kind.HOOK, "install": lambda: lambda: None}
 FREE_023 = {"vllm": ("==0.23.*",)}
 # A patch, the version of upstream, what is found, and a part of the reason.
@@ -78,19 +68,6 @@ def test_what_is_found(
     assert bool(plan.misfits) is (state in (State.MISSING_TARGET, State.DRIFTED))
 
 
-def test_another_default_is_drift(
-    plan_patches: PlanPatches, upstream_root: Path, add_package: AddPackage
-) -> None:
-    store = FingerprintStore({"vllm": {"0.23.0": {FREE: fingerprint_source(upstream_root, FREE)}}})
-    add_package("fake_upstream", {"pool": SOURCE.replace("prepend=False", "prepend=True")})
-    plan = plan_feature(FEATURE, [declare("Pool.free")], UPSTREAM, store)
-    (finding,) = plan.misfits
-    assert finding.state is State.DRIFTED
-    assert not plan.fits
-    for part in (FREE, "expected", *store.expected("vllm", "0.23.0", FREE), "pool.py:18"):
-        assert part in finding.reason
-
-
 def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> None:
     touch = f"{MODULE}:touch"
     patch = declare("Pool.free", relies_on=(touch,))
@@ -98,7 +75,8 @@ def test_a_function_relied_on_counts_like_the_target(upstream_root: Path) -> Non
 
     def plan(fingerprints: dict[str, str]) -> State:
         store = FingerprintStore({"vllm": {"0.23.0": fingerprints}})
-        return plan_feature(FEATURE, [patch], UPSTREAM, store).findings[0].state
+        (plan,) = plan_features([FEATURE], [patch], UPSTREAM, store)
+        return plan.findings[0].state
 
     assert plan(known) is State.INERT
     assert plan({**known, touch: "0" * 16}) is State.DRIFTED
@@ -176,7 +154,8 @@ def test_what_is_found_where_vllm_ascend_replaces_functions(
     if is_replaced:
         addon = importlib.import_module("vllm_ascend.patches")
         importlib.import_module(MODULE).Pool.free = addon._ascend_free
-    (finding,) = plan_feature(FEATURE, [patch], upstream, store).findings
+    (plan,) = plan_features([FEATURE], [patch], upstream, store)
+    (finding,) = plan.findings
     assert finding.state is state
     assert reason in finding.reason
     is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)

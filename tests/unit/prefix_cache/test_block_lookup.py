@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.retention.cache_model import look_up
+from unit.retention.lookup_model import look_up
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
@@ -21,7 +21,10 @@ UNIT_TOKENS = 4
 
 @st.composite
 def caches(draw: st.DrawFn) -> list[tuple[GroupGeometry, list[set[int]]]]:
-    """Groups in upstream's order, and the blocks that each of its one or two groups has cached."""
+    """Groups in upstream's order, and the blocks that each of its one or two groups has cached.
+
+    Most of them, or few.
+    """
     kinds = [FULL] * draw(st.integers(0, 1)) + draw(
         st.lists(st.sampled_from([WINDOW, WINDOW, STATE]), min_size=1, max_size=2)
     )
@@ -32,9 +35,9 @@ def caches(draw: st.DrawFn) -> list[tuple[GroupGeometry, list[set[int]]]]:
         use_eagle = kind is not STATE and draw(st.booleans())
         group = GroupGeometry(kind, block_tokens, window_tokens, use_eagle, block_tokens)
         everything = set(range(len(HASHES) // block_tokens))
-        losses = st.sets(st.integers(0, len(HASHES) // block_tokens), max_size=3)
-        lost = draw(st.lists(losses, min_size=1, max_size=2))
-        found.append((group, [everything - each for each in lost]))
+        some = st.sets(st.sampled_from(sorted(everything)), max_size=3)
+        cached = some.map(everything.__sub__) | st.sets(st.sampled_from(sorted(everything)))
+        found.append((group, draw(st.lists(cached, min_size=1, max_size=2))))
     return found
 
 
@@ -51,7 +54,7 @@ def described(group: GroupGeometry, group_ids: tuple[int, ...]) -> LookupGroups:
 
 
 @settings(max_examples=400)
-@given(caches(), st.integers(0, len(HASHES)))
+@given(caches(), st.integers(0, len(HASHES)) | st.integers(0, 2 * UNIT_TOKENS))
 def test_the_longest_hit_is_that_of_a_search_block_by_block(
     cache: list[tuple[GroupGeometry, list[set[int]]]], limit_tokens: int
 ) -> None:

@@ -3,32 +3,23 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelRequest
+from unit.retention.small_cache import FULL, WINDOW, ModelCache, ModelRequest, spelled
 
-from vllm_ascend_kvext._native import RetainedRequest
-from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.retention.demand import find_demand
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import LossCause
 
-FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
 SYSTEM = "aaaabbbbaaaabbbbaaaabbbb"
 """Ends neither on the grid (16 tokens) nor on a rung of the prompts below."""
 
 
 def make_cache(num_blocks: int = 200, use_eagle: bool = False) -> ModelCache:
-    groups = (
-        GroupGeometry(FULL, 4, 0, use_eagle, 4),
-        GroupGeometry(WINDOW, 4, 5, use_eagle, 4),
-    )
-    return ModelCache(HitGeometry(groups, 4), num_blocks)
+    full = GroupGeometry(FULL, 4, 0, use_eagle, 4)
+    return ModelCache((full, GroupGeometry(WINDOW, 4, 5, use_eagle, 4)), num_blocks)
 
 
 @pytest.fixture
@@ -36,30 +27,14 @@ def cache() -> ModelCache:
     return make_cache()
 
 
-def lose_surplus(cache: ModelCache) -> None:
-    """Uncache what no checkpoint needs, as if other requests had taken it."""
-    for index in cache.cache_state.surplus():
-        block = cache.pool.blocks[index]
-        if block._block_hash is not None:
-            cache.pool.uncache(block)
-
-
-def evict_everything(cache: ModelCache) -> None:
-    cache.cache_state.make_room(len(cache.pool.blocks))
-    lose_surplus(cache)
-
-
 def demand(cache: ModelCache, text: str, hints: object = None) -> dict[int, Origin]:
-    request = cache.request("asks", text, hints)
-    hit_tokens = cache.hit_tokens(text, len(text) - 1)
-    state = RetainedRequest(cache.cache_state, request)
-    wanted = cache.retention._find_demand(state, request, hit_tokens).boundaries
+    request, hit_tokens = cache.request("asks", text, hints), cache.hit_tokens(text, len(text) - 1)
+    wanted = cache.retention._find_demand(cache.state_of(text), request, hit_tokens).boundaries
     return {tokens: reason.origin for tokens, reason in wanted.items()}
 
 
 def find_evicted(cache: ModelCache, text: str) -> int:
-    state = RetainedRequest(cache.cache_state, cache.request("asks", text))
-    return state.find_evicted(0, len(text))
+    return cache.state_of(text).find_evicted(0, len(text))
 
 
 def answer(letters: str) -> str:
@@ -77,7 +52,8 @@ def test_a_hint_is_kept_by_the_first_request(cache: ModelCache) -> None:
 
 def test_what_was_wanted_is_evicted_no_longer(cache: ModelCache) -> None:
     cache.serve(SYSTEM + "x")
-    evict_everything(cache)
+    cache.evict_everything()
+    cache.lose_surplus()
     assert find_evicted(cache, SYSTEM) == len(SYSTEM)
     cache.serve(SYSTEM + "x")
     assert find_evicted(cache, SYSTEM) < len(SYSTEM)
@@ -86,7 +62,7 @@ def test_what_was_wanted_is_evicted_no_longer(cache: ModelCache) -> None:
 def test_demand_changes_nothing(cache: ModelCache) -> None:
     cache.serve(SYSTEM + answer("cde") + "x")
     cache.serve(answer("cde") + "x")
-    lose_surplus(cache)
+    cache.lose_surplus()
 
     def state() -> object:
         return (
@@ -96,10 +72,7 @@ def test_demand_changes_nothing(cache: ModelCache) -> None:
             cache.cache_state.surplus(),
             [block.block_id for block in cache.pool.queue],
             [(block._block_hash, block.ref_cnt) for block in cache.pool.blocks],
-            {
-                key: len(cache.pool.cached_block_hash_to_block.find_all(key))
-                for key in cache.pool.cached_block_hash_to_block._cache
-            },
+            str(cache.pool.cached_block_hash_to_block._cache),
             set(cache.retention._request_states),
             [find_evicted(cache, text) for text in (SYSTEM, answer("cde"))],
         )
@@ -114,7 +87,7 @@ def test_demand_changes_nothing(cache: ModelCache) -> None:
 def test_a_junction_is_a_loss_of_what_was_never_kept(cache: ModelCache) -> None:
     cache.serve(SYSTEM + answer("cde") + "x")
     assert cache.stats.junctions_pinned == cache.stats.junctions_hit == 0
-    lose_surplus(cache)
+    cache.lose_surplus()
     lost = len(SYSTEM) - cache.serve(SYSTEM + answer("fgh") + "x")
     assert cache.stats.lost_tokens[LossCause.NEVER_KEPT] == lost
     assert cache.stats.junctions_pinned == 1
@@ -125,7 +98,8 @@ def test_a_junction_is_a_loss_of_what_was_never_kept(cache: ModelCache) -> None:
 
 def test_losses_by_eviction(cache: ModelCache) -> None:
     cache.serve(SYSTEM + "x")
-    evict_everything(cache)
+    cache.evict_everything()
+    cache.lose_surplus()
     cache.serve(SYSTEM + "xy")
     assert cache.stats.lost_tokens == {
         **dict.fromkeys(LossCause, 0),
@@ -135,8 +109,7 @@ def test_losses_by_eviction(cache: ModelCache) -> None:
 
 def test_losses_to_the_granularity_of_hits() -> None:
     """Full attention has a block of 2 tokens more than the unit of 4 can use."""
-    groups = (GroupGeometry(FULL, 2), GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5))
-    cache = ModelCache(HitGeometry((groups[0], groups[2]), 4), 100)
+    cache = ModelCache((GroupGeometry(FULL, 2), GroupGeometry(WINDOW, 4, 5)), 100)
     cache.serve("aaaabbbbaaaacccc" + "x")
     cache.serve("aaaabbbbaabbcccc" + "x")
     assert cache.stats.lost_tokens[LossCause.GRANULARITY] == 2
@@ -162,7 +135,7 @@ def test_losses_add_up(prompts: list[list[str]], num_blocks: int, use_eagle: boo
     cache = make_cache(num_blocks, use_eagle)
     seen: list[str] = []
     for prompt in prompts:
-        text = "".join(letter * 4 for letter in prompt) + "x"
+        text = spelled(prompt)
         probe = cache.request("", text)
         group = cache.retention.full_groups[0]
         cached_blocks = 0
@@ -191,7 +164,7 @@ def common(text: str, other: str) -> int:
 
 
 def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache) -> None:
-    request = ModelRequest.of("r", SYSTEM + "x", [8, 12])
+    request = ModelRequest("r", SYSTEM + "x", [8, 12])
     cache.step(request, 9)
     assert boundaries(cache) >= {8}
     cache.step(request, 8)
@@ -203,7 +176,7 @@ def test_what_a_preempted_request_did_not_compute_is_forgotten(cache: ModelCache
 
 def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCache) -> None:
     """Two requests compute the same at once; what the second one computed is surplus."""
-    first, second = (ModelRequest.of(name, SYSTEM + "x") for name in ("r1", "r2"))
+    first, second = (ModelRequest(name, SYSTEM + "x") for name in ("r1", "r2"))
     cache.step(first, 2)
     cache.step(second, 2)
     cache.step(first, 20)
@@ -215,12 +188,10 @@ def test_of_two_copies_of_the_same_content_checkpoints_need_one(cache: ModelCach
 
 
 def test_unusable_hints_are_reported_when_the_request_is_admitted(
-    cache: ModelCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cache: ModelCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    request = ModelRequest.of("r", SYSTEM + "x", [-1, 8])
-    request.hash_blocks(cache.pool.hash_block_size)
-    state = RetainedRequest(cache.cache_state, request)
+    request = ModelRequest("r", SYSTEM + "x", [-1, 8])
+    state = cache.state_of(request.text)
     for _ in range(3):
         cache.retention._find_demand(state, request, 0)
     assert not caplog.records, "a request that waits is asked in every step"
@@ -255,7 +226,7 @@ def test_demand_follows_from_lengths(
     shared_lengths: list[tuple[int, int]], evicted_tokens: int, expected: dict[int, Origin]
 ) -> None:
     geometry = HitGeometry((GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5)), 4)
-    request = ModelRequest.of("r", "a" * 60)
+    request = ModelRequest("r", "a" * 60)
     found = find_demand(request, geometry, 8, shared_lengths, evicted_tokens)
     assert {tokens: reason.origin for tokens, reason in found.boundaries.items()} == expected
     assert all(reason == Reason(reason.origin) for reason in found.boundaries.values())

@@ -5,23 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.sample import sampled
-from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelBlock, ModelRequest
+from unit.retention.small_cache import FULL, WINDOW, ModelBlock, ModelCache, ModelRequest, spelled
 
-from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
+from vllm_ascend_kvext.retention.geometry import GroupGeometry
 
 NUM_BLOCKS = 40
-LAYOUT = (GroupGeometry(GroupKind.FULL, 4), GroupGeometry(GroupKind.WINDOW, 4, 5))
 
 
 def make_cache() -> ModelCache:
-    return ModelCache(HitGeometry(LAYOUT, 4), NUM_BLOCKS)
+    return ModelCache((GroupGeometry(FULL, 4), GroupGeometry(WINDOW, 4, 5)), NUM_BLOCKS)
 
 
 def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
@@ -32,7 +30,7 @@ def put(cache: ModelCache, blocks: list[ModelBlock]) -> None:
 
 
 def served(cache: ModelCache, text: str) -> bool:
-    request = ModelRequest.of(f"r{text}", text)
+    request = ModelRequest(f"r{text}", text)
     if not cache.step(request, len(text)):
         return False
     cache.finish(request)
@@ -51,17 +49,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
         self.cache = make_cache()
         self.pool, self.cache_state = self.cache.pool, self.cache.cache_state
         self.used: list[ModelBlock] = []
-        self.hit_blocks: set[int] = set()
-        self._record_hits()
-
-    def _record_hits(self) -> None:
-        touch = self.pool.touch
-
-        def record(block: ModelBlock) -> None:
-            self.hit_blocks.add(block.block_id)
-            touch(block)
-
-        self.pool.touch = record  # type: ignore[method-assign]
+        self.touch = self.pool.touch = mock.Mock(wraps=self.pool.touch)  # type: ignore[method-assign]
 
     def parts(self) -> tuple[list[ModelBlock], list[ModelBlock], list[ModelBlock]]:
         queue = self.pool.queue
@@ -131,7 +119,7 @@ class FreeOrderMachine(RuleBasedStateMachine):
     @rule(units=st.lists(st.sampled_from("aab"), min_size=1, max_size=5))
     def serve(self, units: list[str]) -> None:
         """Checkpoints come, and where room is short some go."""
-        self._compare_surplus(lambda: served(self.cache, "".join(u * 4 for u in units) + "x"))
+        self._compare_surplus(lambda: served(self.cache, spelled(units)))
 
     @rule(number=st.integers(1, 6))
     def make_room(self, number: int) -> None:
@@ -145,15 +133,14 @@ class FreeOrderMachine(RuleBasedStateMachine):
         """What was surplus and stays it comes first, in the order that it had."""
         _, surplus, _ = self.parts()
         before = [(block, block._block_hash) for block in surplus]
-        self.hit_blocks.clear()
+        self.touch.reset_mock()
         event()
+        hit_blocks = [call.args[0] for call in self.touch.call_args_list]
         _, surplus, _ = self.parts()
         stayed = [
             block
             for block, key in before
-            if block in surplus
-            and block._block_hash is key
-            and block.block_id not in self.hit_blocks
+            if block in surplus and block._block_hash is key and block not in hit_blocks
         ]
         assert surplus[: len(stayed)] == stayed
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
-from unit.retention.pool_model import ModelRequest, ModelSamplingParams
+from unit.retention.small_cache import ModelRequest
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.request_arguments import MAX_TEXT_CHARACTERS
@@ -25,19 +26,12 @@ LOGGER = "vllm.ascend_kvext.retention"
 PROMPT = "a" * 100
 
 
-@pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's loggers do not propagate once it has configured them."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.WARNING, LOGGER)
-
-
-def boundaries(hints: object) -> list[int]:
+def used_and_reported(hints: object) -> list[int]:
     """What is used; the rest is reported when a request is admitted, which happens once."""
-    return used_and_reported(ModelRequest.of("r7", PROMPT, hints))
+    return used_of(ModelRequest("r7", PROMPT, hints))
 
 
-def used_and_reported(request: ModelRequest) -> list[int]:
+def used_of(request: ModelRequest) -> list[int]:
     found = hinted_boundaries(request, GEOMETRY)
     assert hinted_boundaries(request, GEOMETRY) == found
     for _ in range(2):
@@ -64,21 +58,24 @@ def used_and_reported(request: ModelRequest) -> list[int]:
 def test_positions_are_rounded_down_to_boundaries(
     hints: object, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert boundaries(hints) == expected
+    assert used_and_reported(hints) == expected
     assert not caplog.records
 
 
-@pytest.mark.parametrize("arguments", [None, {}, {HINT_ARGUMENT: None}, {"another": [48]}])
-def test_no_hints(arguments: dict[str, object] | None, caplog: pytest.LogCaptureFixture) -> None:
-    request = ModelRequest("r7", PROMPT, len(PROMPT), ModelSamplingParams(arguments))
-    assert used_and_reported(request) == []
-    assert not caplog.records
-
-
-def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixture) -> None:
-    request = ModelRequest("r7", PROMPT, len(PROMPT))
-    request.sampling_params = None  # type: ignore[assignment]
-    assert used_and_reported(request) == []
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,  # a pooling request has none
+        *(
+            SimpleNamespace(extra_args=arguments)
+            for arguments in (None, {}, {HINT_ARGUMENT: None}, {"another": [48]})
+        ),
+    ],
+)
+def test_no_hints(params: object, caplog: pytest.LogCaptureFixture) -> None:
+    request = ModelRequest("r7", PROMPT)
+    request.sampling_params = params
+    assert used_of(request) == []
     assert not caplog.records
 
 
@@ -110,7 +107,7 @@ def test_a_pooling_request_has_no_sampling_params(caplog: pytest.LogCaptureFixtu
 def test_the_rest_is_reported_once_and_left_out(
     hints: object, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert boundaries(hints) == expected
+    assert used_and_reported(hints) == expected
     (record,) = caplog.records
     assert record.name == LOGGER
     assert record.levelno == logging.WARNING
@@ -124,8 +121,8 @@ def test_the_rest_is_reported_once_and_left_out(
 
 def test_the_first_of_too_many_count(caplog: pytest.LogCaptureFixture) -> None:
     hints = [16] * MAX_HINTS + [48]
-    assert boundaries(hints) == [16]
+    assert used_and_reported(hints) == [16]
     assert len(caplog.records) == 1
     caplog.clear()
-    assert boundaries(hints[1:]) == [16, 48]
+    assert used_and_reported(hints[1:]) == [16, 48]
     assert not caplog.records

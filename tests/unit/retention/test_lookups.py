@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.retention.manager_model import ModelCache
-from unit.retention.pool_model import ModelBlock, ModelKeyTable
-from unit.retention.test_checkpoint_tree import LAYOUTS, UNIT_TOKENS, check
+from unit.retention.small_cache import UNIT_TOKENS, ModelBlock, ModelCache, ModelKeyTable
 
 from vllm_ascend_kvext._native import RetainedRequest
-from vllm_ascend_kvext.retention.geometry import HitGeometry
 
 
 class CountedKey(bytes):
@@ -38,7 +35,7 @@ class CountedTable(ModelKeyTable):
 
 
 def make_cache(layout: str, num_blocks: int) -> ModelCache:
-    cache = ModelCache(HitGeometry(LAYOUTS[layout], UNIT_TOKENS), num_blocks)
+    cache = ModelCache(layout, num_blocks)
     cache.pool.cached_block_hash_to_block = CountedTable()
     return cache
 
@@ -53,7 +50,7 @@ def test_the_lookups_of_a_request_do_not_grow_with_its_siblings() -> None:
         before = CountedKey.num_found
         cache.serve("s" * 40 + "y" * 12 + "x")
         counts.append(CountedKey.num_found - before)
-        check(cache)
+        cache.check()
     assert counts[0] and counts[1] < 1.2 * counts[0]
 
 

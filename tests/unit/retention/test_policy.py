@@ -7,7 +7,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -24,76 +24,41 @@ FULL, WINDOW, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE
 PROMPT, GRID = Reason(Origin.PROMPT), Reason(Origin.GRID)
 
 
-def policy(
-    interval_tokens: int,
-    use_eagle: bool = False,
-    is_adaptive: bool = False,
-    ladder_budget: float = 0.5,
-) -> RetentionPolicy:
-    groups = (
-        GroupGeometry(FULL, 16, margin_tokens=16),
-        GroupGeometry(WINDOW, 4, 9, use_eagle, margin_tokens=4),
-    )
-    return RetentionPolicy(HitGeometry(groups, 16), interval_tokens, is_adaptive, ladder_budget)
+def geometry(use_eagle: bool = False, window_tokens: int = 9, num_windows: int = 1) -> HitGeometry:
+    window = GroupGeometry(WINDOW, 4, window_tokens, use_eagle, 4, num_windows)
+    return HitGeometry((GroupGeometry(FULL, 16, margin_tokens=16), window), 16)
 
 
-def adaptive(interval_tokens: int = 0, ladder_budget: float = 0.5) -> RetentionPolicy:
-    return policy(interval_tokens, is_adaptive=True, ladder_budget=ladder_budget)
+def adaptive(interval_tokens: int = 0, ladder_budget: float = math.inf) -> RetentionPolicy:
+    return RetentionPolicy(geometry(), interval_tokens, True, ladder_budget)
 
 
-@pytest.mark.parametrize(
-    ("num_prompt_tokens", "use_eagle", "expected"),
-    [
-        (16, False, 0),  # the last token is always computed
-        (17, False, 16),
-        (100, False, 96),
-        (97, True, 80),  # no room for the look-ahead block [96, 100) within 96 tokens
-        (101, True, 96),
-    ],
-)
-def test_replay_boundary(num_prompt_tokens: int, use_eagle: bool, expected: int) -> None:
-    assert policy(0, use_eagle).replay_boundary_tokens(num_prompt_tokens) == expected
-
-
-def test_each_boundary_has_its_reason() -> None:
-    found = adaptive(64).lasting_boundaries({80: Reason(Origin.HINT), 128: PROMPT}, 0, 192)
-    assert found == [(64, GRID), (80, Reason(Origin.HINT)), (128, PROMPT), (192, GRID)]
-
-
-def test_the_plan_has_a_ladder_below_the_replay_boundary() -> None:
-    plan = adaptive(ladder_budget=math.inf).plan(1000)
-    rungs = {992 - (16 << rung): Reason(Origin.LADDER, rung) for rung in range(6)}
-    assert plan == {992: PROMPT, **rungs}
-    assert adaptive(ladder_budget=0).plan(1000) == {992: PROMPT}
+@pytest.mark.parametrize(("num_prompt_tokens", "replay_tokens"), [(992, 976), (993, 992)])
+def test_the_plan_has_a_ladder_below_where_the_prompt_itself_hits(
+    num_prompt_tokens: int, replay_tokens: int
+) -> None:
+    """The last token is always computed."""
+    rungs = {replay_tokens - (16 << rung): Reason(Origin.LADDER, rung) for rung in range(6)}
+    assert adaptive().plan(num_prompt_tokens) == {replay_tokens: PROMPT, **rungs}
+    assert adaptive(ladder_budget=0).plan(num_prompt_tokens) == {replay_tokens: PROMPT}
 
 
 def test_demand_goes_before_what_nobody_asked_for() -> None:
     demand = {976: Reason(Origin.JUNCTION), 992: Reason(Origin.WANTED), 48: Reason(Origin.HINT)}
-    plan = adaptive(ladder_budget=math.inf).plan(1000, 0, demand)
+    plan = adaptive().plan(1000, 0, demand)
     assert {tokens: plan[tokens] for tokens in demand} == demand
     assert plan[960] == Reason(Origin.LADDER, 1)
 
 
 def test_what_nobody_asked_for_is_left_only_where_it_is_worth_trying() -> None:
-    def refuse(reason: Reason) -> bool:
-        return False
-
-    of = adaptive(ladder_budget=math.inf)
     hint = {64: Reason(Origin.HINT)}
-    assert of.plan(1000, 0, hint, refuse) == {992: PROMPT, **hint}
-    assert of.lasting_boundaries({}, 0, 2000), "the automatic grid"
-    asked_for = adaptive(512).lasting_boundaries({}, 0, 1024)
-    assert [tokens for tokens, _ in asked_for] == [512, 1024], "by the user"
+    assert adaptive().plan(1000, 0, hint, lambda reason: False) == {992: PROMPT, **hint}
 
 
 @pytest.mark.parametrize("num_windows", [1, 2, 5])
 @pytest.mark.parametrize("window_tokens", [5, 9, 65, 129])
 def test_the_automatic_grid_costs_a_bounded_share(window_tokens: int, num_windows: int) -> None:
-    groups = (
-        GroupGeometry(FULL, 16),
-        GroupGeometry(WINDOW, 16, window_tokens, False, 0, num_windows),
-    )
-    of = RetentionPolicy(HitGeometry(groups, 16), 0, is_adaptive=True)
+    of = RetentionPolicy(geometry(False, window_tokens, num_windows), 0, is_adaptive=True)
 
     def tail_share(grid_tokens: int) -> float:
         return of.geometry.num_tail_blocks / (grid_tokens / 16)
@@ -105,103 +70,67 @@ def test_the_automatic_grid_costs_a_bounded_share(window_tokens: int, num_window
 
 
 def test_states_and_models_without_full_attention_have_no_automatic_grid() -> None:
-    full, window, state = (
-        GroupGeometry(FULL, 16),
-        GroupGeometry(WINDOW, 16, 9),
-        GroupGeometry(STATE, 16),
-    )
+    full, state = GroupGeometry(FULL, 16), GroupGeometry(STATE, 16)
+    window = GroupGeometry(WINDOW, 16, 9)
     for groups in ((full, state), (full, window, state), (window,)):
         assert RetentionPolicy(HitGeometry(groups, 16), 0, is_adaptive=True).grid_tokens == 0
         assert RetentionPolicy(HitGeometry(groups, 16), 32, is_adaptive=True).grid_tokens == 32
-
-
-def test_a_grid_point_that_no_lookup_can_hit_is_left_out() -> None:
-    groups = (GroupGeometry(FULL, 16, margin_tokens=16), GroupGeometry(WINDOW, 4, 41, True, 4))
-    of = RetentionPolicy(HitGeometry(groups, 16), 16)
-    assert [tokens for tokens, _ in of.lasting_boundaries({}, 0, 64)] == [16, 48, 64]
 
 
 @given(
     num_prompt_tokens=st.integers(1, 400),
     hit_units=st.integers(0, 20),
     interval_units=st.integers(0, 5),
+    window_tokens=st.sampled_from([9, 41]),
     is_adaptive=st.booleans(),
     cuts=st.lists(st.integers(0, 30)),
 )
-def test_boundaries_do_not_depend_on_the_steps(
-    num_prompt_tokens: int, hit_units: int, interval_units: int, is_adaptive: bool, cuts: list[int]
+def test_boundaries_last_that_are_planned_or_on_the_grid_whatever_the_steps(
+    num_prompt_tokens: int,
+    hit_units: int,
+    interval_units: int,
+    window_tokens: int,
+    is_adaptive: bool,
+    cuts: list[int],
 ) -> None:
-    of = policy(16 * interval_units, is_adaptive=is_adaptive)
+    of = RetentionPolicy(geometry(True, window_tokens), 16 * interval_units, is_adaptive)
     plan = of.plan(num_prompt_tokens, 16 * hit_units)
-    at_once = of.lasting_boundaries(plan, 0, 16 * 30)
+    grid = range(of.grid_tokens, 16 * 30 + 1, of.grid_tokens) if of.grid_tokens else ()
+    # No lookup can hit some of the first ones, in a wide window that looks ahead.
+    reasons = {tokens: GRID for tokens in grid if of.geometry.is_boundary(tokens)} | plan
     stops = [0, *(16 * cut for cut in sorted(cuts)), 16 * 30]
     in_steps = [
         boundary
         for after, upto in itertools.pairwise(stops)
         for boundary in of.lasting_boundaries(plan, after, upto)
     ]
-    assert in_steps == at_once
-    assert all(of.geometry.is_boundary(tokens) for tokens, _ in at_once)
-
-
-def ladder_geometry(
-    use_eagle: bool = False, window_tokens: int = 9, num_groups: int = 1
-) -> HitGeometry:
-    groups = (
-        GroupGeometry(FULL, 16, margin_tokens=16),
-        GroupGeometry(WINDOW, 4, window_tokens, use_eagle, 4, num_groups),
-    )
-    return HitGeometry(groups, 16)
-
-
-def rungs(
-    top: int, after: int = 0, budget: float = math.inf, of: HitGeometry | None = None
-) -> list[tuple[int, int]]:
-    return list(ladder_boundaries(of or ladder_geometry(), top, after, budget))
-
-
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_budget_counts_the_blocks_of_all_groups(num_groups: int) -> None:
-    """A window of 9 tokens takes two blocks of 4."""
-    several = ladder_geometry(num_groups=num_groups)
-    for rung in range(5):
-        budget = rung * 2 * num_groups
-        assert len(rungs(1024, budget=budget, of=several)) == rung
-        assert len(rungs(1024, budget=budget + 2 * num_groups - 1, of=several)) == rung
-
-
-def test_blocks_that_a_rung_shares_with_the_one_above_are_free() -> None:
-    # Eight blocks each; 1008 shares four with 1024 itself, 992 four with 1008, 960 none with 992.
-    wide = ladder_geometry(window_tokens=33)
-    for budget, expected in {
-        3: [],
-        4: [1008],
-        7: [1008],
-        8: [1008, 992],
-        16: [1008, 992, 960],
-    }.items():
-        assert [tokens for _, tokens in rungs(1024, budget=budget, of=wide)] == expected
+    assert in_steps == [each for each in sorted(reasons.items()) if 0 < each[0] <= 16 * 30]
+    assert all(of.geometry.is_boundary(tokens) for tokens in plan)
 
 
 @given(
     top_units=st.integers(0, 60),
     after=st.integers(0, 900),
-    budget=st.integers(0, 80),
+    budget=st.integers(0, 160),
     use_eagle=st.booleans(),
     window_tokens=st.integers(2, 70),
+    num_windows=st.integers(1, 3),
 )
-def test_any_ladder(
-    top_units: int, after: int, budget: int, use_eagle: bool, window_tokens: int
+@example(64, 0, 8, False, 33, 1)  # The first rungs share blocks with the one above.
+def test_rungs_are_at_distances_that_double_until_their_blocks_are_spent(
+    top_units: int, after: int, budget: int, use_eagle: bool, window_tokens: int, num_windows: int
 ) -> None:
-    of = ladder_geometry(use_eagle, window_tokens)
-    top = top_units * 16
-    found = rungs(top, after, budget, of)
-    assert all(after < tokens < top and of.is_boundary(tokens) for _, tokens in found)
-    assert all(top - tokens == 16 << rung for rung, tokens in found)
-    own = set(of.tails(top)[1])
-    taken = set().union(*(of.tails(tokens)[1] for _, tokens in found)) - own if found else set()
-    assert len(taken) <= budget
-    assert set(found) <= set(rungs(top, after, budget + 1, of)), "more budget, fewer rungs"
+    of, top = geometry(use_eagle, window_tokens, num_windows), 16 * top_units
+    expected, above, left = [], set(of.tails(top)[1]), budget
+    for rung, tokens in enumerate(top - (16 << rung) for rung in range(7)):
+        if tokens <= after:
+            break
+        blocks = set(of.tails(tokens)[1])
+        left -= num_windows * len(blocks - above)
+        above = blocks
+        if left >= 0 and of.is_boundary(tokens):
+            expected.append((rung, tokens))
+    assert list(ladder_boundaries(of, top, after, budget)) == expected
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,6 @@ def tell(rates: UseRates, kind: str, age_pools: float) -> None:
         assert rates.note_age(PROMPT, age_pools, 0) == age_class(age_pools)
 
 
-def is_fresh(rates: UseRates, events: list[tuple[str, float]], age_pools: float) -> bool:
-    found = rates.uses_per_pool(PROMPT, age_pools)
-    return found == pytest.approx(estimated(events, age_pools), rel=1e-9)
-
-
 ages = st.one_of(st.floats(0, 0.2), st.floats(0, 8), st.sampled_from(edges()))
 events_of_ages = st.lists(
     st.tuples(st.sampled_from(["use", "use", "miss", "unused"]), ages), max_size=60
@@ -168,9 +163,8 @@ def test_uses_per_pool_are_those_of_kaplan_meier_and_gittins(
     for _ in range(ESTIMATE_EVERY):
         events = [*events, ("use", 0.0)]
         tell(rates, *events[-1])
-        # At some ages nothing may have changed: that says nothing of the others.
-        if all(is_fresh(rates, events, age_pools) for age_pools in probes):
+        found = [rates.uses_per_pool(PROMPT, age_pools) for age_pools in probes]
+        expected = pytest.approx([estimated(events, age) for age in probes], rel=1e-9)
+        if found == expected:
             break
-    for age_pools in probes:
-        expected = estimated(events, age_pools)
-        assert rates.uses_per_pool(PROMPT, age_pools) == pytest.approx(expected, rel=1e-9)
+    assert found == expected

@@ -7,17 +7,17 @@ communication backend ``hccl``, the operators of torch_npu and those of vLLM-Asc
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from torch_npu import _emulator, settings
+from torch_npu import _emulator
 
 torch.utils.rename_privateuse1_backend("npu")
-_emulator.start(settings.num_devices())
-_emulator.set_memory_limit(settings.memory_bytes())
+_emulator.start(int(os.environ.get("EMULATED_NPU_DEVICES", "1")))
 
 from torch_npu import npu  # noqa: E402 (torch has to know the device before)
 
@@ -52,7 +52,9 @@ for _name, _function in _operators.items():
         _name.rpartition(".")[2],
         _function,
     )
-emulation.set_seed(settings.seed())
+_emulator.set_memory_limit(npu.MEMORY_BYTES)
+_seed = os.environ.get("EMULATED_NPU_SEED")
+emulation.set_seed(int(_seed) if _seed else None)
 
 
 def __getattr__(name: str) -> Any:

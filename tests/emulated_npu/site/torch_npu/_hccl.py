@@ -31,7 +31,6 @@ COLLECTIVES = (
     "alltoall_base",
     "barrier",
 )
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
 def _on_cpu(value: Any) -> Any:
@@ -67,23 +66,20 @@ class EmulatedHccl(dist.ProcessGroup):
         pass
 
 
-def _add(name: str, is_waited_for: bool) -> None:
+def _add(name: str) -> None:
     def collective(self: EmulatedHccl, *arguments: Any, opts: Any = None) -> Any:
         _emulator.synchronize_current_stream()
         call: Callable[..., Any] = getattr(self._gloo, name)
         given = [_on_cpu(argument) for argument in arguments if argument is not None]
         work = call(*given) if opts is None else call(*given, opts)
-        if is_waited_for:
-            work.wait()
+        work.wait()
         return work
 
     setattr(EmulatedHccl, name, collective)
 
 
 for _name in COLLECTIVES:
-    _add(_name, is_waited_for=True)
-for _name in POINT_TO_POINT:
-    _add(_name, is_waited_for=False)
+    _add(_name)
 
 _groups: list[EmulatedHccl] = []
 """torch keeps no reference to the Python part of a process group."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test steers: when work runs, and what was called."""
+"""What a test steers: when work runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,3 @@ def set_seed(seed: int | None) -> None:
 def num_in_flight() -> int:
     """Work that has been enqueued and has not run, waits and records of events included."""
     return _emulator.num_in_flight()
-
-
-def count_operators(is_counting: bool = True) -> None:
-    """Count calls from now on, or no more."""
-    _emulator.count_operators(is_counting)
-
-
-def operator_counts() -> dict[str, int]:
-    """How often each operator was called while calls were counted, torch's own included."""
-    return dict(_emulator.operator_counts())

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from torch_npu import _emulator, settings
+from torch_npu import _emulator
 
 SOC_OF_A2 = 220
 NAME = "Ascend910B1"
+MEMORY_BYTES = 8 << 30
+"""Of each device; a tensor that does not fit raises as on a device."""
 
 
 def index_of(device: Any) -> int:
@@ -60,7 +62,7 @@ def get_device_name(device: Any = None) -> str:
 def get_device_properties(device: Any = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         name=NAME,
-        total_memory=settings.memory_bytes(),
+        total_memory=MEMORY_BYTES,
         cube_core_num=24,
         vector_core_num=48,
         uuid=f"emulated-{index_of(device)}",

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch_npu import _emulator, settings
+from torch_npu import _emulator
+from torch_npu.npu.devices import MEMORY_BYTES
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -24,7 +25,7 @@ max_memory_reserved = max_memory_allocated
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Free bytes, and all of them."""
-    return settings.memory_bytes() - memory_allocated(), settings.memory_bytes()
+    return MEMORY_BYTES - memory_allocated(), MEMORY_BYTES
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:

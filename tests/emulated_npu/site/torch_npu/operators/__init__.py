@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of ``torch_npu``, written from their documentation. See ``kernels``."""
+"""Operators of ``torch_npu`` and of vLLM-Ascend's own library, from their documentation.
+
+See ``kernels``.
+"""

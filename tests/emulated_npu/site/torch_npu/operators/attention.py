@@ -14,8 +14,7 @@ vllm-ascend 0.23.0 passes the size of vLLM's window, which includes the query's 
 (``attention_v1.py``, lines 1290 and 1331). Read literally, its windows are one key wider than
 vLLM's, and that key can lie in a block that vLLM has given away.
 
-No hardware was asked, so both readings are here. The default is vLLM's window. With
-``EMULATED_NPU_LITERAL_BAND=1`` the number is taken as documented.
+No hardware was asked. Here the number is taken as vLLM's window.
 
 The documentation also says that the mask has no effect if each sequence has one query. Taken
 literally, a decode step of vllm-ascend would have no window. Here the mask holds for every query.
@@ -23,15 +22,15 @@ literally, a decode step of vllm-ascend would have no window. Here the mask hold
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from torch_npu.kernels import kernel_operator, operator, require
 from torch_npu.operators.paged_cache import read_pages
-from torch_npu.operators.refusals import refuse_given, require
 
 UNLIMITED = 2147483647
 NO_MASK, CAUSAL, BAND = 0, 3, 4  # the values of sparse_mode that vllm-ascend uses
@@ -39,19 +38,18 @@ MASK_SIDE = 2048  # of the mask that modes 3 and 4 take
 LAYOUTS = ("TND", "TND_NTD", "BNSD_NBSD")
 LATENT_SIZES = (128, 512)  # of a head whose rotary part comes as a tensor of its own
 
-Lengths = Sequence[int] | torch.Tensor
+Lengths = Sequence[int] | Tensor
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """Which keys a query sees: all, those before it, or a band of those."""
 
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
 
-    def hidden(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
+    def hidden(self, num_queries: int, num_keys: int) -> Tensor | None:
         """True where a key is not seen: bool, shape ``[num_queries, num_keys]``.
 
         The last query is at the place of the last key.
@@ -62,26 +60,27 @@ class Mask:
         keys = torch.arange(num_keys).unsqueeze(0)
         if self.sparse_mode == CAUSAL:
             return keys > places
-        is_literal = os.environ.get("EMULATED_NPU_LITERAL_BAND") == "1"
-        num_before = self.pre_tokens if is_literal else self.pre_tokens - 1
-        return (keys > places + self.next_tokens) | (keys < places - num_before)
+        return (keys > places + self.next_tokens) | (keys <= places - self.pre_tokens)
 
 
-def npu_fused_infer_attention_score(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    antiquant_scale: torch.Tensor | None = None,
-    antiquant_mode: int = 0,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``npu_fused_infer_attention_score_v2``, with other names, and without sinks."""
-    name = "npu_fused_infer_attention_score"
-    refused = {"antiquant_scale": antiquant_scale, "antiquant_mode": antiquant_mode}
-    refuse_given(name, refused | {"learnable_sink": options.get("learnable_sink")})
-    options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
-    return npu_fused_infer_attention_score_v2(query, key, value, name=name, **options)
+def attention_outputs(call: SimpleNamespace) -> Shapes:
+    """Shapes and types of what both versions return."""
+    given = dict(vars(call))
+    given |= {NAMES_OF_V2.get(key, key): value for key, value in given.pop("options", {}).items()}
+    num_kv_heads = given.get("num_key_value_heads") or given.get("num_query_heads") or 1
+    size = _value_size(call.value, num_kv_heads, given.get("block_table"))
+    *shape, _ = call.query.shape
+    lse = (*shape, 1) if given.get("return_softmax_lse") else (1,)
+    if given.get("input_layout") == "TND_NTD":
+        shape = [shape[1], shape[0]]
+    elif given.get("input_layout") == "BNSD_NBSD":
+        shape = [shape[1], shape[0], shape[2]]
+    return [((*shape, size), call.query.dtype), (lse, torch.float32)]
+
+
+def _value_size(value: Tensor, num_kv_heads: int, block_table: Tensor | None) -> int:
+    is_flat = block_table is not None and value.dim() == 3
+    return value.shape[-1] // num_kv_heads if is_flat else value.shape[-1]
 
 
 NAMES_OF_V2 = {
@@ -93,18 +92,37 @@ NAMES_OF_V2 = {
 }
 
 
-def npu_fused_infer_attention_score_v2(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+@kernel_operator("npu_fused_infer_attention_score", attention_outputs)
+def npu_fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None,
-    pse_shift: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_mode: int = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """As ``npu_fused_infer_attention_score_v2``, with other names, and without sinks."""
+    name = "npu_fused_infer_attention_score"
+    refused = (antiquant_scale, antiquant_mode, options.get("learnable_sink"))
+    require(name, refused == (None, 0, None), "antiquant and learnable_sink are not emulated")
+    options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
+    return npu_fused_infer_attention_score_v2(query, key, value, name=name, **options)
+
+
+# vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
+@kernel_operator("npu_fused_infer_attention_score_v2", attention_outputs, None, ["actual_seq_qlen"])
+def npu_fused_infer_attention_score_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    atten_mask: Tensor | None = None,
     actual_seq_qlen: Lengths | None = None,
     actual_seq_kvlen: Lengths | None = None,
-    block_table: torch.Tensor | None = None,
+    block_table: Tensor | None = None,
     num_query_heads: int = 1,
     num_key_value_heads: int = 0,
     softmax_scale: float = 1.0,
@@ -114,9 +132,9 @@ def npu_fused_infer_attention_score_v2(
     sparse_mode: int = 0,
     block_size: int = 0,
     return_softmax_lse: bool = False,
-    learnable_sink: torch.Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     name: str = "npu_fused_infer_attention_score_v2",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """``softmax(query @ key * softmax_scale + mask) @ value``, one sequence after the other.
 
     Args:
@@ -138,7 +156,6 @@ def npu_fused_infer_attention_score_v2(
         (TND) or ``[B, N, S, 1]``; without ``return_softmax_lse`` a zero. A query without keys gets
         zeros, and minus infinity.
     """
-    refuse_given(name, {"pse_shift": pse_shift})
     mask = Mask(sparse_mode, pre_tokens, next_tokens)
     _check(name, mask, atten_mask, query, query_rope, block_table, block_size)
     num_kv_heads = num_key_value_heads or num_query_heads
@@ -150,37 +167,25 @@ def npu_fused_infer_attention_score_v2(
         # One sequence after the other, as TND has them.
         batch, _, num_queries = query.shape[:3]
         actual_seq_qlen = range(num_queries, (batch + 1) * num_queries, num_queries)
-        queries = query.transpose(1, 2).flatten(0, 1)
+        query = query.transpose(1, 2).flatten(0, 1)
         query_rope = None if query_rope is None else query_rope.transpose(1, 2).flatten(0, 1)
-    else:
-        queries = query
     if actual_seq_qlen is None or actual_seq_kvlen is None:
         raise RuntimeError(f"{name}: the lengths of queries and keys are needed")
-    output = torch.zeros(
-        len(queries), num_query_heads, _value_size(value, num_kv_heads, block_table)
-    )
-    lse = torch.full((len(queries), num_query_heads), float("-inf"))
+    value_size = _value_size(value, num_kv_heads, block_table)
+    output = torch.zeros(len(query), num_query_heads, value_size)
+    lse = torch.full((len(query), num_query_heads), float("-inf"))
     first = first_key = 0
     for row, (end, length) in enumerate(zip(actual_seq_qlen, actual_seq_kvlen, strict=True)):
         num_keys = int(length) - first_key
-
-        def read(
-            tensor: torch.Tensor,
-            row: int = row,
-            first_key: int = first_key,
-            num_keys: int = num_keys,
-        ) -> torch.Tensor:
-            if block_table is None:
-                return tensor[first_key : first_key + num_keys]
-            return read_pages(_by_tokens(tensor, num_kv_heads), block_table[row], num_keys)
-
         if end > first and num_keys > 0:
-            q, k = queries[first:end], read(key)
+            pages = None if block_table is None else block_table[row]
+            where = (num_kv_heads, pages, first_key, num_keys)
+            queries, keys = query[first:end], _rows(key, *where)
             if query_rope is not None and key_rope is not None:
-                q = torch.cat((q, query_rope[first:end]), dim=-1)
-                k = torch.cat((k, read(key_rope)), dim=-1)
+                queries = torch.cat((queries, query_rope[first:end]), dim=-1)
+                keys = torch.cat((keys, _rows(key_rope, *where)), dim=-1)
             output[first:end], lse[first:end] = attend(
-                q, k, read(value), mask, softmax_scale, learnable_sink
+                queries, keys, _rows(value, *where), mask, softmax_scale, learnable_sink
             )
         first = int(end)
         first_key += num_keys if block_table is None else 0
@@ -193,41 +198,19 @@ def npu_fused_infer_attention_score_v2(
     return output, lse if return_softmax_lse else torch.zeros(1)
 
 
-def attention_outputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-) -> Shapes:
-    """Shapes and types of what both versions return."""
-    options = {NAMES_OF_V2.get(key, key): value for key, value in options.items()}
-    num_kv_heads = options.get("num_key_value_heads") or options.get("num_query_heads") or 1
-    size = _value_size(value, num_kv_heads, options.get("block_table"))
-    *shape, _ = query.shape
-    lse = (*shape, 1)
-    if options.get("input_layout") == "TND_NTD":
-        shape = [shape[1], shape[0]]
-    elif options.get("input_layout") == "BNSD_NBSD":
-        shape = [shape[1], shape[0], shape[2]]
-    with_lse = options.get("return_softmax_lse")
-    return [((*shape, size), query.dtype), (lse if with_lse else (1,), torch.float32)]
-
-
-def _value_size(value: torch.Tensor, num_kv_heads: int, block_table: torch.Tensor | None) -> int:
-    is_flat = block_table is not None and value.dim() == 3
-    return value.shape[-1] // num_kv_heads if is_flat else value.shape[-1]
-
-
 def _check(
     name: str,
     mask: Mask,
-    atten_mask: torch.Tensor | None,
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    atten_mask: Tensor | None,
+    query: Tensor,
+    query_rope: Tensor | None,
+    block_table: Tensor | None,
     block_size: int,
 ) -> None:
     """Refuses what the documentation forbids, as far as vllm-ascend's calls can come near to it."""
     require(name, mask.sparse_mode in (NO_MASK, CAUSAL, BAND), f"sparse_mode {mask.sparse_mode}")
     if mask.sparse_mode == NO_MASK:
-        refuse_given(name, {"atten_mask with sparse_mode 0": atten_mask})
+        require(name, atten_mask is None, "atten_mask with sparse_mode 0")
     else:
         is_given = atten_mask is not None and tuple(atten_mask.shape[-2:]) == (MASK_SIDE, MASK_SIDE)
         require(name, is_given, f"sparse_mode {mask.sparse_mode} needs a 2048 x 2048 atten_mask")
@@ -240,13 +223,13 @@ def _check(
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Mask,
     scale: float,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one sequence; its last query is at the place of its last key.
 
     Args:
@@ -270,25 +253,18 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, value), total.t()
 
 
-def _by_tokens(cache: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[blocks, block_size, kv heads, D]`` of either form of a paged cache."""
-    if cache.dim() == 3:
-        return cache.unflatten(-1, (num_kv_heads, -1))
-    return cache.transpose(1, 2)
+def _rows(
+    cache: Tensor, num_kv_heads: int, pages: Tensor | None, first: int, num_keys: int
+) -> Tensor:
+    """``[keys, kv heads, D]`` of one sequence, from any form of keys or values."""
+    if pages is None:
+        return cache[first : first + num_keys]
+    is_flat = cache.dim() == 3
+    by_tokens = cache.unflatten(-1, (num_kv_heads, -1)) if is_flat else cache.transpose(1, 2)
+    return read_pages(by_tokens, pages, num_keys)
 
 
+@operator("npu_fusion_attention")
 def npu_fusion_attention(*args: object, **kwargs: object) -> None:
     """Exists because transformers imports it; vllm-ascend uses it for encoders alone."""
     raise NotImplementedError("npu_fusion_attention is not emulated")
-
-
-OPERATORS = {"npu_fusion_attention": npu_fusion_attention}
-KERNELS = {
-    "npu_fused_infer_attention_score": (npu_fused_infer_attention_score, attention_outputs),
-    "npu_fused_infer_attention_score_v2": (
-        npu_fused_infer_attention_score_v2,
-        attention_outputs,
-        # vllm-ascend gives the lengths of a decode step with sinks as a tensor of the host.
-        *(None, ["actual_seq_qlen"]),
-    ),
-}

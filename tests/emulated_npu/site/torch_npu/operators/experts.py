@@ -1,30 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: the experts' matrices, and the sum of what they make of a token."""
+"""Mixture of experts: the choice of each token's experts, their matrices, and the way there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from torch_npu.operators.refusals import refuse_given, require
+from torch_npu.kernels import kernel_operator, operator, require
 
-COUNTS = 1  # group_list_type
+COUNTS = 1  # of group_list_type, and of expert_tokens_num_type
+SUM_OF_TWO = 1  # of group_select_mode
+SOFTMAX, SIGMOID, ROOT_OF_SOFTPLUS = 0, 1, 2  # of norm_type
+SCORES: dict[int, Callable[[Tensor], Tensor]] = {
+    SOFTMAX: lambda x: x.softmax(-1),
+    SIGMOID: torch.sigmoid,
+    ROOT_OF_SOFTPLUS: lambda x: functional.softplus(x).sqrt(),
+}
+
+Choice = tuple[Tensor, Tensor, Tensor]
+"""Weights in the type of ``x``, experts in int32, both ``[num_tokens, k]`` with the best expert
+first, and the scores of all experts in float32 (on the device undefined without ``out_flag``)."""
 
 
-def npu_grouped_matmul(
-    x: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
+@operator("_C_ascend.moe_gating_top_k")
+def moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    k_group: int,
+    group_count: int,
+    group_select_mode: int,
+    renorm: int,
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
+    bias_opt: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses ``k`` experts for each token, out of its best ``k_group`` groups of experts.
+
+    Args:
+        x: ``[num_tokens, num_experts]``.
+        group_select_mode: a group is as good as its best two experts (1).
+        renorm: whether the chosen weights are divided by their sum; with sigmoid they always are.
+        bias_opt: ``[num_experts]``, counts for the choice, not for the weight.
+    """
+    require("moe_gating_top_k", norm_type in (SOFTMAX, SIGMOID), f"norm_type {norm_type}")
+    scores = SCORES[norm_type](x.float())
+    ranks = scores if bias_opt is None else scores + bias_opt.float()
+    if group_count > 1:
+        is_sum = group_select_mode == SUM_OF_TWO
+        require("moe_gating_top_k", is_sum, f"group_select_mode {group_select_mode}")
+        groups = ranks.unflatten(-1, (group_count, -1))
+        worth = groups.topk(2, dim=-1).values.sum(-1)
+        chosen_groups = worth.topk(k_group, dim=-1).indices
+        is_left_out = torch.ones_like(worth).scatter(-1, chosen_groups, 0.0).bool()
+        ranks = groups.masked_fill(is_left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = ranks.topk(k, dim=-1).indices
+    is_mean = bool(renorm) or norm_type == SIGMOID
+    return _weigh(x, scores, experts, routed_scaling_factor, eps if is_mean else None)
+
+
+@operator("_C_ascend.moe_gating_top_k_hash")
+def moe_gating_top_k_hash(
+    x: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses ``k`` experts of each token; their scores are divided by their sum and scaled.
+
+    Args:
+        bias: is added to the scores for the choice, and only for it; shape ``[experts]``.
+        input_ids: shape ``[tokens]``.
+        tid2eid: experts by token id, shape ``[vocabulary, k]``; without it the best are chosen.
+    """
+    if norm_type != ROOT_OF_SOFTPLUS or renorm or out_flag or group_count != 1 or k_group != 1:
+        raise RuntimeError(
+            "moe_gating_top_k_hash: only norm_type 2 without renorm, groups and out_flag is"
+            f" emulated, found {norm_type=} {renorm=} {group_count=} {k_group=} {out_flag=}"
+        )
+    if bias is not None and bias.dtype != x.dtype:
+        raise RuntimeError(f"moe_gating_top_k_hash: x is {x.dtype}, bias {bias.dtype}")
+    scores = SCORES[norm_type](x.float())
+    if tid2eid is None:
+        experts = (scores if bias is None else scores + bias.float()).topk(k, -1).indices
+    elif input_ids is None or input_ids.numel() != x.shape[0]:
+        raise RuntimeError(f"moe_gating_top_k_hash: not one of input_ids per row of x {x.shape}")
+    else:
+        experts = tid2eid[input_ids.flatten().long()].long()
+    return _weigh(x, scores, experts, routed_scaling_factor, eps)
+
+
+def _weigh(x: Tensor, scores: Tensor, experts: Tensor, scale: float, eps: float | None) -> Choice:
+    """With ``eps`` weights are divided by their sum."""
+    weights = scores.gather(-1, experts)
+    if eps is not None:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return (weights * scale).to(x.dtype), experts.int(), scores
+
+
+@operator("_C_ascend.npu_moe_init_routing_custom")
+def npu_moe_init_routing_custom(
+    x: Tensor,
+    expert_idx: Tensor,
     *,
-    bias: Sequence[torch.Tensor] | None = None,
-    scale: Sequence[torch.Tensor] | None = None,
-    per_token_scale: Sequence[torch.Tensor] | None = None,
-    group_list: torch.Tensor | None = None,
+    scale: Tensor | None = None,
+    active_num: int = -1,
+    expert_num: int = -1,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = 0,
+    active_expert_range: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Copies each token once for each of its experts, sorted by expert.
+
+    Args:
+        x: ``[num_tokens, hidden]``; ``expert_idx``: int32, ``[num_tokens, k]``.
+        active_expert_range: of this device: all experts.
+        expert_tokens_num_type: only 1, counts.
+
+    Returns:
+        ``[num_tokens * k, hidden]``; the row of each token and choice in it, int32,
+        ``[num_tokens * k]``; the tokens of each expert, int64; and nothing (scales of a
+        quantization).
+    """
+    name = "npu_moe_init_routing_custom"
+    require(name, scale is None, "scale is not emulated")
+    require(name, quant_mode == -1, f"quant_mode {quant_mode} is not emulated")
+    is_emulated = expert_tokens_num_flag and expert_tokens_num_type == COUNTS
+    require(name, is_emulated, "only counts of the experts' tokens are emulated")
+    is_emulated = active_num in (-1, 0, expert_idx.numel())
+    require(name, is_emulated, f"active_num {active_num} is not emulated")
+    here = list(active_expert_range or (0, expert_num))
+    require(name, here == [0, expert_num], f"experts {here} of {expert_num}: only all are emulated")
+    experts = expert_idx.flatten().long()
+    order = experts.argsort(stable=True)
+    counts = (experts.unsqueeze(1) == torch.arange(expert_num, device=x.device)).sum(0)
+    return x[order // expert_idx.shape[1]], order.argsort().int(), counts, x.new_empty(0)
+
+
+@kernel_operator(
+    "npu_grouped_matmul",
+    lambda call: [
+        ((len(call.x[0]), call.weight[0].shape[-1]), call.output_dtype or call.x[0].dtype)
+    ],
+    lambda made, call: made,  # a list of one
+)
+def npu_grouped_matmul(
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    group_list: Tensor | None = None,
     split_item: int = 0,
     group_type: int | None = None,
     group_list_type: int = 0,
     output_dtype: torch.dtype | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Multiplies each group of rows with its own matrix.
 
     Args:
@@ -37,7 +181,6 @@ def npu_grouped_matmul(
         number, so that it is seen if they are used.
     """
     name = "npu_grouped_matmul"
-    refuse_given(name, {"scale": scale, "per_token_scale": per_token_scale})
     is_emulated = group_type == 0 and split_item in (2, 3) and len(x) == len(weight) == 1
     require(name, is_emulated, "only groups of rows in one tensor, and one weight, are emulated")
     if group_list is None or group_list_type != COUNTS:
@@ -52,21 +195,10 @@ def npu_grouped_matmul(
     return [output.to(output_dtype or rows.dtype)]
 
 
-def grouped_matmul_outputs(
-    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **options: object
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    dtype = options.get("output_dtype") or x[0].dtype
-    assert isinstance(dtype, torch.dtype)
-    return [((x[0].shape[0], weight[0].shape[-1]), dtype)]
-
-
+@operator("npu_moe_token_unpermute")
 def npu_moe_token_unpermute(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
+    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None
+) -> Tensor:
     """Adds up what the experts made of each token, times the experts' weights.
 
     Args:
@@ -74,19 +206,8 @@ def npu_moe_token_unpermute(
         sorted_indices: int32, ``[num_tokens * k]``, the row of each token and choice in it.
         probs: ``[num_tokens, k]``; without it k is 1.
     """
-    refuse_given("npu_moe_token_unpermute", {"padded_mode": padded_mode})
     rows = permuted_tokens[sorted_indices.long()]
     if probs is None:
         return rows
     weighted = rows.unflatten(0, probs.shape).float() * probs.float().unsqueeze(-1)
     return weighted.sum(1).to(permuted_tokens.dtype)
-
-
-OPERATORS = {"npu_moe_token_unpermute": npu_moe_token_unpermute}
-KERNELS = {
-    "npu_grouped_matmul": (
-        npu_grouped_matmul,
-        grouped_matmul_outputs,
-        lambda made, *args, **kwargs: made,  # a list of one
-    )
-}

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators on weights."""
+"""Operators on weights and their products, and 8-bit integers with one scale per token."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from .refusals import require
+import torch
+from torch import Tensor
+
+from torch_npu.kernels import operator, require
 
 NZ_FORMAT, ND_FORMAT = 29, 2
 
 
-def npu_format_cast(tensor: torch.Tensor, acl_format: int) -> torch.Tensor:
+@operator("npu_format_cast")
+def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
     """Returns ``tensor`` itself: only the order of its numbers in memory would differ.
 
     The emulated device keeps every tensor in the order of its dimensions (ND).
@@ -20,12 +24,45 @@ def npu_format_cast(tensor: torch.Tensor, acl_format: int) -> torch.Tensor:
     return tensor
 
 
-def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor) -> None:
+@operator("_npu_matmul_add_fp32")
+def _npu_matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
     """Adds ``x.T @ weight`` to ``c``, in float32, in place."""
     c.add_(x.float().t() @ weight.float())
 
 
-OPERATORS = {
-    "npu_format_cast": npu_format_cast,
-    "_npu_matmul_add_fp32": _npu_matmul_add_fp32,
-}
+@operator("npu_transpose_batchmatmul")
+def npu_transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Sequence[int] = (0, 1, 2),
+    perm_x2: Sequence[int] = (0, 1, 2),
+    perm_y: Sequence[int] = (1, 0, 2),
+    batch_split_factor: int = 1,
+) -> Tensor:
+    """Batched matrix product with reordered dimensions.
+
+    Args:
+        input: ``[batch, m, k]`` after ``perm_x1``; ``weight``: ``[batch, k, n]``.
+
+    Returns:
+        ``[batch, m, n]`` reordered by ``perm_y``: ``[m, batch, n]``.
+    """
+    given = (bias, scale, tuple(perm_x2), tuple(perm_y), batch_split_factor)
+    is_emulated = given == (None, None, (0, 1, 2), (1, 0, 2), 1)
+    require("npu_transpose_batchmatmul", is_emulated, f"{given} is not emulated")
+    return torch.bmm(input.permute(*perm_x1), weight).permute(*perm_y).contiguous()
+
+
+@operator("npu_dynamic_quant")
+def npu_dynamic_quant(x: Tensor, *, dst_type: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Returns ``x`` as int8, and by tokens the scale that turns it back.
+
+    The largest value of a token becomes 127.
+    """
+    require("npu_dynamic_quant", dst_type == torch.int8, f"{dst_type} is not emulated")
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    quantized = torch.where(scale == 0, 0, (x.float() / scale).round())
+    return quantized.to(torch.int8), scale.squeeze(-1)

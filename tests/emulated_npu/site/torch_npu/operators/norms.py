@@ -3,40 +3,44 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
+from torch_npu.kernels import operator, require
 
-def npu_rms_norm(
-    x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Root mean square norm over the dimensions of ``gamma``.
 
-    Args:
-        x: shape ``[..., *gamma.shape]``.
-        gamma: the weight, shape of the last dimensions of ``x``.
+@operator("npu_rms_norm")
+def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Root mean square norm over the dimensions of ``gamma``, which are the last ones of ``x``.
 
     Returns:
         ``x / rms(x) * gamma`` in the type of ``x``, and ``1 / rms(x)`` in float32, of the shape of
         ``x`` with ones in the place of the dimensions of ``gamma``.
     """
-    return normalize(x, gamma.float(), epsilon)
-
-
-def normalize(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``npu_rms_norm`` with a weight in float32."""
     exact = x.float()
-    dimensions = tuple(range(x.dim() - weight.dim(), x.dim()))
-    inverse_rms = torch.rsqrt(exact.square().mean(dimensions, keepdim=True) + epsilon)
-    return (exact * inverse_rms * weight).to(x.dtype), inverse_rms
+    dimensions = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    inverse_rms = (exact.square().mean(dimensions, keepdim=True) + epsilon).rsqrt()
+    return (exact * inverse_rms * gamma.float()).to(x.dtype), inverse_rms
 
 
-def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+@operator("_C_ascend.npu_gemma_rms_norm")
+def npu_gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """As ``npu_rms_norm`` with the weight ``1 + gamma``, added in float32."""
+    return npu_rms_norm(x, 1.0 + gamma.float(), epsilon)
+
+
+@operator("_C_ascend.npu_add_rms_norm_bias")
+def npu_add_rms_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of ``x1 + x2``, ``1 / rms`` in float32, and ``x1 + x2``."""
+    require("npu_add_rms_norm_bias", beta is None, "beta is not emulated")
+    total = x1 + x2
+    return *npu_rms_norm(total, gamma, epsilon), total
+
+
+@operator("npu_swiglu")
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """``silu(a) * b``, where ``a`` and ``b`` are the halves of ``input`` along ``dim``."""
     gate, up = input.float().chunk(2, dim=dim)
     return (functional.silu(gate) * up).to(input.dtype)
-
-
-OPERATORS = {"npu_rms_norm": npu_rms_norm, "npu_swiglu": npu_swiglu}

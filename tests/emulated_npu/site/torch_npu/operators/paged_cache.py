@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+from torch_npu.kernels import kernel_operator
 
 
+@kernel_operator("_npu_reshape_and_cache")
 def _npu_reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_indices: torch.Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> None:
     """Writes one token's key and value to each slot; a negative slot is left out.
 
@@ -29,17 +29,33 @@ def _npu_reshape_and_cache(
     write_slots(value, value_cache, slot_indices)
 
 
-def write_slots(tokens: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def write_slots(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes ``tokens[i]`` to the slot ``slots[i]`` of ``cache``, unless it is negative."""
-    is_given = slots >= 0
-    slots = slots[is_given].long()
     block_size = cache.shape[1]
-    cache[slots // block_size, slots % block_size] = (
-        tokens[is_given].reshape(-1, *cache.shape[2:]).to(cache.dtype)
-    )
+    scatter_nd_update(cache, torch.stack((slots // block_size, slots % block_size), -1), tokens)
 
 
-def read_pages(cache: torch.Tensor, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+@kernel_operator("_C_ascend.npu_scatter_nd_update_v2")
+def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> None:
+    """Writes ``update[i]`` to ``var[indices[i]]``, unless an index is negative.
+
+    On the device both have one type. Here ``var`` may be another floating type: a model in float32
+    keeps its cache in bfloat16.
+
+    Args:
+        var: shape ``[blocks, block_size, ...]``.
+        indices: int32, shape ``[rows, 2]``.
+        update: as many elements as the rows of ``var`` that are written.
+    """
+    if update.dtype != var.dtype and not (update.is_floating_point() and var.is_floating_point()):
+        raise RuntimeError(f"npu_scatter_nd_update_v2: var {var.dtype}, update {update.dtype}")
+    places = indices.long()
+    is_given = (places >= 0).all(-1)
+    rows = update.reshape(len(places), *var.shape[places.shape[-1] :])
+    var[tuple(places[is_given].T)] = rows[is_given].to(var.dtype)
+
+
+def read_pages(cache: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
     """The first ``num_tokens`` tokens of the sequence whose block table is ``blocks``.
 
     Only the blocks that hold them are read: what follows in a block table is not valid.
@@ -51,15 +67,16 @@ def read_pages(cache: torch.Tensor, blocks: torch.Tensor, num_tokens: int) -> to
     return cache[blocks[:num_blocks].long()].flatten(0, 1)[:num_tokens]
 
 
+@kernel_operator("atb.npu_paged_cache_load")
 def npu_paged_cache_load(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
     *,
-    seq_starts: torch.Tensor | None = None,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    seq_starts: Tensor | None = None,
+    key: Tensor,
+    value: Tensor,
 ) -> None:
     """Collects parts of sequences from the cache in ``key`` and ``value``, one behind the other.
 
@@ -80,9 +97,3 @@ def npu_paged_cache_load(
             part = gathered[first : first + num_tokens]
             part.copy_(read_pages(cache, blocks, num_tokens).view(part.shape))
         first += num_tokens
-
-
-KERNELS = {
-    "_npu_reshape_and_cache": (_npu_reshape_and_cache,),
-    "atb.npu_paged_cache_load": (npu_paged_cache_load,),
-}

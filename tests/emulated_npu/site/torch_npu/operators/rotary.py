@@ -7,19 +7,23 @@ neox style in vLLM) or side by side ("interleave").
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from torch_npu.operators.refusals import refuse_given, require
+import torch
+from torch import Tensor
+
+from torch_npu.kernels import operator, require
 
 ROPE_SIZE = 64  # the only size of npu_interleave_rope and npu_kv_rmsnorm_rope_cache
 
 
+@operator("_npu_rotary_embedding")
 def _npu_rotary_embedding(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
     head_size: int,
-    cos_sin_cache: torch.Tensor,
+    cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> None:
     """Turns whole heads of ``query`` and ``key`` in place, as halves.
@@ -39,20 +43,14 @@ def _npu_rotary_embedding(
         heads.copy_(npu_rotary_mul(heads, cos, sin))
 
 
-def npu_rotary_mul(
-    input: torch.Tensor,
-    r1: torch.Tensor,
-    r2: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
-) -> torch.Tensor:
+@operator("npu_rotary_mul")
+def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """``input * r1 + rotated(input) * r2``.
 
     Args:
         input: shape ``[..., head_size]``; ``r1`` (cosines) and ``r2`` (sines) broadcast to it.
         rotary_mode: which numbers make a pair ``(a, b)``, rotated to ``(-b, a)``.
     """
-    refuse_given("npu_rotary_mul", {"rotate": rotate})
     require("npu_rotary_mul", rotary_mode in ("half", "interleave"), f"rotary_mode {rotary_mode!r}")
     exact = input.float()
     if rotary_mode == "half":
@@ -63,7 +61,8 @@ def npu_rotary_mul(
     return (exact * r1 + turned * r2).to(input.dtype)
 
 
-def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+@operator("npu_interleave_rope")
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Sorts the interleaved pairs of ``x`` into halves, then turns them as halves.
 
     Args:
@@ -75,8 +74,19 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     return npu_rotary_mul(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin)
 
 
-OPERATORS = {
-    "_npu_rotary_embedding": _npu_rotary_embedding,
-    "npu_rotary_mul": npu_rotary_mul,
-    "npu_interleave_rope": npu_interleave_rope,
-}
+@operator("_C_ascend.inplace_partial_rotary_mul")
+def inplace_partial_rotary_mul(
+    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, partial_slice: Sequence[int]
+) -> None:
+    """Turns a slice of each head.
+
+    Args:
+        x: shape ``[tokens, 1, heads, head_size]``.
+        r1: cosines, shape ``[tokens, 1, 1, end - first]``.
+        r2: sines, as ``r1``.
+        partial_slice: first and end element.
+    """
+    if rotary_mode != "interleave" or x.dim() != 4:
+        raise RuntimeError(f"inplace_partial_rotary_mul: {rotary_mode=}, x {x.shape}: not emulated")
+    part = x[..., slice(*partial_slice)]
+    part.copy_(npu_rotary_mul(part, r1.float(), r2.float(), rotary_mode))

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from torch_npu.kernels import operator
 
 
-def npu_top_k_top_p(
-    logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
-) -> torch.Tensor:
+@operator("npu_top_k_top_p")
+def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
     """Sets all logits to minus infinity but the best.
 
     Those stay that are among the ``k`` largest, and of these as many, from the largest on, as are
@@ -26,6 +28,3 @@ def npu_top_k_top_p(
         is_dropped[..., -1] = False
         ordered = ordered.masked_fill(is_dropped, float("-inf"))
     return torch.empty_like(ordered).scatter(-1, places, ordered).to(logits.dtype)
-
-
-OPERATORS = {"npu_top_k_top_p": npu_top_k_top_p}

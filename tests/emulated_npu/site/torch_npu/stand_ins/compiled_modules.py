@@ -39,7 +39,7 @@ def python_unmap_and_release(device: int, num_bytes: int, address: int, runtime:
 
 
 WHOLE_MODULES: dict[str, dict[str, Any]] = {
-    # `custom_operators` has the operators that it defines.
+    # `operators` has those that it defines.
     "vllm_ascend.vllm_ascend_C": {
         "init_module": init_module,
         "python_create_and_map": python_create_and_map,

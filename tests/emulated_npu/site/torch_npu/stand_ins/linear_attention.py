@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_npu.custom_operators.gated_delta_rule import run_gated_delta_rule
-from torch_npu.kernels import kernel, operator
+from torch_npu.kernels import kernel
+from torch_npu.operators.gated_delta_rule import run_gated_delta_rule
+from torch_npu.operators.norms import npu_rms_norm
 from torch_npu.stand_ins import Launched
 
 
@@ -101,10 +102,7 @@ def prefill(
 _prefill = kernel(
     "chunk_gated_delta_rule",
     prefill,
-    lambda q, k, v, g, beta, initial_state, *_: [
-        (v.shape, v.dtype),
-        (initial_state.shape, initial_state.dtype),
-    ],
+    lambda call: [(one.shape, one.dtype) for one in (call.v, call.initial_state)],
 )
 
 
@@ -155,10 +153,8 @@ def gated_norm(
     given = (bias, out, z is None, norm_before_gate, is_rms_norm)
     if given != (None, None, False, True, True) or group_size not in (None, x.shape[-1]):
         raise NotImplementedError("layer_norm_fwd_npu: anything but the norm of a row, with a gate")
-    exact = x.float()
-    inverse = (exact.square().mean(-1, True) + eps).rsqrt()
-    found = exact * inverse * weight.float() * functional.silu(z.float())
-    return found.to(x.dtype), None, inverse.flatten()
+    found, inverse = npu_rms_norm(x.float(), weight, eps)
+    return (found * functional.silu(z.float())).to(x.dtype), None, inverse.flatten()
 
 
 def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE: int) -> None:  # noqa: N803
@@ -177,15 +173,11 @@ def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE
 
 _FLA = "vllm_ascend.ops.triton.fla"
 STAND_INS = {
-    (f"{_FLA}.fused_qkvzba_split_reshape", "fused_qkvzba_split_reshape_cat"): operator(
-        "fused_qkvzba_split_reshape_cat", split_heads
-    ),
-    ("vllm.model_executor.layers.fla.ops.l2norm", "l2norm_fwd"): operator("l2norm_fwd", l2_norm),
-    (f"{_FLA}.utils", "clear_ssm_states"): operator("clear_ssm_states", clear_states),
+    (f"{_FLA}.fused_qkvzba_split_reshape", "fused_qkvzba_split_reshape_cat"): split_heads,
+    ("vllm.model_executor.layers.fla.ops.l2norm", "l2norm_fwd"): l2_norm,
+    (f"{_FLA}.utils", "clear_ssm_states"): clear_states,
     (f"{_FLA}.chunk", "chunk_gated_delta_rule"): chunk_gated_delta_rule,
-    ("vllm_ascend.ops.triton.layernorm_gated", "layer_norm_fwd_npu"): operator(
-        "layer_norm_fwd_npu", gated_norm
-    ),
+    ("vllm_ascend.ops.triton.layernorm_gated", "layer_norm_fwd_npu"): gated_norm,
     ("vllm_ascend.ops.triton.batch_memcpy", "batch_memcpy_kernel"): Launched(
         kernel("batch_memcpy_kernel", copy_memory)
     ),

@@ -2,12 +2,11 @@
 """Casts to bfloat16 that modules of vLLM-Ascend make whatever the model's type is.
 
 The device has nothing better there. Here they would hide differences: such a module sees float32 in
-the place of bfloat16, unless ``EMULATED_NPU_EXACT`` is 0.
+the place of bfloat16.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ class _TorchWithoutBfloat16:
         return getattr(torch, name)
 
 
-IS_EXACT = os.environ.get("EMULATED_NPU_EXACT", "1") == "1"
-STAND_INS = {(module, "torch"): _TorchWithoutBfloat16() for module in MODULES if IS_EXACT}
+STAND_INS = {(module, "torch"): _TorchWithoutBfloat16() for module in MODULES}
 
 STAND_INS["vllm_ascend.models.layer.attention.layer", "kv_cache_dtype_str_to_dtype"] = (
     lambda name, model_config: torch.bfloat16

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_npu.kernels import kernel_operator, operator
 
 ROWS_AT_A_TIME = 128
 """Scores of all heads of a step would take gigabytes."""
@@ -15,19 +16,19 @@ ROWS_AT_A_TIME = 128
 PLAN_INTEGERS = 1024
 
 
+@kernel_operator(
+    "_C_ascend.npu_sparse_attn_sharedkv",
+    lambda call: [(call.q.shape, call.q.dtype), ((0,), torch.float32)],
+)
 def sparse_attention(
     q: Tensor,
     *,
     ori_kv: Tensor | None = None,
     cmp_kv: Tensor | None = None,
-    ori_sparse_indices: Tensor | None = None,
     cmp_sparse_indices: Tensor | None = None,
     ori_block_table: Tensor | None = None,
     cmp_block_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_ori_kv: Tensor | None = None,
-    cu_seqlens_cmp_kv: Tensor | None = None,
-    seqused_q: Tensor | None = None,
     seqused_kv: Tensor | None = None,
     sinks: Tensor | None = None,
     metadata: Tensor | None = None,
@@ -39,7 +40,6 @@ def sparse_attention(
     ori_win_right: int = 0,
     layout_q: str = "BSND",
     layout_kv: str = "PA_ND",
-    return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends from each token to itself, to the tokens before it, and to compressed keys.
 
@@ -58,8 +58,8 @@ def sparse_attention(
         metadata: a plan for the device's cores.
         ori_win_left: tokens before itself that a token reads.
     """
-    form = (layout_q, layout_kv, ori_mask_mode, cmp_mask_mode, ori_win_right, return_softmax_lse)
-    if form != ("TND", "PA_ND", 4, 3, 0, False) or ori_sparse_indices is not None:
+    form = (layout_q, layout_kv, ori_mask_mode, cmp_mask_mode, ori_win_right)
+    if form != ("TND", "PA_ND", 4, 3, 0):
         raise RuntimeError(f"npu_sparse_attn_sharedkv: {form} is not emulated")
     if ori_kv is None or sinks is None or metadata is None or q.shape[-1] != ori_kv.shape[-1]:
         raise RuntimeError("npu_sparse_attn_sharedkv: no ori_kv that fits q, sinks and metadata")
@@ -104,29 +104,8 @@ def _is_chosen(indices: Tensor, num_keys: int) -> Tensor:
     return chosen[:, :-1]
 
 
-def sparse_attention_outputs(q: Tensor, **more: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(q.shape), q.dtype), ((0,), torch.float32)]
-
-
-def plan(*args: Any, **kwargs: Any) -> Tensor:
-    """What the device's metadata operators return: which core does what. Nobody reads it here."""
-    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    return torch.zeros(PLAN_INTEGERS, dtype=torch.int32, device=next(tensors).device)
-
-
-OPERATORS = {
-    "npu_sparse_attn_sharedkv_metadata(int num_heads_q, int num_heads_kv, int head_dim,"
-    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None,"
-    " Tensor? seqused_q=None, Tensor? seqused_kv=None, int batch_size=0, int max_seqlen_q=0,"
-    " int max_seqlen_kv=0, int ori_topk=0, int cmp_topk=0, int cmp_ratio=4, int ori_mask_mode=4,"
-    " int cmp_mask_mode=3, int ori_win_left=128, int ori_win_right=0,"
-    ' str layout_q="BSND", str layout_kv="PA_ND", bool has_ori_kv=True, bool has_cmp_kv=True,'
-    ' str device="npu") -> Tensor': plan,
-    "npu_vllm_quant_lightning_indexer_metadata(int num_heads_q, int num_heads_k, int head_dim,"
-    " int query_quant_mode, int key_quant_mode, Tensor? actual_seq_lengths_query=None,"
-    " Tensor? actual_seq_lengths_key=None, int batch_size=0, int max_seqlen_q=0,"
-    ' int max_seqlen_k=0, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048,'
-    " int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,"
-    ' int cmp_ratio=1, str device="npu") -> Tensor': plan,
-}
-KERNELS = {"npu_sparse_attn_sharedkv": (sparse_attention, sparse_attention_outputs)}
+@operator("_C_ascend.npu_sparse_attn_sharedkv_metadata")
+@operator("_C_ascend.npu_vllm_quant_lightning_indexer_metadata")
+def plan(*, device: str, **options: object) -> Tensor:
+    """Which core of the device does what. Nobody reads it here."""
+    return torch.zeros(PLAN_INTEGERS, dtype=torch.int32, device=device)

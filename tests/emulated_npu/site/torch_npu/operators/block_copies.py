@@ -7,18 +7,18 @@ from collections import Counter
 
 import torch
 
-from torch_npu import _emulator, settings
+from torch_npu import _emulator
+from torch_npu.kernels import operator
 
 TO_DEVICE = 0
 
 counts: Counter[str] = Counter()
-"""Calls, copies and bytes so far, for tests."""
-failing_loads: set[int] = set(settings.failing_loads())
-"""Numbers of the calls to the device, from 1 on, that are to fail."""
-is_skipping_loads = settings.skips_loads()
+"""Calls so far, for tests."""
+is_skipping_loads = False
 """Whether copies to the device copy nothing: with it, comparisons have to fail."""
 
 
+@operator("_C_ascend.swap_blocks_batch", "CPU")
 def swap_blocks_batch(
     src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, direction: int
 ) -> None:
@@ -34,16 +34,6 @@ def swap_blocks_batch(
         RuntimeError: As vLLM-Ascend's operator (``csrc/torch_binding.cpp``) refuses it.
     """
     counts["calls"] += 1
-    if direction == TO_DEVICE:
-        counts["loads"] += 1
-        if counts["loads"] in failing_loads:
-            counts["failed"] += 1
-            raise RuntimeError("aclrtMemcpyBatchAsync failed: 507899 (emulated)")
-        if is_skipping_loads:
-            return
-    counts["copies"] += len(sizes)
-    counts["bytes"] += int(sizes.sum())
+    if direction == TO_DEVICE and is_skipping_loads:
+        return
     _emulator.enqueue_copies(src_ptrs, dst_ptrs, sizes, direction)
-
-
-HOST_FUNCTIONS = {"swap_blocks_batch": swap_blocks_batch}

@@ -11,7 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_npu.kernels import operator
 
+
+@operator("_C_ascend.npu_hc_pre_v2")
 def hc_pre(
     x: Tensor,
     hc_fn: Tensor,
@@ -59,6 +62,7 @@ def hc_pre(
     return collapsed.to(x.dtype), 2 * post.sigmoid(), comb
 
 
+@operator("_C_ascend.npu_hc_post")
 def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Writes ``x`` back into every stream, beside the mixed streams of the residual.
 
@@ -72,6 +76,3 @@ def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         raise RuntimeError("npu_hc_post: x and residual, post and comb have to be of one type")
     mixed = torch.matmul(comb.float().transpose(-1, -2), residual.float())
     return (post.float().unsqueeze(-1) * x.float().unsqueeze(-2) + mixed).to(residual.dtype)
-
-
-OPERATORS = {"npu_hc_pre_v2": hc_pre, "npu_hc_post": hc_post}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small brute-force model of vLLM's prefix-cache lookup: sets of cached block indices.
 
-The oracle for `HitGeometry`: it searches block by block, and is compared with real coordinators
-in tests/engine and tests/ascend.
+The oracle for `HitGeometry` and for `Lookup`: it searches block by block.
 """
 
 from __future__ import annotations

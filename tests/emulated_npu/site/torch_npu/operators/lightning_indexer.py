@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from torch_npu.kernels import kernel_operator
 
 HEADS, HEAD_SIZE = 64, 128
 UNLIMITED = (1 << 63) - 1
 
 
+@kernel_operator(
+    "_C_ascend.npu_vllm_quant_lightning_indexer",
+    lambda call: [
+        ((len(call.query), call.key.shape[2], call.sparse_count), torch.int32),
+        ((0,), torch.float32),
+    ],
+)
 def quant_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -83,15 +90,3 @@ def quant_lightning_indexer(
             chosen[first:end, 0, : places.shape[1]] = places.to(torch.int32)
         first = end
     return chosen, torch.empty(0)
-
-
-def quant_lightning_indexer_outputs(
-    query: Tensor, key: Tensor, *more: Any
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    sparse_count = more[11] if len(more) > 11 else 2048
-    return [((query.shape[0], key.shape[2], sparse_count), torch.int32), ((0,), torch.float32)]
-
-
-KERNELS = {
-    "npu_vllm_quant_lightning_indexer": (quant_lightning_indexer, quant_lightning_indexer_outputs)
-}

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_npu.kernels import nothing
-
-Outputs = list[tuple[tuple[int, ...], torch.dtype]]
+from torch_npu.kernels import kernel_operator, like, nothing, operator
 
 
+@kernel_operator(
+    "_C_ascend.npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state,"
+    " Tensor? bias_opt, Tensor? query_start_loc_opt, Tensor? cache_indices_opt,"
+    " Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode,"
+    " int pad_slot_id, int run_mode) -> Tensor output",
+    nothing,
+    lambda made, call: call.output,
+)
 def npu_causal_conv1d_custom(
     output: Tensor,
     x: Tensor,
@@ -76,6 +82,7 @@ def npu_causal_conv1d_custom(
         conv_state[block] = tokens[len(tokens) - kept :]
 
 
+@operator("_C_ascend.npu_fused_gdn_gating")
 def npu_fused_gdn_gating(
     A_log: Tensor,  # noqa: N803  # the schema's name
     a: Tensor,
@@ -133,6 +140,7 @@ def run_gated_delta_rule(
     return torch.stack(answers) if answers else value.squeeze(-1), state
 
 
+@kernel_operator("_C_ascend.npu_recurrent_gated_delta_rule", like("value"))
 def npu_recurrent_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -184,21 +192,3 @@ def npu_recurrent_gated_delta_rule(
         )
         found[one], state[block] = answers, last
     return found
-
-
-def _like_value(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Outputs:
-    return [(tuple(value.shape), value.dtype)]
-
-
-KERNELS = {
-    "npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state,"
-    " Tensor? bias_opt, Tensor? query_start_loc_opt, Tensor? cache_indices_opt,"
-    " Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode,"
-    " int pad_slot_id, int run_mode) -> Tensor output": (
-        npu_causal_conv1d_custom,
-        nothing,
-        lambda made, output, *args, **kwargs: output,
-    ),
-    "npu_recurrent_gated_delta_rule": (npu_recurrent_gated_delta_rule, _like_value),
-}
-OPERATORS = {"npu_fused_gdn_gating": npu_fused_gdn_gating}

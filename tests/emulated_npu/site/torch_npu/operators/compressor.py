@@ -8,11 +8,12 @@ token's projection and its score, both in float32.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from torch_npu.kernels import kernel_operator
 from torch_npu.operators.rotary import npu_rotary_mul
 
 BLOCK_AND_OFFSET = 2
@@ -20,7 +21,13 @@ BLOCK_AND_OFFSET = 2
 
 NOTHING_SCORE = -2e38
 
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
+
+@kernel_operator(
+    "_C_ascend.compressor",
+    lambda call: [((len(call.rope_sin), len(call.norm_weight)), call.x.dtype)],
+)
 def compressor(
     x: Tensor,
     wkv: Tensor,
@@ -121,19 +128,13 @@ def _places(block_table: Tensor, block_size: int, first: int, end: int) -> tuple
     return block_table[tokens // block_size].long(), tokens % block_size
 
 
-def compressor_outputs(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    state_cache: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    *more: Any,
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [((rope_sin.shape[0], norm_weight.shape[0]), x.dtype)]
+def compressor_metadata_outputs(call: SimpleNamespace) -> Shapes:
+    num_rows, cos = call.num_compressed_tokens, call.rope_cos
+    rope = ((num_rows, 1, 1, cos.shape[1]), cos.dtype)
+    return [rope, rope, ((num_rows, 2), torch.int32)]
 
 
+@kernel_operator("_C_ascend.compressor_metadata", compressor_metadata_outputs)
 def compressor_metadata(
     rope_cos: Tensor,
     rope_sin: Tensor,
@@ -180,17 +181,3 @@ def compressor_metadata(
             slots[row, 0] = kv_block_table[request, block]
             slots[row, 1] = window % kv_block_size
     return cos[:, None, None], sin[:, None, None], slots
-
-
-def compressor_metadata_outputs(
-    rope_cos: Tensor, *more: Any
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    num_compressed_tokens = more[7]
-    rope = ((num_compressed_tokens, 1, 1, rope_cos.shape[1]), rope_cos.dtype)
-    return [rope, rope, ((num_compressed_tokens, 2), torch.int32)]
-
-
-KERNELS = {
-    "compressor": (compressor, compressor_outputs),
-    "compressor_metadata": (compressor_metadata, compressor_metadata_outputs),
-}
