@@ -45,6 +45,7 @@ def refusal(
     return None
 
 
+QUICK = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 Span = tuple[int, int]
 
 
@@ -131,14 +132,11 @@ def _meet(left: Span, right: Span) -> bool:
 
 
 @st.composite
-def damages(
-    draw: st.DrawFn, case: TransferCase, memory: TransferMemory
-) -> tuple[Table, Table, Table, Table]:
-    """Pools, the host's address and size, planes and runs: one to three cells may be wrong."""
-    host = np.array([(memory.host.address, case.host_bytes)])
-    tables = memory.pool_table, host, case.planes.copy(), case.runs.copy()
+def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray]:
+    """The case's planes and runs with one to three cells that may be wrong."""
+    planes, runs = case.planes.copy(), case.runs.copy()
     for _ in range(draw(st.integers(1, 3))):
-        table = draw(st.sampled_from((*tables, *tables[2:])))
+        table = draw(st.sampled_from((planes, runs)))
         row = draw(st.integers(0, len(table) - 1))
         column = draw(st.integers(0, table.shape[1] - 1))
         was = int(table[row, column])
@@ -148,40 +146,54 @@ def damages(
                 st.sampled_from((was - 1, was + 1, was * 2, was + 64)),
                 st.sampled_from([int(value) for value in table[:, column]]),
                 st.sampled_from((MOST, MOST - 1, -MOST - 1, 2**62, 2**32, 2**31)),
-                st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
                 st.integers(-MOST - 1, MOST),
             )
         )
         table[row, column] = min(max(value, -MOST - 1), MOST)
-    pools, host, planes, runs = tables
-    kept = draw(st.sampled_from(("all", "all", "all", "none", "in another order")))
-    if kept == "in another order":
+    if draw(st.booleans()):
         runs = runs[draw(st.permutations(range(len(runs))))]
-    elif kept == "none":  # Then no host buffer is needed.
-        runs = runs[:0]
-        host[0] = draw(st.sampled_from([(0, 0), (4096, 0), (-1, 0), (0, 64), host[0]]))
-    return pools, host, planes, runs
+    return planes, runs
 
 
-@settings(max_examples=1400, suppress_health_check=list(HealthCheck))
+@settings(QUICK, max_examples=1000)
 @given(st.data(), cases(max_page_bytes=3000), st.booleans())
 def test_it_agrees_with_the_definition(
     data: st.DataObject, case: TransferCase, is_cut: bool
 ) -> None:
     if is_cut:
         case = cut_into_chunks(case, data.draw)
+    planes, runs = data.draw(damages(case))
     memory = TransferMemory.random(case)
-    pools, host, planes, runs = data.draw(damages(case, memory))
     before = memory.snapshot()
-    arguments = (pools, *host[0].tolist(), planes, runs, case.direction)
-    message = refusal(*arguments)
-    assert (message is None) == is_valid(*arguments), message
+    arguments = (memory.pool_table, memory.host.address, case.host_bytes, planes, runs)
+    message = refusal(*arguments, case.direction)
+    assert (message is None) == is_valid(*arguments, case.direction), message
+    assert message is None or MESSAGE.fullmatch(message), message
     if message is not None:
-        assert MESSAGE.fullmatch(message), message
         for move in (native().page_transfer, native().expand):
             with pytest.raises(DescriptorError, match=re.escape(message)):
-                move(*arguments)
+                move(*arguments, case.direction)
         assert_same(memory.snapshot(), before)
+
+
+@QUICK
+@given(cases(max_page_bytes=3000), st.data())
+def test_it_agrees_on_pools_and_host(case: TransferCase, data: st.DataObject) -> None:
+    memory = TransferMemory.random(case)
+    pools = memory.pool_table
+    numbers = st.one_of(
+        st.integers(-2, 2),
+        st.sampled_from((MOST, MOST - 1, 2**62)),
+        st.integers(-200, 200).map(lambda delta: memory.host.address + delta),
+        st.integers(-MOST - 1, MOST),
+    )
+    host = [memory.host.address, case.host_bytes]
+    which = data.draw(st.integers(0, len(pools)))
+    row = host if which == len(pools) else pools[which]
+    row[data.draw(st.integers(0, 1))] = data.draw(numbers)
+    arguments = (pools, *host, case.planes, case.runs, case.direction)
+    message = refusal(*arguments)
+    assert (message is None) == is_valid(*arguments), message
 
 
 # One group, two planes, three runs of whole pages of 4 rows of 16 bytes; 5 pages.
@@ -301,6 +313,15 @@ VALID = {
     "runs": small_case(PAGES_TO_HOST).runs,
     "direction": PAGES_TO_HOST,
 }
+
+
+@pytest.mark.parametrize("host", [(0, 0), (4096, 0), (-1, 0), (0, 64), (1, 64)])
+def test_without_runs_no_host_buffer_is_needed(host: tuple[int, int]) -> None:
+    buffer = dict(zip(("host_address", "host_bytes"), host, strict=True))
+    message = refusal(**VALID | buffer | {"runs": VALID["runs"][:0]})
+    assert (message is None) == (host in [(0, 0), (4096, 0), (1, 64)]), message
+    message = refusal(**VALID | {"host_address": 0, "host_bytes": 0})
+    assert message is not None and message.startswith("host[0].address: expected at least 1")
 
 
 RUNS = np.array([(0, 2, 0, 4, 0)])

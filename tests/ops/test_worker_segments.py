@@ -250,6 +250,10 @@ def model_with(**attributes: Any) -> Callable[[], dict[str, Any]]:
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "model not known": (lambda: {"is_known": False}, "a model that vLLM's own loader has loaded"),
+    "no rotary module": (
+        lambda: {"model": small_model(RotaryEmbedding(), None)},
+        "found none: keys of this layer",
+    ),
     "op fails": (lambda: {"backend": RaisingBackend()}, "RuntimeError: no such kernel. Serve this"),
     "op not understood": (lambda: {"backend": ForgetfulBackend()}, "to write the 256 elements"),
     "heads": (
@@ -301,6 +305,26 @@ def test_states_are_refused() -> None:
 
 
 # Jobs
+
+
+@pytest.mark.parametrize("has_window", [False, True])
+def test_segments_alone_are_stored_and_placed(has_window: bool, make_worker) -> None:
+    worker = make_worker(has_window=has_window)
+    worker.compute(3, STORED.token_ids, SOURCE)
+    ended = worker.run(StoreJob(7, (), SOURCE, (STORED,)))
+    assert ended.results.stores_ended == {7: 1} and not ended.results.failed_stores
+    traffic = ended.results.traffic["store"]
+    assert (traffic.num_bytes, traffic.transfers) == (33 * TOKEN_BYTES, 1) and traffic.seconds > 0
+
+    expected = make_worker(has_window=has_window)
+    expected.copy_pages(worker)
+    expected.compute(5, STORED.token_ids, TARGET)
+    ended = worker.run(load_of(PLACED))
+    assert ended.loads == {"a"} and not ended.results.failed_loads and not ended.results.unreadable
+    traffic = ended.results.traffic["load"]
+    assert (traffic.num_bytes, traffic.transfers) == (33 * TOKEN_BYTES, 1) and traffic.seconds > 0
+    for found, wanted in zip(worker.kv_caches.values(), expected.kv_caches.values(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_segments_follow_what_is_exact(make_worker) -> None:

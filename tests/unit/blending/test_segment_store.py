@@ -17,7 +17,6 @@ from vllm_ascend_kvext.blending.segment_store import (
     rows_to_load,
 )
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout
-from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import EntryState
 from vllm_ascend_kvext.store.prefix import TierGeometry
@@ -43,11 +42,8 @@ class SmallStore(SegmentStore):
         for entry in entries:
             self.finish_store(prefix, entry)
 
-    def found(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[Span]:
-        return self.find(self.prefix(token_ids, cache_salt), 0)
-
     def found_tokens(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
-        found = self.found(token_ids, cache_salt)
+        found = self.find(self.prefix(token_ids, cache_salt), 0)
         return found[-1].end_tokens if found else 0
 
 

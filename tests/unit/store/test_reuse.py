@@ -100,11 +100,11 @@ def test_a_density_is_hits_per_use() -> None:
     assert soon[2] > soon[1] > soon[0] > soon[3] == 0.0
 
 
-def share_found(num_places: int) -> float:
-    """Ten texts of four chunks are asked for in turn: how many of the chunks are there then."""
+def share_found(texts: list[tuple[int, int]], num_places: int) -> float:
+    """Texts, by number and chunks, are asked for in turn: how many chunks are there then."""
     tier, num_found = SmallTier(num_places), 0
-    for number in range(400):
-        text = chr(256 + number % 10) * CHUNK_TOKENS * 4
+    for number, num_chunks in texts:
+        text = chr(256 + number) * CHUNK_TOKENS * num_chunks
         use = tier.next_use()
         tier.note_ended(TextPrefix(text), len(text), len(text))
         for first in range(0, len(text), CHUNK_TOKENS):
@@ -113,10 +113,28 @@ def share_found(num_places: int) -> float:
             if isinstance(found, Entry):
                 tier.finish_store(found)
         tier.renew(TextPrefix(text), len(text), use)
-    return num_found / 1600
+    return num_found / sum(num_chunks for _, num_chunks in texts)
 
 
-def test_more_is_found_than_with_the_latest_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert share_found(num_places=20) > 0.35
+IN_TURN = [(number % 10, 4) for number in range(400)]
+# Two texts that come back, and many that do not.
+BETWEEN_SCANS = [(number % 2, 2) if number % 5 == 0 else (10 + number, 4) for number in range(400)]
+WEIGHTS = [1 / rank for rank in range(1, 41)]
+MANY_ABOUT_FEW = [(number, 2) for number in random.Random(0).choices(range(40), WEIGHTS, k=600)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_places", "least", "max_unlearned"),
+    [(IN_TURN, 20, 0.35, 0.0), (BETWEEN_SCANS, 10, 0.05, 0.0), (MANY_ABOUT_FEW, 20, 0.57, 0.56)],
+    ids=["in turn", "between scans", "many about few"],
+)
+def test_more_is_found_than_with_the_latest_use(
+    texts: list[tuple[int, int]],
+    num_places: int,
+    least: float,
+    max_unlearned: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert share_found(texts, num_places) > least
     monkeypatch.setattr(Reuse, "density", lambda *_: 1.0)
-    assert share_found(num_places=20) == 0
+    assert share_found(texts, num_places) <= max_unlearned

@@ -10,7 +10,7 @@ import pytest
 from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
-from vllm_ascend_kvext.store.counters import Removal
+from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
@@ -165,6 +165,10 @@ def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
     assert large[0].state is EntryState.STORED, "it is being loaded"
 
 
+def test_what_is_larger_than_the_tier_is_refused() -> None:
+    assert SmallTier(2).begin(text_of(1), CHUNK, num_places=3) is Refusal.NO_ROOM
+
+
 def test_few_of_many_entries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier may have a hundred thousand entries, and the engine waits for the store's plan."""
     num_places, num_looks = 2000, 0
@@ -230,3 +234,14 @@ def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None
             min_held_bytes = min(min_held_bytes, tier.counters.bytes_held)
     assert tier.counters.removed_entries[Removal.EVICTED] > 1000
     assert min_held_bytes > 0.9 * tier.capacity_bytes
+
+
+def test_the_same_calls_lead_to_the_same_offsets() -> None:
+    def offsets() -> list[int]:
+        tier = SmallTier(300)
+        numbers = range(600)
+        return [
+            store_chunk(tier, number * 7 % 400, 1 + number % 3).offset_bytes for number in numbers
+        ]
+
+    assert offsets() == offsets()

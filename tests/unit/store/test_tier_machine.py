@@ -244,7 +244,10 @@ class TierMachine(RuleBasedStateMachine):
                 assert len(around) == 1
 
     def _check_runs(self, text: str, after: int, limit: int, stored: set[int]) -> None:
-        """Runs are stored rows, apart from each other; each chunk that is there is in one."""
+        """Runs are stored rows, apart from each other.
+
+        What follows without a gap is in the first of them, each chunk that is there is in one.
+        """
         runs = self.tier.find_runs(TextPrefix(text), limit, after)
         assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
         for first, end, entries in runs:
@@ -255,6 +258,10 @@ class TierMachine(RuleBasedStateMachine):
             for entry, stop in zip(entries, stops, strict=True):
                 assert entry.piece.first_tokens < stop <= entry.piece.end_tokens
                 assert self.model.of(entry).text[:stop] == text[:stop]
+        first_end = after
+        while first_end + UNIT_TOKENS in stored:
+            first_end += UNIT_TOKENS
+        assert first_end == after or runs[0][:2] == (after, first_end)
         found = {token for run in runs for token in range(run.first_tokens, run.end_tokens)}
         for first in range(-(-after // CHUNK_TOKENS), limit // CHUNK_TOKENS):
             chunk = range(first * CHUNK_TOKENS, (first + 1) * CHUNK_TOKENS)
