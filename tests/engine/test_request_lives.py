@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 class Lives(RuleBasedStateMachine):
-    """One block manager of a layout and an interval."""
+    """One block manager; subclasses choose layout and interval."""
 
     layout: Layout
     interval: int | None
@@ -82,9 +82,14 @@ class Lives(RuleBasedStateMachine):
             self.write(request, num_new_tokens)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), scheduled_tokens=st.just(0) | st.integers(1, 20))
-    def preempt(self, data: st.DataObject, scheduled_tokens: int) -> None:
-        """By priority, in the step that has scheduled it: those tokens are cached, not computed."""
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.preempt_what_was_just_scheduled(data, 0)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), scheduled_tokens=st.integers(1, 20))
+    def preempt_what_was_just_scheduled(self, data: st.DataObject, scheduled_tokens: int) -> None:
+        """By priority, within one scheduling step: its tokens are cached and never computed."""
         request = data.draw(st.sampled_from(self.running))
         num_new_tokens = min(scheduled_tokens, request.num_tokens - request.num_computed_tokens)
         if num_new_tokens and self.world.manager.allocate_slots(request, num_new_tokens) is None:
@@ -156,9 +161,14 @@ class Lives(RuleBasedStateMachine):
 def test_lives(layout_name: str, interval_units: int | None) -> None:
     layout = LAYOUTS[layout_name]
     unit_tokens = max(spec.block_size for spec in layout.specs)
+
+    class LivesOfLayout(Lives):
+        pass
+
+    LivesOfLayout.layout = layout
     is_adaptive = interval_units is None
-    Lives.layout, Lives.interval = layout, None if is_adaptive else interval_units * unit_tokens
-    machine = Lives.TestCase
+    LivesOfLayout.interval = None if is_adaptive else interval_units * unit_tokens
+    machine = LivesOfLayout.TestCase
     machine.settings = settings(
         max_examples=40,
         stateful_step_count=60,
