@@ -48,6 +48,7 @@ def room_of(
         ([MAMBA], 400, 96, 2 + 3),  # a state is one page
         # Parts of one group share its blocks.
         ([FULL, WINDOW, INDEXER], 200, 100, 50 + 4 + 5),
+        ([WINDOW, FULL], 200, 100, 4 + 5 + 50),
     ],
 )
 def test_a_load_needs_what_it_holds_and_what_a_step_takes(

@@ -85,7 +85,7 @@ def move() -> Move:
 
 @pytest.fixture
 def make(move: Move) -> Iterator[Make]:
-    """Makes workers, whose threads end with the test; the first has stored its job."""
+    """Makes workers by the name of their layout; their threads end with the test."""
     pytest.importorskip("torch")
     from support.connector import small_workers
 
