@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import tokens
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,
