@@ -42,7 +42,6 @@ from support.scheduler.options import EngineOptions
 from support.scheduler.run import run
 from support.scheduler.workload import RequestPlan, Workload
 
-from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800
@@ -338,16 +337,3 @@ def test_a_long_path_of_checkpoints_is_dropped_with_its_engine() -> None:
         del world, request
         gc.collect()
     assert pool() is None
-
-
-@pytest.mark.parametrize("text", ["", "  "])
-def test_a_blank_interval_is_an_unset_one(text: str) -> None:
-    layout = Layout((full(4), window(4, 9)))
-    with retention_installed():
-        coordinator = BlockManager(layout, text).manager.coordinator
-        assert retention_of(coordinator) is None
-        assert coordinator.retention_interval is None
-    with adaptive_retention():
-        coordinator = BlockManager(layout, text).manager.coordinator
-        assert retention_of(coordinator).policy.interval_tokens == 0
-        assert coordinator.retention_interval is None
