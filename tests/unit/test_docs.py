@@ -41,7 +41,9 @@ def test_the_picture_of_the_rooms_has_the_layers_that_lint_holds_in_their_order(
     held = [set(re.findall(r"\w+", layer)) for layer in re.findall(r'"(.*)"', layers)]
     picture = (CHECKOUT / "docs" / "architecture.md").read_text().split("```")[1]
     drawn: list[str] = []
-    for names in re.findall(r"^ (?:[┌│└] )?(\w+/?(?:, \w+)*)  ", picture.replace("\n", "  \n"), re.MULTILINE):
+    for names in re.findall(
+        r"^ (?:[┌│└] )?(\w+/?(?:, \w+)*)  ", picture.replace("\n", "  \n"), re.MULTILINE
+    ):
         drawn += names.replace("/", "").split(", ")
     for rooms in held:
         assert set(drawn[: len(rooms)]) == rooms
