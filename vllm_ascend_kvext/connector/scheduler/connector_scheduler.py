@@ -101,9 +101,9 @@ class ConnectorScheduler:
         self._view = view
         self._clock = clock
         self._references = BlockReferences(view.block_pool)
-        refusal = _why_no_holes(view, layout, options)
-        self.computes_holes = refusal is None
-        if refusal:
+        refusal = _why_no_holes(view, layout, options.state_policy)
+        self.computes_holes = options.hole_reuse and refusal is None
+        if options.hole_reuse and refusal is not None:
             logger.warning("KvextConnector: hole_reuse is off: %s.", refusal)
         self.tier = HostTier(
             worker.host_bytes,
@@ -465,15 +465,13 @@ class ConnectorScheduler:
         self._cost.note_step(num_tokens, now_s - began_s)
 
 
-def _why_no_holes(view: SchedulerView, layout: HostLayout, options: ConnectorOptions) -> str | None:
-    """Why no request computes holes, empty where nobody asked for them; None if some may."""
-    if not options.hole_reuse:
-        return ""
+def _why_no_holes(view: SchedulerView, layout: HostLayout, states: StatePolicy) -> str | None:
+    """Why no request of this engine can compute holes; None if some can."""
     if not layout.geometry.needs_rows:
         return "the model has no full attention: what lies before a window need not be computed"
     if any(group.is_snapshot for group in layout.all_groups):
         return "the model has recurrent states, which are not kept where holes begin"
-    if options.state_policy is StatePolicy.SKIP:
+    if states is StatePolicy.SKIP:
         return "holes are exact, and state_policy=skip is not"
     if view.use_eagle or view.num_lookahead_tokens:
         return "draft tokens (EAGLE, MTP) would be computed beyond the end of a hole"
