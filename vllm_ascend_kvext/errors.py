@@ -36,3 +36,37 @@ class LMCacheError(KvextError):
     def __str__(self) -> str:
         expected, found, remedy = self.args
         return f"LMCacheMPConnector: expected {expected}, found {found}. {remedy}."
+
+
+class GroupError(KvextError, ValueError):
+    """A KV cache group contradicts itself, or is not understood.
+
+    The message names the layer or group, both numbers and the remedy.
+    """
+
+
+class LayoutError(GroupError):
+    """The KV cache config and the registered tensors contradict each other, or are not understood.
+
+    The message names the layer or group, both numbers and the remedy.
+    """
+
+
+class TokenRangeError(KvextError, ValueError):
+    """A token range, or the block ids that come with it, does not fit the layout."""
+
+
+class SegmentError(KvextError, ValueError):
+    """What a request says of its segments is wrong, or a segment cannot be stored or placed."""
+
+
+class BlendingError(KvextError, ValueError):
+    """Segments of this model, or in pages as these are, cannot be reused."""
+
+
+class TierError(KvextError, ValueError):
+    """A call that does not fit what the tier holds; nothing has changed."""
+
+
+class ConnectorError(KvextError):
+    """The connector cannot work with this configuration, or was used out of order."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.connector.hole_rows import (
     add_rows,

@@ -20,10 +20,10 @@ from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.store.counters import Refusal
 
 PROMPT = tokens(random.Random("prompt"), 100)

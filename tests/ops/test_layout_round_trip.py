@@ -10,8 +10,8 @@ from support.layout.fixtures import FIXTURES, deepseek_v4, latent_rows
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
+from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint, worker_fingerprint
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers

@@ -30,7 +30,6 @@ from support.connector.worker_configs import vllm_config, worker_options  # noqa
 from support.layout.byte_memory import chunk_bytes  # noqa: E402
 from support.layout.fakes import FullAttentionSpec, SlidingWindowSpec, config  # noqa: E402
 
-from vllm_ascend_kvext.blending.errors import SegmentError  # noqa: E402
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover  # noqa: E402
 from vllm_ascend_kvext.blending.token_rows import SegmentRows  # noqa: E402
 from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
@@ -43,6 +42,7 @@ from vllm_ascend_kvext.connector.common.messages import (  # noqa: E402
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions  # noqa: E402
 from vllm_ascend_kvext.connector.worker import loaded_models, worker_side  # noqa: E402
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide  # noqa: E402
+from vllm_ascend_kvext.errors import SegmentError  # noqa: E402
 from vllm_ascend_kvext.layout.build import build_layout  # noqa: E402
 from vllm_ascend_kvext.layout.model import RowAddressing  # noqa: E402
 from vllm_ascend_kvext.layout.planner import TransferPlanner  # noqa: E402

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.rotary import (
     READERS,
     REFUSED,
@@ -20,6 +19,7 @@ from vllm_ascend_kvext.blending.rotary import (
     read_rotary_signature,
 )
 from vllm_ascend_kvext.blending.rotation_check import check_rotation
+from vllm_ascend_kvext.errors import BlendingError
 
 if TYPE_CHECKING:
     import torch

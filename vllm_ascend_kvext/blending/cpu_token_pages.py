@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.rotary import RotarySignature
 from vllm_ascend_kvext.blending.token_rows import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.errors import BlendingError
 
 if TYPE_CHECKING:
     import torch

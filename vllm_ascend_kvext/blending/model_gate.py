@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import NamedTuple, Protocol
 
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.segments import behind_head
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.token_range import TokenRange
 
 NUM_SEGMENTS = 3

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.transfer.key_rotation import KeyRotation
 from vllm_ascend_kvext.transfer.schema import (
     DTYPE,

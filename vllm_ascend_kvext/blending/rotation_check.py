@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.rotary import (
     KeyPlane,
     RotarySignature,
@@ -22,6 +21,7 @@ from vllm_ascend_kvext.blending.rotary import (
     key_rotation,
     torch_dtype,
 )
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import (

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.key_check import check_keys
 from vllm_ascend_kvext.blending.rotary import KeyPlane, key_rotation, torch_dtype
 from vllm_ascend_kvext.blending.token_rows import (
@@ -31,6 +30,7 @@ from vllm_ascend_kvext.blending.token_rows import (
     TokenPlane,
     slots_of,
 )
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement

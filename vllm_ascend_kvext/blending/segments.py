@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
 from vllm_ascend_kvext.token_range import TokenRange
 

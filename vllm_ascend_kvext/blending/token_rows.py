@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_kvext.blending.errors import SegmentError
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.transfer.schema import HOST_ALIGNMENT_BYTES, RowDtype

@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.events import TierEvents
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
@@ -36,6 +35,7 @@ from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorS
 from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.errors import GroupError
 from vllm_ascend_kvext.groups.model import GroupKind
 
 _KINDS = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.errors import GroupError
 from vllm_ascend_kvext.groups.model import CacheGroup, GroupKind
 from vllm_ascend_kvext.groups.spec_attributes import (
     compress_ratio_of,

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.model import CacheGroup
 from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
 from vllm_ascend_kvext.layout.disjoint import OwnedRegion, check_disjoint
-from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RowAddressing
 from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
 from vllm_ascend_kvext.layout.views import StorageTable, device_type_of, tensors_of

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.layout.regions import Region
 
 

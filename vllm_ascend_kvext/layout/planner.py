@@ -16,7 +16,7 @@ from operator import itemgetter, not_
 
 import numpy as np
 
-from vllm_ascend_kvext.layout.errors import TokenRangeError
+from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
 from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.row_map import (

@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.specs import LayerSpec
-from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import RowAddressing
 from vllm_ascend_kvext.layout.views import TensorView
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
 from vllm_ascend_kvext.token_range import TokenRange
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_ascend_kvext.layout.errors import TokenRangeError
+from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.layout.row_map import MissingRows, RowMap
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import Table

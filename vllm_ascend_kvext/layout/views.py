@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.layout.model import KVLayout, RegisteredStorage
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.errors import LayoutError
 
 
 def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[str]:

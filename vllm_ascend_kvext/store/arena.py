@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_ascend_kvext.store.errors import TierError
+from vllm_ascend_kvext.errors import TierError
 
 ALIGNMENT_BYTES = 64
 """A multiple of what the transfer op asks for (``HOST_ALIGNMENT_BYTES``)."""

@@ -7,8 +7,8 @@ Before it gets more it is stored once more, as one, and its pieces go.
 
 from __future__ import annotations
 
+from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.entries import Kind, Piece
-from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.lookup import Lookup
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_ascend_kvext.store.errors import TierError
+from vllm_ascend_kvext.errors import TierError
 
 
 class Prefix(Protocol):

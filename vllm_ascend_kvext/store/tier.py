@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
 from vllm_ascend_kvext.store.entries import (
@@ -31,7 +32,6 @@ from vllm_ascend_kvext.store.entries import (
     Loadable,
     Piece,
 )
-from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.eviction import EvictionOrder
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall, StoredRun

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.key_check import FEWEST_PAIRS, find_pairs
 from vllm_ascend_kvext.blending.model_gate import (
     MIN_LIMITS,
@@ -27,6 +26,7 @@ from vllm_ascend_kvext.blending.model_gate import (
     difference,
     judge,
 )
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.token_range import TokenRange
 
 SINK = (1, 2)

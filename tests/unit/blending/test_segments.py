@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.segments import (
     SEGMENTS_KEY,
     STORE_KEY,
@@ -19,6 +18,7 @@ from vllm_ascend_kvext.blending.segments import (
     plan_blend,
     separated_segments,
 )
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.token_range import TokenRange
 
 

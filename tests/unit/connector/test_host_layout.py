@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from support.layout.byte_memory import make_group, make_layout
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout, common_layout
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner

@@ -18,10 +18,10 @@ import pytest
 
 from vllm_ascend_kvext.blending import question_selection
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.rotary import RotarySignature
 from vllm_ascend_kvext.blending.token_rows import TokenPlane
 from vllm_ascend_kvext.connector.common.messages import ProbeJob
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import PairStyle, RowDtype

@@ -23,7 +23,6 @@ from support.connector.worker_configs import (
     worker_options,
 )
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
     LoadJob,
@@ -33,7 +32,7 @@ from vllm_ascend_kvext.connector.common.messages import (
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.job_runner import MAX_FAILED_IN_A_ROW
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
-from vllm_ascend_kvext.layout.errors import LayoutError
+from vllm_ascend_kvext.errors import ConnectorError, LayoutError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.row_map import RowMap, StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart

@@ -22,7 +22,7 @@ from support.layout.fakes import (
     config,
 )
 
-from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.errors import GroupError
 from vllm_ascend_kvext.groups.model import (
     CacheGroup,
     GroupKind,

@@ -28,10 +28,9 @@ from support.layout.fakes import (
     tensor,
 )
 
-from vllm_ascend_kvext.groups.errors import GroupError
+from vllm_ascend_kvext.errors import GroupError, LayoutError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.model import LayoutGroup, RowAddressing
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 

@@ -8,8 +8,8 @@ import math
 import pytest
 from support.layout.byte_memory import make_group, make_layout
 
+from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.errors import TokenRangeError
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.rows import kept_rows, needed_rows

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES, Arena
-from vllm_ascend_kvext.store.errors import TierError
 
 CAPACITY_BYTES = 40 * ALIGNMENT_BYTES
 Places = dict[int, int]

@@ -10,9 +10,9 @@ import pytest
 from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, UNIT_TOKENS, SmallTier
 from unit.store.tier_model import TextPrefix
 
+from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
-from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.pieces import MAX_PIECES

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
 
+from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
-from vllm_ascend_kvext.store.errors import TierError
 from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.reuse import Reuse

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, StatePolicy

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import LoadJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
@@ -30,6 +29,7 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
 from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import (
@@ -30,6 +29,7 @@ from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.questions import Questions
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_span, with_holes

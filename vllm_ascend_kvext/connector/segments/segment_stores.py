@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import is_to_be_stored
 from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
@@ -26,6 +25,7 @@ from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.store.counters import Refusal
 from vllm_ascend_kvext.store.entries import Entry

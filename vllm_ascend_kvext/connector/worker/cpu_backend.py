@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.blending.errors import BlendingError
+from vllm_ascend_kvext.errors import BlendingError
 
 if TYPE_CHECKING:
     import torch

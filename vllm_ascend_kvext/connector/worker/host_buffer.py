@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
+from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.settings import ASCEND_KERNEL_VARIABLE, parse_uses_ascend_kernel
 from vllm_ascend_kvext.transfer.ascend.kernel import AscendKernelBackend
 from vllm_ascend_kvext.transfer.errors import BackendError

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.errors import SegmentError
 from vllm_ascend_kvext.blending.key_check import KeyGate
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
+from vllm_ascend_kvext.errors import ConnectorError, SegmentError
 from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
 from vllm_ascend_kvext.layout.planner import TransferPlanner
 from vllm_ascend_kvext.layout.row_map import MissingRows

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.question_selection import Scores, attention_scores
 from vllm_ascend_kvext.blending.rotary import torch_dtype
 from vllm_ascend_kvext.blending.token_rows import TokenPages, slots_of
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import ProbeJob
+from vllm_ascend_kvext.errors import BlendingError, ConnectorError
 
 if TYPE_CHECKING:
     import torch

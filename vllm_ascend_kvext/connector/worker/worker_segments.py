@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.blending.attention_keys import LayerKeys, read_layer_keys, shares_pages
 from vllm_ascend_kvext.blending.cpu_token_pages import CpuLayer, CpuTokenPages
 from vllm_ascend_kvext.blending.device_token_pages import DeviceTokenPages, PlacedPlane
-from vllm_ascend_kvext.blending.errors import BlendingError
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, TokenPages, TokenPlane
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
 from vllm_ascend_kvext.connector.worker.loaded_models import model_with
 from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe, check_layer_of
+from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.layout.views import tensors_of

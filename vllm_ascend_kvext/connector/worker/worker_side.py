@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.connector.common.errors import ConnectorError
 from vllm_ascend_kvext.connector.common.messages import (
     ConnectorMetadata,
     Direction,
@@ -38,9 +37,8 @@ from vllm_ascend_kvext.connector.worker.job_runner import Job, JobRunner, Move, 
 from vllm_ascend_kvext.connector.worker.question_probe import QuestionProbe
 from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker.worker_segments import WorkerSegments
-from vllm_ascend_kvext.errors import KvextError
+from vllm_ascend_kvext.errors import ConnectorError, KvextError, LayoutError
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.errors import LayoutError
 from vllm_ascend_kvext.layout.fingerprint import worker_fingerprint
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import storage_tensors
