@@ -31,7 +31,7 @@ def union(runs: Iterable[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 def without(runs: Iterable[TokenRange], taken: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-    """What is left of some runs. All ascend, and those that are taken do not touch."""
+    """What is left of some runs. All ascend, and those that are taken do not overlap."""
     left: list[TokenRange] = []
     num_behind = 0  # Of those taken: that end before what is looked at.
     for first_tokens, end_tokens in runs:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_span, with_holes
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_spans, with_holes
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.lookup import Hit, StoredRows, StoredRun
+from vllm_ascend_kvext.store.lookup import Hit, StoredRun
 from vllm_ascend_kvext.store.tier import HostTier
-from vllm_ascend_kvext.token_range import TokenRange, union, without
+from vllm_ascend_kvext.token_range import TokenRange, without
 
 
 def plan_behind_holes(
@@ -41,14 +41,14 @@ def plan_behind_holes(
         tails = {entry.piece.end_tokens: entry for entry in found}
     starts = sorted(tails) if geometry.needs_tails else None
     device = [TokenRange(0, after_tokens)] if after_tokens else []
-    rows = union([*device, *(TokenRange(run.first_tokens, run.end_tokens) for run in runs)])
+    rows = [*device, *(TokenRange(run.first_tokens, run.end_tokens) for run in runs)]
     computed = plan_spans(num_tokens, rows, starts, min_run_tokens)
     *holes, end = computed
     if not holes or holes[0].first_tokens < after_tokens:
         return None
     boundary_tokens = end.first_tokens
     cached = without([TokenRange(0, num_tokens)], computed)
-    loaded = map(loaded_span, _within(runs, cached))
+    loaded = (span for run in _within(runs, cached) for span in loaded_spans(run.rows))
     begins = [hole.first_tokens for hole in holes]
     needed = {begin: tails[begin] for begin in (*begins, boundary_tokens) if begin in tails}
     spans = tuple(with_holes(after_tokens, loaded, boundary_tokens))
@@ -76,7 +76,7 @@ def plan_spans(
 
     Args:
         rows: Tokens whose rows are cached in all groups of full attention; not the last token,
-            whose output is wanted. Ascending runs that do not touch.
+            whose output is wanted. Ascending runs.
         starts: Tokens, ascending, at which windows and states are cached; the first token needs
             none. None if the model has no windows or states: a span then begins anywhere.
         min_run_tokens: A cached run behind a hole that is shorter is computed with the hole.
@@ -94,18 +94,18 @@ def plan_spans(
     return tuple(computed)
 
 
-def _within(stored: Iterable[StoredRun], ranges: Sequence[TokenRange]) -> Iterator[StoredRows]:
-    """What of stored rows lies in some ranges. Both ascend; there may be thousands."""
+def _within(stored: Iterable[StoredRun], ranges: Sequence[TokenRange]) -> Iterator[StoredRun]:
+    """What of stored runs lies in some ranges. Both ascend; there may be thousands."""
     num_behind = 0  # Ranges that end before what is looked at.
     for run in stored:
-        for entry, first_tokens, end_tokens in run.rows:
-            while num_behind < len(ranges) and ranges[num_behind].end_tokens <= first_tokens:
-                num_behind += 1
-            for index in range(num_behind, len(ranges)):
-                if end_tokens <= ranges[index].first_tokens:
-                    break
-                yield StoredRows(
-                    entry,
-                    max(first_tokens, ranges[index].first_tokens),
-                    min(end_tokens, ranges[index].end_tokens),
-                )
+        while num_behind < len(ranges) and ranges[num_behind].end_tokens <= run.first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(ranges)):
+            begin, end = ranges[index]
+            if run.end_tokens <= begin:
+                break
+            if run.first_tokens < begin or end < run.end_tokens:
+                first_tokens, end_tokens, entries = run
+                yield StoredRun(max(first_tokens, begin), min(end_tokens, end), entries)
+            else:
+                yield run

@@ -122,14 +122,15 @@ def plan_of_hit(hit: Hit) -> LoadPlan:
         hit.after_tokens,
         hit.boundary_tokens,
         hit.boundary_tokens,
-        tuple(map(loaded_span, hit.rows)),
+        tuple(loaded_spans(hit.run.rows)),
         tails,
     )
 
 
-def loaded_span(rows: StoredRows) -> Span:
-    """The span of rows that are loaded to where they were stored."""
-    return Span(rows.first_tokens, rows.end_tokens, rows.entry, rows.first_tokens)
+def loaded_spans(rows: Iterable[StoredRows]) -> Iterator[Span]:
+    """Spans of rows that are loaded to where they were stored."""
+    for entry, first_tokens, end_tokens in rows:
+        yield Span(first_tokens, end_tokens, entry, first_tokens)
 
 
 def with_holes(first_tokens: int, loaded: Iterable[Span], end_tokens: int) -> Iterator[Span]:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-from vllm_ascend_kvext.store.prefix import Prefix
+from typing import Any, NamedTuple
 
 
 class Kind(enum.IntEnum):
@@ -98,22 +96,6 @@ class Entry:
     @property
     def is_evictable(self) -> bool:
         return self.state is EntryState.STORED and not self.num_pins
-
-
-class Loadable(Protocol):
-    """What is read together, for one request."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """The prefix of the request."""
-
-    @property
-    def boundary_tokens(self) -> int:
-        """Where the request resumes: its rows up to there are renewed."""
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Everything that is read."""
 
 
 @dataclass(slots=True, eq=False)

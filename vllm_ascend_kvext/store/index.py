@@ -113,9 +113,9 @@ def _reach(entry: Entry) -> tuple[int, int]:
 
 
 def _upto(table: _Table, keys: Sequence[bytes]) -> int:
-    for number in range(len(keys), 0, -1):
-        if keys[number - 1] in table:
-            return number
+    for num_behind, key in enumerate(reversed(keys)):
+        if key in table:
+            return len(keys) - num_behind
     return 0
 
 

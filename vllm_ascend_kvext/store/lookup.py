@@ -10,7 +10,6 @@ whose neighbour is there; looking for all tails, to the units of the range.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,7 +66,7 @@ class StoredRun(NamedTuple):
     entries: tuple[Entry, ...]
 
     @property
-    def rows(self) -> Iterator[StoredRows]:
+    def rows(self) -> list[StoredRows]:
         """What is read of each entry.
 
         Rows that a later entry has, too, are those of another prefix in the earlier one::
@@ -75,11 +74,14 @@ class StoredRun(NamedTuple):
             found by the key at 8      rows 0 ── 8 ── 16    of another request
             found by the key at 24          rows 8 ──────── 24
         """
-        for entry, following in itertools.zip_longest(self.entries, self.entries[1:]):
-            first = max(entry.piece.first_tokens, self.first_tokens)
-            end = entry.piece.end_tokens if following is None else following.piece.first_tokens
-            if first < min(end, self.end_tokens):
-                yield StoredRows(entry, first, min(end, self.end_tokens))
+        rows = []
+        end_tokens = self.end_tokens
+        for entry in reversed(self.entries):
+            first_tokens = max(entry.piece.first_tokens, self.first_tokens)
+            if first_tokens < end_tokens:
+                rows.append(StoredRows(entry, first_tokens, end_tokens))
+                end_tokens = first_tokens
+        return rows[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +89,26 @@ class Hit:
     """How much of a prefix can be loaded without a gap.
 
     Attributes:
-        boundary_tokens: Where the request can resume; ``after_tokens`` if nothing can be loaded.
-        rows: Rows to load, ascending, from ``after_tokens`` to ``boundary_tokens``. Empty if the
-            model has no full attention.
+        run: From what the device has to where the request can resume; empty if nothing can be
+            loaded. It has no entries if the model has no full attention.
         tails: The tails at the boundary; None if the model has none, or nothing can be loaded.
         shortfall: Why it is not more; None if there is no later boundary within the limit.
     """
 
     prefix: Prefix
-    after_tokens: int
-    boundary_tokens: int
-    rows: tuple[StoredRows, ...] = ()
+    run: StoredRun
     tails: Entry | None = None
     shortfall: Shortfall | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens from the device's to the boundary."""
-        return self.boundary_tokens - self.after_tokens
+    def after_tokens(self) -> int:
+        """What the device has."""
+        return self.run.first_tokens
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Everything that is read."""
-        rows = [rows.entry for rows in self.rows]
-        return tuple(rows) if self.tails is None else (*rows, self.tails)
+    def boundary_tokens(self) -> int:
+        """Where the request can resume."""
+        return self.run.end_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +126,9 @@ class Lookup:
             after_tokens: What the device has: rows before it are not needed.
         """
         limit_tokens = self._limit(limit_tokens)
-        nothing = Hit(self.prefix, after_tokens, after_tokens, shortfall=Shortfall.BELOW_UNIT)
+        nothing = Hit(self.prefix, StoredRun(after_tokens, after_tokens, ()))
         if limit_tokens <= after_tokens:
-            return nothing
+            return replace(nothing, shortfall=Shortfall.BELOW_UNIT)
         run = StoredRun(after_tokens, limit_tokens, ())
         shortfall: Shortfall | None = None
         if self.geometry.needs_rows:
@@ -141,7 +139,7 @@ class Lookup:
                 missed = self._boundaries(end_tokens, min(chunk_end, limit_tokens))
                 shortfall = self._why_lost(lost, Kind.ROWS, missed) or Shortfall.NEVER_STORED
         if not self.geometry.needs_tails:
-            return Hit(self.prefix, *run[:2], tuple(run.rows), shortfall=shortfall)
+            return Hit(self.prefix, run, shortfall=shortfall)
         boundaries = self._boundaries(after_tokens, run.end_tokens)
         num_before = self.index.upto_stored(Kind.TAILS, self.prefix.keys_at(boundaries))
         if missed := boundaries[num_before:]:
@@ -150,8 +148,7 @@ class Lookup:
             return replace(nothing, shortfall=shortfall)
         boundary = boundaries[num_before - 1]
         tails = self.index.stored(Kind.TAILS, self.prefix.key_at(boundary))
-        rows = tuple(run._replace(end_tokens=boundary).rows)
-        return Hit(self.prefix, after_tokens, boundary, rows, tails, shortfall)
+        return Hit(self.prefix, run._replace(end_tokens=boundary), tails, shortfall)
 
     def first_run(
         self, limit_tokens: int, after_tokens: int, with_storing: bool = False
@@ -179,18 +176,23 @@ class Lookup:
         """
         limit_tokens = self._limit(limit_tokens)
         runs: list[StoredRun] = []
-        position = run_end = after_tokens
+        entries: list[Entry] = []
+        position = first_tokens = end_tokens = after_tokens
         while position < limit_tokens:
             target = min(self.geometry.chunk_end(position), limit_tokens)
-            is_at_gap = position != run_end
+            is_at_gap = position != end_tokens
             if not is_at_gap or self.index.stored(Kind.ROWS, self.prefix.key_at(target)):
                 for run in self.runs_of_chunk(position, target):
-                    if runs and run_end == run.first_tokens:
-                        first_tokens, _, entries = runs.pop()
-                        run = StoredRun(first_tokens, run.end_tokens, entries + run.entries)
-                    runs.append(run)
-                    run_end = run.end_tokens
+                    if run.first_tokens != end_tokens:
+                        if entries:
+                            runs.append(StoredRun(first_tokens, end_tokens, tuple(entries)))
+                        entries = []
+                        first_tokens = run.first_tokens
+                    entries += run.entries
+                    end_tokens = run.end_tokens
             position = target
+        if entries:
+            runs.append(StoredRun(first_tokens, end_tokens, tuple(entries)))
         return runs
 
     def find_all_tails(self, limit_tokens: int, after_tokens: int) -> list[Entry]:
@@ -201,28 +203,47 @@ class Lookup:
     def runs_of_chunk(
         self, first_tokens: int, end_tokens: int, with_storing: bool = False
     ) -> list[StoredRun]:
-        """The rows of a part of one chunk; walks back from its end."""
+        """The rows of a part of one chunk, which is not empty."""
         find = self.index.present if with_storing else self.index.stored
-        upto = self.index.upto_present if with_storing else self.index.upto_stored
+        last = find(Kind.ROWS, self.prefix.key_at(end_tokens))
+        if last is not None and last.piece.first_tokens <= first_tokens:
+            return [StoredRun(first_tokens, end_tokens, (last,))]  # Nearly all chunks are so.
+        if last is None:
+            end_tokens = self._end_before(first_tokens, end_tokens, with_storing)
         runs: list[StoredRun] = []
-        entries: list[Entry] = []
-        boundary = run_end = end_tokens
+        for boundary, entry in self.walk_back(first_tokens, end_tokens, with_storing):
+            begin = max(entry.piece.first_tokens, first_tokens)
+            if runs and runs[-1].first_tokens == boundary:
+                later = runs.pop()
+                runs.append(StoredRun(begin, later.end_tokens, (entry, *later.entries)))
+            else:
+                runs.append(StoredRun(begin, boundary, (entry,)))
+        return runs[::-1]
+
+    def walk_back(
+        self, first_tokens: int, end_tokens: int, with_storing: bool = False
+    ) -> Iterator[tuple[int, Entry]]:
+        """Entries with rows of a range, the last first; and up to where each is read."""
+        find = self.index.present if with_storing else self.index.stored
+        boundary = end_tokens
         while boundary > first_tokens:
             entry = find(Kind.ROWS, self.prefix.key_at(boundary))
-            if entry is not None:
-                entries.append(entry)
+            if entry is None:
+                chunk_start = max(first_tokens, self.geometry.chunk_start(boundary))
+                boundary = self._end_before(chunk_start, boundary, with_storing)
+            else:
+                yield boundary, entry
                 boundary = entry.piece.first_tokens
-                continue
-            if entries:
-                runs.append(StoredRun(boundary, run_end, tuple(entries[::-1])))
-                entries = []
-            # One slice of keys takes less time than a question per boundary.
-            boundaries = self._boundaries(first_tokens, boundary - self.geometry.unit_tokens)
-            num_before = upto(Kind.ROWS, self.prefix.keys_at(boundaries))
-            boundary = run_end = boundaries[num_before - 1] if num_before else first_tokens
-        if entries:
-            runs.append(StoredRun(max(boundary, first_tokens), run_end, tuple(entries[::-1])))
-        return runs[::-1]
+
+    def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
+        """Where the rows of a range end that lacks those before its last boundary.
+
+        One slice of keys takes less time than a question per boundary.
+        """
+        upto = self.index.upto_present if with_storing else self.index.upto_stored
+        boundaries = self._boundaries(first_tokens, boundary_tokens - self.geometry.unit_tokens)
+        num_before = upto(Kind.ROWS, self.prefix.keys_at(boundaries))
+        return boundaries[num_before - 1] if num_before else first_tokens
 
     def _limit(self, limit_tokens: int) -> int:
         return self.geometry.floor(min(limit_tokens, self.prefix.num_tokens))

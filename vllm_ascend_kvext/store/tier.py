@@ -5,7 +5,7 @@ A request, from its admission on::
 
     use = tier.next_use()
     hit = tier.look_up(prefix, limit_tokens, after_tokens)      what can be loaded
-    load = tier.begin_load(hit, use)                            pins it
+    load = tier.begin_load(prefix, boundary, entries, use)      pins it
     tier.end_load(load, unreadable)                             once no worker reads it any more
 
     for piece in tier.missing_pieces(prefix, first, end):       what it has computed
@@ -24,14 +24,7 @@ from typing import Any
 from vllm_ascend_kvext.errors import TierError
 from vllm_ascend_kvext.store.arena import Arena
 from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
-from vllm_ascend_kvext.store.entries import (
-    Entry,
-    EntryState,
-    Kind,
-    Load,
-    Loadable,
-    Piece,
-)
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.eviction import EvictionOrder
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall, StoredRun
@@ -130,15 +123,18 @@ class HostTier:
         """All stored tails of a range of boundaries, ascending; changes nothing."""
         return self._lookup(prefix).find_all_tails(limit_tokens, after_tokens)
 
-    def begin_load(self, found: Loadable, use: int) -> Load | None:
+    def begin_load(
+        self, prefix: Prefix, boundary_tokens: int, entries: tuple[Entry, ...], use: int
+    ) -> Load | None:
         """Pin what was found. None, and nothing is pinned, if some of it is not there any more.
 
-        ``use`` is that of the request's admission.
+        Args:
+            boundary_tokens: Where the request resumes: its rows up to there are renewed.
+            use: That of the request's admission.
         """
-        entries = found.entries
         if not all(entry.state is EntryState.STORED for entry in entries):
             return None
-        self.renew(found.prefix, found.boundary_tokens, use)
+        self.renew(prefix, boundary_tokens, use)
         for entry in entries:
             entry.num_pins += 1
             entry.use = max(entry.use, use)
@@ -178,16 +174,11 @@ class HostTier:
         """
         if not self.geometry.needs_rows:
             return
-        lookup = self._lookup(prefix)
         boundary = self.geometry.floor(min(upto_tokens, prefix.num_tokens))
-        while boundary > 0:
-            chunk_first = self.geometry.chunk_start(boundary)
-            runs = lookup.runs_of_chunk(chunk_first, boundary, with_storing=True)
-            for entry in reversed([entry for run in runs for entry in run.entries]):
-                if entry.use >= use:
-                    return
-                entry.use = use
-            boundary = chunk_first
+        for _, entry in self._lookup(prefix).walk_back(0, boundary, with_storing=True):
+            if entry.use >= use:
+                return
+            entry.use = use
 
     # Stores.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.store.small_tier import SmallTier
+from unit.store.small_tier import SmallTier, pin
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes, plan_spans
@@ -89,7 +89,7 @@ def test_plan_goes_on_behind_holes(name: str) -> None:
     assert [entry.piece[1:] for entry in plan.entries] == loaded
     assert {hole.first_tokens for hole in plan.holes} - {0} <= {*plan.tails} or not tails
     assert plan.hole_tokens + plan.loaded_tokens == plan.num_tokens
-    load = tier.begin_load(plan, tier.next_use())
+    load = pin(tier, plan, tier.next_use())
     assert load is not None
     assert load.entries == plan.entries
 

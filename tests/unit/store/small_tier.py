@@ -7,8 +7,9 @@ from typing import Any
 
 from unit.store.tier_model import TextPrefix
 
+from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.counters import Refusal, Removal
-from vllm_ascend_kvext.store.entries import Entry, Piece
+from vllm_ascend_kvext.store.entries import Entry, Load, Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.prefix import TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
@@ -58,3 +59,8 @@ class SmallTier(HostTier):
 
     def evicted(self) -> list[Entry]:
         return [entry for entry, removal in self.removed if removal is Removal.EVICTED]
+
+
+def pin(tier: HostTier, plan: LoadPlan, use: int) -> Load | None:
+    """Begin the load of a plan."""
+    return tier.begin_load(plan.prefix, plan.boundary_tokens, plan.entries, use)

@@ -7,10 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, UNIT_TOKENS, SmallTier
+from unit.store.small_tier import CHUNK_TOKENS, PLACE_BYTES, UNIT_TOKENS, SmallTier, pin
 from unit.store.tier_model import TextPrefix
 
 from vllm_ascend_kvext.errors import TierError
+from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
@@ -53,7 +54,7 @@ def test_a_chunk_in_too_many_pieces_is_stored_as_one_and_they_go() -> None:
     whole = tier.store(text, Piece.rows(0, 12))
     assert [entry.piece.end_tokens for entry, _ in tier.removed] == [2, 4, 6, 8]
     assert tier.counters.entries_held == 1
-    assert tier.find(text[:6] + "another").entries == (whole,)
+    assert tier.find(text[:6] + "another").run.entries == (whole,)
 
 
 def test_an_old_eviction_is_forgotten_and_a_reset_forgets_all() -> None:
@@ -123,10 +124,10 @@ def test_a_hit_that_gave_way_meanwhile_is_not_loaded() -> None:
     tier = SmallTier(2)
     text = "".join(text_of(number) for number in range(2))
     tier.store_prefix(text)
-    hit = tier.find(text)
+    plan = plan_of_hit(tier.find(text))
     store_chunk(tier, 7)
-    assert tier.begin_load(hit, tier.next_use()) is None
-    assert not any(entry.num_pins for entry in hit.entries)
+    assert pin(tier, plan, tier.next_use()) is None
+    assert not any(entry.num_pins for entry in plan.entries)
 
 
 def store_small_among_large(tier: SmallTier, num_small: int) -> tuple[list[Entry], list[Entry]]:
@@ -159,7 +160,7 @@ def test_after_many_tries_what_is_large_enough_by_itself_goes() -> None:
 def test_where_none_is_large_enough_lesser_neighbours_go_together() -> None:
     tier = SmallTier(3 * MAX_TRIED)
     small, large = store_small_among_large(tier, MAX_TRIED)
-    tier.begin_load(tier.find(text_of(1000)), large[0].use)
+    pin(tier, plan_of_hit(tier.find(text_of(1000))), large[0].use)
     tier.store(text_of(5000), CHUNK, 5)
     assert tier.evicted() == [*small, *large[1:3]]
     assert large[0].state is EntryState.STORED, "it is being loaded"
@@ -218,7 +219,7 @@ def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None
         lengths[name] = lengths.get(name, 0) + UNIT_TOKENS * chance.randrange(3, 30)
         prefix = TextPrefix(chr(256 + name) * lengths[name])
         use = tier.next_use()
-        load = tier.begin_load(tier.look_up(prefix, prefix.num_tokens), use)
+        load = pin(tier, plan_of_hit(tier.look_up(prefix, prefix.num_tokens)), use)
         assert load is not None
         tier.end_load(load)
         entries = []

@@ -17,9 +17,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from unit.store.small_tier import pin
 from unit.store.tier_model import ALIGNMENT_BYTES, ModelEntry, ModelTier, TextPrefix
 
 from vllm_ascend_kvext.errors import TierError
+from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
@@ -90,11 +92,11 @@ class TierMachine(RuleBasedStateMachine):
         prefix = TextPrefix(text)
         hit = self.tier.look_up(prefix, limit, after)
         assert (hit.boundary_tokens, hit.shortfall) == self.model.find(prefix, limit, after)
-        assert bool(hit.entries) == (hit.num_tokens > 0)
-        assert len(set(hit.entries)) == len(hit.entries)
-        assert self.model.can_load(hit)
+        plan = plan_of_hit(hit)
+        assert bool(plan.entries) == (plan.num_tokens > 0)
+        assert self.model.can_load(plan)
         position = after
-        for entry, first, end in hit.rows:
+        for entry, first, end in hit.run.rows:
             assert entry.piece.first_tokens <= first == position < end
             assert self.model.of(entry).text[:end] == text[:end]
             position = end
@@ -122,7 +124,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(text=texts, after=st.sampled_from([0, 0, 3, 8, 12]))
     def load(self, text: str, after: int) -> None:
         hit = self.tier.look_up(TextPrefix(text), len(text), after)
-        load = self.tier.begin_load(hit, self.use)
+        load = pin(self.tier, plan_of_hit(hit), self.use)
         assert load is not None
         self.model.renew(text[: hit.boundary_tokens], self.use)
         for entry in load.entries:

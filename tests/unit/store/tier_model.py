@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
-from vllm_ascend_kvext.store.lookup import Hit, Shortfall
+from vllm_ascend_kvext.store.lookup import Shortfall
 from vllm_ascend_kvext.store.prefix import TierGeometry
 
 ALIGNMENT_BYTES = 64
@@ -163,19 +164,19 @@ class ModelTier:
                 return self.lost[kind, part]
         return None
 
-    def can_load(self, hit: Hit) -> bool:
-        """Whether the entries of a hit have all that a resume at its boundary needs."""
-        if not hit.num_tokens:
+    def can_load(self, plan: LoadPlan) -> bool:
+        """Whether the entries of a plan have all that a resume at its boundary needs."""
+        if not plan.num_tokens:
             return True
-        text = hit.prefix.text  # type: ignore[attr-defined]
-        loaded = [self.of(entry) for entry in hit.entries]
+        text = plan.prefix.text  # type: ignore[attr-defined]
+        loaded = [self.of(entry) for entry in plan.entries]
         unit_tokens = self.geometry.unit_tokens
-        for first in range(hit.after_tokens, hit.boundary_tokens, unit_tokens):
+        for first in range(plan.after_tokens, plan.boundary_tokens, unit_tokens):
             needed = text[: first - first % unit_tokens + unit_tokens]
             has_rows = any(each in loaded for each in self.holding(Kind.ROWS, needed))
             if self.geometry.needs_rows and not has_rows:
                 return False
-        tails = self.holding(Kind.TAILS, text[: hit.boundary_tokens])
+        tails = self.holding(Kind.TAILS, text[: plan.boundary_tokens])
         return not self.geometry.needs_tails or any(each in loaded for each in tails)
 
     def texts_of(self, each: ModelEntry) -> list[str]:

@@ -200,7 +200,9 @@ class Loads:
             return 0
         if self._holes_need_more_blocks(request, admission, plan):
             return None
-        load = self._tier.begin_load(plan, self._tier.next_use())
+        load = self._tier.begin_load(
+            prefix, plan.boundary_tokens, plan.entries, self._tier.next_use()
+        )
         if load is None:
             return 0
         admission.pinned = RequestLoad(plan, load)
@@ -247,19 +249,18 @@ class Loads:
 
     def _plan_without_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan:
         """The plan that goes on behind holes, if that costs less than it saves and has room."""
-        first = plan_of_hit(hit)
         if not self._computes_holes or admission.hole_refusal is not None:
-            return first
+            return plan_of_hit(hit)
         beyond = plan_behind_holes(self._tier, hit, request.num_tokens, MIN_RUN_TOKENS)
         if beyond is None:
-            return first
+            return plan_of_hit(hit)
         refusal = why_no_holes(request)
         if refusal is None and self._has_no_room(request, admission, beyond):
             refusal = HoleRefusal.ROOM
         if refusal is None and self._takes_longer(beyond):
             refusal = HoleRefusal.TOO_DEAR
         admission.hole_refusal = refusal
-        return beyond if refusal is None else first
+        return beyond if refusal is None else plan_of_hit(hit)
 
     def _holes_need_more_blocks(
         self, request: Request, admission: Admission, plan: LoadPlan

@@ -32,7 +32,7 @@ from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_span, with_holes
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, with_holes
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -203,7 +203,7 @@ class Blending(NoSegments):
         if self.questions is not None:
             heads = (span._replace(is_computed=True) for span in _cut(found, plan.holes))
             loaded = sorted((*loaded, *heads))
-        exact = map(loaded_span, hit.rows)
+        exact = loaded_spans(hit.run.rows)
         behind = with_holes(exact_tokens, loaded, plan.resume_tokens)
         tails = {} if hit.tails is None else {exact_tokens: hit.tails}
         return LoadPlan(
