@@ -31,9 +31,9 @@ LAYOUT = SegmentLayout(row_bytes=(64, 128), fingerprint="one")
 class SmallStore(SegmentStore):
     """A tier of some bytes, and what requests do with it in one line."""
 
-    def __init__(self, capacity_bytes: int = 1 << 20, fingerprint: str = "one") -> None:
+    def __init__(self, capacity_bytes: int = 1 << 20) -> None:
         self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
-        super().__init__(self.tier, LAYOUT, fingerprint, SINK)
+        super().__init__(self.tier, LAYOUT, "one", SINK)
 
     def store(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         prefix = self.prefix(token_ids, cache_salt)

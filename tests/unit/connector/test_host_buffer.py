@@ -45,12 +45,6 @@ def pinned(torch: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return asked
 
 
-@pytest.fixture
-def kernel(mocker: MockerFixture) -> mock.Mock:
-    """A kernel backend that can be had."""
-    return mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
-
-
 def test_memory_beside_a_cpu_is_plain(torch: Any, pinned: list[bool]) -> None:
     buffer = HostBuffer.allocate(1000, CPU)
     assert not pinned
@@ -117,8 +111,9 @@ def test_memory_that_rounding_loses_is_told(
 
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_memory_beside_an_npu_is_pinned_and_mapped_for_a_wanted_kernel(
-    is_wanted: bool, pinned: list[bool], kernel: mock.Mock, monkeypatch: pytest.MonkeyPatch
+    is_wanted: bool, pinned: list[bool], mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernel = mocker.patch.object(host_buffer, "AscendKernelBackend").return_value
     if is_wanted:
         monkeypatch.setenv(ASCEND_KERNEL_VARIABLE, "1")
     buffer = HostBuffer.allocate(4096, NPU)

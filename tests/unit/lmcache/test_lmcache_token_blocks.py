@@ -12,8 +12,6 @@ from support.layout.fakes import (
     BFLOAT16,
     FLOAT32,
     AscendMLAAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
     SlidingWindowMLASpec,
     config,
 )
@@ -59,15 +57,6 @@ def test_a_block_stands_for_the_tokens_that_its_rows_hold(
         assert type(new_spec).__name__ == type(old_spec).__name__
         assert isinstance(new_spec, type(old_spec))
     assert counted_in_tokens(new) is new
-
-
-def test_a_config_that_counts_tokens_is_handed_on_itself() -> None:
-    groups = config(
-        9,
-        (FullAttentionSpec(block_size=16), "a"),
-        (MLAAttentionSpec(block_size=256, head_size=512, compress_ratio=4), "b"),
-    )
-    assert counted_in_tokens(groups) is groups
 
 
 def test_bundles_of_layers_count_tokens_too() -> None:
