@@ -12,12 +12,13 @@ from vllm_ascend_kvext.token_range import TokenRange, without
 
 
 class CountedRuns(list[TokenRange]):
-    """Counts how often one of them is read."""
+    """Each may be read a few times."""
 
     num_read = 0
 
     def __getitem__(self, index: Any) -> Any:
         self.num_read += 1
+        assert self.num_read < 10 * len(self)
         return super().__getitem__(index)
 
 
@@ -36,7 +37,6 @@ def test_segments_are_not_compared_each_with_each() -> None:
     found = [Span(run.first_tokens, run.end_tokens + 3) for run in runs]
     cut = _cut(found, runs)
     left = without([TokenRange(run.first_tokens, run.end_tokens + 3) for run in runs], runs)
-    assert runs.num_read < 10 * len(runs)
     assert [(rows.first_tokens, rows.end_tokens) for rows in cut] == runs
     assert left == tuple(TokenRange(run.end_tokens, run.end_tokens + 3) for run in runs)
 
