@@ -274,19 +274,3 @@ def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) ->
             engine.step()
         assert engine.reset(reset_running_requests=True)
         serve(engine)
-
-
-def test_references_of_the_connector_are_no_common_prefix() -> None:
-    """Cascade attention would read the blocks of one request for all of them."""
-    rng = random.Random(10)
-    with engine_of(FULL, caching=True) as engine:
-        for name in ("first", "second"):
-            engine.add_request(plan_of(name, tokens(rng, len(PROMPT)), max_tokens=30))
-        (worker,) = engine.workers
-        manager = engine.scheduler.kv_cache_manager
-        with mock.patch.object(worker.transfers, "end_some"):
-            while len(engine.scheduler.running) < 2 or not engine.side.num_references:
-                engine.step()
-            assert manager.coordinator.get_num_common_prefix_blocks("first") != [0]
-            assert manager.get_num_common_prefix_blocks("first") == [0]
-        serve(engine)

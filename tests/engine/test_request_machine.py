@@ -278,6 +278,8 @@ class Watch:
         request = self._engine.requests[request_id]
         if STORE_KEY in (request.sampling_params.extra_args or {}):
             assert mark is not None and mark.keys() == {"kvext_stored_tokens"}
+            num_tokens = request.num_prompt_tokens - len(self._engine.sink_ids)
+            assert mark["kvext_stored_tokens"] in (0, num_tokens)
             counts["stores that were answered"] += bool(mark["kvext_stored_tokens"])
             return
         reused = self._engine.reused.get(request_id) or self._answered.get(request_id)
@@ -542,13 +544,17 @@ class RequestMachine(RuleBasedStateMachine):
         resets_connector=st.integers(0, 9).map(lambda number: number == 9),
     )
     def reset(self, restarts_running: bool, resets_connector: bool) -> None:
-        if not restarts_running or not self._can_restart_running():
-            self.engine.reset(False, resets_connector)
-            return
-        self.watch.began_again |= {request.request_id for request in self._live()}
-        counts["resets of running requests"] += 1
-        counts["resets of blended requests"] += bool(self.engine.reused)
-        assert self.engine.reset(True, resets_connector)
+        restarts_running &= self._can_restart_running()
+        if restarts_running:
+            self.watch.began_again |= {request.request_id for request in self._live()}
+            counts["resets of running requests"] += 1
+            counts["resets of blended requests"] += bool(self.engine.reused)
+        has_reset = self.engine.reset(restarts_running, resets_connector)
+        if restarts_running:
+            assert has_reset
+            assert not self.engine.held.num_planned_stores, "sleep takes pages away before a step"
+        if resets_connector:
+            assert all(entry.state is not EntryState.STORED for entry in self.engine.entries)
 
     # The end.
 

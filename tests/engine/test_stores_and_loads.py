@@ -214,41 +214,6 @@ def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
         check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None:
-    with engine_of(FULL, NEVER, num_workers=2) as engine:
-        engine.workers[failing].transfers._script = TransferScript(failing_stores=1.0)
-        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
-        while engine.scheduler.requests:
-            engine.step()
-        num_entries = len(engine.entries)
-        assert num_entries, "the other worker still writes to these places"
-        let_go(engine)
-        serve(engine)
-        assert not engine.entries
-        assert engine.side.counters.tier.failed_stores == num_entries
-        check_nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
-def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
-    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
-    with engine_of(FULL, NEVER, offloading=chunk) as engine:
-        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
-        while engine.scheduler.requests:
-            engine.step()
-        assert engine.held.num_planned_stores
-        if is_under_way:
-            engine.step()
-            assert engine.held.num_stores
-        engine.side.abandon_stores()
-        assert not engine.held.num_referenced_blocks and not engine.held.num_planned_stores
-        let_go(engine)
-        serve(engine)
-        assert not engine.entries
-        check_nothing_is_left(engine)
-
-
 def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
     """What is counted travels with a step, and no step may follow for a while."""
     with engine_of(FULL, NEVER) as engine:
@@ -299,58 +264,6 @@ def test_a_load_of_other_tokens_than_were_found_is_refused() -> None:
         with pytest.raises(ConnectorError, match=r"expected to load \d+ tokens, .*, found 8"):
             engine.side.update_state_after_alloc(request, ([],), 8)
         assert not engine.held.pinned_ids
-
-
-def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
-    with engine_of(FULL) as engine:
-        serve(engine, plan_of("first", PROMPT))
-        engine.add_request(plan_of("second", PROMPT))
-        step_without_admissions(engine, 3)
-        assert engine.held.pinned_ids == {"second"} and not engine.held.loading_ids
-        engine.abort("second")
-        assert not engine.held.pinned_ids
-        engine.add_request(plan_of("third", PROMPT))
-        with mock.patch.object(engine.workers[0].transfers, "end_some"):
-            for _ in range(3):
-                engine.step()
-                assert engine.held.pinned_ids == engine.held.loading_ids == {"third"}
-        serve(engine)
-        check_nothing_is_left(engine)
-
-
-def test_what_was_found_follows_what_the_device_has() -> None:
-    """It had the beginning when the request was looked up, and has lost it since."""
-    with engine_of(FULL, caching=True) as engine:
-        serve(engine, plan_of("first", PROMPT, max_tokens=1))
-        assert engine.reset()
-        with mock.patch.object(engine.side, "get_num_new_matched_tokens", return_value=0):
-            serve(engine, plan_of("beginning", PROMPT[:41], max_tokens=1))
-        engine.add_request(plan_of("second", PROMPT))
-        step_without_admissions(engine)
-        assert engine.held.pinned_ids == {"second"}
-        pool = engine.block_pool
-        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash})
-        serve(engine)
-        assert engine.side.counters.hit_tokens == HIT_TOKENS
-        check_nothing_is_left(engine)
-
-
-def test_an_abort_while_it_loads_stores_nothing() -> None:
-    """Its pages do not hold yet what its count of computed tokens says."""
-    with engine_of(FULL) as engine:
-        serve(engine, plan_of("first", PROMPT))
-        before = len(engine.entries)
-        request = engine.add_request(plan_of("second", [*PROMPT, *PROMPT]))
-        jobs = watch_jobs(engine)
-        with mock.patch.object(engine.workers[0].transfers, "end_some"):
-            engine.step()
-            assert engine.held.loading_ids == {"second"}
-            engine.side.request_finished(request, is_end_of_turn=True)
-            engine.step()
-            assert not any(each.stores for each in jobs)
-        assert len(engine.entries) == before
-        engine.abort("second")
-        serve(engine)
 
 
 JOINED = {
