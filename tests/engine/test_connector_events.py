@@ -7,24 +7,18 @@ That a router which follows them knows what is stored is checked by ``test_reque
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.connector.engines import engine_of, plan_of
-from support.connector.offload_run import offloading_installed
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL
 from vllm.distributed.kv_events import BlockStored
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 BLOCK_TOKENS = FULL.groups[0].block_tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 @pytest.mark.parametrize("are_integers", [False, True], ids=["bytes", "integers"])

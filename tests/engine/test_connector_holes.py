@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
@@ -36,6 +36,8 @@ from vllm_ascend_kvext.patches.connector import scheduler
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.upstream_state import RequestState
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 PROMPT = tokens(random.Random(1), 400)
 SECOND = plan_of("second", PROMPT)
 WITHOUT_ROWS = (WINDOW, TWO_WINDOWS)
@@ -45,12 +47,6 @@ HYBRIDS = tuple(
 """Whose holes read windows, too."""
 
 by_layout = {"ids": lambda layout: layout.name}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 @contextmanager

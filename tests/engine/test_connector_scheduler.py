@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import pytest
 from support.connector.engines import engine_of, plan_of
 from support.connector.offload_run import (
     check_nothing_is_left,
-    offloading_installed,
     serve,
 )
 from support.connector.offload_workloads import (
@@ -43,18 +42,14 @@ from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
 by_layout = {"ids": lambda layout: layout.name}
 every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS, **by_layout)
 every_small_layout = pytest.mark.parametrize("layout", SMALL_LAYOUTS, **by_layout)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 # Loads that wait for each other's blocks.

@@ -21,7 +21,7 @@ from support.connector.engines import (
     step_without_admissions,
     watch_computed,
 )
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import blocks_for_longest, offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_LIKE,
@@ -42,18 +42,14 @@ from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 PROMPT = tokens(random.Random(4), 400)
 SECOND = plan_of("second", PROMPT)
 CHUNK_TOKENS = 16
 LAYOUTS = (FULL, GEMMA, DEEPSEEK_V4_LIKE)
 
 by_layout = {"ids": lambda layout: layout.name}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 @pytest.fixture

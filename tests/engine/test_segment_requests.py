@@ -19,7 +19,6 @@ from support.connector.exact_contents import ExactContents
 from support.connector.offload_run import (
     check_blocks,
     check_nothing_is_left,
-    offloading_installed,
 )
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
@@ -40,6 +39,8 @@ from vllm_ascend_kvext.connector.segments.segment_learning import MAX_BEGUN_SEGM
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.store.counters import Removal
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 _rng = random.Random("seen twice")
 SINK = [5]
 ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
@@ -48,12 +49,6 @@ LONGEST = tuple(tokens(_rng, 300))
 QUESTION = tuple(tokens(_rng, 9))
 HEAD_TOKENS = 4
 MAX_TOKENS = 400
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 class LearningEngine(BlendingEngine):

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 from support.connector.engines import engine_of, plan_of, step_without_admissions
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.scenarios.engine import watch
 
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
@@ -26,17 +25,13 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.store.counters import Refusal
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 PROMPT = tokens(random.Random("prompt"), 100)
 UNIT_TOKENS = FULL.unit_tokens
 HIT_TOKENS = (len(PROMPT) - 1) // UNIT_TOKENS * UNIT_TOKENS
 NEVER = TransferScript(max_per_step=0)
 """No transfer ends until `let_go`."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 def let_go(engine: SimulatedEngine) -> None:
@@ -47,13 +42,7 @@ def let_go(engine: SimulatedEngine) -> None:
 def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
     """What workers are told from now on, step by step."""
     found: list[ConnectorMetadata] = []
-    plan_step = engine.side.build_connector_meta
-
-    def watched(*args: Any) -> ConnectorMetadata:
-        found.append(plan_step(*args))
-        return found[-1]
-
-    engine.side.build_connector_meta = watched
+    watch(engine.side, "build_connector_meta", lambda jobs, *_: found.append(jobs))
     return found
 
 
@@ -134,13 +123,7 @@ def test_stores_leave_blocks_for_others() -> None:
 def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
     """From now on, the blocks that are kept for transfers while steps are computed."""
     found: list[int] = []
-    execute = engine.runner.execute
-
-    def watched(output: Any) -> Any:
-        found.append(engine.held.num_referenced_blocks)
-        return execute(output)
-
-    engine.runner.execute = watched
+    watch(engine.runner, "execute", lambda *_: found.append(engine.held.num_referenced_blocks))
     return found
 
 
