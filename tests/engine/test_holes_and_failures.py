@@ -33,8 +33,10 @@ from support.connector.paged_layouts import (
 )
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.scenarios.engine import watch
 from support.scheduler.random_workloads import blocks_for_longest
 from support.scheduler.workload import RequestPlan
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler import loads
@@ -298,6 +300,31 @@ def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
         assert engine.side.counters.hole_tokens == 32  # tokens 80 to 111
         assert entry.state is EntryState.STORED
         check_nothing_is_left(engine)
+
+
+def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
+    """Its load leaves something out; before the next step, a reset takes its blocks."""
+    found: list[Any] = []
+
+    def note(results: Any, *_: Any) -> None:
+        for of_client in results.values():
+            found.extend(o.prefill_stats for o in of_client.outputs if o.prefill_stats)
+
+    with engine_of(FULL, caching=True) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        assert engine.reset()
+        fail_next(engine, 1, 2)
+        engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        watch(engine.scheduler, "update_from_output", note)
+        engine.add_request(SECOND)
+        while not engine.held.hole_ids or engine.held.loading_ids:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=True)
+        serve(engine)
+        (stats,) = found
+        assert stats.num_external_cached_tokens >= 0, stats
+        assert stats.num_cached_tokens >= 0, stats
+        assert stats.num_cached_tokens + stats.num_computed_tokens == len(PROMPT)
 
 
 # A request whose load has failed is looked up again.
