@@ -254,6 +254,41 @@ def test_a_load_of_other_tokens_than_were_found_is_refused() -> None:
         assert not engine.held.pinned_ids
 
 
+def test_what_was_found_follows_what_the_device_has() -> None:
+    """It had the beginning when the request was looked up, and has lost it since."""
+    with engine_of(FULL, caching=True) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        assert engine.reset()
+        with mock.patch.object(engine.side, "get_num_new_matched_tokens", return_value=0):
+            serve(engine, plan_of("beginning", PROMPT[:41], max_tokens=1))
+        engine.add_request(plan_of("second", PROMPT))
+        step_without_admissions(engine)
+        assert engine.held.pinned_ids == {"second"}
+        pool = engine.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash})
+        serve(engine)
+        assert engine.side.counters.hit_tokens == HIT_TOKENS
+        check_nothing_is_left(engine)
+
+
+def test_an_abort_while_it_loads_stores_nothing() -> None:
+    """Its pages do not hold yet what its count of computed tokens says."""
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        before = len(engine.entries)
+        request = engine.add_request(plan_of("second", [*PROMPT, *PROMPT]))
+        jobs = watch_jobs(engine)
+        with mock.patch.object(engine.workers[0].transfers, "end_some"):
+            engine.step()
+            assert engine.held.loading_ids == {"second"}
+            engine.side.request_finished(request, is_end_of_turn=True)
+            engine.step()
+            assert not any(each.stores for each in jobs)
+        assert len(engine.entries) == before
+        engine.abort("second")
+        serve(engine)
+
+
 JOINED = {
     "joined": (FULL, True, {"second"}),
     "no local cache": (FULL, False, {"second", "third"}),
