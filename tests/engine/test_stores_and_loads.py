@@ -254,6 +254,23 @@ def test_a_load_of_other_tokens_than_were_found_is_refused() -> None:
         assert not engine.held.pinned_ids
 
 
+def test_pins_last_until_the_load_has_ended_or_the_request_goes() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT))
+        engine.add_request(plan_of("second", PROMPT))
+        step_without_admissions(engine, 3)
+        assert engine.held.pinned_ids == {"second"} and not engine.held.loading_ids
+        engine.abort("second")
+        assert not engine.held.pinned_ids
+        engine.add_request(plan_of("third", PROMPT))
+        with mock.patch.object(engine.workers[0].transfers, "end_some"):
+            for _ in range(3):
+                engine.step()
+                assert engine.held.pinned_ids == engine.held.loading_ids == {"third"}
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
 def test_what_was_found_follows_what_the_device_has() -> None:
     """It had the beginning when the request was looked up, and has lost it since."""
     with engine_of(FULL, caching=True) as engine:
