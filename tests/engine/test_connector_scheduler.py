@@ -248,6 +248,22 @@ def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[
 # Resets of the prefix cache.
 
 
+@pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
+def test_reset_restarts_requests_that_have_loaded(reset_connector: bool) -> None:
+    """vLLM fails over blocks of requests that do not run, and leaves the connector uncleared."""
+    layout = LAYOUTS[0]
+    prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
+    with engine_of(layout) as engine:
+        serve(engine, plan_of("first", prompt))
+        engine.add_request(plan_of("second", prompt))
+        while not engine.scheduler.finished_recving_kv_req_ids:
+            engine.step()
+        assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)
+        assert bool(engine.side.counters.tier.entries_held) is not reset_connector
+        serve(engine)
+        check_nothing_is_left(engine)
+
+
 def test_session_that_goes_on_has_the_hashes_of_its_tokens() -> None:
     """vLLM drops the last token of an answer, and leaves the hash of a block that it completed."""
     layout = LAYOUTS[0]
