@@ -15,15 +15,18 @@ Knows the scheduler from outside only; the harness in ``tests/support`` builds i
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import platform
 import random
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -32,8 +35,11 @@ import vllm
 from common.report import Table, parser, verdict, write
 from retention.layouts import DSV4, FULL_16, GEMMA
 from support.scheduler.block_manager import INTERVAL_VARIABLE
+from support.scheduler.engine import SchedulerEngine
 from support.scheduler.layouts import Attention, Group, Layout
-from support.scheduler.steady_load import Scenario, SteadyLoad
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ascend_kvext.activation import survey
 from vllm_ascend_kvext.features import FEATURES, REPAIRS, with_requirements
@@ -73,10 +79,91 @@ VARIANTS = (
     Variant("active: interval 0", RETAINING, 0),
     Variant("active: interval 2048", RETAINING, 2048),
 )
+
+
+class Scenario(NamedTuple):
+    """A load that stays the same for as long as it is measured.
+
+    Attributes:
+        num_running: Requests in the batch, always.
+        prompt_tokens: Range of prompt lengths; half of a prompt is shared with others.
+        new_tokens: Generated tokens per request.
+        batched_tokens: Token budget of a step.
+        warm_up_steps: Steps until the load is what it will stay.
+    """
+
+    name: str
+    num_running: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: int
+    batched_tokens: int
+    warm_up_steps: int
+
+
 SCENARIOS = (
     Scenario("decode", 64, (500, 1500), 100_000, 8192, 20),
     Scenario("prefill", 16, (2000, 6000), 16, 2048, 60),
 )
+
+
+class SteadyLoad:
+    """One engine under a scenario's load, whose requests are the same for every engine."""
+
+    def __init__(self, layout: Layout, scenario: Scenario, num_steps: int) -> None:
+        self._num_requests = scenario.num_running + 2
+        self._plans = endless_plans(scenario)
+        longest = scenario.prompt_tokens[1] + min(scenario.new_tokens, num_steps + 100)
+        blocks_per_request = sum(longest // group.block_tokens + 2 for group in layout.groups)
+        options = EngineOptions(
+            num_blocks=1 + scenario.num_running * blocks_per_request,
+            max_num_seqs=scenario.num_running,
+            max_num_batched_tokens=scenario.batched_tokens,
+            max_model_len=131_072,
+            events=False,
+        )
+        self._engine = SchedulerEngine(layout, options)
+        self.close = self._engine.shutdown
+
+    def run(self, num_steps: int) -> float:
+        """Microseconds of CPU time per step."""
+        scheduler = self._engine.scheduler
+        elapsed_ns = 0
+        for _ in range(num_steps):
+            while len(scheduler.requests) < self._num_requests:
+                scheduler.add_request(self._engine.make_request(next(self._plans)))
+            start_ns = time.thread_time_ns()
+            scheduled = scheduler.schedule()
+            elapsed_ns += time.thread_time_ns() - start_ns
+            output = output_of(scheduled.num_scheduled_tokens, scheduler.requests)
+            start_ns = time.thread_time_ns()
+            scheduler.update_from_output(scheduled, output)
+            elapsed_ns += time.thread_time_ns() - start_ns
+        return elapsed_ns / num_steps / 1000
+
+
+def output_of(request_ids: Iterable[str], requests: dict[str, Any]) -> ModelRunnerOutput:
+    """One token for each request whose prompt is computed."""
+    ids = list(request_ids)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+        sampled_token_ids=[[] if requests[id].is_prefill_chunk else [1] for id in ids],
+    )
+
+
+def endless_plans(scenario: Scenario) -> Iterator[RequestPlan]:
+    rng = random.Random(0)
+    shared = [[rng.randrange(1000) for _ in range(scenario.prompt_tokens[1])] for _ in range(8)]
+    for number in itertools.count():
+        num_tokens = rng.randrange(*scenario.prompt_tokens)
+        prompt = rng.choice(shared)[: num_tokens // 2]
+        prompt = prompt + [rng.randrange(1000) for _ in range(num_tokens - len(prompt))]
+        yield RequestPlan(
+            request_id=f"request-{number}",
+            arrival_step=0,
+            prompt=tuple(prompt),
+            max_tokens=scenario.new_tokens,
+        )
 
 
 Plans = tuple[FeaturePlan, ...]

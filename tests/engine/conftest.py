@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,15 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
         return done[key]
 
     return serve
+
+
+@pytest.fixture(scope="module")
+def offloading_in_effect() -> Iterator[None]:
+    """The patches of KvextConnector, in this process."""
+    from support.connector.offload_run import offloading_installed
+
+    with offloading_installed():
+        yield
 
 
 @pytest.fixture(scope="session")

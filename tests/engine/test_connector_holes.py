@@ -15,9 +15,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.engines import (
+    engine_of,
+    make_holes,
+    offloading,
+    plan_of,
+    tokens,
+    watch_computed,
+)
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,
@@ -36,6 +42,8 @@ from vllm_ascend_kvext.patches.connector import scheduler
 from vllm_ascend_kvext.store.entries import Kind
 from vllm_ascend_kvext.upstream_state import RequestState
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 PROMPT = tokens(random.Random(1), 400)
 SECOND = plan_of("second", PROMPT)
 WITHOUT_ROWS = (WINDOW, TWO_WINDOWS)
@@ -45,12 +53,6 @@ HYBRIDS = tuple(
 """Whose holes read windows, too."""
 
 by_layout = {"ids": lambda layout: layout.name}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 @contextmanager
@@ -273,20 +275,4 @@ def test_a_request_that_has_loaded_does_not_wait_for_itself(hole_reuse: bool) ->
         while "second" not in engine.scheduler.finished_recving_kv_req_ids:
             engine.step()
         assert engine.reset(reset_running_requests=True)
-        serve(engine)
-
-
-def test_references_of_the_connector_are_no_common_prefix() -> None:
-    """Cascade attention would read the blocks of one request for all of them."""
-    rng = random.Random(10)
-    with engine_of(FULL, caching=True) as engine:
-        for name in ("first", "second"):
-            engine.add_request(plan_of(name, tokens(rng, len(PROMPT)), max_tokens=30))
-        (worker,) = engine.workers
-        manager = engine.scheduler.kv_cache_manager
-        with mock.patch.object(worker.transfers, "end_some"):
-            while len(engine.scheduler.running) < 2 or not engine.side.num_references:
-                engine.step()
-            assert manager.coordinator.get_num_common_prefix_blocks("first") != [0]
-            assert manager.get_num_common_prefix_blocks("first") == [0]
         serve(engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector's two sides on vLLM's real scheduler: a soak, and the cases that it may miss.
+"""KvextConnector's two sides on vLLM's real scheduler: what `test_request_machine` may miss.
 
 There is no model. Pages are real tensors: what a step computes is written to them, and every byte
 that attention would read is compared, so that a wrong load, store or reuse shows where it happens.
@@ -9,27 +9,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.connector.engines import engine_of, plan_of
-from support.connector.offload_run import (
-    check_nothing_is_left,
-    offloading_installed,
-    run_offloading,
-    serve,
-)
-from support.connector.offload_workloads import (
-    EngineKind,
-    blocks_for_longest,
-    chats,
-    random_offload,
-    tokens,
-)
+from support.connector.engines import engine_of, plan_of, tokens
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import (
     LAYOUTS,
@@ -39,7 +26,8 @@ from support.connector.paged_layouts import (
 )
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
-from support.sample import IS_SAMPLE, sampled
+from support.sample import sampled
+from support.scheduler.random_workloads import blocks_for_longest, random_workload
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.scheduler import loads
@@ -47,74 +35,14 @@ from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
-
-NUM_SEEDS = sampled(4)
-NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
-"""Of one random run."""
-
-NUM_RUNS_PER_LAYOUT = len(EngineKind) * NUM_SEEDS
-
-OCCURRENCES = (
-    "aborts",
-    "aborts while loading",
-    "preemptions",
-    "swaps",
-    "joined loads",
-    "failed stores",
-    "failed loads",
-    "refused: no_room",
-    "removed: evicted",
-    "hole tokens",
-    "resets",
-    "resets of running requests",
-    "resets with stores under way",
-)
-"""What a soak has to meet, or it says little."""
 
 by_layout = {"ids": lambda layout: layout.name}
 every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS, **by_layout)
 every_small_layout = pytest.mark.parametrize("layout", SMALL_LAYOUTS, **by_layout)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
-
-
-@pytest.fixture(scope="module")
-def soaked() -> Counter[str]:
-    """What has happened in all random runs so far."""
-    return Counter()
-
-
-@pytest.mark.parametrize("kind", EngineKind, ids=lambda kind: kind.value)
-@every_layout
-def test_random_requests(
-    layout: PagedLayout, kind: EngineKind, soaked: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Right bytes, right outputs, and nothing left: no block, pin, place or note of a request.
-
-    Entries are evicted from the middle of prompts; runs behind holes are loaded however short.
-    """
-    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
-    counts: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        counts += run_offloading(random_offload(layout, seed, NUM_REQUESTS[layout], kind)).counts
-    assert counts["finished"] > counts["requests"] // 2
-    soaked += counts
-    soaked["runs"] += NUM_SEEDS
-
-
-def test_soak_has_met_everything(soaked: Counter[str]) -> None:
-    if soaked["runs"] < len(ALL_LAYOUTS) * NUM_RUNS_PER_LAYOUT:
-        pytest.skip("only a part of the soak has run")
-    assert soaked["requests"] == sum(NUM_REQUESTS.values()) * NUM_RUNS_PER_LAYOUT
-    assert soaked["requests"] > 2000 or IS_SAMPLE
-    assert soaked["hit requests"] > soaked["requests"] / 10
-    assert {name for name in OCCURRENCES if not soaked[name]} == set()
 
 
 # Loads that wait for each other's blocks.
@@ -162,8 +90,9 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
     num_hits = 0
     for seed in range(sampled(2)):
         ended: list[tuple[RequestPlan, list[int]]] = []
-        with engine_of(layout) as engine:
-            for plan in chats(random.Random(f"hits/{layout.name}/{seed}"), layout, 12):
+        with engine_of(layout, max_model_len=2048) as engine:
+            for drawn in random_workload(layout, seed).requests:
+                plan = replace(drawn, images=())  # Their tokens say what requests share.
                 found = found_in_tier(engine, plan)
                 must = max((ends_shared_with(engine, plan, *each) for each in ended), default=0)
                 hit_tokens = serve_and_count(engine, plan)
@@ -317,23 +246,6 @@ def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[
 
 
 # Resets of the prefix cache.
-
-
-@pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])
-def test_reset_swaps_nothing_out(reset_connector: bool) -> None:
-    """Sleep mode takes the pages away before another step could read them."""
-    layout = LAYOUTS[0]
-    prompt = tokens(random.Random(5), 6 * layout.unit_tokens)
-    with engine_of(layout) as engine:
-        engine.add_request(plan_of("first", prompt, max_tokens=60))
-        while engine.scheduler.requests["first"].num_tokens < len(prompt) + 10:
-            engine.step()
-        while engine.side.has_transfers:
-            engine.step()
-        assert engine.reset(reset_running_requests=True, reset_connector=reset_connector)
-        assert not engine.side.has_transfers
-        serve(engine)
-        check_nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("reset_connector", [False, True], ids=["keep", "clear"])

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 from pytest_mock import MockerFixture
-from support.connector.engines import fail_next, plan_of
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.engines import fail_next, offloading, plan_of, tokens
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.paged_layouts import GEMMA
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
@@ -27,11 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 
 from vllm_ascend_kvext.patches.connector.scheduler import connector_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
 
 class MultiEngine(SimulatedEngine):

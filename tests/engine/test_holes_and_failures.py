@@ -17,12 +17,13 @@ from support.connector.engines import (
     engine_of,
     fail_next,
     make_holes,
+    offloading,
     plan_of,
     step_without_admissions,
+    tokens,
     watch_computed,
 )
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import blocks_for_longest, offloading, tokens
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_LIKE,
     FULL,
@@ -32,6 +33,8 @@ from support.connector.paged_layouts import (
 )
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.scenarios.engine import watch
+from support.scheduler.random_workloads import blocks_for_longest
 from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -40,8 +43,10 @@ from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.store.counters import Removal
-from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
+from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.lookup import Shortfall
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
 PROMPT = tokens(random.Random(4), 400)
 SECOND = plan_of("second", PROMPT)
@@ -49,12 +54,6 @@ CHUNK_TOKENS = 16
 LAYOUTS = (FULL, GEMMA, DEEPSEEK_V4_LIKE)
 
 by_layout = {"ids": lambda layout: layout.name}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 @pytest.fixture
@@ -186,69 +185,40 @@ def serve_again(
     [(False, True), (True, True), (False, False)],
     ids=["sync", "async", "without holes"],
 )
-@pytest.mark.parametrize("layout", LAYOUTS, **by_layout)
+@pytest.mark.parametrize(
+    ("layout", "hole"),
+    [*((layout, ()) for layout in LAYOUTS), (FULL, (192, 208))],
+    ids=[*(layout.name for layout in LAYOUTS), "beside a hole"],
+)
 @pytest.mark.usefixtures("any_run")
 def test_parts_that_cannot_be_read_cost_as_much_as_if_they_were_missing(
-    layout: PagedLayout, is_async: bool, hole_reuse: bool
+    layout: PagedLayout, hole: tuple[int, ...], is_async: bool, hole_reuse: bool
 ) -> None:
-    options = {"is_async": is_async, "hole_reuse": hole_reuse}
-    whole = serve_again(layout, **options)
+    """Those that fail in the middle are the neighbours of a hole, if there is one."""
+
+    def serve_without(gone: set[Piece], *failing: int) -> Again:
+        return serve_again(
+            layout,
+            *failing,
+            missing=lambda e: e.piece in gone or e.piece.first_tokens in hole,
+            is_async=is_async,
+            hole_reuse=hole_reuse,
+        )
+
+    whole = serve_without(set())
     last = len(whole.parts) - 1
     assert whole.num_loads == 1 and last > 5
     middle = last // 2
     for places in ([0], [1], [middle, middle + 1], [last - 1], [last], range(1, last + 1)):
-        gone = {whole.parts[place].piece for place in places}
         # The first load is that of all parts, and those that follow are of one part each; after
         # three failures in a row, the other parts are not tried.
-        failed = serve_again(layout, 1, *(2 + place for place in places[:3]), **options)
-        missing = serve_again(layout, missing=lambda e, gone=gone: e.piece in gone, **options)
+        failed = serve_without(set(), 1, *(2 + place for place in places[:3]))
+        missing = serve_without({whole.parts[place].piece for place in places})
         assert len(whole.computed) < len(failed.computed)
         assert failed.computed == missing.computed
         assert whole.hit_tokens > failed.hit_tokens == missing.hit_tokens
         assert failed.hit_tokens or not hole_reuse or len(places) > 2
         assert failed.num_removed == len(places)
-
-
-FAILING_CHUNKS = {
-    "the first": {0},
-    "in the middle": {5},
-    "adjacent": {5, 6},
-    "beside a hole": {1, 4},
-    "all but the first": {1, 4, 5, 6, 7, 8, 9, 10, 11},
-}
-"""Of a prompt of 12 chunks, of which the third and the fourth are not stored."""
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", FAILING_CHUNKS)
-@pytest.mark.usefixtures("any_run")
-def test_chunk_whose_load_fails_is_computed_alone(name: str, is_async: bool) -> None:
-    failing, missing = FAILING_CHUNKS[name], {2, 3}
-    stored = [chunk for chunk in range(12) if chunk not in missing]
-    prompt = PROMPT[: 12 * CHUNK_TOKENS + 3]
-    with engine_of(FULL, is_async=is_async, max_num_batched_tokens=96) as engine:
-        serve(engine, plan_of("first", prompt))
-        assert engine.reset()
-        make_holes(engine, (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS))
-        # The first load is that of all chunks, and those that follow are of one chunk each.
-        fail_next(engine, 1, *(2 + stored.index(chunk) for chunk in failing))
-        computed = watch_computed(engine)
-        serve(engine, plan_of("second", prompt))
-        of_holes = [run for id, runs in computed.items() if "hole" in id for run in runs]
-        found = {token // CHUNK_TOKENS for first, end in of_holes for token in range(first, end)}
-        hole_tokens = sum(end - first for first, end in of_holes)
-        assert found == failing | missing
-        assert hole_tokens == len(found) * CHUNK_TOKENS
-        assert computed["second"][0][0] == 12 * CHUNK_TOKENS
-        counters = engine.side.counters
-        assert counters.hole_tokens == hole_tokens
-        assert counters.hit_tokens == 12 * CHUNK_TOKENS - hole_tokens
-        assert counters.tier.failed_loads == 1
-        assert counters.tier.removed_entries[Removal.LOAD_FAILED] == len(failing)
-        assert engine.reset()
-        serve(engine, plan_of("third", prompt))  # What was computed is stored again.
-        assert counters.hole_tokens == hole_tokens
-        check_nothing_is_left(engine)
 
 
 def test_the_tails_of_a_hole_that_cannot_be_read_are_done_without() -> None:
@@ -332,37 +302,20 @@ def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
         check_nothing_is_left(engine)
 
 
-def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it() -> None:
-    """The entry of another prompt has a row of this one too, but the run of it is too short."""
-    with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
-        store_beside_another(engine)
-        engine.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
-        engine.add_request(SECOND)
-        (worker,) = engine.workers
-        with mock.patch.object(worker.transfers, "end_some"):
-            engine.step()
-            engine.step()
-        assert engine.side.counters.hole_tokens == 112
-        serve(engine)
-
-
 def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
     """Its load leaves something out; before the next step, a reset takes its blocks."""
     found: list[Any] = []
+
+    def note(results: Any, *_: Any) -> None:
+        for of_client in results.values():
+            found.extend(o.prefill_stats for o in of_client.outputs if o.prefill_stats)
+
     with engine_of(FULL, caching=True) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         assert engine.reset()
         fail_next(engine, 1, 2)
-        update = engine.scheduler.update_from_output
-
-        def watch(scheduled: Any, from_model: Any) -> Any:
-            results = update(scheduled, from_model)
-            for of_client in results.values():
-                found.extend(o.prefill_stats for o in of_client.outputs if o.prefill_stats)
-            return results
-
         engine.scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-        engine.scheduler.update_from_output = watch
+        watch(engine.scheduler, "update_from_output", note)
         engine.add_request(SECOND)
         while not engine.held.hole_ids or engine.held.loading_ids:
             engine.step()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,23 +23,31 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.connector.blending_engine import BlendingEngine, Reused
+from support.connector.engines import offloading, tokens
 from support.connector.exact_contents import ExactContents
 from support.connector.offload_run import (
     check_blocks,
     check_nothing_is_left,
     offloading_installed,
 )
-from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
+    DEEPSEEK_V4_EAGLE,
     DEEPSEEK_V4_LIKE,
     FULL,
     GEMMA,
     GPT_OSS,
+    MAMBA,
+    MAMBA_WINDOW,
+    MIXED_BLOCKS,
     ROWS,
+    TWO_FULL,
+    TWO_WINDOWS,
+    WINDOW,
     PagedLayout,
     paged,
 )
 from support.connector.scripted_transfers import TransferScript
+from support.retention.checkpoints import adaptive_chosen
 from support.sample import IS_SAMPLE, sampled
 from support.scheduler import layouts
 from support.scheduler.options import Drafter, EngineOptions
@@ -54,16 +63,22 @@ from vllm_ascend_kvext.blending.segment_store import StoredTokens
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 
 ONE_GROUP = (FULL, paged(layouts.FULL, ROWS))
+WITHOUT_HOLES = (WINDOW, TWO_WINDOWS, DEEPSEEK_V4_EAGLE, MAMBA, MAMBA_WINDOW)
 LAYOUTS = {
-    False: (ONE_GROUP, (GPT_OSS, GEMMA, DEEPSEEK_V4_LIKE)),
+    False: (
+        ONE_GROUP,
+        (GPT_OSS, GEMMA, DEEPSEEK_V4_LIKE),
+        (MIXED_BLOCKS, TWO_FULL, *WITHOUT_HOLES),
+    ),
     True: (ONE_GROUP, (GPT_OSS, GEMMA, paged(layouts.FULL_WINDOW, ROWS))),
 }
 """By whether segments are reused: of one group and of several, whose pages move whole, and row by
-row."""
+row; and others."""
 
 BLOCK_TOKENS = FULL.groups[0].block_tokens
 MAX_PROMPT_TOKENS = 32 * BLOCK_TOKENS
@@ -104,6 +119,9 @@ CONNECTORS = st.fixed_dictionaries(
     {
         "chunk_tokens": st.sampled_from([2, 1, 4, 8]),  # units of the layout
         "store_policy": st.sampled_from(["all", "all", "all", "second_touch"]),
+        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 16, 1 << 14]).map(
+            lambda n: n / (1 << 30)
+        ),
     }
 )
 BLENDING = st.fixed_dictionaries(
@@ -114,9 +132,6 @@ BLENDING = st.fixed_dictionaries(
         "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
         "learn_segments": st.sampled_from([False, True]),
         "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
-        "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
-            lambda n: n / (1 << 30)
-        ),
     }
 )
 CHOSEN = st.fixed_dictionaries(
@@ -135,11 +150,17 @@ LOST_SHARES = st.sampled_from([0.3, 0.15, 0.6, 0.0])
 """Of the entries of the tier."""
 
 SALTS = st.sampled_from([None, None, None, "salt"])
+ADAPTERS = st.sampled_from([None, None, None, "adapter-0"])
 PROMPTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5)
 NUM_OWN = st.integers(0, 20)
 SEEDS = st.integers(0, 99)
 NEW_TOKENS = st.integers(1, MAX_NEW_TOKENS)
-ASKED = {"max_tokens": NEW_TOKENS, "salt": SALTS, "priority": st.integers(0, 2)}
+ASKED = {
+    "max_tokens": NEW_TOKENS,
+    "salt": SALTS,
+    "adapter": ADAPTERS,
+    "priority": st.integers(0, 2),
+}
 PLAIN: dict[str, Any] = {SEGMENTS_KEY: []}
 """Of a request that wants all of its prompt computed."""
 
@@ -278,6 +299,8 @@ class Watch:
         request = self._engine.requests[request_id]
         if STORE_KEY in (request.sampling_params.extra_args or {}):
             assert mark is not None and mark.keys() == {"kvext_stored_tokens"}
+            num_tokens = request.num_prompt_tokens - len(self._engine.sink_ids)
+            assert mark["kvext_stored_tokens"] in (0, num_tokens)
             counts["stores that were answered"] += bool(mark["kvext_stored_tokens"])
             return
         reused = self._engine.reused.get(request_id) or self._answered.get(request_id)
@@ -359,18 +382,24 @@ class RequestMachine(RuleBasedStateMachine):
         layout = data.draw(st.sampled_from(self.layouts))
         if self.is_blending:
             connector |= data.draw(BLENDING)
-        if engine["is_async"]:
+        if engine["is_async"] or layout.has_mamba:
             engine["drafter"] = None
+        if any(group.is_eagle for group in layout.groups):
+            engine["drafter"] = Drafter.EAGLE
         engine["max_num_batched_tokens"] = max(
-            engine["max_num_batched_tokens"], 2 * engine["max_num_seqs"]
+            engine["max_num_batched_tokens"],
+            2 * engine["max_num_seqs"],
+            layout.unit_tokens * layout.has_mamba,
         )
         loads.MIN_RUN_TOKENS = data.draw(st.sampled_from([1, 1, 3])) * BLOCK_TOKENS
         engine["num_blocks"] *= 2 * len(layout.groups) - 1  # Holes have windows of their own.
         engine["num_blocks"] = max(engine["num_blocks"], 1 + blocks_of_longest(layout))
         connector["chunk_tokens"] *= layout.unit_tokens
         options = offloading(layout, **connector)
-        self.engine = BlendingEngine(layout, EngineOptions(offloading=options, **engine), script)
-        assert self.engine.side.computes_holes
+        with adaptive_chosen() if data.draw(st.booleans()) else nullcontext():
+            engine_options = EngineOptions(offloading=options, **engine)
+            self.engine = BlendingEngine(layout, engine_options, script)
+        assert self.engine.side.computes_holes is (layout not in WITHOUT_HOLES)
         assert self.engine.side.segments.is_on is self.is_blending
         if self.is_blending:
             self.engine.choose(**data.draw(CHOSEN))
@@ -460,7 +489,7 @@ class RequestMachine(RuleBasedStateMachine):
             own = tokens(random.Random(len(self.plans)), num_own + 1)
             prompt = [*before.prompt, *self.watch.outputs.get(before.request_id, ())]
             prompt = [*prompt[: MAX_PROMPT_TOKENS - len(own)], *own]
-            self._add(prompt, args, max_tokens, before.cache_salt)
+            self._add(prompt, args, max_tokens, before.cache_salt, before.adapter)
 
     @precondition(lambda self: self.is_blending)
     @rule(
@@ -493,6 +522,7 @@ class RequestMachine(RuleBasedStateMachine):
         live = self._live()
         parked = [r for r in live if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
         request_id = data.draw(st.sampled_from(parked or live)).request_id
+        counts["aborts while loading"] += bool(parked)
         counts["aborts of requests with holes"] += request_id in self.engine.held.hole_ids
         counts["aborts of blended requests"] += request_id in self.engine.reused
         self.engine.abort(request_id)
@@ -542,13 +572,18 @@ class RequestMachine(RuleBasedStateMachine):
         resets_connector=st.integers(0, 9).map(lambda number: number == 9),
     )
     def reset(self, restarts_running: bool, resets_connector: bool) -> None:
-        if not restarts_running or not self._can_restart_running():
-            self.engine.reset(False, resets_connector)
-            return
-        self.watch.began_again |= {request.request_id for request in self._live()}
-        counts["resets of running requests"] += 1
-        counts["resets of blended requests"] += bool(self.engine.reused)
-        assert self.engine.reset(True, resets_connector)
+        restarts_running &= self._can_restart_running()
+        if restarts_running:
+            self.watch.began_again |= {request.request_id for request in self._live()}
+            counts["resets of running requests"] += 1
+            counts["resets of blended requests"] += bool(self.engine.reused)
+        counts["resets with stores under way"] += self.engine.held.num_stores > 0
+        has_reset = self.engine.reset(restarts_running, resets_connector)
+        if restarts_running:
+            assert has_reset
+            assert not self.engine.held.num_planned_stores, "sleep takes pages away before a step"
+        if resets_connector:
+            assert all(entry.state is not EntryState.STORED for entry in self.engine.entries)
 
     # The end.
 
@@ -580,7 +615,13 @@ class RequestMachine(RuleBasedStateMachine):
         counters, blending = engine.side.counters, engine.side.counters.blending
         counts["hole tokens"] += counters.hole_tokens
         counts["failed loads"] += counters.tier.failed_loads
+        counts["failed stores"] += counters.tier.failed_stores
         counts["preemptions"] += sum(r.num_preemptions for r in engine.requests.values())
+        counts["swaps"] += counters.swapped_requests
+        counts["joined loads"] += counters.joined_loads
+        counts["hits"] += counters.hit_requests
+        counts["stores without room"] += counters.tier.refused_stores[Refusal.NO_ROOM]
+        counts["evicted entries"] += counters.tier.removed_entries[Removal.EVICTED]
         counts["learned segments"] += blending.learned_segments
         counts["reused tokens"] += blending.reused_tokens
 
@@ -645,6 +686,7 @@ class RequestMachine(RuleBasedStateMachine):
         extra_args: dict[str, Any],
         max_tokens: int = 3,
         salt: str | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> RequestPlan | None:
         if len(self._live()) >= MAX_LIVE_REQUESTS:
@@ -657,6 +699,7 @@ class RequestMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=salt,
+            adapter=None if self.is_blending else adapter,
             extra_args=tuple(extra_args.items()),
         )
         self.plans[plan.request_id] = plan
@@ -718,12 +761,16 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         )
         machine().runTest()
     met = ["hole tokens", "checked prefills", "cached blocks", "rows", "tails", "followed entries"]
-    rare = ["aborts of requests with holes", "resets of running requests"]
+    rare = ["failed loads", "preemptions"]
     if is_blending:
         met += ["reused tokens", "marked answers", "learned segments", "segments"]
         met += ["stores that were answered"]
-        rare = ["aborts of blended requests", "resets of blended requests"]
-    rare += ["failed loads", "preemptions"]
+        rare += ["aborts of blended requests", "resets of blended requests"]
+    else:
+        met += ["hits", "evicted entries", "failed stores"]
+        rare += ["aborts of requests with holes", "aborts while loading", "joined loads", "swaps"]
+        rare += ["resets of running requests", "resets with stores under way"]
+        rare += ["stores without room"]
     if not IS_SAMPLE:  # Half as many examples may well miss one of these.
         met += rare
     assert not [name for name in met if not counts[name]], counts

@@ -14,14 +14,9 @@ from typing import Any
 
 import pytest
 from support.connector.blending_engine import BlendingEngine
-from support.connector.engines import fail_next
+from support.connector.engines import fail_next, offloading, tokens
 from support.connector.exact_contents import ExactContents
-from support.connector.offload_run import (
-    check_blocks,
-    check_nothing_is_left,
-    offloading_installed,
-)
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.offload_run import check_blocks, check_nothing_is_left
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions
@@ -40,6 +35,8 @@ from vllm_ascend_kvext.connector.segments.segment_learning import MAX_BEGUN_SEGM
 from vllm_ascend_kvext.patches.connector import scheduler as patched_scheduler
 from vllm_ascend_kvext.store.counters import Removal
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 _rng = random.Random("seen twice")
 SINK = [5]
 ONE, OTHER = tuple(tokens(_rng, 40)), tuple(tokens(_rng, 53))
@@ -48,12 +45,6 @@ LONGEST = tuple(tokens(_rng, 300))
 QUESTION = tuple(tokens(_rng, 9))
 HEAD_TOKENS = 4
 MAX_TOKENS = 400
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 class LearningEngine(BlendingEngine):
@@ -565,30 +556,6 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
 # Segments that clients store.
 
 STORED_ONLY = {"learn_segments": False}
-
-
-def params_of_answers(engine: LearningEngine) -> list[Any]:
-    """What responses will say, in the order in which requests end."""
-    params: list[Any] = []
-    finished = engine.scheduler._connector_finished
-
-    def finish(request: Any) -> Any:
-        params.append(engine.side.segments.params(request))
-        return finished(request)
-
-    engine.scheduler._connector_finished = finish
-    return params
-
-
-def test_answers_say_how_much_of_a_segment_was_stored() -> None:
-    with learning_engine(num_blocks=40, connector=STORED_ONLY) as engine:
-        params = params_of_answers(engine)
-        for document, is_stored in ((ONE, True), (LONGEST, True), (ONE, "perhaps")):
-            engine.store(document, is_stored)
-        engine.serve()
-        stored_tokens = [len(ONE), 0, 0]
-        assert params == [{"kvext_stored_tokens": number} for number in stored_tokens]
-        assert engine.counts.refusals[BlendRefusal.ROOM] == 1
 
 
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import engine_of, plan_of, step_without_admissions
-from support.connector.offload_run import check_nothing_is_left, offloading_installed, serve
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.engines import (
+    engine_of,
+    offloading,
+    plan_of,
+    step_without_admissions,
+    tokens,
+)
+from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
+from support.scenarios.engine import watch
 
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
@@ -26,17 +30,13 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.store.counters import Refusal
 
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
 PROMPT = tokens(random.Random("prompt"), 100)
 UNIT_TOKENS = FULL.unit_tokens
 HIT_TOKENS = (len(PROMPT) - 1) // UNIT_TOKENS * UNIT_TOKENS
 NEVER = TransferScript(max_per_step=0)
 """No transfer ends until `let_go`."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 def let_go(engine: SimulatedEngine) -> None:
@@ -47,13 +47,7 @@ def let_go(engine: SimulatedEngine) -> None:
 def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
     """What workers are told from now on, step by step."""
     found: list[ConnectorMetadata] = []
-    plan_step = engine.side.build_connector_meta
-
-    def watched(*args: Any) -> ConnectorMetadata:
-        found.append(plan_step(*args))
-        return found[-1]
-
-    engine.side.build_connector_meta = watched
+    watch(engine.side, "build_connector_meta", lambda jobs, *_: found.append(jobs))
     return found
 
 
@@ -134,13 +128,7 @@ def test_stores_leave_blocks_for_others() -> None:
 def referenced_in_steps(engine: SimulatedEngine) -> list[int]:
     """From now on, the blocks that are kept for transfers while steps are computed."""
     found: list[int] = []
-    execute = engine.runner.execute
-
-    def watched(output: Any) -> Any:
-        found.append(engine.held.num_referenced_blocks)
-        return execute(output)
-
-    engine.runner.execute = watched
+    watch(engine.runner, "execute", lambda *_: found.append(engine.held.num_referenced_blocks))
     return found
 
 
@@ -211,41 +199,6 @@ def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
         assert engine.held.num_referenced_blocks < 0.5 * 400
         let_go(engine)
         serve(engine)
-        check_nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None:
-    with engine_of(FULL, NEVER, num_workers=2) as engine:
-        engine.workers[failing].transfers._script = TransferScript(failing_stores=1.0)
-        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
-        while engine.scheduler.requests:
-            engine.step()
-        num_entries = len(engine.entries)
-        assert num_entries, "the other worker still writes to these places"
-        let_go(engine)
-        serve(engine)
-        assert not engine.entries
-        assert engine.side.counters.tier.failed_stores == num_entries
-        check_nothing_is_left(engine)
-
-
-@pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
-def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
-    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
-    with engine_of(FULL, NEVER, offloading=chunk) as engine:
-        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
-        while engine.scheduler.requests:
-            engine.step()
-        assert engine.held.num_planned_stores
-        if is_under_way:
-            engine.step()
-            assert engine.held.num_stores
-        engine.side.abandon_stores()
-        assert not engine.held.num_referenced_blocks and not engine.held.num_planned_stores
-        let_go(engine)
-        serve(engine)
-        assert not engine.entries
         check_nothing_is_left(engine)
 
 

@@ -8,7 +8,6 @@
 //     they are allocated at the call, and the work is enqueued;
 //   - numbers, and tensors whose shapes depend on values: the stream is waited for, as on a device.
 #include "arguments.h"
-#include "counts.h"
 #include "device.h"
 #include "inference.h"
 #include "tensors.h"
@@ -213,7 +212,6 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto first = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
   Stack arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
   stack->erase(first, stack->end());
-  count_operator(op.schema().name());
   OnDevice on(common_device(op.schema().name(), traits, arguments));
   if (traits.is_view) return run_view(op, std::move(arguments), stack);
   if (traits.needs_values || !Scheduler::get().is_late()) return run_now(op, traits, std::move(arguments), stack);

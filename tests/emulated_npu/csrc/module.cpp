@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the Python package torch_npu uses of the emulated NPU.
-#include "counts.h"
 #include "device.h"
 #include "tensors.h"
 
@@ -132,9 +131,6 @@ PYBIND11_MODULE(_emulated_npu, m) {
     return new_npu_tensor(sizes, strides, type);
   });
 
-  m.def("count_operator", &count_operator);
-  m.def("count_operators", &count_operators);
-  m.def("operator_counts", &operator_counts);
   m.def("allocated_bytes", [] { return memory_statistics().allocated_bytes; });
   m.def("peak_bytes", [] { return memory_statistics().peak_bytes; });
   m.def("reset_peak_bytes", &reset_peak_bytes);

@@ -51,7 +51,6 @@ class BlendingEngine(SimulatedEngine):
         self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0
         self.own_plans: list[RequestPlan] = []
-        self._plans: dict[str, RequestPlan] = {}
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
         self._allocated, self._plan_step = side.update_state_after_alloc, side.build_connector_meta
@@ -75,7 +74,7 @@ class BlendingEngine(SimulatedEngine):
 
     def _expect(self, request: Request, plan: RequestPlan) -> None:
         stream = BlendedStream(request.prompt_token_ids, plan.seed)
-        self._plans[plan.request_id], self._streams[plan.request_id] = plan, stream
+        self._streams[plan.request_id] = stream
         self.runner.expect(plan.request_id, stream)
 
     def _expect_own(self, request: Request) -> None:
@@ -92,7 +91,7 @@ class BlendingEngine(SimulatedEngine):
             cache_salt=request.cache_salt,
             extra_args=tuple((request.sampling_params.extra_args or {}).items()),
         )
-        self.requests[plan.request_id] = request
+        self.requests[plan.request_id], self.plans[plan.request_id] = request, plan
         self.own_plans.append(plan)
         self._expect(request, plan)
 
@@ -120,7 +119,7 @@ class BlendingEngine(SimulatedEngine):
         self.reused.pop(request_id, None)
         if reused is not None:
             self.reused[request_id] = reused
-            seed = self._plans[request_id].seed
+            seed = self.plans[request_id].seed
             tokens = self.requests[request_id].all_token_ids
             for rows in reused.placed:
                 # It was computed behind the sink, and is moved from there.

@@ -14,12 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from support.layout import fixtures
 from support.layout.reach import Reach
@@ -31,8 +26,8 @@ from vllm_ascend_kvext.layout.model import RowAddressing
 
 _HEAD_SIZE = 4
 _NUM_LAYERS = 2
-_STATES = ((3, 4), (6,))
-_STATE_DTYPES = (torch.bfloat16, torch.float32)
+_HEADS: dict[str, Any] = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
+_STATES: dict[str, Any] = {"shapes": ((3, 4), (6,)), "dtypes": (torch.bfloat16, torch.float32)}
 
 Make = Callable[[int], LayoutFixture]
 
@@ -71,7 +66,10 @@ def paged(layout: Layout, addressing: RowAddressing | None = None) -> PagedLayou
 def _small_pages(
     layout: Layout, num_blocks: int, addressing: RowAddressing | None
 ) -> LayoutFixture:
-    specs = [_spec(group) for group in layout.groups]
+    specs = [
+        group.to_spec(**(_STATES if group.attention is Attention.MAMBA else _HEADS))
+        for group in layout.groups
+    ]
     page_bytes = max(spec.page_size_bytes for spec in specs)
     page_bytes = math.ceil(page_bytes / 8) * 8
     specs = [replace(spec, page_size_padded=page_bytes) for spec in specs]
@@ -91,16 +89,6 @@ def _small_pages(
     return LayoutFixture(config, config, kv_caches, tuple(tensors), addressing)
 
 
-def _spec(group: Group) -> KVCacheSpec:
-    spec = group.to_spec()
-    if isinstance(spec, MambaSpec):
-        return replace(spec, shapes=_STATES, dtypes=_STATE_DTYPES)
-    sizes = {"head_size": _HEAD_SIZE, "dtype": torch.bfloat16}
-    if getattr(spec, "head_size_v", None):
-        sizes["head_size_v"] = _HEAD_SIZE
-    return replace(spec, **sizes)
-
-
 def _reach(group: Group, addressing: RowAddressing | None) -> Reach:
     tokens = group.block_tokens
     if group.attention is Attention.MAMBA:
@@ -117,7 +105,7 @@ def _tensors(
     """The tensors of one layer, and which of their axes counts tokens."""
     parts: list[tuple[tuple[int, ...], torch.dtype, int | None]]
     if group.attention is Attention.MAMBA:
-        parts = [(*state, None) for state in zip(_STATES, _STATE_DTYPES, strict=True)]
+        parts = [(*state, None) for state in zip(_STATES["shapes"], _STATES["dtypes"], strict=True)]
     elif group.attention in (Attention.MLA, Attention.WINDOW_MLA):
         parts = [((group.block_tokens, _HEAD_SIZE), torch.bfloat16, 1)]
     else:

@@ -68,7 +68,6 @@ class SchedulerEngine:
             options.num_draft_tokens if options.drafter else 0, read_check
         )
         self.plans: dict[str, RequestPlan] = {}
-        self.plans: dict[str, RequestPlan] = {}
         self.requests: dict[str, Request] = {}
         self.last_events: list[Any] = []
         self._in_flight: deque[tuple[Any, Any]] = deque()
@@ -105,7 +104,6 @@ class SchedulerEngine:
     def add_request(self, plan: RequestPlan) -> Request:
         """Queue a request, as the engine core does with one from the front end."""
         request = self.make_request(plan)
-        self.plans[plan.request_id] = plan
         self.plans[plan.request_id] = plan
         self.requests[plan.request_id] = request
         self.runner.expect(plan.request_id, plan.new_stream())
