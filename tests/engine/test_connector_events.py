@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.connector.engines import engine_of, offloading, plan_of, tokens
+from support.connector.engines import engine_of, plan_of
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL
 from vllm.distributed.kv_events import BlockStored
 

@@ -15,15 +15,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.connector.engines import (
-    engine_of,
-    make_holes,
-    offloading,
-    plan_of,
-    tokens,
-    watch_computed,
-)
+from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,

@@ -15,8 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.connector.engines import engine_of, plan_of, tokens
-from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.engines import engine_of, plan_of
+from support.connector.offload_run import (
+    check_nothing_is_left,
+    serve,
+)
+from support.connector.offload_workloads import (
+    blocks_for_longest,
+    chats,
+    tokens,
+)
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import (
     LAYOUTS,
@@ -27,7 +35,6 @@ from support.connector.paged_layouts import (
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import sampled
-from support.scheduler.random_workloads import blocks_for_longest, random_workload
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.scheduler import loads
@@ -90,9 +97,8 @@ def test_hits_are_as_large_as_they_can_be(layout: PagedLayout) -> None:
     num_hits = 0
     for seed in range(sampled(2)):
         ended: list[tuple[RequestPlan, list[int]]] = []
-        with engine_of(layout, max_model_len=2048) as engine:
-            for drawn in random_workload(layout, seed).requests:
-                plan = replace(drawn, images=())  # Their tokens say what requests share.
+        with engine_of(layout) as engine:
+            for plan in chats(random.Random(f"hits/{layout.name}/{seed}"), layout, 12):
                 found = found_in_tier(engine, plan)
                 must = max((ends_shared_with(engine, plan, *each) for each in ended), default=0)
                 hit_tokens = serve_and_count(engine, plan)

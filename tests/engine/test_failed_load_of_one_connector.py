@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 from pytest_mock import MockerFixture
-from support.connector.engines import fail_next, offloading, plan_of, tokens
+from support.connector.engines import fail_next, plan_of
 from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import GEMMA
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine

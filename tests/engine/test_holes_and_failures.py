@@ -17,13 +17,12 @@ from support.connector.engines import (
     engine_of,
     fail_next,
     make_holes,
-    offloading,
     plan_of,
     step_without_admissions,
-    tokens,
     watch_computed,
 )
 from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.offload_workloads import blocks_for_longest, offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_LIKE,
     FULL,
@@ -34,7 +33,6 @@ from support.connector.paged_layouts import (
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scenarios.engine import watch
-from support.scheduler.random_workloads import blocks_for_longest
 from support.scheduler.workload import RequestPlan
 from vllm.v1.metrics.stats import PrefixCacheStats
 

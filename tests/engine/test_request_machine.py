@@ -23,13 +23,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.connector.blending_engine import BlendingEngine, Reused
-from support.connector.engines import offloading, tokens
 from support.connector.exact_contents import ExactContents
 from support.connector.offload_run import (
     check_blocks,
     check_nothing_is_left,
     offloading_installed,
 )
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     DEEPSEEK_V4_LIKE,

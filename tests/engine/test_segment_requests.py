@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 from support.connector.blending_engine import BlendingEngine
-from support.connector.engines import fail_next, offloading, tokens
+from support.connector.engines import fail_next
 from support.connector.exact_contents import ExactContents
-from support.connector.offload_run import check_blocks, check_nothing_is_left
+from support.connector.offload_run import (
+    check_blocks,
+    check_nothing_is_left,
+)
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import FULL, GEMMA, GPT_OSS, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.options import EngineOptions

@@ -11,14 +11,9 @@ import random
 from unittest import mock
 
 import pytest
-from support.connector.engines import (
-    engine_of,
-    offloading,
-    plan_of,
-    step_without_admissions,
-    tokens,
-)
+from support.connector.engines import engine_of, plan_of, step_without_admissions
 from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine

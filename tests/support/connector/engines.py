@@ -3,29 +3,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
-from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 from vllm_ascend_kvext.store.entries import Kind
-
-
-def offloading(layout: PagedLayout, **values: Any) -> dict[str, Any]:
-    """A ``kv_connector_extra_config``: everything is stored, and every hit is loaded."""
-    return {
-        "host_memory_gib": layout.host_bytes[-1] / (1 << 30),
-        "chunk_tokens": 2 * layout.unit_tokens,
-        "store_policy": "all",
-        "load_if_slower": True,
-    } | values
 
 
 @contextmanager
@@ -59,10 +48,6 @@ def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
             )
         )
     )
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:

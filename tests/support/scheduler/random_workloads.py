@@ -157,7 +157,7 @@ def _options(
     if not layout.has_mamba:
         external_load = rng.choice((None, None, *ExternalLoad))
     max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
-    num_blocks = blocks_for_longest(layout, requests, max_num_batched_tokens)
+    num_blocks = _blocks_for_longest(layout, requests, max_num_batched_tokens)
     room = _room_for(external_load) + rng.choice((0, 0.3, 1.5))
     return EngineOptions(
         num_blocks=int(num_blocks * room) + 1,
@@ -173,7 +173,7 @@ def _options(
     )
 
 
-def blocks_for_longest(
+def _blocks_for_longest(
     layout: Layout, requests: tuple[RequestPlan, ...], max_num_batched_tokens: int
 ) -> int:
     """Blocks that the longest request needs when it runs alone."""
