@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvextConnector's two sides on vLLM's real scheduler: what `test_request_machine` may miss.
+"""KvextConnector's two sides on vLLM's real scheduler: a soak, and the cases that it may miss.
 
 There is no model. Pages are real tensors: what a step computes is written to them, and every byte
 that attention would read is compared, so that a wrong load, store or reuse shows where it happens.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,11 +19,14 @@ import pytest
 from support.connector.engines import engine_of, plan_of
 from support.connector.offload_run import (
     check_nothing_is_left,
+    run_offloading,
     serve,
 )
 from support.connector.offload_workloads import (
+    EngineKind,
     blocks_for_longest,
     chats,
+    random_offload,
     tokens,
 )
 from support.connector.page_contents import WrongBytesError
@@ -34,7 +38,7 @@ from support.connector.paged_layouts import (
 )
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
-from support.sample import sampled
+from support.sample import IS_SAMPLE, sampled
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.scheduler import loads
@@ -47,9 +51,65 @@ pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 SMALL_LAYOUTS = LAYOUTS + STATE_LAYOUTS
 ALL_LAYOUTS = SMALL_LAYOUTS + UPSTREAM_LAYOUTS
 
+NUM_SEEDS = sampled(4)
+NUM_REQUESTS = dict.fromkeys(SMALL_LAYOUTS, 20) | dict.fromkeys(UPSTREAM_LAYOUTS, 10)
+"""Of one random run."""
+
+NUM_RUNS_PER_LAYOUT = len(EngineKind) * NUM_SEEDS
+
+OCCURRENCES = (
+    "aborts",
+    "aborts while loading",
+    "preemptions",
+    "swaps",
+    "joined loads",
+    "failed stores",
+    "failed loads",
+    "refused: no_room",
+    "removed: evicted",
+    "hole tokens",
+    "resets",
+    "resets of running requests",
+    "resets with stores under way",
+)
+"""What a soak has to meet, or it says little."""
+
 by_layout = {"ids": lambda layout: layout.name}
 every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS, **by_layout)
 every_small_layout = pytest.mark.parametrize("layout", SMALL_LAYOUTS, **by_layout)
+
+
+@pytest.fixture(scope="module")
+def soaked() -> Counter[str]:
+    """What has happened in all random runs so far."""
+    return Counter()
+
+
+@pytest.mark.parametrize("kind", EngineKind, ids=lambda kind: kind.value)
+@every_layout
+def test_random_requests(
+    layout: PagedLayout, kind: EngineKind, soaked: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right bytes, right outputs, and nothing left: no block, pin, place or note of a request.
+
+    Entries are evicted from the middle of prompts; runs behind holes are loaded however short.
+    """
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        counts += run_offloading(random_offload(layout, seed, NUM_REQUESTS[layout], kind)).counts
+    assert counts["finished"] > counts["requests"] // 2
+    soaked += counts
+    soaked["runs"] += NUM_SEEDS
+
+
+def test_soak_has_met_everything(soaked: Counter[str]) -> None:
+    if soaked["runs"] < len(ALL_LAYOUTS) * NUM_RUNS_PER_LAYOUT:
+        pytest.skip("only a part of the soak has run")
+    assert soaked["requests"] == sum(NUM_REQUESTS.values()) * NUM_RUNS_PER_LAYOUT
+    assert soaked["requests"] > 2000 or IS_SAMPLE
+    assert soaked["hit requests"] > soaked["requests"] / 10
+    assert {name for name in OCCURRENCES if not soaked[name]} == set()
 
 
 # Loads that wait for each other's blocks.

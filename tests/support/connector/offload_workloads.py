@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests and engines are made of where an engine offloads."""
+"""Random workloads for an engine that offloads, each determined by a layout and a seed.
+
+Chats whose turns extend each other, prompts that share a beginning, that are edited in the middle
+or too short to be stored, in pools that are too small, with host memory that may be, too.
+"""
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.connector.paged_layouts import PagedLayout
+from support.connector.scripted_transfers import TransferScript
 from support.scheduler.layouts import Layout
+from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 
@@ -18,11 +25,57 @@ _MAX_PROMPT_UNITS = 6
 _MAX_PROMPT_TOKENS = 960
 
 
-def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[RequestPlan]:
-    """Requests by arrival, whose prompts extend each other, or share a beginning.
+class EngineKind(enum.Enum):
+    """What the engines of some workloads have in common."""
 
-    Some are edited in the middle, or too short to be stored.
-    """
+    SYNC = "sync"
+    ASYNC = "async"
+    TWO_WORKERS = "two-workers"
+
+
+class OffloadWorkload(NamedTuple):
+    """What determines a run; before these shares of its steps, something else happens, too."""
+
+    name: str
+    layout: PagedLayout
+    options: EngineOptions
+    script: TransferScript
+    requests: tuple[RequestPlan, ...]
+    abort_share: float
+    """One request goes, more often than others one that loads."""
+    reset_share: float
+    eviction_share: float
+    """Some entry leaves the tier."""
+    is_adaptive: bool
+    """The device's prefix cache retains what adaptive retention chooses."""
+
+
+def random_offload(
+    layout: PagedLayout, seed: int, num_requests: int, kind: EngineKind = EngineKind.SYNC
+) -> OffloadWorkload:
+    """The workload of one layout, one kind of engine and one seed."""
+    rng = random.Random(f"offload/{layout.name}/{kind.value}/{seed}")
+    requests = tuple(chats(rng, layout, num_requests))
+    return OffloadWorkload(
+        name=f"{layout.name}-{kind.value}-{seed}",
+        layout=layout,
+        options=_options(rng, layout, requests, kind),
+        script=TransferScript(
+            seed=seed,
+            failing_stores=rng.choice((0, 0, 0.1, 0.5)),
+            failing_loads=rng.choice((0, 0, 0.1, 0.5)),
+            max_per_step=rng.choice((None, 1, 2, 4)),
+        ),
+        requests=requests,
+        abort_share=rng.choice((0, 0.02, 0.1)),
+        reset_share=rng.choice((0, 0, 0.1)),
+        eviction_share=rng.choice((0, 0.5)),
+        is_adaptive=rng.random() < 0.4,
+    )
+
+
+def chats(rng: random.Random, layout: Layout, num_requests: int) -> Iterator[RequestPlan]:
+    """Requests by arrival."""
     max_prompt_tokens = max(_MAX_PROMPT_UNITS * layout.unit_tokens, 96)
     max_prompt_tokens = min(max_prompt_tokens, _MAX_PROMPT_TOKENS)
     lengths = range(max_prompt_tokens // 6, max_prompt_tokens // 2)
@@ -70,6 +123,40 @@ def offloading(layout: PagedLayout, **values: Any) -> dict[str, Any]:
         "store_policy": "all",
         "load_if_slower": True,
     } | values
+
+
+def _options(
+    rng: random.Random, layout: PagedLayout, requests: tuple[RequestPlan, ...], kind: EngineKind
+) -> EngineOptions:
+    is_async = kind is EngineKind.ASYNC or (kind is EngineKind.TWO_WORKERS and rng.random() < 0.5)
+    drafter = None
+    if any(group.is_eagle for group in layout.groups):
+        drafter = Drafter.EAGLE
+    elif layout.supports_drafts and not is_async:
+        drafter = rng.choice((None, None, Drafter.NGRAM))
+    max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
+    num_blocks = blocks_for_longest(layout, requests, max_num_batched_tokens)
+    return EngineOptions(
+        # Loads hold their blocks while they wait for each other.
+        num_blocks=int(num_blocks * rng.choice((1, 1.2, 1.5, 3))) + 1,
+        max_num_seqs=rng.choice((3, 8, 16)),
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_tokens=rng.choice((0, 0, layout.unit_tokens + 1)),
+        reserve_full_prompt=rng.random() < 0.5,
+        is_async=is_async,
+        drafter=drafter,
+        num_draft_tokens=rng.choice((1, 3)),
+        caching=rng.random() < 0.5,
+        events=rng.random() < 0.5,
+        num_workers=2 if kind is EngineKind.TWO_WORKERS else 1,
+        offloading=offloading(
+            layout,
+            host_memory_gib=rng.choice(layout.host_bytes) / _GIB,
+            chunk_tokens=layout.unit_tokens * rng.choice((1, 2, 4)),
+            store_policy=rng.choice(("all",) * 4 + ("second_touch",) * 4 + ("never",)),
+            load_if_slower=rng.random() < 0.8,
+        ),
+    )
 
 
 def blocks_for_longest(
