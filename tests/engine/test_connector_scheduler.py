@@ -42,6 +42,7 @@ from support.sample import IS_SAMPLE, sampled
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.scheduler import loads
+from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind
 from vllm_ascend_kvext.store.prefix import HashedPrefix
@@ -307,8 +308,8 @@ def test_spoilt_host_memory_is_noticed(
 def entries_for(engine: SimulatedEngine, prompt: list[int], kind: Kind) -> list[Entry]:
     """What a request with this prompt would load."""
     prefix = prefix_of(engine, plan_of("", prompt))
-    hit = engine.tier.look_up(prefix, len(prompt) - 1)
-    return [entry for entry in hit.entries if entry.piece.kind is kind]
+    plan = plan_of_hit(engine.tier.look_up(prefix, len(prompt) - 1))
+    return [entry for entry in plan.entries if entry.piece.kind is kind]
 
 
 # Resets of the prefix cache.

@@ -90,5 +90,5 @@ def test_one_of_several_connectors_loads_what_can_be_read(
     begun = mocker.spy(engine.tier, "begin_load")
     serve(engine, plan_of("second", prompt))
     check_nothing_is_left(engine)
-    _, again = (call.args[0].num_tokens for call in begun.call_args_list)
+    _, again = (call.args[1] for call in begun.call_args_list)
     assert engine.side.counters.hit_tokens - before_tokens == again

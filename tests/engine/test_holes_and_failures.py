@@ -168,7 +168,7 @@ def serve_again(
             counters.hit_tokens - before_tokens,
             worker.transfers.counts["loads"],
             counters.tier.removed_entries[Removal.LOAD_FAILED],
-            [entry for call in begun.call_args_list[:1] for entry in call.args[0].entries],
+            [entry for call in begun.call_args_list[:1] for entry in call.args[2]],
         )
         fail_next(engine)
         num_holes = counters.holes
