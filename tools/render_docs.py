@@ -6,16 +6,22 @@
 
 from __future__ import annotations
 
+import ast
+import enum
+import inspect
+import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_ascend_kvext.compat import SUPPORTED, VLLM, VLLM_ASCEND, version_in
-from vllm_ascend_kvext.connector.common.options import CONFIG, describe_options
-from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.connector.common.options import CONFIG, OPTIONS, ConnectorOptions
+from vllm_ascend_kvext.declared import declared
+from vllm_ascend_kvext.features import FEATURES, REPAIRS
 from vllm_ascend_kvext.patches import PATCHES
 from vllm_ascend_kvext.patching.declaration import Feature
 from vllm_ascend_kvext.patching.store import FingerprintStore
-from vllm_ascend_kvext.settings import describe_variables
+from vllm_ascend_kvext.settings import Settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -65,8 +71,11 @@ def settings_page() -> str:
         "Set them before vLLM starts. A variable that begins with `VLLM_ASCEND_KVEXT_` and is not",
         "on this page is refused.",
     ]
-    for variable in describe_variables():
-        lines += _section(*variable)
+    texts = _texts_below_fields(Settings)
+    repairs = ", ".join(f"`{repair.name}`" for repair in REPAIRS)
+    for each in declared(Settings):
+        default = int(each.default) if each.kind is bool else each.default
+        lines += _section(each.note, default, texts[each.key].replace("{repairs}", repairs))
     lines += [
         "",
         "## Options of `KvextConnector`",
@@ -74,8 +83,9 @@ def settings_page() -> str:
         f"Keys of `{CONFIG}` in `--kv-transfer-config`, as JSON. A key that is not on",
         "this page is refused. A key whose value is `null` has its default.",
     ]
-    for option in describe_options():
-        lines += _section(*option)
+    texts = _texts_below_fields(ConnectorOptions)
+    for each in OPTIONS:
+        lines += _section(each.key, each.default, texts[each.key])
     return "\n".join([*lines, ""])
 
 
@@ -106,8 +116,31 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
 
 
-def _section(name: str, default: str, doc: str) -> list[str]:
-    return ["", f"### `{name}`", "", f"Default: {default}.", "", doc]
+def _section(name: str, default: object, text: str) -> list[str]:
+    return ["", f"### `{name}`", "", f"Default: {_as_written(default)}.", "", text]
+
+
+def _as_written(default: object) -> str:
+    """A default as a user would write it."""
+    value = default.value if isinstance(default, enum.Enum) else default
+    if value is None or value == frozenset():
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _texts_below_fields(cls: type) -> dict[str, str]:
+    """The text below each field of a class, in one line; read as vLLM reads its configuration's."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, below in itertools.pairwise(definition.body):
+        match statement, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 if __name__ == "__main__":

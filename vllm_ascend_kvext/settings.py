@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from vllm_ascend_kvext.declared import Described, declared, did_you_mean, texts_of
+from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.features import (
     DEFAULTS,
     FAST_PREFIX_CACHE,
     FEATURES,
-    REPAIRS,
     with_requirements,
 )
 
@@ -173,20 +172,6 @@ class Settings:
 
 _VARIABLES = {each.key: each for each in declared(Settings)}
 VARIABLE_NAMES = tuple(each.note for each in _VARIABLES.values())
-
-
-def describe_variables() -> list[Described]:
-    """Every variable, in the order of the page of settings."""
-    texts = texts_of(Settings)
-    repairs = ", ".join(f"`{repair.name}`" for repair in REPAIRS)
-    return [
-        Described(
-            each.note,
-            _digit(each.default) if each.kind is bool else each.default_in_words,
-            texts[each.key].replace("{repairs}", repairs),
-        )
-        for each in _VARIABLES.values()
-    ]
 
 
 def own_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +27,9 @@ from vllm_ascend_kvext.settings import (
     Retention,
     Settings,
     Switch,
-    describe_variables,
 )
 
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 # By variable: field, default as it is shown, texts with what becomes of them, wrong texts.
 TABLE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     MODE_VARIABLE: (
@@ -78,13 +80,14 @@ TABLE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 ASK_FOR_FEATURES = (RETENTION_VARIABLE, RETENTION_INTERVAL_VARIABLE, FAST_PREFIX_CACHE_VARIABLE)
 
 
-def test_every_variable_has_a_text_and_its_default() -> None:
-    described = describe_variables()
-    assert {name: default for name, default, _ in described} == {
-        name: default for name, (_, default, _, _) in TABLE.items()
-    }
-    assert [name for name, _, _ in described] == list(VARIABLE_NAMES)
-    texts = {name: doc for name, _, doc in described}
+def test_users_read_the_default_of_every_variable() -> None:
+    page = PAGE.read_text(encoding="utf-8").partition("## Options of")[0]
+    documented = re.findall(r"^### `(.+)`\n\nDefault: (.*)\.\n\n(.+\.)$", page, re.MULTILINE)
+    assert [(name, default) for name, default, _ in documented] == [
+        (name, default) for name, (_, default, _, _) in TABLE.items()
+    ]
+    assert [name for name, _, _ in documented] == list(VARIABLE_NAMES)
+    texts = {name: text for name, _, text in documented}
     assert all(f"`{repair.name}`" in texts[DISABLE_VARIABLE] for repair in REPAIRS)
 
 

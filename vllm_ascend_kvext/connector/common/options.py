@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from vllm_ascend_kvext.declared import Described, declared, did_you_mean, texts_of
+from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.store.store_policy import StorePolicy
@@ -239,12 +239,6 @@ class ConnectorOptions:
 
 
 OPTIONS = declared(ConnectorOptions)
-
-
-def describe_options() -> list[Described]:
-    """Every key, in the order of the page of settings."""
-    texts = texts_of(ConnectorOptions)
-    return [Described(each.key, each.default_in_words, texts[each.key]) for each in OPTIONS]
 
 
 def parse_options(extra_config: Mapping[str, Any], world_size: int) -> ConnectorOptions:
