@@ -80,7 +80,6 @@ class LearnedRequests:
             request = scheduler.requests[request_id]
             is_computing = request.num_computed_tokens < request.num_prompt_tokens
             if request.status != RequestStatus.RUNNING or (others_wait and is_computing):
-                learning.note_busy(request_id)
                 scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def drop_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:

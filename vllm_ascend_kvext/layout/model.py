@@ -81,10 +81,6 @@ class LayoutGroup:
 
     Attributes:
         kv_cache_group_id: Index of the KV cache group whose block ids it uses.
-        base_bytes: Where page 0 begins in the storage.
-        page_stride_bytes: From one page to the next.
-        region_offset_bytes: Where the region begins in its page.
-        row_bytes: Size of a row, and distance between rows.
         tokens_per_page: A multiple of ``tokens_per_row``.
         window_tokens: Sliding window, with the token that reads; 0 where there is none.
         restart_tokens: Nothing before a multiple of this is read from there on (attention chunks;

@@ -17,6 +17,7 @@ from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.connector.scheduler.request_state import Held
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 
 MAX_STEPS = 4000
@@ -117,7 +118,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     side, tier, pool = engine.side, engine.tier, engine.block_pool
     assert not engine.scheduler.requests
     assert not side.has_transfers and not side.holes
-    assert engine.held.is_nothing, engine.held
+    assert engine.held == Held()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     entries = engine.entries
     assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)

@@ -33,28 +33,6 @@ class BlendRefusal(enum.Enum):
     """The device's pool, or host memory, is too small for it."""
 
 
-class LearningDrop(enum.Enum):
-    """Why a segment that was seen twice has not been stored."""
-
-    QUEUE = "queue"
-    """Too many others waited to be computed."""
-
-    TOO_LONG = "too_long"
-    """It does not fit into the model's context behind the sink."""
-
-    BUSY = "busy"
-    """Requests of clients needed the room of the one that computed it."""
-
-    ROOM = "room"
-    """The device's pool, or host memory, is too small for it."""
-
-    FAILED = "failed"
-    """Workers could not store it."""
-
-    CANCELLED = "cancelled"
-    """Caches were reset, or all requests ended, before it was stored."""
-
-
 @dataclass(slots=True)
 class BlendCounters:
     """What became of segments; counters never go down."""
@@ -79,9 +57,8 @@ class BlendCounters:
     stored_segments: Annotated[int, Counted("Segments stored in host memory.")] = 0
     learned_segments: Annotated[int, Counted("Segments stored because two requests had them.")] = 0
     learning_drops: Annotated[
-        dict[LearningDrop, int],
-        Counted("Segments that two requests had and that are not stored, by reason.", "reason"),
-    ] = field(default_factory=partial(zeros, LearningDrop))
+        int, Counted("Segments that two requests had and that are not stored.")
+    ] = 0
     scored_probes: Annotated[
         int,
         Counted(

@@ -7,7 +7,7 @@ way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_ascend_kvext.connector.common.store_jobs import Pages
@@ -152,7 +152,7 @@ class RequestOffloadStates(dict[str, RequestOffloadState]):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a scheduler side holds for requests at one moment: for tests, and to find what leaks.
+    """What a scheduler side holds for requests at one moment: to find what leaks.
 
     Attributes:
         request_ids: Requests of which anything is remembered.
@@ -179,7 +179,3 @@ class Held:
     num_referenced_blocks: int = 0
     num_awaited_blocks: int = 0
     num_begun_segments: int = 0
-
-    @property
-    def is_nothing(self) -> bool:
-        return not any(getattr(self, field.name) for field in fields(self))

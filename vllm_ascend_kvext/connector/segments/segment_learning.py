@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters, LearningDrop
+from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_SEEN_SEGMENTS = 8192
 """So many are known to have been in one request; of each, 32 bytes and a place in a dictionary."""
@@ -44,14 +45,13 @@ class WantedSegment(NamedTuple):
 class _Begun:
     """A segment that a request of our own computes.
 
-    If nothing else happens it is counted as ``drop``; None if it is stored. ``is_storing``: workers
-    store it. ``is_computed``: its request has ended.
+    ``is_storing``: workers store it. ``is_computed``: its request has ended.
     """
 
     key: bytes
-    drop: LearningDrop | None = LearningDrop.CANCELLED
     is_storing: bool = False
     is_computed: bool = False
+    is_stored: bool = False
 
 
 class SegmentLearning:
@@ -61,7 +61,7 @@ class SegmentLearning:
         self._store = store
         self._max_model_len = max_model_len
         self._counters = counters
-        self._seen: dict[bytes, None] = {}  # in order
+        self._seen = RememberedKeys[bool](MAX_SEEN_SEGMENTS)
         self._queue: deque[WantedSegment] = deque()
         self._known: set[bytes] = set()  # keys of those that are queued or begun
         self._begun: dict[str, _Begun] = {}
@@ -111,12 +111,9 @@ class SegmentLearning:
 
     def _was_seen(self, key: bytes) -> bool:
         """Whether another request had a segment before; it then counts as never seen."""
-        if key in self._seen:
-            del self._seen[key]
+        if self._seen.pop(key, False):
             return True
-        if len(self._seen) == MAX_SEEN_SEGMENTS:
-            del self._seen[next(iter(self._seen))]
-        self._seen[key] = None
+        self._seen.put(key, True)
         return False
 
     def take(self, has_room: Callable[[int], bool]) -> WantedSegment | None:
@@ -142,23 +139,15 @@ class SegmentLearning:
         self._known.add(key)
         self._begun[request_id] = _Begun(key)
 
-    def note_busy(self, request_id: str) -> None:
-        """A request of our own is taken back, because others need the room."""
-        self._begun[request_id].drop = LearningDrop.BUSY
-
-    def note_no_room(self, request_id: str) -> bool:
-        """There is no room to store what a request computes. Returns whether it is our own."""
-        begun = self._begun.get(request_id)
-        if begun is not None:
-            begun.drop = LearningDrop.ROOM
-        return begun is not None
+    def is_own(self, request_id: str) -> bool:
+        """Whether a request is one of our own that has not ended."""
+        return request_id in self._begun
 
     def note_store(self, request_id: str, is_needed: bool) -> None:
         """All of a segment has been computed: workers store it, unless it is there already."""
         begun = self._begun.get(request_id)
         if begun is not None:
-            begun.is_storing = is_needed
-            begun.drop = LearningDrop.FAILED if is_needed else None
+            begun.is_storing, begun.is_stored = is_needed, not is_needed
 
     def end_store(self, request_id: str, has_failed: bool) -> None:
         """Workers have ended a store."""
@@ -166,9 +155,8 @@ class SegmentLearning:
         if begun is None:
             return
         begun.is_storing = False
-        if not has_failed:
-            begun.drop = None
-            self._counters.learned_segments += 1
+        begun.is_stored = not has_failed
+        self._counters.learned_segments += begun.is_stored
         self._settle(request_id, begun)
 
     def forget(self, request_id: str) -> None:
@@ -183,7 +171,7 @@ class SegmentLearning:
         self._seen.clear()
         for wanted in self._queue:
             self._known.discard(_key_of(wanted.prefix))
-            self._drop(LearningDrop.CANCELLED)
+        self._counters.learning_drops += len(self._queue)
         self._queue.clear()
 
     def stop(self) -> None:
@@ -193,10 +181,8 @@ class SegmentLearning:
 
     def _enqueue(self, key: bytes, wanted: WantedSegment) -> None:
         num_tokens = len(self.sink_ids) + wanted.prefix.num_segment_tokens
-        if num_tokens >= self._max_model_len:
-            self._drop(LearningDrop.TOO_LONG)
-        elif len(self._queue) >= MAX_QUEUED_SEGMENTS:
-            self._drop(LearningDrop.QUEUE)
+        if num_tokens >= self._max_model_len or len(self._queue) >= MAX_QUEUED_SEGMENTS:
+            self._counters.learning_drops += 1
         else:
             self._known.add(key)
             self._queue.append(wanted)
@@ -206,11 +192,7 @@ class SegmentLearning:
             return
         del self._begun[request_id]
         self._known.discard(begun.key)
-        if begun.drop is not None:
-            self._drop(begun.drop)
-
-    def _drop(self, drop: LearningDrop) -> None:
-        self._counters.learning_drops[drop] += 1
+        self._counters.learning_drops += not begun.is_stored
 
 
 def _key_of(prefix: SegmentPrefix) -> bytes:

@@ -215,7 +215,7 @@ class SegmentStores:
             self._learning.end_store(request_id, has_failed)
 
     def _give_up(self, request_id: str, wanted: _Segment) -> None:
-        if self._learning is None or not self._learning.note_no_room(request_id):
+        if self._learning is None or not self._learning.is_own(request_id):
             self._counters.refusals[BlendRefusal.ROOM] += 1
         wanted.is_wanted = False
         self._let_go(wanted)

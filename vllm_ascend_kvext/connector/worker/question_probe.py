@@ -152,7 +152,10 @@ class QuestionProbe:
             places = np.searchsorted(slots_of_step, own, sorter=order)
             rows = order[np.minimum(places, len(order) - 1)]
             if not np.array_equal(slots_of_step[rows], own):
-                raise _wrong(job, "a row of this step", "tokens that it does not compute")
+                raise ConnectorError(
+                    f"probe {job.row_id}: expected a row of this step, found tokens that it does "
+                    "not compute. The scheduler has to plan rows and probes for the same step."
+                )
             slots = slots_of(what, 0, job.tokens.end_tokens, *of_pages)
             stored = pages.read_plane(self._plane, slots)
             keys = (
@@ -165,10 +168,3 @@ class QuestionProbe:
             self._scores[job.row_id] = np.concatenate(
                 [scores[each.first_tokens : each.end_tokens] for each in job.scored]
             )
-
-
-def _wrong(job: ProbeJob, expected: str, found: str) -> ConnectorError:
-    return ConnectorError(
-        f"probe {job.row_id}: expected {expected}, found {found}. The scheduler has to plan rows "
-        "and probes for the same step."
-    )
