@@ -604,3 +604,16 @@ def test_segments_that_were_read_well_stay_when_a_load_fails() -> None:
             engine.answer(*documents)
             assert worker.transfers.counts["failed loads"] == len(failing)
             assert removed[Removal.LOAD_FAILED] == number
+
+
+@pytest.mark.parametrize(("num_tokens", "is_stored"), [(100, True), (300, False)])
+def test_a_segment_is_given_up_for_the_blocks_of_its_own_request(
+    num_tokens: int, is_stored: bool
+) -> None:
+    """In a pool that has just enough for a request, without the windows that its store needs."""
+    options = {"num_blocks": 33, "max_model_len": 448, "max_num_batched_tokens": 20}
+    with learning_engine(GPT_OSS, **options) as engine:
+        engine.store(tokens(random.Random(3), num_tokens))
+        engine.serve()
+        assert engine.counts.stored_segments == is_stored
+        assert engine.counts.refusals[BlendRefusal.ROOM] == (not is_stored)

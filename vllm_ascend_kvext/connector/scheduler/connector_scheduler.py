@@ -341,8 +341,8 @@ class ConnectorScheduler:
     def _next_step_lacks_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> bool:
         """Whether requests might be preempted for blocks that are only held for their stores."""
         tokens_per_page = self._tokens_per_page.values()
-        num_new_pages = len(tokens_per_page) * len(num_scheduled_tokens)
-        num_free = self._references.num_free - num_new_pages
+        # Each of them may begin a page of each group.
+        num_free = self._references.num_free - len(tokens_per_page) * len(num_scheduled_tokens)
         max_tokens = self._view.max_num_batched_tokens
         if num_free >= sum(max_tokens // tokens for tokens in tokens_per_page):
             return False

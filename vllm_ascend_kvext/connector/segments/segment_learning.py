@@ -139,10 +139,6 @@ class SegmentLearning:
         self._known.add(key)
         self._begun[request_id] = _Begun(key)
 
-    def is_own(self, request_id: str) -> bool:
-        """Whether a request is one of our own that has not ended."""
-        return request_id in self._begun
-
     def note_store(self, request_id: str, is_needed: bool) -> None:
         """All of a segment has been computed: workers store it, unless it is there already."""
         begun = self._begun.get(request_id)

@@ -32,20 +32,23 @@ from vllm_ascend_kvext.store.entries import Entry
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
+MAX_PREEMPTIONS = 2
+"""While pages are held. More of them, and what the request lacks may be what it holds."""
+
 
 @dataclass(slots=True)
 class _Segment:
     """A request that is to store its prompt: ``token_ids`` without the sink, none if refused.
 
-    The sink may be read from the cache with ``has_cached_sink``. ``held`` are pages of windows; the
-    store holds ``expected_blocks`` in the end, 0 until the request may begin.
+    ``held`` are pages of windows; the store holds ``expected_blocks`` in the end, 0 until the
+    request may begin.
     """
 
     token_ids: tuple[int, ...] = ()
-    has_cached_sink: bool = False
     is_wanted: bool = False
     stored_tokens: int = 0
     held: Pages = field(default_factory=dict)
+    num_preemptions: int = 0
     expected_blocks: int = 0
 
 
@@ -84,9 +87,9 @@ class SegmentStores:
 
     def shared_tokens(self, request_id: str) -> int | None:
         """Before which token the blocks of a request are for everyone; None if all of them are."""
-        segment = self._segments.get(request_id)
-        has_cached_sink = segment is not None and segment.has_cached_sink
-        return len(self._store.sink_ids) if has_cached_sink else None
+        num_tokens = len(self._store.sink_ids)
+        is_shared = self.is_segment(request_id) and num_tokens >= self._view.hash_block_size
+        return num_tokens if is_shared else None
 
     def note_new(self, request: Any) -> bool:
         """A request has arrived; whether its prompt is a segment. The sink is put before one."""
@@ -180,7 +183,10 @@ class SegmentStores:
         """A request begins again: its pages are gone."""
         wanted = self._wanted(request_id)
         if wanted is not None:
+            wanted.num_preemptions += bool(wanted.held)
             self._let_go(wanted)
+            if wanted.num_preemptions > MAX_PREEMPTIONS:
+                self._give_up(request_id, wanted)
 
     def release_all_held(self) -> None:
         """Let go of the pages that no store reads yet: they are not stored then."""
@@ -215,7 +221,7 @@ class SegmentStores:
             self._learning.end_store(request_id, has_failed)
 
     def _give_up(self, request_id: str, wanted: _Segment) -> None:
-        if self._learning is None or not self._learning.is_own(request_id):
+        if self._learning is None or request_id not in self._learning.request_ids:
             self._counters.refusals[BlendRefusal.ROOM] += 1
         wanted.is_wanted = False
         self._let_go(wanted)
@@ -274,13 +280,11 @@ class SegmentStores:
             return BlendRefusal.TOO_LONG, refused
         if not has_sink:
             _put_before(request, sink)
-        hash_block_size = self._view.hash_block_size
-        has_cached_sink = len(sink) >= hash_block_size
-        if has_cached_sink:
-            PrivateHashes(request, len(sink), hash_block_size)  # The request keeps it.
+        if len(sink) >= self._view.hash_block_size:
+            PrivateHashes(request, len(sink), self._view.hash_block_size)  # The request keeps it.
         else:
             request.skip_reading_prefix_cache = True
-        return None, _Segment(tuple(segment), has_cached_sink, is_wanted=True)
+        return None, _Segment(tuple(segment), is_wanted=True)
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
         """The blocks of a request up to a token."""
