@@ -292,8 +292,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
         if self.has_connector:
-            held = self.side.held()
-            left |= {"held": not held.is_nothing, "transfers": self.side.has_transfers}
+            from vllm_ascend_kvext.connector.scheduler.request_state import Held
+
+            left |= {"held": self.side.held() != Held(), "transfers": self.side.has_transfers}
         return left
 
     def shutdown(self) -> None:
