@@ -47,13 +47,6 @@ REFUSED: dict[str, tuple[ServeLine, dict[str, str], str]] = {
     "states, without the repair": (
         WITH_CONNECTOR,
         {"VLLM_ASCEND_KVEXT_DISABLE": "failed-loads"},
-        "found recompute, expected fail: the model has attention and states, and vLLM-Ascend "
-        "refuses to recompute their failed loads. The repair 'failed-loads' can, but is not in "
-        "effect: VLLM_ASCEND_KVEXT_DISABLE names it. Take it out of VLLM_ASCEND_KVEXT_DISABLE",
-    ),
-    "states, without the package": (
-        WITH_CONNECTOR,
-        {"VLLM_ASCEND_KVEXT_MODE": "off"},
         "Hybrid models do not support recompute mode kv load failure policy now",
     ),
     "profiling-chunk": (

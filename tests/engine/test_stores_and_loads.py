@@ -197,6 +197,41 @@ def test_what_nobody_asked_for_holds_less_and_goes_last() -> None:
         check_nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_store_that_fails_on_one_worker_is_worth_nothing(failing: int) -> None:
+    with engine_of(FULL, NEVER, num_workers=2) as engine:
+        engine.workers[failing].transfers._script = TransferScript(failing_stores=1.0)
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+        num_entries = len(engine.entries)
+        assert num_entries, "the other worker still writes to these places"
+        let_go(engine)
+        serve(engine)
+        assert not engine.entries
+        assert engine.side.counters.tier.failed_stores == num_entries
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True], ids=["planned", "under way"])
+def test_stores_that_are_abandoned_hold_nothing_and_are_worth_nothing(is_under_way: bool) -> None:
+    chunk = offloading(FULL, chunk_tokens=512)  # Nothing is stored before the end.
+    with engine_of(FULL, NEVER, offloading=chunk) as engine:
+        engine.add_request(plan_of("first", PROMPT, max_tokens=1))
+        while engine.scheduler.requests:
+            engine.step()
+        assert engine.held.num_planned_stores
+        if is_under_way:
+            engine.step()
+            assert engine.held.num_stores
+        engine.side.abandon_stores()
+        assert not engine.held.num_referenced_blocks and not engine.held.num_planned_stores
+        let_go(engine)
+        serve(engine)
+        assert not engine.entries
+        check_nothing_is_left(engine)
+
+
 def test_the_end_of_the_last_transfer_is_reported_in_one_more_step() -> None:
     """What is counted travels with a step, and no step may follow for a while."""
     with engine_of(FULL, NEVER) as engine:
