@@ -38,12 +38,6 @@ from vllm_ascend_kvext.settings import (
 
 _ENTRY_POINT_GROUP = "vllm.general_plugins"
 _ENTRY_POINT = "ascend_kvext"
-_SHORTEST_HIT = (
-    "shortest prompt that hits: it depends on the model and --block-size; an engine's log says it "
-    'in "Prefix-cache hits on the device: ...", and for host memory in "KvextConnector: ... hits: '
-    '..."'
-)
-
 
 OK, DEGRADED, FAILED = _VERDICTS = ("ok", "degraded", "failed")
 """The place is the exit status."""
@@ -228,6 +222,4 @@ def render(report: StatusReport, *, lists_patches: bool) -> list[str]:
         states = Counter(row["state"] for row in report.patches)
         counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         lines.append(f"patches: {counts}; `status --patches` lists them")
-    if report.patches:
-        lines.append(_SHORTEST_HIT)
     return lines

@@ -124,7 +124,7 @@ def check_nothing_is_left(engine: SimulatedEngine) -> None:
     assert all(entry.state is EntryState.STORED and not entry.num_pins for entry in entries)
     assert sum(entry.num_bytes for entry in entries) == tier._arena.used_bytes
     assert tier.counters.bytes_held == tier._arena.used_bytes
-    assert side.remembered_tails <= {entry.number for entry in entries}
+    assert side._stores.reasons.keys() <= {entry.number for entry in entries}
     assert not engine.scheduler.failed_recving_kv_req_ids
     assert not engine.scheduler.finished_recving_kv_req_ids
 

@@ -101,7 +101,7 @@ class ConnectorScheduler:
         self._view = view
         self._clock = clock
         self._references = BlockReferences(view.block_pool)
-        self._tokens_per_page = layout.tokens_per_page
+        self._tokens_per_page = layout.tokens_per_page.values()
         refusal = _why_no_holes(view, layout, options.state_policy)
         self.computes_holes = options.hole_reuse and refusal is None
         if options.hole_reuse and refusal is not None:
@@ -195,11 +195,6 @@ class ConnectorScheduler:
     def num_references(self) -> int:
         """Blocks that are kept from being reallocated."""
         return self._references.num_references
-
-    @property
-    def remembered_tails(self) -> set[int]:
-        """Numbers of the entries of which it is known why they were stored."""
-        return set(self._stores.reasons)
 
     def held(self) -> Held:
         """What is held for requests at this moment."""
@@ -322,9 +317,7 @@ class ConnectorScheduler:
                 self._stores.release_held(state)
             self.segments.preempted(request_id)
         segment_jobs = self._note_step(num_scheduled_tokens)
-        if self._next_step_lacks_blocks(num_scheduled_tokens):
-            for request_id in num_scheduled_tokens:
-                self._stores.release_held(self._states[request_id])
+        self._leave_blocks_for_next_step(num_scheduled_tokens)
         self._room.end_step()
         self._loads.end_step()
         swaps, self._swaps = tuple(self._swaps), []
@@ -338,20 +331,21 @@ class ConnectorScheduler:
         probes, self._probes = tuple(self._probes), []
         return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes)
 
-    def _next_step_lacks_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> bool:
-        """Whether requests might be preempted for blocks that are only held for their stores."""
-        tokens_per_page = self._tokens_per_page.values()
-        # Each of them may begin a page of each group.
-        num_free = self._references.num_free - len(tokens_per_page) * len(num_scheduled_tokens)
+    def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Let go of blocks held for stores where the requests of this step may lack them."""
         max_tokens = self._view.max_num_batched_tokens
-        if num_free >= sum(max_tokens // tokens for tokens in tokens_per_page):
-            return False
+        # Each request may begin a page of each group.
+        num_begun = len(self._tokens_per_page) * len(num_scheduled_tokens)
+        max_blocks = num_begun + sum(max_tokens // tokens for tokens in self._tokens_per_page)
+        if self._references.num_free >= max_blocks:
+            return
         wanted_tokens = 0
         for request_id, num_tokens in num_scheduled_tokens.items():
             request = self._view.requests[request_id]
             wanted_tokens += max(1, request.num_tokens - request.num_computed_tokens - num_tokens)
         wanted_tokens = min(wanted_tokens, max_tokens)
-        return num_free < sum(wanted_tokens // tokens for tokens in tokens_per_page)
+        num_blocks = num_begun + sum(wanted_tokens // tokens for tokens in self._tokens_per_page)
+        self._stores.leave_free(num_blocks, [self._states[each] for each in num_scheduled_tokens])
 
     def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> list[StoreJob]:
         """Plan the stores of the requests that compute; returns those of segments."""

@@ -161,6 +161,21 @@ class Stores:
         if state.progress is not None:
             self._release_held(state.progress)
 
+    def leave_free(self, num_blocks: int, states: Sequence[RequestOffloadState]) -> None:
+        """Let go of blocks that are held for running requests until so many blocks are free.
+
+        The latest request is preempted first, and what is held of it goes to host memory then. It
+        keeps that if it would be preempted all the same, and others compute.
+        """
+        for state in states[:-1]:
+            if self._references.num_free < num_blocks:
+                self.release_held(state)
+        num_lacking = num_blocks - self._references.num_free
+        for state in states[-1:]:
+            num_held = len(state.progress.held) if state.progress is not None else 0
+            if num_lacking > 0 and (len(states) == 1 or num_lacking <= num_held):
+                self.release_held(state)
+
     def swap_out(
         self, request: Request, state: RequestOffloadState
     ) -> tuple[StoreJob | None, bool]:
