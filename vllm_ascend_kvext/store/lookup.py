@@ -225,15 +225,14 @@ class Lookup:
     ) -> Iterator[tuple[int, Entry]]:
         """Entries with rows of a range, the last first; and up to where each is read."""
         find = self.index.present if with_storing else self.index.stored
-        boundary = end_tokens
-        while boundary > first_tokens:
-            entry = find(Kind.ROWS, self.prefix.key_at(boundary))
+        while end_tokens > first_tokens:
+            entry = find(Kind.ROWS, self.prefix.key_at(end_tokens))
             if entry is None:
-                chunk_start = max(first_tokens, self.geometry.chunk_start(boundary))
-                boundary = self._end_before(chunk_start, boundary, with_storing)
+                chunk_start = max(first_tokens, self.geometry.chunk_start(end_tokens))
+                end_tokens = self._end_before(chunk_start, end_tokens, with_storing)
             else:
-                yield boundary, entry
-                boundary = entry.piece.first_tokens
+                yield end_tokens, entry
+                end_tokens = entry.piece.first_tokens
 
     def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
         """Where the rows of a range end that lacks those before its last boundary.

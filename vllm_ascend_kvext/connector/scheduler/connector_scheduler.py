@@ -333,18 +333,19 @@ class ConnectorScheduler:
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let go of blocks held for stores where the requests of this step may lack them."""
-        max_tokens = self._view.max_num_batched_tokens
+        left_tokens = self._view.max_num_batched_tokens
+        pages = self._tokens_per_page
         # Each request may begin a page of each group.
-        num_begun = len(self._tokens_per_page) * len(num_scheduled_tokens)
-        max_blocks = num_begun + sum(max_tokens // tokens for tokens in self._tokens_per_page)
+        max_blocks = sum(left_tokens // each + len(num_scheduled_tokens) for each in pages)
         if self._references.num_free >= max_blocks:
             return
-        wanted_tokens = 0
+        num_blocks = 0
         for request_id, num_tokens in num_scheduled_tokens.items():
             request = self._view.requests[request_id]
-            wanted_tokens += max(1, request.num_tokens - request.num_computed_tokens - num_tokens)
-        wanted_tokens = min(wanted_tokens, max_tokens)
-        num_blocks = num_begun + sum(wanted_tokens // tokens for tokens in self._tokens_per_page)
+            last = request.num_computed_tokens + num_tokens - 1
+            wanted_tokens = min(left_tokens, max(1, request.num_tokens - last - 1))
+            left_tokens -= wanted_tokens
+            num_blocks += sum((last + wanted_tokens) // each - last // each for each in pages)
         self._stores.leave_free(num_blocks, [self._states[each] for each in num_scheduled_tokens])
 
     def _note_step(self, num_scheduled_tokens: Mapping[str, int]) -> list[StoreJob]:
