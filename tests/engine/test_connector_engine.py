@@ -67,7 +67,7 @@ SETTINGS = {
         options={"host_memory_gib": 1 / 1024, "load_if_slower": False},
         engine=SMALL_POOL,
     ),
-    "swap": Setting(("storm",), engine={"num_gpu_blocks_override": 320}),
+    "swap": Setting(("storm",), engine=SMALL_POOL),
     "module path": Setting(
         ("turns",),
         engine={
