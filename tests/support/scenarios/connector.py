@@ -57,8 +57,8 @@ LONE_HOLES_TOKENS = {
 """Tokens that the device has, and those whose entries host memory loses."""
 
 NUM_EVICTED_PROMPTS = 8
-STORM_REPLY_TOKENS = 100
-SMALL_POOL_BLOCKS = 320
+STORM_REPLY_TOKENS = 250
+SMALL_POOL_BLOCKS = 350
 """Too few for the storm."""
 
 
