@@ -561,6 +561,30 @@ def test_no_more_are_remembered_or_queued_than_the_limits(monkeypatch: pytest.Mo
 STORED_ONLY = {"learn_segments": False}
 
 
+def params_of_answers(engine: LearningEngine) -> list[Any]:
+    """What responses will say, in the order in which requests end."""
+    params: list[Any] = []
+    finished = engine.scheduler._connector_finished
+
+    def finish(request: Any) -> Any:
+        params.append(engine.side.segments.params(request))
+        return finished(request)
+
+    engine.scheduler._connector_finished = finish
+    return params
+
+
+def test_answers_say_how_much_of_a_segment_was_stored() -> None:
+    with learning_engine(num_blocks=40, connector=STORED_ONLY) as engine:
+        params = params_of_answers(engine)
+        for document, is_stored in ((ONE, True), (LONGEST, True), (ONE, "perhaps")):
+            engine.store(document, is_stored)
+        engine.serve()
+        stored_tokens = [len(ONE), 0, 0]
+        assert params == [{"kvext_stored_tokens": number} for number in stored_tokens]
+        assert engine.counts.refusals[BlendRefusal.ROOM] == 1
+
+
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
     """Windows of what is computed between segments take blocks beside those of the request."""

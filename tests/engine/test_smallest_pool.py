@@ -4,27 +4,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from support.connector.engines import engine_of, plan_of
-from support.connector.offload_run import check_nothing_is_left, offloading_installed
+from support.connector.offload_run import check_nothing_is_left
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import GPT_OSS, PagedLayout, paged
 from support.scheduler.layouts import Attention, Group, Layout
 from support.scheduler.options import EngineOptions, build_vllm_config
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
 
 MAX_MODEL_LEN = 448
 WIDE_PAGES = paged(
     Layout("wide-pages", (Group(Attention.FULL, 32), Group(Attention.WINDOW, 4, 40)))
 )
 """The unit is eight pages of the window: so many are held between two boundaries."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patches_installed() -> Iterator[None]:
-    with offloading_installed():
-        yield
 
 
 def smallest_pool(layout: PagedLayout, max_num_batched_tokens: int) -> int:

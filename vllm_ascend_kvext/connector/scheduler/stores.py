@@ -167,13 +167,12 @@ class Stores:
         The latest request is preempted first, and what is held of it goes to host memory then. It
         keeps that if it would be preempted all the same, and others compute.
         """
-        for state in states[:-1]:
-            if self._references.num_free < num_blocks:
-                self.release_held(state)
-        num_lacking = num_blocks - self._references.num_free
-        for state in states[-1:]:
+        for state in states:
+            num_lacking = num_blocks - self._references.num_free
+            if num_lacking <= 0:
+                return
             num_held = len(state.progress.held) if state.progress is not None else 0
-            if num_lacking > 0 and (len(states) == 1 or num_lacking <= num_held):
+            if state is not states[-1] or len(states) == 1 or num_lacking <= num_held:
                 self.release_held(state)
 
     def swap_out(
