@@ -300,6 +300,20 @@ def test_an_entry_that_was_read_well_stays_when_its_neighbour_fails() -> None:
         check_nothing_is_left(engine)
 
 
+def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it() -> None:
+    """The entry of another prompt has a row of this one too, but the run of it is too short."""
+    with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
+        store_beside_another(engine)
+        engine.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
+        engine.add_request(SECOND)
+        (worker,) = engine.workers
+        with mock.patch.object(worker.transfers, "end_some"):
+            engine.step()
+            engine.step()
+        assert engine.side.counters.hole_tokens == 112
+        serve(engine)
+
+
 def test_hits_of_a_request_are_not_negative_after_a_reset() -> None:
     """Its load leaves something out; before the next step, a reset takes its blocks."""
     found: list[Any] = []
