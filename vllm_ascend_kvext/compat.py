@@ -30,8 +30,12 @@ class Release:
     vllm_ascend: str
 
 
-# Of vLLM-Ascend these are 0.23.0 and 0.23.0.post1.
-SUPPORTED = (Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),)
+SUPPORTED = (
+    # 0.23.0 and 0.23.0.post1.
+    Release(vllm="==0.23.0.*", vllm_ascend="==0.23.0.*"),
+    # 0.30.0rc2 so far.
+    Release(vllm="==0.30.0.*", vllm_ascend="==0.30.0.*"),
+)
 
 
 @dataclass(frozen=True, slots=True)

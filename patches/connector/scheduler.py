@@ -33,7 +33,7 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
     interval_tokens_of,
     log_least_prompt,
 )
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
@@ -361,6 +361,7 @@ PATCHES = (
         id="KVX-402",
         target=f"{_SCHEDULER}.__init__",
         feature="connector",
+        vllm=BEFORE_0_30,
         wrapper=connect,
         undo=_replaced.take_back,
         why="A connector is not told the block tables; an engine without requests stops, whatever "

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.upstream_state import PoolState
 
@@ -131,6 +131,7 @@ PATCHES = (
         target=f"{_POOL}.get_new_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=take_new_blocks,
         why="Upstream calls a method for every block that it allocates.",
         retire_when=_RETIRE_WHEN,

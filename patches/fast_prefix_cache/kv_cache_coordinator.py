@@ -15,7 +15,7 @@ from vllm_ascend_kvext.patches.upstream import (
     lookup_groups,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
@@ -95,6 +95,7 @@ PATCHES = tuple(
         target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=find_longest_common_hit,
         why="Upstream reads the group that needs everything first, and to its end, although what "
         "the others have lost often bounds the hit; and it goes through every block of the prompt.",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
 from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
@@ -169,6 +169,7 @@ PATCHES = (
         target=f"{_MANAGER}.allocate_slots",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=allocate_what_changes,
         why="Upstream passes over all groups four times in every step of every request, although "
         "in most steps of a decode nothing changes.",
@@ -192,6 +193,7 @@ PATCHES = (
         target=f"{_MANAGER}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=cache_when_due,
         why="With asynchronous scheduling upstream passes over all groups once more at the end of "
         "every step of every request.",

@@ -12,7 +12,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     split_by_use,
 )
 from vllm_ascend_kvext.patches.upstream import drop_nulls
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 from vllm_ascend_kvext.upstream_state import GroupManagerState
 
@@ -136,6 +136,7 @@ PATCHES = (
         target=f"{_BASE}.cache_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=cache_by_runs,
         why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
         "and makes keys for every block up to the prompt's end.",
@@ -152,6 +153,7 @@ PATCHES = (
         target=f"{_BASE}.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=skip_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window, and frees empty "
         "lists where none does.",
@@ -166,6 +168,7 @@ PATCHES = (
         target=f"{_WINDOW}.free",
         kind=Kind.REPLACE,
         feature="fast-prefix-cache",
+        vllm=BEFORE_0_30,
         wrapper=free_window,
         why="Upstream counts down a reference for each null block of a long request.",
         retire_when=_RETIRE_WHEN,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attached_report
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.retention.stats import METRICS, describe
 from vllm_ascend_kvext.upstream_state import ReportsState
 
@@ -105,6 +105,7 @@ def _for_stat_logger(
         id=patch_id,
         target=f"{_MODULE}:{function}",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=wrapper,
         why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
         "before the Prometheus one, which then unregisters whatever is named vllm.",
@@ -132,6 +133,7 @@ PATCHES = (
         id="KVX-168",
         target=f"{_MODULE}:StatLoggerManager.record",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=mark_recorded,
         why="What KVX-167 carries over has to be counted once.",
         retire_when="KVX-167 is gone",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report, attached_report
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.retention.stats import METRICS
 from vllm_ascend_kvext.upstream_state import ReportsState
 
@@ -45,6 +45,7 @@ PATCHES = (
         id="KVX-167",
         target="vllm.v1.engine.output_processor:OutputProcessor.update_scheduler_stats",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=carry_over,
         why="LLM records no statistics of a step without output: what a long prompt's chunks "
         "count is lost.",

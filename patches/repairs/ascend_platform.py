@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +26,7 @@ PATCHES = (
         target="vllm_ascend.platform:NPUPlatform._validate_kv_load_failure_policy",
         kind=Kind.REPLACE,
         feature="failed-loads",
+        vllm=BEFORE_0_30,
         wrapper=allow_recompute,
         why="vLLM-Ascend refuses `kv_load_failure_policy=recompute` for models with attention and "
         "states, because vLLM cannot recompute there. With this repair it can.",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ PATCHES = (
         id="KVX-303",
         target=f"{_SCHEDULER}.__init__",
         feature="drafts-in-flight",
+        vllm=BEFORE_0_30,
         wrapper=have_windows_wait,
         undo=_replaced.take_back,
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "

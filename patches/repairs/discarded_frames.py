@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.upstream_state import SchedulerState
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ PATCHES = (
         id="KVX-306",
         target=f"{_SCHEDULER}._update_after_schedule",
         feature=_FEATURE,
+        vllm=BEFORE_0_30,
         wrapper=remember_step,
         why=_WHY,
         retire_when=_RETIRE_WHEN,
@@ -173,6 +174,7 @@ PATCHES = (
         id="KVX-307",
         target=f"{_SCHEDULER}.update_from_output",
         feature=_FEATURE,
+        vllm=BEFORE_0_30,
         wrapper=leave_out_stale_frames,
         why=_WHY,
         retire_when=_RETIRE_WHEN,
@@ -183,6 +185,7 @@ PATCHES = (
         id="KVX-308",
         target=f"{_SCHEDULER}.reset_prefix_cache",
         feature=_FEATURE,
+        vllm=BEFORE_0_30,
         wrapper=note_what_is_stale,
         why=_WHY,
         retire_when=_RETIRE_WHEN,

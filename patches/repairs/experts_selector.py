@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 
 _MODULE = "vllm_ascend.ops.fused_moe.experts_selector"
 _FUSED, _NATIVE = "_select_experts_with_fusion_ops", "_native_select_experts"
@@ -50,6 +50,7 @@ PATCHES = (
         target=f"{_MODULE}:{_FUSED}",
         kind=Kind.REPLACE,
         feature="expert-groups",
+        vllm=BEFORE_0_30,
         wrapper=choose_by_the_best,
         why="vLLM-Ascend chooses groups of experts by the sum of their two best, also for models "
         "that choose them by the best one: other experts compute, and other tokens are sampled.",

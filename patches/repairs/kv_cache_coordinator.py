@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -51,6 +51,7 @@ PATCHES = (
         id="KVX-301",
         target="vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
         feature="two-phase-allocation",
+        vllm=BEFORE_0_30,
         wrapper=hold_hits_while_allocating,
         why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
         "connector loads: a block that a later group hits can be given to an earlier one, and "

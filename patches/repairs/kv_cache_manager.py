@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ PATCHES = (
         id="KVX-143",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         feature="trim-full-groups",
+        vllm=BEFORE_0_30,
         wrapper=trim_full_groups,
         why="Upstream trims the first full-attention group to the hit; the others hand out cached "
         "blocks past it, which the request then writes into.",
@@ -98,6 +99,7 @@ PATCHES = (
         id="KVX-309",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         feature="preempted-in-step",
+        vllm=BEFORE_0_30,
         wrapper=uncache_what_was_not_computed,
         why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
         "(by priority) in the same step leaves blocks that can be hit and were never computed.",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.utils import CpuGpuBuffer
@@ -43,6 +43,7 @@ PATCHES = (
         id="KVX-128",
         target="vllm.v1.worker.mamba_utils:do_mamba_copy_block",
         feature="state-copies",
+        vllm=BEFORE_0_30,
         wrapper=leave_buffers_to_the_upload,
         why="vLLM-Ascend uploads the addresses of states behind the event that the next step waits "
         "for. That step may overwrite them first: states of other blocks are copied.",

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
 from vllm_ascend_kvext.upstream_state import RequestState
@@ -361,6 +361,7 @@ PATCHES = (
         id="KVX-305",
         target=f"{_SCHEDULER}.__init__",
         feature="failed-loads",
+        vllm=BEFORE_0_30,
         wrapper=recover_from_failed_loads,
         undo=_replaced.take_back,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "

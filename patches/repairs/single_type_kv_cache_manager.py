@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -46,6 +46,7 @@ PATCHES = (
         target="vllm.v1.core.single_type_kv_cache_manager:"
         "SlidingWindowManager.find_longest_cache_hit",
         feature="context-parallel-windows",
+        vllm=BEFORE_0_30,
         wrapper=miss_under_context_parallelism,
         why="With decode or prefill context parallelism, which vLLM-Ascend serves for "
         "sliding-window groups too, the first lookup ends the engine with an assertion.",

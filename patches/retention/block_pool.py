@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo, cache_run
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 from vllm_ascend_kvext.upstream_state import PoolState
 
@@ -149,6 +149,7 @@ PATCHES = (
         id="KVX-101",
         target="vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=cache_runs,
         why="Upstream emits one BlockStored event for a range with holes: its token ids then "
         "cover blocks that its hashes leave out (vLLM issue 44451).",
@@ -158,6 +159,7 @@ PATCHES = (
         id="KVX-102",
         target="vllm.v1.core.block_pool:BlockPool.free_blocks",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=free_useless_blocks_first,
         why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
         "push those out.",
@@ -178,6 +180,7 @@ PATCHES = (
         id="KVX-103",
         target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=make_room_first,
         why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
         "goes before the full-attention blocks that it unlocks, which nothing can hit then.",
@@ -188,6 +191,7 @@ PATCHES = (
         id="KVX-104",
         target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=forget_checkpoints,
         why="What is known of the checkpoints goes with the cache.",
         retire_when="KVX-103 is",

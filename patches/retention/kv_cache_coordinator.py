@@ -19,7 +19,7 @@ from vllm_ascend_kvext.patches.upstream import (
     lookup_groups,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patching.declaration import Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.managed import ManagedGroup
@@ -203,6 +203,7 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -231,6 +232,7 @@ PATCHES = (
         target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -240,6 +242,7 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
         kind=Kind.REPLACE,
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=move_windows_on,
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
         "window. And windows move past draft tokens in flight, which may be rejected (vLLM "
@@ -258,6 +261,7 @@ PATCHES = (
         target=f"{_MODULE}:_validate_prefix_cache_retention_interval",
         kind=Kind.REPLACE,
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=accept_any_interval,
         why="Upstream refuses to start a model without a sliding window when the variable is set, "
         "and on Ascend validates against a number that is not the unit of its hits.",

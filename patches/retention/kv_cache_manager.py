@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retain, retention_of
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.settings import Retention, parse_retention, parse_retention_interval
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ PATCHES = (
         id="KVX-141",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=start_retaining,
         why="The unit at which the prefix cache can hit is known once the coordinator exists; "
         "upstream validates the interval against another number on Ascend.",
@@ -51,6 +52,7 @@ PATCHES = (
         id="KVX-142",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=release_request,
         why="Upstream's replay boundary is that of the prompt: a request that is preempted while "
         "decoding, or extended by a next turn, resumes far behind what it computed.",

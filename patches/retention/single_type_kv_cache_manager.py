@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.upstream import drop_nulls
-from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
 from vllm_ascend_kvext.upstream_state import PoolState
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ PATCHES = tuple(
         id=patch_id,
         target=f"vllm.v1.core.single_type_kv_cache_manager:{owner}.free",
         feature="retention",
+        vllm=BEFORE_0_30,
         wrapper=free_real_blocks,
         why="Upstream hands every null block of a long sliding-window request to free_blocks, "
         "which counts down the null block's references and costs time in the scheduler.",

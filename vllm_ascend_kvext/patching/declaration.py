@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_kvext.compat import SUPPORTED
+
 Wrapper = Callable[..., Any]
 """``(wrapped, instance, ...) -> result``, where upstream's own parameters follow by their names.
 
@@ -22,8 +24,13 @@ Install = Callable[[], Callable[[], None]]
 """Uses an official hook of upstream and returns the function that undoes it."""
 
 
-SUPPORTED_VLLM = ("==0.23.0.*",)
-"""Closed version ranges (PEP 440) of vLLM for which patches are written."""
+ALL_SUPPORTED = tuple(release.vllm for release in SUPPORTED)
+
+BEFORE_0_30 = ("==0.23.0.*",)
+"""The supported vLLM before 0.30: for what 0.30 has mended, or has in another form."""
+
+SINCE_0_30 = ("==0.30.0.*",)
+"""The supported vLLM from 0.30 on: for the other form."""
 
 
 class Kind(enum.Enum):
@@ -53,8 +60,8 @@ class Patch:
         feature: A feature applies as a whole or not at all.
         why: The upstream behaviour that makes the patch necessary.
         retire_when: The condition under which the patch can be deleted.
-        vllm: Closed version ranges of vLLM that have this target; elsewhere the patch is not part
-            of the feature.
+        vllm: Closed version ranges of vLLM in which the patch is part of its feature: all that are
+            supported, unless they differ in it.
         wrapper: For ``WRAP`` and ``REPLACE``.
         install: For ``HOOK``.
         undo: Takes back what the wrapper has set on upstream's objects that are in use.
@@ -75,7 +82,7 @@ class Patch:
     feature: str
     why: str
     retire_when: str
-    vllm: tuple[str, ...] = SUPPORTED_VLLM
+    vllm: tuple[str, ...] = ALL_SUPPORTED
     wrapper: Wrapper | None = None
     install: Install | None = None
     undo: Callable[[], None] | None = None
