@@ -463,18 +463,11 @@ PATCHES = (
             f"{_SCHEDULER}._handle_failed_recving",
             f"{_SCHEDULER}._inflight_prefill_reserved_blocks",
             f"{_SCHEDULER}._free_request_blocks",
-            "vllm.v1.worker.kv_connector_model_runner_mixin:"
-            "KVConnectorModelRunnerMixin._get_kv_connector_output",
-            "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward",
-            "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
-            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
-            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
-            "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate",
         ),
         ascend=(
             f"{_ASCEND_BALANCE}.__init__",
             f"{_ASCEND_BALANCE}.schedule",
-            f"{_ASCEND_BALANCE}.reset_prefix_cache",
+            "vllm_ascend.patch.platform.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
         ),
     ),
 )
