@@ -59,7 +59,6 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
-        _require_one_pool(scheduler)
         _bind(scheduler, connector, ConnectedScheduler)
 
 
@@ -328,17 +327,6 @@ def _require_recovery(scheduler: Scheduler) -> None:
             "load that fails ends the engine, or gives wrong tokens, unless the repair "
             "failed-loads is in effect; take it off VLLM_ASCEND_KVEXT_DISABLE, and see "
             "`python -m vllm_ascend_kvext status`"
-        )
-
-
-def _require_one_pool(scheduler: Scheduler) -> None:
-    """Refuse, with a ConnectorError, groups whose block ids are of different pools."""
-    coordinator = scheduler.kv_cache_manager.coordinator
-    pools = {id(manager.block_pool) for manager in coordinator.single_type_managers}
-    if pools != {id(coordinator.block_pool)}:
-        raise ConnectorError(
-            f"KvextConnector: expected one block pool for all KV cache groups, found {len(pools)} "
-            "of groups; leave out the connector that manages blocks itself, or this one"
         )
 
 

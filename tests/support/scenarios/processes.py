@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from support.scenarios.answers import Served
+from vllm_ascend_kvext.compat import detect, version_in
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
@@ -44,7 +46,13 @@ class Platform:
     environ: Mapping[str, str]
 
 
-CPU = Platform(16, ("-I",), ENGINE_ENVIRON)
+def _cpu_block_tokens() -> int:
+    """The least that the CPU takes of this vLLM."""
+    vllm = detect({}).vllm
+    return 16 if vllm is not None and version_in(vllm, BEFORE_0_30[0]) else 32
+
+
+CPU = Platform(_cpu_block_tokens(), ("-I",), ENGINE_ENVIRON)
 NPU = Platform(
     128,  # vLLM-Ascend takes no other for most models.
     (),
