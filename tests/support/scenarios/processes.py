@@ -23,6 +23,10 @@ PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 
+RUNNER = "KVEXT_RUNNER"
+IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
+"""Whether the engines of a test process have vLLM's V2 model runner, chosen for all of its tests."""
+
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -30,6 +34,8 @@ ENGINE_ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+if IS_V2_RUNNER:
+    ENGINE_ENVIRON |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _MAX_S = 1800
 """Of a process: pytest's own limit is less, unless it is raised."""
 
