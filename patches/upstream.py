@@ -6,7 +6,7 @@ One function per fact, for every supported vLLM and for vLLM-Ascend. Knows no fe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -63,6 +63,14 @@ def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
     if not hasattr(coordinator, "attention_groups") or has_partial_hits(coordinator):
         return None
     return coordinator.scheduler_block_size
+
+
+def hashes_in_key(hashes_per_block: int) -> int:
+    """How many of the hashes that a block spans make its key: all, since vLLM 0.30 the last."""
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    hashes: Any = [b"1"] * hashes_per_block
+    return len(BlockHashListWithBlockSize(hashes, 1, hashes_per_block)[0])
 
 
 class LookupGroup(NamedTuple):

@@ -212,7 +212,7 @@ class RetainedRequest:
     def cache(self, retention: Any, num_computed_tokens: int) -> None:
         """See `CheckpointRetention.cache`."""
 
-    def before_skip(self, retention: Any, total_computed_tokens: int) -> int:
+    def before_skip(self, retention: Any, total_computed_tokens: int, is_settled: bool) -> int:
         """See `CheckpointRetention.before_skip`."""
 
     def release(self, retention: Any, computed_tokens: int, own_tokens: int) -> None:

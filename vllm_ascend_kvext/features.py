@@ -21,6 +21,7 @@ REPAIRS = (
     Feature("failed-loads", default_on=True),
     Feature("state-copies", default_on=True),
     Feature("expert-groups", default_on=True),
+    Feature("configured-interval", default_on=True),
 )
 """Defects of upstream that are repaired without being asked for, each on its own."""
 

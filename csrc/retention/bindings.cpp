@@ -58,13 +58,13 @@ Group read_group(const nb::handle described) {
   const nb::bytes suffix = nb::cast<nb::bytes>(described["key_suffix"]);
   group.keys.suffix.assign(suffix.c_str(), suffix.size());
   read(described, "hashes_per_block", group.keys.hashes_per_block);
+  read(described, "hashes_in_key", group.keys.hashes_in_key);
   read(described, "block_tokens", group.block_tokens);
   read(described, "tables", group.tables);
   read(described, "num_cached", group.num_cached);
   read(described, "is_upstreams", group.is_upstreams);
   read(described, "is_state", group.is_state);
   read(described, "window_tokens", group.window_tokens);
-  group.new_keys = described["new_keys"];
   return group;
 }
 
@@ -147,10 +147,33 @@ void set_plan(RetainedRequest& request,
   request.set_plan(std::move(boundaries), std::move(stops_tokens), replay_tokens);
 }
 
+// An engine that is dropped is a circle, of which these are parts: the garbage collector has to be
+// shown what they keep alive. What breaks it are upstream's objects.
+
+int traverse_cache(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  for (const nb::handle held : nb::inst_ptr<RetainedCache>(self)->held()) Py_VISIT(held.ptr());
+  return 0;
+}
+
+int traverse_request(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const RetainedRequest& request = *nb::inst_ptr<RetainedRequest>(self);
+  Py_VISIT(request.request().ptr());
+  Py_VISIT(nb::find(request.cache_of()).ptr());
+  return 0;
+}
+
+PyType_Slot cache_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_cache)}, {0, nullptr}};
+PyType_Slot request_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_request)},
+                               {0, nullptr}};
+
 }  // namespace
 
 void bind(nb::module_& module) {
-  nb::class_<RetainedCache>(module, "RetainedCache")
+  nb::class_<RetainedCache>(module, "RetainedCache", nb::type_slots(cache_slots))
       .def(
           "__init__",
           [](RetainedCache* self, nb::list blocks, nb::object head, nb::object tail,
@@ -215,7 +238,7 @@ void bind(nb::module_& module) {
       .def("count_use", by_reason(&UseRates::count_use))
       .def("count_missed_use", by_reason(&UseRates::count_missed_use));
 
-  nb::class_<RetainedRequest>(module, "RetainedRequest")
+  nb::class_<RetainedRequest>(module, "RetainedRequest", nb::type_slots(request_slots))
       .def(nb::init<RetainedCache&, nb::object>(), nb::keep_alive<1, 2>(), "cache"_a, "request"_a)
       .def_ro("holds_blocks", &RetainedRequest::holds_blocks)
       .def_ro("boundary_tokens", &RetainedRequest::boundary_tokens)

@@ -7,7 +7,8 @@ namespace kvext::retention {
 
 namespace {
 
-Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
+/// The place of a slot; 0 if there is none of this name.
+Py_ssize_t find_offset(PyTypeObject* type, const char* name) {
   const nb::object descriptor =
       nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (descriptor.is_valid() && Py_IS_TYPE(descriptor.ptr(), &PyMemberDescr_Type)) {
@@ -16,6 +17,11 @@ Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
     if (member->type == T_OBJECT_EX) return member->offset;
   }
   PyErr_Clear();
+  return 0;
+}
+
+Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
+  if (const Py_ssize_t offset = find_offset(type, name)) return offset;
   const std::string text =
       std::string("blocks: expected a class with the slot ") + name + ", found " + type->tp_name +
       " without it. Install a vLLM that `python -m vllm_ascend_kvext status` supports.";
@@ -36,7 +42,13 @@ BlockFields::BlockFields(PyTypeObject* type)
       is_null_(offset_of(type, "is_null")),
       block_hash_(offset_of(type, "_block_hash")),
       previous_(offset_of(type, "prev_free_block")),
-      next_(offset_of(type, "next_free_block")) {}
+      next_(offset_of(type, "next_free_block")),
+      num_tokens_(find_offset(type, "_block_hash_num_tokens")) {}
+
+void BlockFields::set_key(PyObject* block, PyObject* key, std::int64_t num_tokens) const {
+  set(block, block_hash_, key);
+  if (num_tokens_) set(block, num_tokens_, nb::int_(num_tokens).ptr());
+}
 
 Blocks::Blocks(nb::list blocks) : list_(std::move(blocks)), fields_(type_of_first(list_)) {
   by_id_.reserve(list_.size());

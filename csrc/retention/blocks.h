@@ -44,7 +44,8 @@ class BlockFields {
   PyObject* previous(PyObject* block) const { return at(block, previous_); }
   PyObject* next(PyObject* block) const { return at(block, next_); }
 
-  void set_key(PyObject* block, PyObject* key) const { set(block, block_hash_, key); }
+  /// Gives a block the key of its request's first tokens; upstream notes their number since 0.30.
+  void set_key(PyObject* block, PyObject* key, std::int64_t num_tokens) const;
   void set_previous(PyObject* block, PyObject* other) const { set(block, previous_, other); }
   void set_next(PyObject* block, PyObject* other) const { set(block, next_, other); }
 
@@ -62,6 +63,7 @@ class BlockFields {
 
   PyTypeObject* type_;
   Py_ssize_t block_id_, ref_cnt_, is_null_, block_hash_, previous_, next_;
+  Py_ssize_t num_tokens_;  // 0 where there is no such slot
 };
 
 /// Every block of one pool, by id.
@@ -75,6 +77,8 @@ class Blocks {
   PyObject* operator[](BlockId id) const { return by_id_[static_cast<std::size_t>(id)]; }
 
   bool is_free(BlockId id) const { return fields_.is_free((*this)[id]); }
+
+  nb::handle list() const { return list_; }
 
  private:
   nb::list list_;  // keeps them alive

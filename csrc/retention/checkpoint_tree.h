@@ -155,6 +155,7 @@ class CheckpointTree {
   void note_uncached(const BlockIds& ids);
 
   FreeOrder& free_order() { return free_order_; }
+  const FreeOrder& free_order() const { return free_order_; }
   const BlockNeeds& needs() const { return needs_; }
   UseRates& rates() { return rates_; }
   const EvictedPrefixes& evicted() const { return evicted_; }

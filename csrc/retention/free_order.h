@@ -46,6 +46,9 @@ class FreeOrder {
   /// @param head, tail  the ends of the queue, which are no real blocks
   FreeOrder(const Blocks& blocks, const BlockNeeds& needs, nb::object head, nb::object tail);
 
+  nb::handle head() const { return head_; }
+  nb::handle tail() const { return tail_; }
+
   /// Nothing is cached, and nothing needed.
   void clear();
 

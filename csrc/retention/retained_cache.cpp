@@ -6,22 +6,23 @@
 namespace kvext::retention {
 
 nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
-  const std::int64_t first = block_index * hashes_per_block;
+  const std::int64_t end = (block_index + 1) * hashes_per_block;
+  const std::int64_t first = end - hashes_in_key;
   Py_ssize_t num_bytes = static_cast<Py_ssize_t>(suffix.size());
-  for (std::int64_t index = first; index < first + hashes_per_block; ++index) {
+  for (std::int64_t index = first; index < end; ++index) {
     PyObject* hash = PyList_GET_ITEM(hashes, index);
     if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
     num_bytes += PyBytes_GET_SIZE(hash);
   }
   nb::object key = nb::steal(PyBytes_FromStringAndSize(nullptr, num_bytes));
   if (!key.is_valid()) nb::raise_python_error();
-  char* end = PyBytes_AS_STRING(key.ptr());
-  for (std::int64_t index = first; index < first + hashes_per_block; ++index) {
+  char* target = PyBytes_AS_STRING(key.ptr());
+  for (std::int64_t index = first; index < end; ++index) {
     PyObject* hash = PyList_GET_ITEM(hashes, index);
-    std::memcpy(end, PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
-    end += PyBytes_GET_SIZE(hash);
+    std::memcpy(target, PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
+    target += PyBytes_GET_SIZE(hash);
   }
-  std::memcpy(end, suffix.data(), suffix.size());
+  std::memcpy(target, suffix.data(), suffix.size());
   return key;
 }
 
@@ -86,6 +87,18 @@ std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens)
   PyObject* hash = PyList_GET_ITEM(hashes, index);
   if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
   return std::string(PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
+}
+
+std::vector<nb::handle> RetainedCache::held() const {
+  std::vector<nb::handle> objects{blocks.list(), tree.free_order().head(),
+                                  tree.free_order().tail()};
+  for (const auto* groups : {&sparse_groups, &full_groups}) {
+    for (const Group& group : *groups) {
+      objects.push_back(group.tables);
+      objects.push_back(group.num_cached);
+    }
+  }
+  return objects;
 }
 
 std::vector<std::int64_t> RetainedCache::full_block_tokens() const {

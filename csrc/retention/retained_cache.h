@@ -14,6 +14,7 @@ namespace kvext::retention {
 /// `vllm_ascend_kvext.prefix_cache.keys.GroupKeys`.
 struct GroupKeys {
   std::int64_t hashes_per_block = 1;
+  std::int64_t hashes_in_key = 1;  // the last ones of a block
   std::string suffix;  // the group id, as it ends every key
 
   /// The key of a block.
@@ -35,7 +36,6 @@ struct Group {
   bool is_upstreams = true;     // upstream's own manager: what it does can be done here
   bool is_state = false;
   std::int64_t window_tokens = 0;
-  nb::object new_keys;  // a set of what was cached in this step, for states; or None
 };
 
 /// The value of a key, borrowed; null if there is none.
@@ -77,6 +77,10 @@ struct RetainedCache {
   /// The chained hash of a request's first tokens.
   /// @param hashes  a list, with one for every so many tokens
   std::string prefix_key(PyObject* hashes, std::int64_t num_tokens) const;
+
+  /// What it keeps alive of upstream's that leads to others: since vLLM 0.30 a block to its pool,
+  /// which has this cache.
+  std::vector<nb::handle> held() const;
 
  private:
   std::vector<std::int64_t> full_block_tokens() const;

@@ -222,10 +222,13 @@ void RetainedRequest::cache(nb::handle retention, std::int64_t num_computed_toke
   next_event_tokens = find_next_event();
 }
 
-std::int64_t RetainedRequest::before_skip(nb::handle retention, std::int64_t total_tokens) {
+std::int64_t RetainedRequest::before_skip(nb::handle retention, std::int64_t total_tokens,
+                                          bool is_settled) {
   if (!holds_blocks) return total_tokens;
-  const std::int64_t computed_tokens =
-      total_tokens - nb::cast<std::int64_t>(request_.attr("num_output_placeholders"));
+  std::int64_t computed_tokens = total_tokens;
+  if (!is_settled) {
+    computed_tokens -= nb::cast<std::int64_t>(request_.attr("num_output_placeholders"));
+  }
   const Geometry& geometry = cache_.geometry;
   const std::int64_t unit_tokens = geometry.unit_tokens;
   const std::int64_t first = boundary_tokens ? boundary_tokens : unit_tokens;
@@ -306,11 +309,12 @@ void RetainedRequest::cache_sparse_groups(nb::handle retention, const KeyTable& 
     if (!blocks) continue;
     for (const Range run : cache_.geometry.reachable(index, group.block_tokens,
                                                      {progress.next_block, stop})) {
-      if (!cache_.has_events) {
+      if (!cache_.has_events && !group.is_state) {
         cache_run(group, keys, blocks, run, progress.behind_hit);
         continue;
       }
-      // An event describes one run of blocks that were not cached before.
+      // An event describes one run of blocks that were not cached before. Of states, upstream keeps
+      // further books.
       Range part{run.start, run.start};
       const auto cache_part = [&] {
         if (!part.is_empty()) retention.attr("cache_run")(request_, index, part.start, part.stop);
@@ -349,14 +353,11 @@ void RetainedRequest::for_each_uncached(const Group& group, const KeyTable& keys
 
 void RetainedRequest::cache_run(const Group& group, const KeyTable& keys, PyObject* blocks,
                                 Range run, Range behind_hit) {
-  PyObject* new_keys = group.new_keys.ptr();
   for_each_uncached(group, keys, blocks, run, behind_hit,
-                    [&](std::int64_t, PyObject* block, const nb::object& key) {
-                      cache_.blocks.fields().set_key(block, key.ptr());
+                    [&](std::int64_t index, PyObject* block, const nb::object& key) {
+                      cache_.blocks.fields().set_key(block, key.ptr(),
+                                                     (index + 1) * group.block_tokens);
                       keys.insert(key, block);
-                      if (new_keys != Py_None && PySet_Add(new_keys, key.ptr()) < 0) {
-                        nb::raise_python_error();
-                      }
                     });
 }
 

@@ -52,7 +52,7 @@ class RetainedRequest {
   /// one stays where a preempted request resumes. By then the first blocks of a tail may have left
   /// the window.
   /// @return the computed tokens up to which windows may move on
-  std::int64_t before_skip(nb::handle retention, std::int64_t total_tokens);
+  std::int64_t before_skip(nb::handle retention, std::int64_t total_tokens, bool is_settled);
 
   /// Settles what the request leaves behind; its blocks are not freed yet.
   /// @param computed_tokens  what it really computed
@@ -69,6 +69,9 @@ class RetainedRequest {
 
   /// Blocks that have left the window and that a coming checkpoint needs.
   BlockIds held_blocks() const;
+
+  const RetainedCache& cache_of() const { return cache_; }
+  nb::handle request() const { return request_; }
 
  private:
   struct Held {

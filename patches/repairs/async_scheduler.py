@@ -102,7 +102,7 @@ PATCHES = (
         why="With asynchronous scheduling and speculative decoding, upstream frees window blocks "
         "as if all drafts in flight had been accepted; after a rejection the request reads what "
         "others have written there (vLLM #47728).",
-        retire_when="upstream waits for drafts in flight",
+        retire_when="0.23 is not supported any more: vLLM 0.30 waits for all that is in flight",
         relies_on=(
             f"{_SCHEDULER}._update_after_schedule",
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",

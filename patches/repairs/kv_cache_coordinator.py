@@ -56,7 +56,7 @@ PATCHES = (
         why="Group by group, upstream takes the local hits and allocates blocks for what a KV "
         "connector loads: a block that a later group hits can be given to an earlier one, and "
         "then belongs to both.",
-        retire_when="vLLM >= 0.32, which takes the hits of all groups first",
+        retire_when="0.23 is not supported any more: vLLM 0.30 takes the hits of all groups first",
         relies_on=(
             "vllm.v1.core.single_type_kv_cache_manager:"
             "SingleTypeKVCacheManager.allocate_new_computed_blocks",

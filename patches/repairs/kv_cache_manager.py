@@ -86,7 +86,7 @@ PATCHES = (
         wrapper=trim_full_groups,
         why="Upstream trims the first full-attention group to the hit; the others hand out cached "
         "blocks past it, which the request then writes into.",
-        retire_when="vLLM >= 0.32, which trims every full-attention group",
+        retire_when="0.23 is not supported any more: vLLM 0.30 trims every full-attention group",
         relies_on=(
             "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
         ),
@@ -99,7 +99,6 @@ PATCHES = (
         id="KVX-309",
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.free",
         feature="preempted-in-step",
-        vllm=BEFORE_0_30,
         wrapper=uncache_what_was_not_computed,
         why="Upstream caches blocks when their tokens are scheduled. A request that is preempted "
         "(by priority) in the same step leaves blocks that can be hit and were never computed.",

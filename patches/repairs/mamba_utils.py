@@ -47,7 +47,8 @@ PATCHES = (
         wrapper=leave_buffers_to_the_upload,
         why="vLLM-Ascend uploads the addresses of states behind the event that the next step waits "
         "for. That step may overwrite them first: states of other blocks are copied.",
-        retire_when="vLLM-Ascend uploads before `synchronize_input_prep` ends",
+        retire_when="0.23 is not supported any more: vLLM-Ascend 0.30 uploads before "
+        "`synchronize_input_prep` ends",
         ascend=("vllm_ascend.patch.worker.patch_mamba_utils:preprocess_mamba",),
         when_imported=True,
     ),

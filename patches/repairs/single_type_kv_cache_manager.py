@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -22,12 +22,29 @@ def miss_under_context_parallelism(
     **kwargs: Any,
 ) -> Hits:
     """Find nothing where upstream asserts that context parallelism is off."""
+    missed = _missed(kwargs)
+    return wrapped(*args, **kwargs) if missed is None else missed
+
+
+def miss_with_length(
+    wrapped: Callable[..., tuple[Hits, int]],
+    manager_class: type[SlidingWindowManager],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Hits, int]:
+    """The same, where a lookup says how long its hit is besides."""
+    missed = _missed(kwargs)
+    return wrapped(*args, **kwargs) if missed is None else (missed, 0)
+
+
+def _missed(arguments: Mapping[str, Any]) -> Hits | None:
+    """No block for any group, under context parallelism; None without it."""
     # Every coordinator names these arguments; without them there is no parallelism.
-    num_ranks = kwargs.get("dcp_world_size", 1) * kwargs.get("pcp_world_size", 1)
-    if num_ranks > 1:
-        _warn(num_ranks)
-        return tuple([] for _ in kwargs["kv_cache_group_ids"])
-    return wrapped(*args, **kwargs)
+    num_ranks = arguments.get("dcp_world_size", 1) * arguments.get("pcp_world_size", 1)
+    if num_ranks == 1:
+        return None
+    _warn(num_ranks)
+    return tuple([] for _ in arguments["kv_cache_group_ids"])
 
 
 def _warn(num_ranks: int) -> None:
@@ -51,5 +68,21 @@ PATCHES = (
         why="With decode or prefill context parallelism, which vLLM-Ascend serves for "
         "sliding-window groups too, the first lookup ends the engine with an assertion.",
         retire_when="upstream looks sliding windows up under context parallelism",
+    ),
+    Patch(
+        id="KVX-310",
+        target="vllm.v1.core.single_type_kv_cache_manager:"
+        "SlidingWindowManager.find_longest_cache_hit",
+        feature="context-parallel-windows",
+        vllm=SINCE_0_30,
+        wrapper=miss_with_length,
+        why="vLLM's coordinators count the ranks of full attention only, or refuse the model. "
+        "vLLM-Ascend's looks windows up with all of them: the first lookup ends the engine with an "
+        "assertion.",
+        retire_when="vLLM-Ascend looks windows up without context parallelism, as vLLM does",
+        ascend=(
+            "vllm_ascend.patch.platform.patch_kv_cache_coordinator:"
+            "AscendHybridKVCacheCoordinator.find_longest_cache_hit",
+        ),
     ),
 )

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo, cache_run
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.prefix_cache.runs import runs_between
 from vllm_ascend_kvext.upstream_state import PoolState
 
@@ -26,27 +26,47 @@ class RetainedPool:
         self.block_pool = block_pool
 
     def cache(self, request: Request, group: ManagedGroup, run: range) -> None:
-        blocks = group.manager.req_to_blocks[request.request_id]
-        group_id = group.manager.kv_cache_group_id
-        if self.block_pool.enable_kv_cache_events:
-            self.block_pool.cache_full_blocks(
-                request=request,
-                blocks=blocks,
-                num_cached_blocks=run.start,
-                num_full_blocks=run.stop,
-                block_size=group.block_tokens,
-                kv_cache_group_id=group_id,
-            )
-        else:
-            # Without events the wrappers of cache_full_blocks have nothing to do but this.
-            hashes = request.block_hashes
-            cache_run(self.block_pool, hashes, blocks, run, group.block_tokens, group_id)
-        # Mamba: a state must not be hit in the step that computes it.
-        new_this_step = getattr(group.manager, "cached_blocks_this_step", None)
-        if new_this_step is not None:
-            new_this_step.update(
-                block._block_hash for block in blocks[run.start : run.stop] if not block.is_null
-            )
+        manager = group.manager
+        blocks = manager.req_to_blocks[request.request_id]
+        self.block_pool.cache_full_blocks(
+            request=request,
+            blocks=blocks,
+            num_cached_blocks=run.start,
+            num_full_blocks=run.stop,
+            block_size=group.block_tokens,
+            kv_cache_group_id=manager.kv_cache_group_id,
+        )
+        new_this_step = getattr(manager, "cached_blocks_this_step", None)
+        if new_this_step is None:
+            return
+        states = [(index, blocks[index]) for index in run if not blocks[index].is_null]
+        # A state must not be hit in the step that computes it.
+        new_this_step.update(block._block_hash for _, block in states)
+        if getattr(manager, "mamba_cache_mode", "") == "align":
+            # Since vLLM 0.30 connectors are told where it lies: in the table it does not stay.
+            offers = getattr(manager, "_pending_boundary_state_offloads", [])
+            offers += [
+                (
+                    request.request_id,
+                    manager.kv_cache_group_id,
+                    block,
+                    (index + 1) * group.block_tokens,
+                )
+                for index, block in states
+            ]
+
+    def cache_full(self, request: Request, group: ManagedGroup, num_tokens: int) -> None:
+        manager = group.manager
+        if not group.is_upstreams:
+            manager.cache_blocks(request, num_tokens)
+            return
+        # Not by upstream's manager, which since vLLM 0.30 caches the block in which a prompt ends,
+        # too: without partial hits nothing can hit it.
+        first = manager.num_cached_block.get(request.request_id, 0)
+        stop = num_tokens // group.block_tokens
+        if first < stop:
+            self.cache(request, group, range(first, stop))
+            manager.num_cached_block[request.request_id] = stop
 
     def discard(self, blocks: list[KVCacheBlock]) -> None:
         self.block_pool.evict_blocks({block.block_id for block in blocks})
@@ -123,6 +143,26 @@ def free_useless_blocks_first(
         retained.note_uncached(useless)
 
 
+def free_surplus_first(
+    wrapped: Callable[..., None],
+    block_pool: BlockPool,
+    ordered_blocks: Iterable[KVCacheBlock],
+) -> None:
+    """Free what no checkpoint needs to where it is reallocated before what one does."""
+    retained = PoolState.of(block_pool).retained
+    if retained is None:
+        return wrapped(ordered_blocks)
+    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
+    useless, cached, num_surplus = retained.split_freed(blocks)
+    if cached:
+        wrapped(cached)
+    if num_surplus:
+        retained.note_surplus(cached, num_surplus)
+    if useless:
+        wrapped(useless)
+        retained.note_uncached(useless)
+
+
 def make_room_first(
     wrapped: Callable[..., list[KVCacheBlock]],
     block_pool: BlockPool,
@@ -149,7 +189,6 @@ PATCHES = (
         id="KVX-101",
         target="vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=cache_runs,
         why="Upstream emits one BlockStored event for a range with holes: its token ids then "
         "cover blocks that its hashes leave out (vLLM issue 44451).",
@@ -163,7 +202,7 @@ PATCHES = (
         wrapper=free_useless_blocks_first,
         why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
         "push those out.",
-        retire_when="vLLM >= 0.32, whose free_blocks splits for every caller",
+        retire_when="0.23 is not supported any more",
         relies_on=(
             "vllm.v1.core.block_pool:BlockPool.evict_blocks",
             "vllm.v1.core.block_pool:BlockPool.get_cached_block",
@@ -177,10 +216,25 @@ PATCHES = (
         ),
     ),
     Patch(
+        id="KVX-105",
+        target="vllm.v1.core.block_pool:BlockPool.free_blocks",
+        feature="retention",
+        vllm=SINCE_0_30,
+        wrapper=free_surplus_first,
+        why="Upstream frees blocks that can be hit and no checkpoint needs behind those that one "
+        "needs.",
+        retire_when="KVX-103 is",
+        relies_on=(
+            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+        ),
+    ),
+    Patch(
         id="KVX-103",
         target="vllm.v1.core.block_pool:BlockPool.get_new_blocks",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=make_room_first,
         why="Upstream evicts block by block, in the order in which they were freed: a checkpoint "
         "goes before the full-attention blocks that it unlocks, which nothing can hit then.",
@@ -191,7 +245,6 @@ PATCHES = (
         id="KVX-104",
         target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=forget_checkpoints,
         why="What is known of the checkpoints goes with the cache.",
         retire_when="KVX-103 is",

@@ -14,12 +14,14 @@ from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
+    has_partial_hits,
+    hashes_in_key,
     hit_unit_tokens,
     is_ascend,
     lookup_groups,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind, Patch
 from vllm_ascend_kvext.retention.checkpoint_retention import CheckpointRetention
 from vllm_ascend_kvext.retention.geometry import GroupGeometry, HitGeometry
 from vllm_ascend_kvext.retention.managed import ManagedGroup
@@ -57,17 +59,21 @@ def retain(
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.ascend_kvext.retention")
-    described = lookup_groups(coordinator) if coordinator.enable_caching else ()
+    if left_out := _left_to_upstream(coordinator):
+        logger.warning("Prefix-cache retention is vLLM's own in this engine: %s.", left_out)
+        return
+    is_caching = all(manager.enable_caching for manager in coordinator.single_type_managers)
+    described = lookup_groups(coordinator) if is_caching else ()
     groups = [(_group_geometry(coordinator, group), group.group_ids) for group in described]
     kinds = {geometry.kind for geometry, _ in groups}
     unit_tokens = hit_unit_tokens(coordinator) if groups else 1
     nothing_to_do = ""
-    if not coordinator.enable_caching:
+    if not is_caching:
         nothing_to_do = "prefix caching is off"
     elif kinds.isdisjoint({GroupKind.WINDOW, GroupKind.STATE}):
         nothing_to_do = "this model has neither sliding-window nor state groups"
     elif not kinds <= {GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE}:
-        nothing_to_do = "this model has chunked-local or cross attention besides"
+        nothing_to_do = "this model has layers of other kinds, as chunked-local or cross attention"
     if nothing_to_do:
         coordinator.retention_interval = None
         logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
@@ -78,8 +84,15 @@ def retain(
     for index, (group, group_ids) in enumerate(groups):
         for group_id in group_ids:
             manager = coordinator.single_type_managers[group_id]
+            hashes_per_block = group.block_tokens // coordinator.block_pool.hash_block_size
             managed[group.kind].append(
-                ManagedGroup(manager, index, group.block_tokens, _is_upstreams(manager))
+                ManagedGroup(
+                    manager,
+                    index,
+                    group.block_tokens,
+                    _is_upstreams(manager),
+                    hashes_in_key(hashes_per_block),
+                )
             )
     policy = RetentionPolicy(
         HitGeometry(tuple(geometry for geometry, _ in groups), unit_tokens),
@@ -134,15 +147,30 @@ def describe_policy(policy: RetentionPolicy) -> str:
 def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
     spec = group.spec
     kind = kind_of(spec)
-    has_margin = kind in (GroupKind.FULL, GroupKind.WINDOW)
+    # Since vLLM 0.30 states follow EAGLE's boundary: a lookup of theirs looks at no block more.
+    is_looked_past = kind in (GroupKind.FULL, GroupKind.WINDOW) or not (
+        is_ascend(coordinator) or hasattr(group.manager, "drop_eagle_checkpoint_block")
+    )
     return GroupGeometry(
         kind=kind,
         block_tokens=tokens_per_block(coordinator, group.manager),
         window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
         use_eagle=group.use_eagle,
-        margin_tokens=0 if is_ascend(coordinator) and not has_margin else spec.block_size,
+        margin_tokens=spec.block_size if is_looked_past else 0,
         num_groups=len(group.group_ids),
     )
+
+
+def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
+    """What of vLLM 0.30's is not reckoned with; empty if there is nothing of it."""
+    managers = coordinator.single_type_managers
+    if has_partial_hits(coordinator):
+        return "a hit may end within a block (prefix_match_unit)"
+    if any(manager.block_pool is not coordinator.block_pool for manager in managers):
+        return "groups have pools of their own"
+    if any(getattr(manager, "has_prefill_checkpoint_blocks", False) for manager in managers):
+        return "prefill steps leave states within them"
+    return ""
 
 
 def _is_upstreams(manager: SingleTypeKVCacheManager) -> bool:
@@ -162,7 +190,9 @@ def cache_tails(
     if retention is None:
         wrapped(request, num_computed_tokens)
     else:
-        retention.cache(request, num_computed_tokens)
+        # Of the last tokens, an MTP drafter of several modules computes its KV again (vLLM 0.30).
+        reprefillable_tokens = getattr(coordinator, "num_reprefillable_tokens", 0)
+        retention.cache(request, max(0, num_computed_tokens - reprefillable_tokens))
 
 
 def move_windows_on(
@@ -179,6 +209,20 @@ def move_windows_on(
     computed_tokens = retention.before_skip(request_id, total_computed_tokens)
     for group in retention.sparse_groups:
         group.manager.remove_skipped_blocks(request_id, computed_tokens)
+
+
+def move_settled_windows_on(
+    wrapped: Callable[..., None],
+    coordinator: KVCacheCoordinator,
+    request_id: str,
+    processed_computed_tokens: int,
+    num_prompt_tokens: int | None = None,
+) -> None:
+    """Free what has left a window, after saving what is needed later; no draft is counted."""
+    retention = retention_of(coordinator)
+    if retention is not None:
+        retention.before_skip(request_id, processed_computed_tokens, is_settled=True)
+    wrapped(request_id, processed_computed_tokens, num_prompt_tokens)
 
 
 def accept_any_interval(
@@ -204,7 +248,6 @@ PATCHES = (
         target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -233,7 +276,6 @@ PATCHES = (
         target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks",
         kind=Kind.REPLACE,
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=cache_tails,
         why=_CACHES_WHAT_CANNOT_HIT,
         retire_when="upstream derives what it keeps from its lookup",
@@ -248,13 +290,27 @@ PATCHES = (
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
         "window. And windows move past draft tokens in flight, which may be rejected (vLLM "
         "#47728); a block that is freed too early must not be the next one to be reallocated.",
-        retire_when="upstream derives what it keeps from its lookup, and waits for drafts",
+        retire_when="0.23 is not supported any more",
         relies_on=(
             f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
             f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
         ),
         ascend=(
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
+        ),
+    ),
+    Patch(
+        id="KVX-125",
+        target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
+        feature="retention",
+        vllm=SINCE_0_30,
+        wrapper=move_settled_windows_on,
+        why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
+        "window; they must not be reallocated before.",
+        retire_when="upstream derives what it keeps from its lookup",
+        relies_on=(
+            f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
+            f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
         ),
     ),
     Patch(
@@ -266,6 +322,6 @@ PATCHES = (
         wrapper=accept_any_interval,
         why="Upstream refuses to start a model without a sliding window when the variable is set, "
         "and on Ascend validates against a number that is not the unit of its hits.",
-        retire_when="vLLM >= 0.32, which ignores the interval where nothing is sparse",
+        retire_when="0.23 is not supported any more",
     ),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.metrics.stats import attach_report
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -61,7 +61,6 @@ PATCHES = (
         id="KVX-162",
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=report_retention,
         why="Upstream counts queries and hits, and not what became of the blocks that a lookup "
         "missed.",
@@ -71,7 +70,6 @@ PATCHES = (
         id="KVX-145",
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=end_step_at_checkpoint,
         why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
         "boundary that requests share has none.",

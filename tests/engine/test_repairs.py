@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
@@ -29,7 +29,7 @@ from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
 from support.scheduler.random_workloads import random_workload, with_options
-from support.scheduler.releases import look_up
+from support.scheduler.releases import IS_SINCE_0_30, look_up
 from support.scheduler.run import failure_of
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -135,10 +135,20 @@ RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
 """By repair: what runs into the defect; without the repair, more than so many runs fail."""
 
 
-def of_each(*own_managers: str) -> pytest.MarkDecorator:
-    marks = {repair: pytest.mark.own_managers for repair in own_managers}
+MENDED_SINCE_0_30 = ("two-phase-allocation", "drafts-in-flight", "discarded-frames")
+
+
+def of_each(
+    *own_managers: str, repairs: Iterable[str] = RANDOM_RUNS, vllm: Mapping[str, str] | None = None
+) -> pytest.MarkDecorator:
+    """Marks repairs by name; ``vllm`` has the versions for which a claim is true."""
+    marks: dict[str, list[pytest.MarkDecorator]] = {repair: [] for repair in repairs}
+    for repair in set(own_managers) & marks.keys():
+        marks[repair].append(pytest.mark.own_managers)
+    for repair, versions in (vllm or {}).items():
+        marks[repair].append(pytest.mark.vllm(versions))
     return pytest.mark.parametrize(
-        "repair", [pytest.param(repair, marks=marks.get(repair, ())) for repair in RANDOM_RUNS]
+        "repair", [pytest.param(repair, marks=each) for repair, each in marks.items()]
     )
 
 
@@ -162,13 +172,24 @@ def test_random_runs_read_and_answer_right(repair: str) -> None:
         assert not failures(workloads())
 
 
-@of_each("discarded-frames", "preempted-in-step", "drafts-in-flight")
+@of_each(
+    *("discarded-frames", "preempted-in-step", "drafts-in-flight"),
+    vllm=dict.fromkeys(MENDED_SINCE_0_30, "<0.30"),
+)
 def test_stock_random_runs_do_not(repair: str) -> None:
     workloads, num_failures = RANDOM_RUNS[repair]
     with repairs_but(repair):
         found = failures(workloads())
     print(*found[:3], sep="\n")
     assert len(found) > num_failures
+
+
+@pytest.mark.vllm(">=0.30")
+@of_each("discarded-frames", "drafts-in-flight", repairs=MENDED_SINCE_0_30)
+def test_stock_random_runs_have_been_mended(repair: str) -> None:
+    workloads, _ = RANDOM_RUNS[repair]
+    with repairs_but(repair):
+        assert not failures(workloads())
 
 
 class TestTrimFullGroups:
@@ -193,20 +214,34 @@ class TestTrimFullGroups:
             len(group) * size for group, size in zip(blocks.blocks, sizes, strict=False)
         ]
 
+    @pytest.mark.vllm("<0.30")
     def test_stock_hands_out_more_than_it_hits(self) -> None:
         """Into what is behind the hit, the request writes, while others may read it."""
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, 2 * self.UNIT_TOKENS])
+
+    @pytest.mark.vllm(">=0.30")
+    def test_stock_ends_every_full_group_where_the_hit_ends(self) -> None:
+        assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, self.UNIT_TOKENS])
 
     @pytest.mark.usefixtures("repaired")
     def test_every_full_group_ends_where_the_hit_ends(self) -> None:
         assert self.handed_out() == (self.UNIT_TOKENS, [self.UNIT_TOKENS, self.UNIT_TOKENS])
 
 
+RANKS = pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param("dcp_world_size", marks=() if family.IS_ASCEND else pytest.mark.vllm("<0.30")),
+        "pcp_world_size",
+    ],
+)
+
+
 class TestContextParallelWindows:
     """Two ranks share the tokens of each block; upstream cannot look windows up then.
 
     The hybrid coordinator of vLLM refuses to be built: on it, only a model with nothing but sliding
-    windows comes as far as the first lookup.
+    windows comes as far as the first lookup. Since vLLM 0.30 ranks do not share its blocks.
     """
 
     FEATURE = "context-parallel-windows"
@@ -217,8 +252,10 @@ class TestContextParallelWindows:
     def hit_tokens(self, **ranks: int) -> int:
         """What a prompt that is sent again hits."""
         (num_ranks,) = ranks.values()
-        sizes = {"scheduler_block_size": num_ranks * self.UNIT_TOKENS}
-        if not family.IS_ASCEND:
+        sizes = {}
+        if not IS_SINCE_0_30:
+            sizes["scheduler_block_size"] = num_ranks * self.UNIT_TOKENS
+        if not (IS_SINCE_0_30 or family.IS_ASCEND):
             sizes["hash_block_size"] = num_ranks * self.UNIT_TOKENS
         world = BlockManager(self.LAYOUT, **sizes, **ranks)
         first = world.request(range(self.NUM_TOKENS))
@@ -226,13 +263,18 @@ class TestContextParallelWindows:
         world.finish(first)
         return world.prefill(world.request(range(self.NUM_TOKENS)), 16)
 
-    @pytest.mark.parametrize("ranks", ["dcp_world_size", "pcp_world_size"])
+    @RANKS
     def test_stock_asserts(self, ranks: str) -> None:
         with pytest.raises(AssertionError, match="not support sliding window"):
             self.hit_tokens(**{ranks: 2})
 
+    @pytest.mark.own_managers
+    @pytest.mark.vllm(">=0.30")
+    def test_stock_hits_what_ranks_do_not_share(self) -> None:
+        assert self.hit_tokens(dcp_world_size=2) == self.NUM_TOKENS - self.UNIT_TOKENS
+
     @pytest.mark.usefixtures("repaired")
-    @pytest.mark.parametrize("ranks", ["dcp_world_size", "pcp_world_size"])
+    @RANKS
     def test_nothing_is_hit(self, ranks: str) -> None:
         assert self.hit_tokens(**{ranks: 2}) == 0
 
@@ -248,11 +290,12 @@ class TestContextParallelWindows:
     def test_one_warning(self, mocker: MockerFixture) -> None:
         warning = mocker.patch.object(logging.getLogger("vllm.ascend_kvext.repairs"), "warning")
         for _ in range(2):
-            self.hit_tokens(dcp_world_size=3)
+            self.hit_tokens(pcp_world_size=3)
         (call,) = warning.call_args_list
         assert "3 ranks" in call.args[0] % call.args[1:]
 
 
+@pytest.mark.vllm("<0.30")
 class TestDraftsInFlight:
     FEATURE = "drafts-in-flight"
 
@@ -318,6 +361,7 @@ class TestDiscardedFrames:
         """All tokens that the scheduler puts out from here on."""
         return [t for step in engine.finish() for _, new, _ in step.outputs for t in new]
 
+    @pytest.mark.vllm("<0.30")
     def test_no_step_is_remembered_for_longer_than_it_is_in_flight(
         self, engine: SchedulerEngine
     ) -> None:
@@ -355,6 +399,7 @@ class TestDiscardedFrames:
         assert tokens == self.PLAN.expected_output()
         assert [each.new_prompt_logprobs_tensors for each in sent[:2]] == ["logprobs", None]
 
+    @pytest.mark.vllm("<0.30")
     def test_a_scheduler_that_processes_outputs_itself_is_left_alone(
         self, engine: SchedulerEngine
     ) -> None:

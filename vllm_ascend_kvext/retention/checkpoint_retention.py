@@ -23,7 +23,7 @@ from vllm_ascend_kvext.native import native
 from vllm_ascend_kvext.retention.demand import Demand, count_losses, find_demand
 from vllm_ascend_kvext.retention.hints import report_unusable_hints
 from vllm_ascend_kvext.retention.managed import ManagedGroup, Pool, geometry_tables, group_tables
-from vllm_ascend_kvext.retention.policy import RetentionPolicy
+from vllm_ascend_kvext.retention.policy import Plan, RetentionPolicy
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.retention.stats import RetentionStats
 from vllm_ascend_kvext.upstream_types import Request
@@ -98,8 +98,13 @@ class CheckpointRetention:
         cached_tokens = min(num_computed_tokens, request.num_tokens)
         self._request_states[request.request_id].cached_tokens = cached_tokens
 
-    def before_skip(self, request_id: str, total_computed_tokens: int) -> int:
+    def before_skip(
+        self, request_id: str, total_computed_tokens: int, is_settled: bool = False
+    ) -> int:
         """Hold blocks that are about to leave the windows of a request and are needed later.
+
+        Args:
+            is_settled: Whether tokens of steps in flight are left out of the count already.
 
         Returns:
             The computed tokens up to which windows may move on. Draft tokens that are still in
@@ -109,7 +114,7 @@ class CheckpointRetention:
         state = self._request_states.get(request_id)
         if state is None:
             return total_computed_tokens
-        return state.before_skip(self, total_computed_tokens)
+        return state.before_skip(self, total_computed_tokens, is_settled)
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Where a prefill step of a request has to end, so that a state is there to keep.
@@ -174,7 +179,7 @@ class CheckpointRetention:
                 num_prompt_tokens, hit_tokens, demand.boundaries, self._is_worth_trying
             )
         else:
-            plan = policy.plan(num_prompt_tokens)
+            plan = policy.plan(num_prompt_tokens, demand=_junction(request, policy, hit_tokens))
         state.set_plan(
             [(tokens, reason.origin, reason.step) for tokens, reason in sorted(plan.items())],
             stops_tokens,
@@ -207,8 +212,8 @@ class CheckpointRetention:
         self.pool.cache(request, self.sparse_groups[sparse_index], range(start, stop))
 
     def cache_full_group(self, request: Request, full_index: int, num_tokens: int) -> None:
-        """Have a manager cache a full-attention group up to a token."""
-        self.full_groups[full_index].manager.cache_blocks(request, num_tokens)
+        """Have a full-attention group cached up to a token, and report it."""
+        self.pool.cache_full(request, self.full_groups[full_index], num_tokens)
 
     def skipped_tokens(self, sparse_index: int, computed_tokens: int) -> int:
         """How many tokens no computation of a sparse group reads any more."""
@@ -217,3 +222,11 @@ class CheckpointRetention:
     def discard(self, blocks: list[Any]) -> None:
         """Uncache blocks."""
         self.pool.discard(blocks)
+
+
+def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:
+    """Where upstream itself saw requests part, which it keeps since vLLM 0.30."""
+    tokens = policy.geometry.unit_tokens
+    tokens *= getattr(request, "shared_prefix_boundary", 0) // tokens
+    is_kept = tokens > hit_tokens and policy.geometry.is_boundary(tokens)
+    return {tokens: Reason(Origin.JUNCTION)} if is_kept else {}

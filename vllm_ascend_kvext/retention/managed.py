@@ -21,12 +21,14 @@ class ManagedGroup:
     """A KV cache group; ``geometry_index`` is its place in ``HitGeometry.groups``.
 
     ``is_upstreams`` says whether upstream's own code caches its blocks and moves its window on.
+    The last ``hashes_in_key`` of the hashes that a block spans make its key.
     """
 
     manager: GroupManager
     geometry_index: int
     block_tokens: int
     is_upstreams: bool = False
+    hashes_in_key: int = 1
 
 
 class Pool(Protocol):
@@ -37,6 +39,9 @@ class Pool(Protocol):
 
     def cache(self, request: Any, group: ManagedGroup, run: range) -> None:
         """Cache a run of a request's blocks, all full and none cached yet."""
+
+    def cache_full(self, request: Any, group: ManagedGroup, num_tokens: int) -> None:
+        """Cache the blocks of a full-attention group up to a token."""
 
     def discard(self, blocks: list[Any]) -> None:
         """Uncache blocks; those that are free become the next ones to be reallocated."""
@@ -84,8 +89,8 @@ def group_tables(
 ) -> list[dict[str, Any]]:
     """Groups and what upstream knows of them, for ``csrc/retention/retained_cache.h``.
 
-    ``tables`` has the blocks of each request by its id, ``num_cached`` how many of them are
-    cached, and ``new_keys`` the keys of the states that were cached in the current step.
+    ``tables`` has the blocks of each request by its id, and ``num_cached`` how many of them are
+    cached. A window keeps the tokens besides that drafts may have computed again.
     """
     tables = []
     for group in groups:
@@ -95,6 +100,7 @@ def group_tables(
             {
                 "block_tokens": group.block_tokens,
                 "hashes_per_block": hashes_per_block,
+                "hashes_in_key": group.hashes_in_key,
                 "key_suffix": GroupKeys.of_group(
                     group.manager.kv_cache_group_id, hashes_per_block
                 ).suffix,
@@ -102,8 +108,8 @@ def group_tables(
                 "num_cached": group.manager.num_cached_block,
                 "is_upstreams": group.is_upstreams,
                 "is_state": geometry.kind is GroupKind.STATE,
-                "window_tokens": geometry.window_tokens,
-                "new_keys": getattr(group.manager, "cached_blocks_this_step", None),
+                "window_tokens": geometry.window_tokens
+                + getattr(group.manager, "extra_retained_tokens", 0),
             }
         )
     return tables

@@ -191,6 +191,9 @@ class ModelPool:
             if new_keys is not None:
                 new_keys.add(key)
 
+    def cache_full(self, request: ModelRequest, group: ManagedGroup, num_tokens: int) -> None:
+        group.manager.cache_blocks(request, num_tokens)
+
     def find(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> Any:
         return next(iter(self.copies(request, group, block_index)), None)
 
@@ -266,15 +269,23 @@ class ModelPool:
 
     def key(self, request: ModelRequest, group: ManagedGroup, block_index: int) -> bytes:
         hashes_per_block = group.block_tokens // self.hash_block_size
+        hashes = request.hash_blocks(self.hash_block_size)
         keys = GroupKeys.of_group(group.manager.kv_cache_group_id, hashes_per_block)
-        return keys.at(request.hash_blocks(self.hash_block_size), block_index)
+        if group.hashes_in_key == hashes_per_block:
+            return keys.at(hashes, block_index)
+        return hashes[(block_index + 1) * hashes_per_block - 1] + keys.suffix
 
 
 class ModelManager:
     """`GroupManager` of a group with one spec."""
 
     def __init__(
-        self, group_id: int, geometry: GroupGeometry, pool: ModelPool, is_upstreams: bool
+        self,
+        group_id: int,
+        geometry: GroupGeometry,
+        pool: ModelPool,
+        is_upstreams: bool,
+        has_short_keys: bool,
     ) -> None:
         self.kv_cache_group_id = group_id
         self.geometry = geometry
@@ -283,7 +294,9 @@ class ModelManager:
         if geometry.kind is STATE:
             self.cached_blocks_this_step: set[bytes] = set()
         self._pool = pool
-        self.group = ManagedGroup(self, group_id, geometry.block_tokens, is_upstreams)
+        block_tokens = geometry.block_tokens
+        hashes_in_key = 1 if has_short_keys else block_tokens // pool.hash_block_size
+        self.group = ManagedGroup(self, group_id, block_tokens, is_upstreams, hashes_in_key)
 
     def cache_blocks(self, request: Any, num_tokens: int) -> None:
         first = self.num_cached_block.get(request.request_id, 0)
@@ -341,7 +354,8 @@ class ModelCache:
     """A cache manager: one pool, one manager per group, adaptive retention.
 
     With ``is_upstreams`` the compiled module does the managers' work; with ``does_quiet_steps``
-    steps in which nothing happens are only taken note of.
+    steps in which nothing happens are only taken note of. With ``has_short_keys`` the key of a
+    block is its last hash, as since vLLM 0.30.
     """
 
     def __init__(
@@ -353,12 +367,13 @@ class ModelCache:
         is_upstreams: bool = False,
         does_quiet_steps: bool = False,
         unit_tokens: int = UNIT_TOKENS,
+        has_short_keys: bool = False,
     ) -> None:
         groups = LAYOUTS[layout] if isinstance(layout, str) else layout
         self.geometry = geometry = HitGeometry(groups, unit_tokens)
         self.pool = ModelPool(num_blocks, geometry.step_tokens, has_events)
         self.managers = [
-            ModelManager(index, group, self.pool, is_upstreams)
+            ModelManager(index, group, self.pool, is_upstreams, has_short_keys)
             for index, group in enumerate(groups)
         ]
         self.does_quiet_steps = does_quiet_steps

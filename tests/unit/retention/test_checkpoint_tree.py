@@ -52,6 +52,7 @@ class CheckpointTreeMachine(RuleBasedStateMachine):
         num_blocks=st.integers(16, 60),
         interval_units=st.sampled_from([0, 0, 1, 2]),
         is_upstreams=st.booleans(),
+        has_short_keys=st.booleans(),
         does_quiet_steps=st.booleans(),
     )
     def start(self, num_blocks: int, interval_units: int, **ways: bool) -> None:
