@@ -32,30 +32,31 @@ def pop_real_blocks(
     return blocks if PoolState.of(manager.block_pool).retained is None else live_blocks(blocks)
 
 
-_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 _WHY = (
     "Upstream hands every null block of a long sliding-window request to free_blocks, which counts "
     "down the null block's references and costs time in the scheduler."
 )
 
-PATCHES = tuple(
-    Patch(
-        id=patch_id,
-        target=f"vllm.v1.core.single_type_kv_cache_manager:{owner}.free",
-        feature="retention",
-        vllm=BEFORE_0_30,
-        wrapper=free_real_blocks,
-        why=_WHY,
-        retire_when="0.23 is not supported any more: KVX-113 is for all managers",
-    )
-    for patch_id, owner in (
-        ("KVX-111", "SingleTypeKVCacheManager"),
-        ("KVX-112", "SlidingWindowManager"),
-    )
-) + (
+PATCHES = (
+    *(
+        Patch(
+            id=patch_id,
+            target=f"{_MANAGERS}:{owner}.free",
+            feature="retention",
+            vllm=BEFORE_0_30,
+            wrapper=free_real_blocks,
+            why=_WHY,
+            retire_when="0.23 is not supported any more: KVX-113 is for all managers",
+        )
+        for patch_id, owner in (
+            ("KVX-111", "SingleTypeKVCacheManager"),
+            ("KVX-112", "SlidingWindowManager"),
+        )
+    ),
     Patch(
         id="KVX-113",
-        target=f"{_MANAGER}.pop_blocks_for_free",
+        target=f"{_MANAGERS}:SingleTypeKVCacheManager.pop_blocks_for_free",
         feature="retention",
         vllm=SINCE_0_30,
         wrapper=pop_real_blocks,

@@ -381,10 +381,24 @@ class TestDiscardedFrames:
             assert not engine.scheduler.update_from_output(planned, output)
         assert self.decode(engine) == self.PLAN.expected_output()
 
+    @pytest.mark.vllm("<0.30")
     def test_prompt_logprobs_come_with_the_first_token_that_counts(
         self, engine: SchedulerEngine, mocker: MockerFixture
     ) -> None:
         """Workers make them once; upstream's assertion ends the engine."""
+        assert self.prompt_logprobs_after_reset(engine, mocker) == ["logprobs", None]
+
+    @pytest.mark.vllm(">=0.30")
+    def test_stock_loses_prompt_logprobs_of_a_frame_that_it_drops(
+        self, engine: SchedulerEngine, mocker: MockerFixture
+    ) -> None:
+        """It ends no engine there, and is not repaired."""
+        assert self.prompt_logprobs_after_reset(engine, mocker) == [None, None]
+
+    def prompt_logprobs_after_reset(
+        self, engine: SchedulerEngine, mocker: MockerFixture
+    ) -> list[Any]:
+        """What comes with the first two outputs, where the frame that had them is dropped."""
         engine.add_request(self.PLAN)
         engine.step()
         assert engine._in_flight[0][1].sampled_token_ids == [self.PLAN.expected_output()[:1]]
@@ -397,7 +411,7 @@ class TestDiscardedFrames:
             sent += [each for one in update.spy_return.values() for each in one.outputs]
         tokens = [token for each in sent for token in each.new_token_ids]
         assert tokens == self.PLAN.expected_output()
-        assert [each.new_prompt_logprobs_tensors for each in sent[:2]] == ["logprobs", None]
+        return [each.new_prompt_logprobs_tensors for each in sent[:2]]
 
     @pytest.mark.vllm("<0.30")
     def test_a_scheduler_that_processes_outputs_itself_is_left_alone(

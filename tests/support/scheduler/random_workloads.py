@@ -17,6 +17,7 @@ from support import family
 
 from .layouts import EAGLE_LAYOUTS, LAYOUTS, Layout
 from .options import Drafter, EngineOptions, ExternalLoad
+from .releases import IS_SINCE_0_30
 from .token_stream import VOCAB_SIZE, Image
 from .workload import Abort, RequestPlan, ResetPrefixCache, Workload
 
@@ -178,8 +179,8 @@ def _blocks_for_longest(
 ) -> int:
     """Blocks that the longest request needs when it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
-    # On vLLM-Ascend windows wait for the steps in flight.
-    num_steps = 2 if family.IS_ASCEND else 1
+    # On vLLM-Ascend, and since vLLM 0.30, windows wait for the steps in flight.
+    num_steps = 2 if family.IS_ASCEND or IS_SINCE_0_30 else 1
     num_blocks = 0
     for group in layout.groups:
         held_tokens = longest_tokens
