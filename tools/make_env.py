@@ -152,7 +152,9 @@ def make_emulated_npu(
     environment.create()
     link_packages(like, environment)
     environment.install(*emulated_npu.IMPORTED_BY_ASCEND)
-    environment.install("--no-deps", emulated_npu.TORCHVISION)
+    (torch,) = environment.output("import importlib.metadata as m; print(m.version('torch'))")
+    torchvision = emulated_npu.TORCHVISION_OF_TORCH[torch.rpartition(".")[0]]
+    environment.install("--no-deps", torchvision)
     emulated_npu.link_ascend(environment.site_packages, ascend, version)
 
 
