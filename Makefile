@@ -3,6 +3,7 @@
 # for. `make clean` starts over.
 
 PYTHON ?= python3
+PYTHON_VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 # Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
 UPSTREAMS := 0.23.0:0.23.0 0.30.0:0.30.0rc2
@@ -165,12 +166,22 @@ $(foreach u,$(UPSTREAMS),$(eval $(call EMULATED_NPU_RULES,$(firstword $(subst :,
 	$(MAKE_ENV) plain $(@D)
 	@rm -f $@ && touch $@
 
-.venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
-	$(MAKE_ENV) install $(@D) '.[test,demo]'
+# Compiled once for all environments of this Python.
+.venv/wheel/.built: $(MAIN_ENV)/.made $(SOURCES)
+	rm -rf $(@D)
+	$(MAIN_PYTHON) -m pip --quiet wheel --no-deps --wheel-dir $(@D) .
+	@touch $@
+
+$(if $(filter $(PYTHON_VERSION),$(OTHER_PYTHONS)),.venv/python-$(PYTHON_VERSION)/.package): %/.package: %/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test
 	@rm -f $@ && touch $@
 
-.venv/lmcache-%/.package: .venv/lmcache-%/.made $(SOURCES)
-	$(MAKE_ENV) install $(@D) '.[test]'
+.venv/vllm-%/.package: .venv/vllm-%/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test,demo
+	@rm -f $@ && touch $@
+
+.venv/lmcache-%/.package: .venv/lmcache-%/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test
 	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)
