@@ -25,33 +25,42 @@ def is_ascend(coordinator: KVCacheCoordinator) -> bool:
 def tokens_per_block(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -> int:
     """Tokens that one block of a group covers.
 
-    Under vLLM-Ascend's coordinator a block has ``block_size`` *rows*, each of ``compress_ratio``
-    tokens.
+    Managers count tokens, but for those of vLLM-Ascend 0.23 for compressed groups: a block of
+    theirs has ``block_size`` *rows*, each of ``compress_ratio`` tokens.
     """
-    ratio = getattr(manager.kv_cache_spec, "compress_ratio", None) if is_ascend(coordinator) else 1
-    return int(manager.block_size * max(1, ratio or 1))
+    ratio = getattr(manager, "compress_ratio", 1) if is_ascend(coordinator) else 1
+    return int(manager.block_size * ratio)
 
 
 def hit_unit_tokens(coordinator: KVCacheCoordinator) -> int:
     """A hit of this coordinator is a multiple of so many tokens.
 
-    vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios), vLLM to
-    ``scheduler_block_size``, the coordinator of a single group to its block size.
+    Since vLLM 0.30 coordinators of several groups say it: with partial hits it is less than a
+    block. Before, vLLM-Ascend aligns hits to ``lcm_block_size`` (with the compress ratios), vLLM to
+    ``scheduler_block_size``. The coordinator of a single group aligns them to its block size.
     """
-    for name in ("lcm_block_size", "block_size", "scheduler_block_size"):
+    for name in _HIT_UNITS:
         unit_tokens: int | None = getattr(coordinator, name, None)
         if unit_tokens is not None:
             return unit_tokens
     raise AttributeError(f"{type(coordinator).__name__} names no unit of its prefix-cache hits")
 
 
+_HIT_UNITS = ("_cache_hit_alignment_tokens", "lcm_block_size", "block_size", "scheduler_block_size")
+
+
+def has_partial_hits(coordinator: KVCacheCoordinator) -> bool:
+    """Whether a hit may end within a block, of which the request then gets a copy (since 0.30)."""
+    return getattr(coordinator, "enable_partial_hash_hits", False)
+
+
 def cache_unit_tokens(coordinator: KVCacheCoordinator) -> int | None:
     """Blocks are cached up to a multiple of so many tokens; None where every full block is.
 
-    A coordinator of several groups waits for a multiple. A group that looks ahead then caches one
-    block more.
+    A coordinator of several groups waits for a multiple, unless it has partial hits. A group that
+    looks ahead then caches one block more.
     """
-    if not hasattr(coordinator, "attention_groups"):
+    if not hasattr(coordinator, "attention_groups") or has_partial_hits(coordinator):
         return None
     return coordinator.scheduler_block_size
 
@@ -60,7 +69,8 @@ class LookupGroup(NamedTuple):
     """KV cache groups of one spec, which a coordinator looks up as one.
 
     With ``use_eagle`` a hit drops the last block that it finds (EAGLE, MTP). One group that does
-    makes all those that share its spec do so.
+    makes all those that share its spec do so. vLLM-Ascend 0.30 drops none where no connector loads
+    KV (``skips_eagle_block_drop``); its managers cache the block ahead all the same.
     """
 
     spec: KVCacheSpec
@@ -70,13 +80,17 @@ class LookupGroup(NamedTuple):
 
 
 def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
-    """The groups of a coordinator in its order of lookup."""
+    """The groups of a coordinator in its order of lookup.
+
+    Groups whose blocks are never cached are not among them (``prefix_cacheable``).
+    """
     managers, ahead = coordinator.single_type_managers, coordinator.eagle_group_ids
     if not hasattr(coordinator, "attention_groups"):
         (manager,) = managers
         return (LookupGroup(manager.kv_cache_spec, (0,), manager, 0 in ahead),)
+    drops = not getattr(coordinator, "skips_eagle_block_drop", False)
     return tuple(
-        LookupGroup(spec, tuple(ids), managers[ids[0]], not ahead.isdisjoint(ids))
+        LookupGroup(spec, tuple(ids), managers[ids[0]], drops and not ahead.isdisjoint(ids))
         for spec, ids, *_ in coordinator.attention_groups
     )
 

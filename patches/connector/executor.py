@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.connector.scheduler import kvext_connector_in
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     from vllm.v1.executor.abstract import Executor
@@ -37,7 +37,6 @@ PATCHES = (
         id="KVX-410",
         target="vllm.v1.executor.abstract:Executor.sleep",
         feature="connector",
-        vllm=BEFORE_0_30,
         wrapper=end_transfers_before_sleep,
         why="Sleep mode unmaps the memory of the KV caches, and tells no connector whose copies "
         "are under way. On a device they would touch memory that is not there.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 NAME = "KvextConnector"
 _MODULE = "vllm_ascend_kvext.connector.kvext_connector"
@@ -34,7 +34,6 @@ PATCHES = (
         "KVConnectorFactory.register_connector",
         kind=Kind.HOOK,
         feature="connector",
-        vllm=BEFORE_0_30,
         install=register_connector,
         why="`kv_connector` names a connector that vLLM has to know.",
         retire_when="never: this is the official way",

@@ -50,9 +50,13 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
         )
         for request in going_on
     )
+    num_places = len(going_on)
+    if scheduler.use_v2_model_runner:
+        # There a session that waits for its next input keeps its place on the workers.
+        num_places += scheduler.num_waiting_for_streaming_input
     return (
         scheduler.max_num_scheduled_tokens - wanted_tokens,
-        scheduler.max_num_running_reqs - len(going_on),
+        scheduler.max_num_running_reqs - num_places,
         max_row_tokens,
     )
 
@@ -88,7 +92,7 @@ def _needs_lists(scheduler: Scheduler) -> bool:
     return (
         scheduler.use_v2_model_runner
         or model_config.uses_mrope
-        or bool(model_config.uses_xdrope_dim)
+        or bool(getattr(model_config, "uses_xdrope_dim", 0))  # vLLM 0.30 has no such models.
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.connector.worker import loaded_models
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,6 @@ PATCHES = (
         id="KVX-405",
         target="vllm.model_executor.model_loader.base_loader:log_model_inspection",
         feature="connector",
-        vllm=BEFORE_0_30,
         wrapper=remember_model,
         undo=loaded_models.forget_all,
         why="A connector is handed the KV caches, but not the model, whose rotary modules say how "

@@ -33,7 +33,7 @@ from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
     interval_tokens_of,
     log_least_prompt,
 )
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 
 if TYPE_CHECKING:
@@ -51,14 +51,33 @@ logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
 def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """Tell the connector of a new scheduler what it works for, and the log what can hit."""
+    """Tell the connector of a new scheduler what it works for, and the log what can hit.
+
+    A load that fails is named by its request: upstream frees its blocks, and asks again.
+    """
+    wrapped(*args, **kwargs)
+    log_least_prompt(scheduler.kv_cache_manager.coordinator)
+    connector = connector_of(scheduler)
+    if connector is not None:
+        _bind(scheduler, connector, ConnectedScheduler)
+
+
+def connect_by_blocks(
+    wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> None:
+    """The same where a load that fails is named by blocks, and nobody is asked to go on."""
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
         _require_recovery(scheduler)
-        view = _view_of(scheduler, connector)
-        connector.bind_scheduler(view, partial(ConnectedScheduler, scheduler))
+        _bind(scheduler, connector, KeptGoingScheduler)
+
+
+def _bind(
+    scheduler: Scheduler, connector: KvextConnector, connected: type[ConnectedScheduler]
+) -> None:
+    connector.bind_scheduler(_view_of(scheduler, connector), partial(connected, scheduler))
 
 
 def connector_of(scheduler: Scheduler) -> KvextConnector | None:
@@ -87,10 +106,8 @@ class ConnectedScheduler:
         manager = scheduler.kv_cache_manager
         self._scheduler = scheduler
         self._side = side
-        self._row_ids: set[str] = set()  # of holes, in the latest step
         self._is_resetting = False
         methods: list[Callable[..., Any]] = [
-            self.has_finished_requests,
             self.reset_prefix_cache,
             self._update_request_as_session,
             self._mamba_block_aligned_split,
@@ -117,10 +134,6 @@ class ConnectedScheduler:
             _replaced.replace(scheduler, method)
         _replaced.replace(manager, self.get_num_common_prefix_blocks)
 
-    def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
-        """Whether steps are needed although no request waits for any."""
-        return wrapped() or self._side.has_work or bool(self._row_ids)
-
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
         if request.request_id not in self._scheduler.requests:  # Not the update of a session.
@@ -145,11 +158,13 @@ class ConnectedScheduler:
         that are not requests, make that wrong.
         """
         counts = wrapped(running_request_id)
-        if self._row_ids or self._side.num_references:
+        if self._side.row_ids or self._side.num_references:
             return [0] * len(counts)
         return counts
 
-    def schedule(self, wrapped: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+    def schedule(
+        self, wrapped: Callable[..., SchedulerOutput], *args: Any, **kwargs: Any
+    ) -> SchedulerOutput:
         """Schedule a step in which, besides what upstream plans, holes are computed.
 
         Upstream's budget is less by what the rows of holes take, see ``hole_rows``.
@@ -160,7 +175,7 @@ class ConnectedScheduler:
         rows: list[HoleRow] = []
         if side.holes:
             rows = side.take_hole_rows(budget_of_holes(scheduler), scheduler.requests)
-        ended_row_ids, self._row_ids = self._row_ids, {row.row_id for row in rows}
+        ended_row_ids, side.row_ids = side.row_ids, {row.row_id for row in rows}
         max_tokens = scheduler.max_num_scheduled_tokens
         max_requests = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens -= sum(row.run.num_tokens for row in rows)
@@ -168,7 +183,7 @@ class ConnectedScheduler:
         try:
             if self._learned is not None:
                 self._learned.begin_step()
-            output = wrapped()
+            output = wrapped(*args, **kwargs)
         finally:
             scheduler.max_num_scheduled_tokens = max_tokens
             scheduler.max_num_running_reqs = max_requests
@@ -284,12 +299,24 @@ class ConnectedScheduler:
         return min(num_new_tokens, stop_tokens - computed_tokens)
 
     def _preempt_request(
-        self, wrapped: Callable[[Request, float], None], request: Request, timestamp: float
+        self, wrapped: Callable[..., None], request: Request, *args: Any, **kwargs: Any
     ) -> None:
         """Store what a request has computed, before its blocks are freed."""
         if not self._is_resetting:  # Its pages may be gone before a step can read them.
             self._side.preempt(request)
-        wrapped(request, timestamp)
+        wrapped(request, *args, **kwargs)
+
+
+class KeptGoingScheduler(ConnectedScheduler):
+    """One that asks no connector whether it has work."""
+
+    def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
+        super().__init__(scheduler, side)
+        _replaced.replace(scheduler, self.has_finished_requests)
+
+    def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
+        """Whether steps are needed although no request waits for any."""
+        return wrapped() or self._side.has_work
 
 
 def _require_recovery(scheduler: Scheduler) -> None:
@@ -356,44 +383,45 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
 _ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 
+_RELIES_ON = (
+    f"{_SCHEDULER}.has_finished_requests",
+    f"{_SCHEDULER}.reset_prefix_cache",
+    f"{_SCHEDULER}._preempt_request",
+    f"{_SCHEDULER}.schedule",
+    f"{_SCHEDULER}._update_after_schedule",
+    f"{_SCHEDULER}._connector_finished",
+    f"{_SCHEDULER}._free_blocks",
+    f"{_SCHEDULER}._update_from_kv_xfer_finished",
+    f"{_SCHEDULER}.update_from_output",
+    f"{_SCHEDULER}._update_request_as_session",
+    f"{_SCHEDULER}._mamba_block_aligned_split",
+    f"{_SCHEDULER}.add_request",
+    f"{_SCHEDULER}.finish_requests",
+    f"{_SCHEDULER}._update_waiting_for_remote_kv",
+    f"{_SCHEDULER}._try_promote_blocked_waiting_request",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+    "vllm.v1.request:Request.__init__",
+    "vllm.v1.request:Request.update_block_hashes",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+    "vllm.v1.core.block_pool:BlockPool.touch",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks",
+)
+
 PATCHES = (
     Patch(
         id="KVX-402",
         target=f"{_SCHEDULER}.__init__",
         feature="connector",
         vllm=BEFORE_0_30,
-        wrapper=connect,
+        wrapper=connect_by_blocks,
         undo=_replaced.take_back,
         why="A connector is not told the block tables; an engine without requests stops, whatever "
         "its connector still does; and prefill steps end anywhere, where a state has to be left to "
         "be stored.",
-        retire_when="upstream hands connectors the KV cache manager, and asks them whether they "
-        "have work",
-        relies_on=(
-            f"{_SCHEDULER}.has_finished_requests",
-            f"{_SCHEDULER}.reset_prefix_cache",
-            f"{_SCHEDULER}._preempt_request",
-            f"{_SCHEDULER}.schedule",
-            f"{_SCHEDULER}._update_after_schedule",
-            f"{_SCHEDULER}._connector_finished",
-            f"{_SCHEDULER}._free_blocks",
-            f"{_SCHEDULER}._update_from_kv_xfer_finished",
-            f"{_SCHEDULER}.update_from_output",
-            f"{_SCHEDULER}._update_request_as_session",
-            f"{_SCHEDULER}._mamba_block_aligned_split",
-            f"{_SCHEDULER}.add_request",
-            f"{_SCHEDULER}.finish_requests",
-            f"{_SCHEDULER}._update_waiting_for_remote_kv",
-            f"{_SCHEDULER}._try_promote_blocked_waiting_request",
-            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_num_common_prefix_blocks",
-            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
-            "vllm.v1.request:Request.__init__",
-            "vllm.v1.request:Request.update_block_hashes",
-            "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
-            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
-            "vllm.v1.core.block_pool:BlockPool.touch",
-            "vllm.v1.core.block_pool:BlockPool.free_blocks",
-        ),
+        retire_when="vLLM >= 0.30: KVX-411 takes its place",
+        relies_on=_RELIES_ON,
         ascend=(
             f"{_ASCEND_BALANCE}.__init__",
             f"{_ASCEND_BALANCE}.schedule",
@@ -403,6 +431,31 @@ PATCHES = (
             f"{_ASCEND_LIFETIME}:_patched_connector_finished",
             f"{_ASCEND_LIFETIME}:_patched_request_init",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
+        ),
+    ),
+    Patch(
+        id="KVX-411",
+        target=f"{_SCHEDULER}.__init__",
+        feature="connector",
+        vllm=SINCE_0_30,
+        wrapper=connect,
+        undo=_replaced.take_back,
+        why="A connector is told the block tables, but not the requests that have them, and cannot "
+        "add rows to a step; and prefill steps end anywhere, where a state has to be left to be "
+        "stored.",
+        retire_when="upstream computes what its connectors name between what they load, and asks "
+        "them where steps are to end",
+        relies_on=(
+            *_RELIES_ON,
+            f"{_SCHEDULER}.has_requests",
+            f"{_SCHEDULER}._handle_failed_recving",
+            f"{_SCHEDULER}._inflight_prefill_reserved_blocks",
+            f"{_SCHEDULER}._free_request_blocks",
+        ),
+        ascend=(
+            f"{_ASCEND_BALANCE}.__init__",
+            f"{_ASCEND_BALANCE}.schedule",
+            "vllm_ascend.patch.platform.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
         ),
     ),
 )

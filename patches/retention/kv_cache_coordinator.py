@@ -110,8 +110,9 @@ def log_least_prompt(coordinator: KVCacheCoordinator) -> None:
 
     managers = coordinator.single_type_managers
     # With context parallelism windows have no hits.
-    if not coordinator.enable_caching or any(
-        manager.dcp_world_size * manager.pcp_world_size > 1 for manager in managers
+    if any(
+        not manager.enable_caching or manager.dcp_world_size * manager.pcp_world_size > 1
+        for manager in managers
     ):
         return
     groups = (_group_geometry(coordinator, group) for group in lookup_groups(coordinator))

@@ -16,8 +16,11 @@ from types import MappingProxyType
 
 import torch
 import vllm_ascend
+from support.layout import upstream_line
+from support.layout.upstream_line import HAS_ONE_VIEW
 from support.scheduler.block_manager import Layout
 from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm_ascend.core.kv_cache_interface import (
@@ -94,16 +97,9 @@ def plan(
     specs: dict[str, KVCacheSpec], block_size: int, num_blocks: int
 ) -> tuple[KVCacheConfig, KVCacheConfig]:
     """The configs of a worker and of the scheduler, by vLLM and vllm-ascend."""
-    vllm_config = VllmConfig(
-        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
-    )
     # As the engine core does before planning.
-    single_type_kv_cache_manager.register_all_kvcache_specs(vllm_config)
-    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)
-    config = kv_cache_utils.get_kv_cache_config_from_groups(
-        vllm_config, groups, available_memory=1 << 40
-    )
-    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
+    single_type_kv_cache_manager.register_all_kvcache_specs(VllmConfig())
+    return upstream_line.plan(specs, {"": AttentionBackend}, num_blocks, block_size)
 
 
 def planned_layout(block_size: int, eagle_group_ids: frozenset[int] = frozenset()) -> Layout:
@@ -159,16 +155,19 @@ def layer_specs(
     return specs
 
 
-def compressed_spec(block_size: int, compress_ratio: int, **overrides: object) -> KVCacheSpec:
-    """A compressed MLA group: ``block_size`` rows, each of ``compress_ratio`` tokens."""
+def compressed_spec(rows: int, compress_ratio: int, **overrides: object) -> KVCacheSpec:
+    """A compressed MLA group, each of whose rows has ``compress_ratio`` tokens.
+
+    vLLM-Ascend 0.23 counts its blocks in rows.
+    """
     fields = {
-        "block_size": block_size,
+        "block_size": rows * compress_ratio if HAS_ONE_VIEW else rows,
         "num_kv_heads": 1,
         "head_size": HEAD_DIM,
         "dtype": torch.bfloat16,
         "model_version": "deepseek_v4",
-        "compress_ratio": compress_ratio,
         "cache_dtype_str": "auto",
+        **upstream_line.compressed(compress_ratio),
     }
     return AscendMLAAttentionSpec(**fields | overrides)
 

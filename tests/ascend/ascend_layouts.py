@@ -17,6 +17,7 @@ from ascend_geometry import BLOCK_SIZES, AscendMLAAttentionSpec, BlockSizes, pla
 from ascend_runner import INDEX_DIM, LATENT_DIM, ROPE_DIM, attention_backend, kv_caches
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, paged_tensors
+from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -150,22 +151,41 @@ def tiled_latent_and_rope() -> LayoutFixture:
 
 
 def sparse_c8() -> LayoutFixture:
-    """DSA-C8: latent, rope, int8 keys of the indexer and their fp16 scales."""
-    dims = (LATENT_DIM, ROPE_DIM, INDEX_DIM)
-    spec = AscendMLAAttentionSpec(
-        block_size=128,
-        num_kv_heads=1,
-        head_size=sum(dims),
-        dtype=torch.bfloat16,
-        sparse_head_dim=dims,
-        cache_sparse_li_c8=True,
-        **_INT8_CACHES,
-    )
-    specs = {f"model.layers.{layer}.self_attn.attn": spec for layer in range(3)}
-    return _three_layers(specs, "sfa_v1", 4, {"": Reach(GroupKind.FULL, 128, 1)}, is_sparse=True)
+    """DSA-C8: latent, rope, int8 keys of the indexer and their fp16 scales.
+
+    They are one layer, or since vLLM-Ascend 0.30 the indexer's are one of their own.
+    """
+    latent = {"block_size": 128, "num_kv_heads": 1, "dtype": torch.bfloat16}
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn"
+        if HAS_ONE_VIEW:
+            from vllm_ascend.core.kv_cache_interface import AscendSFAIndexerCacheSpec
+
+            specs[f"{prefix}.attn"] = AscendMLAAttentionSpec(
+                head_size=LATENT_DIM + ROPE_DIM, **latent
+            )
+            specs[f"{prefix}.indexer.k_cache"] = AscendSFAIndexerCacheSpec(
+                head_size=INDEX_DIM,
+                scale_dim=1,
+                cache_sparse_li_c8=True,
+                **latent | {"dtype": torch.int8, "scale_dtype": torch.float16},
+            )
+            continue
+        dims = (LATENT_DIM, ROPE_DIM, INDEX_DIM)
+        specs[f"{prefix}.attn"] = AscendMLAAttentionSpec(
+            head_size=sum(dims),
+            sparse_head_dim=dims,
+            cache_sparse_li_c8=True,
+            **latent,
+            **_INT8_CACHES,
+        )
+    num_views = 2 if HAS_ONE_VIEW else 4
+    reaches = {"": Reach(GroupKind.FULL, 128, 1)}
+    return _three_layers(specs, "sfa_v1", num_views, reaches, is_sparse=True)
 
 
-def keys_and_values() -> LayoutFixture:
+def keys_and_values(has_paged_attention: bool = True) -> LayoutFixture:
     """Full attention and a sliding window, K and V in tensors of their own."""
     sizes = {"block_size": 128, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
     specs: dict[str, KVCacheSpec] = {}
@@ -178,11 +198,17 @@ def keys_and_values() -> LayoutFixture:
         "attn": Reach(GroupKind.FULL, 128, 1),
         "window": Reach(GroupKind.WINDOW, 128, 1, 200),
     }
-    return _three_layers(specs, "attention_v1", 2, reaches)
+    return _three_layers(
+        specs, "attention_v1", 2, reaches, has_paged_attention=has_paged_attention
+    )
 
 
-_INT8_CACHES = {"c8_k_cache_dtype": torch.int8, "c8_k_scale_cache_dtype": torch.float16}
-"""What the defaults are where the device is not A5: they ask for the device."""
+_INT8_CACHES = (
+    {}
+    if HAS_ONE_VIEW
+    else {"c8_k_cache_dtype": torch.int8, "c8_k_scale_cache_dtype": torch.float16}
+)
+"""What the defaults of vLLM-Ascend 0.23 are where the device is not A5: they ask for the device."""
 
 FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "DeepSeek-V4": partial(deepseek_v4, 32, 88),
@@ -191,5 +217,6 @@ FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "latent and rope in tiles": tiled_latent_and_rope,
     "sparse C8": sparse_c8,
     "keys and values": keys_and_values,
+    "keys and values by page": partial(keys_and_values, has_paged_attention=False),
     "DeepSeek-V4 on A5": deepseek_v4_on_a5,
 }

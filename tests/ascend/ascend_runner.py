@@ -10,18 +10,21 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
+import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import torch
 import vllm_ascend
-from vllm.utils.torch_utils import get_dtype_size
-from vllm.v1 import kv_cache_interface
+from vllm import envs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm_ascend import utils
-from vllm_ascend.core import kv_cache_interface as ascend_kv_cache_interface
 
 _METHODS = (
     "_get_layer_kv_cache_specs",
@@ -32,6 +35,8 @@ _METHODS = (
     "_allocate_kv_cache_tensors",
     "_adjust_kv_layout",
     "_reshape_kv_cache_tensors",
+    "_is_c8_mxfp_kv_cache",
+    "_uses_page_strided_kv_layout",
 )
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
@@ -41,7 +46,9 @@ def attention_backend(module: str) -> type:
     """The shapes of the first backend in ``vllm_ascend/attention/<module>.py``."""
     for node in ast.walk(ast.parse(_text(f"attention/{module}.py"))):
         if isinstance(node, ast.FunctionDef) and node.name == "get_kv_cache_shape":
-            return _compiled([node], {})
+            made = _compiled([node], {"envs_vllm": envs})
+            made.is_sparse = staticmethod(lambda: False)
+            return made
     raise LookupError(f"{module}: no get_kv_cache_shape")
 
 
@@ -53,6 +60,7 @@ def kv_caches(
     is_compressed: bool = False,
     is_sparse: bool = False,
     device_type: str = "A3",
+    has_paged_attention: bool = False,
 ) -> dict[str, object]:
     """The tensors that the runner registers for a config.
 
@@ -63,27 +71,42 @@ def kv_caches(
         is_compressed: DeepSeek-V4.
         is_sparse: DeepSeek sparse attention.
         device_type: A name of ``AscendDeviceType``.
+        has_paged_attention: Whether full attention has all pages of K, then all of V. Without,
+            vLLM-Ascend 0.30 has both in each page.
     """
+    methods = _runner_methods()
     namespace = {
-        **vars(utils),
-        **vars(kv_cache_interface),
-        **vars(ascend_kv_cache_interface),
+        **_imported_by_the_runner(methods),
         "math": math,
-        "get_dtype_size": get_dtype_size,
+        "np": numpy,
+        "torch": torch,
         "get_ascend_device_type": lambda: utils.AscendDeviceType[device_type],
+        "get_current_hardware_profile": lambda: _hardware_profile(device_type),
+        "get_layers_from_vllm_config": lambda *_: {},
         "enable_fa_quant": lambda *_: False,
+        "requires_contiguous_pa_kv_cache": lambda *_: has_paged_attention,
     }
-    made = _compiled(_runner_methods(), namespace)
+    made = _compiled(methods, namespace)
 
     class Runner(made):
         device = "cpu"
         runner_only_attn_layers = frozenset()
-        vllm_config = SimpleNamespace(kv_transfer_config=object() if has_connector else None)
-        model_config = SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=INDEX_DIM))
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector=None) if has_connector else None,
+            cache_config=SimpleNamespace(
+                cache_dtype="auto", get_resolved_kv_cache_layout=partial(_layout_of, config)
+            ),
+        )
+        model_config = SimpleNamespace(
+            hf_text_config=SimpleNamespace(index_head_dim=INDEX_DIM, model_type="")
+        )
+        ascend_config = SimpleNamespace(
+            kvpp_config=SimpleNamespace(size=1), xlite_graph_config=SimpleNamespace(enabled=False)
+        )
         attn_backend = backend
         use_compress = is_compressed
         use_sparse = is_sparse
-        use_hybrid_blocks = False
+        use_hybrid_blocks = use_dcp = sparse_kv_offload_enabled = False
         c8_k_cache_dtype = torch.int8
         c8_k_scale_cache_dtype = torch.float16
 
@@ -107,6 +130,34 @@ def kv_caches(
 def _runner_methods() -> list[ast.FunctionDef]:
     nodes = ast.walk(ast.parse(_text("worker/model_runner_v1.py")))
     return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in _METHODS]
+
+
+def _imported_by_the_runner(methods: Iterable[ast.AST]) -> dict[str, Any]:
+    """What these functions name, from where the runner imports it; not what needs a device."""
+    named = {
+        node.id for each in methods for node in ast.walk(each) if isinstance(node, ast.Name)
+    }
+    found = {}
+    for node in ast.walk(ast.parse(_text("worker/model_runner_v1.py"))):
+        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            continue
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if name in named:
+                with contextlib.suppress(ImportError, AttributeError, NotImplementedError):
+                    found[name] = getattr(importlib.import_module(node.module), alias.name)
+    return found
+
+
+def _hardware_profile(device_type: str) -> Any:
+    hardware_profile = importlib.import_module("vllm_ascend.device.hardware_profile")
+    return hardware_profile.get_hardware_profile(utils.AscendDeviceType[device_type])
+
+
+def _layout_of(config: KVCacheConfig) -> Any:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return KVCacheLayout[config.kv_cache_layout]
 
 
 def _text(path: str) -> str:

@@ -26,22 +26,31 @@ from support.scenarios.answers import LOGPROB_TOLERANCE as SAME_TOLERANCE
 from support.scenarios.answers import Answer, errors
 from support.scenarios.blending import (
     CROWD,
+    CROWD_POOL_TOKENS,
     CROWD_REPLY_TOKENS,
     HEADS_TOKENS,
     ORDERS,
     REPLY_TOKENS,
 )
 from support.scenarios.documents import SEPARATOR
-from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, LazyReports, Plan, Reports
+from support.scenarios.processes import (
+    CPU,
+    NO_PREFIX_CACHING,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+    Reports,
+)
 from tiny_models import WINDOW_TOKENS
 
 ORACLE_TOLERANCE = 1e-3
 """Log-probabilities, fp32; 3e-4 has been seen."""
 SINK_IDS = (7, 8, 9)
 LONG_SINK_IDS = tuple(range(100, 175))
-"""Four blocks and some tokens, more than a window."""
+"""Some blocks and some tokens, more than a window."""
 WRONG = 0.1
 """Log-probabilities: what is wrong differs by more."""
+IN_SMALL_POOL = CROWD | {"num_gpu_blocks_override": CROWD_POOL_TOKENS // CPU.block_tokens}
 PARAMS = {"kvext_exact_tokens", "kvext_reused_tokens", "kvext_recomputed_tokens"}
 
 
@@ -82,9 +91,9 @@ ALL_SETTINGS = {
         "one window", ("orders", "exact"), sink_ids=LONG_SINK_IDS, is_main_only=True
     ),
     "gpt-oss": Setting("gpt-oss", is_main_only=True),
-    "crowd": Setting("full", ("crowd",), engine=CROWD),
+    "crowd": Setting("full", ("crowd",), engine=IN_SMALL_POOL),
     TWO_WORKERS: Setting(
-        "full", ("crowd",), engine={**CROWD, "tensor_parallel_size": 2}, is_main_only=True
+        "full", ("crowd",), engine={**IN_SMALL_POOL, "tensor_parallel_size": 2}, is_main_only=True
     ),
 }
 SETTINGS = {

@@ -18,7 +18,7 @@ from support.scenarios.connector import (
     LONE_HOLES_TOKENS,
     LONE_REPLY_TOKENS,
     PROMPT_LENGTHS,
-    SMALL_POOL_BLOCKS,
+    SMALL_POOL_TOKENS,
 )
 from support.scenarios.engine import CHUNK_TOKENS, REPLY_TOKENS
 from support.scenarios.processes import (
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 CONNECTOR = processes.connector()["kv_transfer_config"]
-SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_BLOCKS}
+SMALL_POOL = {"num_gpu_blocks_override": SMALL_POOL_TOKENS // BLOCK_TOKENS}
 STORE_ALL = {"store_policy": "all"}
 
 SETTINGS = {

@@ -29,6 +29,7 @@ from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
 from support.scheduler.random_workloads import random_workload, with_options
+from support.scheduler.releases import look_up
 from support.scheduler.run import failure_of
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -186,7 +187,7 @@ class TestTrimFullGroups:
         """Tokens hit by a prompt that is sent again, and tokens handed out by each full group."""
         world = BlockManager(self.LAYOUT)
         world.prefill(world.request(self.PROMPT), 100)
-        blocks, hit_tokens = world.manager.get_computed_blocks(world.request(self.PROMPT))
+        blocks, hit_tokens = look_up(world.manager, world.request(self.PROMPT))
         sizes = map(tokens_per_block, self.LAYOUT.specs[:2])
         return hit_tokens, [
             len(group) * size for group, size in zip(blocks.blocks, sizes, strict=False)

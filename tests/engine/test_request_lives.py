@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.installed import retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.scheduler.block_manager import BlockManager, Layout, full, window
+from support.scheduler.releases import look_up
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
@@ -62,7 +63,7 @@ class Lives(RuleBasedStateMachine):
     def admit(self, chunk_tokens: int) -> None:
         request = self.waiting[0]
         manager = self.world.manager
-        blocks, hit_tokens = manager.get_computed_blocks(request)
+        blocks, hit_tokens = look_up(manager, request)
         num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
         if manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks) is None:
             return

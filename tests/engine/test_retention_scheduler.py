@@ -157,16 +157,27 @@ def plain_workloads(layout: Layout) -> list[Workload]:
 @pytest.mark.parametrize(
     ("make_checks", "violation"),
     [
-        (lambda _: [null_block_is_left_alone], "null block"),
-        (lambda _: [useless_blocks_come_first], "free queue"),
-        (lambda _: [CacheContents()], "not a chain: BlockStored"),
+        pytest.param(lambda _: [null_block_is_left_alone], "null block", id="null-block"),
+        pytest.param(
+            *(lambda _: [useless_blocks_come_first], "free queue"),
+            id="free-queue",
+            marks=pytest.mark.vllm("<0.30"),
+        ),
+        pytest.param(lambda _: [CacheContents()], "not a chain: BlockStored", id="events"),
     ],
-    ids=["null-block", "free-queue", "events"],
 )
 def test_stock_violates(make_checks: Callable[[Workload], list[Check]], violation: str) -> None:
     """With vLLM's own interval 0."""
     with retention_interval(0):
         assert violation in first_violation(plain_workloads(MAMBA_WINDOW), make_checks)
+
+
+@pytest.mark.vllm(">=0.30")
+def test_stock_frees_useless_blocks_first() -> None:
+    with retention_interval(0):
+        assert not first_violation(
+            plain_workloads(MAMBA_WINDOW), lambda _: [useless_blocks_come_first]
+        )
 
 
 @pytest.mark.parametrize("method", ["touch", "free_blocks"])

@@ -7,6 +7,7 @@ import pytest
 from pytest_mock import MockerFixture
 from support.connector.worker_configs import vllm_config as small_config
 from support.layout.fixtures import FIXTURES, deepseek_v4, latent_rows
+from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
@@ -32,27 +33,31 @@ def test_layouts_have_different_fingerprints() -> None:
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
-    """By hand: rows of 584 bytes, pages padded to multiples of 576, layers sharing page sizes."""
+    """By hand: rows of 584 bytes, pages padded to multiples of 576.
+
+    Layers share page sizes; since vLLM 0.30 those of a group lie side by side in a block.
+    """
     layout = deepseek_v4("fp8_ds_mla", num_blocks=4).layout()
+    page_bytes = {  # as strides of pages, too, where each layer has pages of its own
+        (GroupKind.FULL, 256, 64 * 584): 37440,  # attention of ratio 4
+        (GroupKind.FULL, 256, 64 * 132): 8640,  # keys and scales of the indexer
+        (GroupKind.FULL, 256, 2 * 584): 1728,  # attention of ratio 128
+        (GroupKind.WINDOW, 64, 64 * 584): 37440,
+        (GroupKind.WINDOW, 4, 4 * 8192): 37440,  # compressor of ratio 4
+        (GroupKind.WINDOW, 4, 4 * 2048): 8640,  # of the indexer
+        (GroupKind.WINDOW, 8, 8 * 4096): 37440,  # compressor of ratio 128
+    }
+    block_bytes = 21 * (37440 + 8640) + 20 * 1728
     assert {
-        (
-            group.kind,
-            group.tokens_per_page,
-            plane.page_stride_bytes,
-            plane.row_bytes,
-            group.rows_per_page,
+        (group.kind, group.tokens_per_page, plane.row_bytes * group.rows_per_page): (
+            plane.page_stride_bytes
         )
         for group in layout.groups
         for plane in group.planes
-    } == {
-        (GroupKind.FULL, 256, 37440, 64 * 584, 1),  # attention of ratio 4
-        (GroupKind.FULL, 256, 8640, 64 * 132, 1),  # keys and scales of the indexer
-        (GroupKind.FULL, 256, 1728, 2 * 584, 1),  # attention of ratio 128
-        (GroupKind.WINDOW, 64, 37440, 64 * 584, 1),
-        (GroupKind.WINDOW, 4, 37440, 8192, 4),  # compressor of ratio 4
-        (GroupKind.WINDOW, 4, 8640, 2048, 4),  # of the indexer
-        (GroupKind.WINDOW, 8, 37440, 4096, 8),  # compressor of ratio 128
-    }
+    } == {page: block_bytes if HAS_ONE_VIEW else size for page, size in page_bytes.items()}
+    rows_of_states = {1} if HAS_ONE_VIEW else {4, 8}
+    for group in layout.groups:
+        assert group.rows_per_page in (rows_of_states if group.holds_states else {1})
     assert layout.num_scheduler_groups == 5
 
 

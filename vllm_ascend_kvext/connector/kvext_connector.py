@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,6 +98,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     forgets_failed_loads = True  # See the repair ``failed-loads``.
+    requires_kv_delivery = False  # Nobody waits for a store: what is preempted may be answered.
 
     def __init__(
         self,
@@ -193,11 +195,14 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KvextMetadata(
                 ConnectorMetadata(has_forward=bool(scheduler_output.num_scheduled_tokens))
             )
-        return KvextMetadata(
-            self.scheduler_side.build_connector_meta(
-                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
-            )
+        jobs = self.scheduler_side.build_connector_meta(
+            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
+        if jobs.loads or jobs.probes:
+            # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
+            # loads are to go on beside the forward, and probes look into it.
+            scheduler_output.has_sync_kv_loads = True
+        return KvextMetadata(jobs)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self.scheduler_side is None:
@@ -225,6 +230,10 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler_side.request_finished(request, request.status.name in _ENDS_OF_TURNS)
         # What is stored is referenced: the rest need not wait for it.
         return False, None if params is None else dict(params)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps are needed although no request waits for any; asked by vLLM >= 0.30."""
+        return self.scheduler_side is not None and self.scheduler_side.has_work
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._events.take() if self.worker_side is None else ()
@@ -268,6 +277,18 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ended = self._worker.end_step()
         self._ended.results.has_forward = has_forward
         return None, set(self._ended.loads) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same as vLLM >= 0.30 asks it: a load that failed is named by its request."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        self._names_blocks = False
+        _, loaded = self.get_finished(finished_req_ids)
+        assert self._ended is not None
+        return KVConnectorTransferResults(
+            finished_recving=loaded or set(),
+            failed_recving=set(self._ended.results.failed_loads),
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Otherwise vLLM cannot tell from where such a request can go on: it is named instead, for

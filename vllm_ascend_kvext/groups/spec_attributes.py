@@ -22,8 +22,15 @@ _KINDS = {
 }
 """By the name of a base class."""
 
+_OWN_RULES = {"RSWASpec"}
+"""Base classes whose layers read other tokens than the class they derive from says: of a prompt all
+tokens, of an output the last."""
+
 _REPLICATED = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 """Base classes of specs whose one head is not split over tensor-parallel ranks."""
+
+_TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
+"""The name since vLLM 0.30, and the one before, which vLLM-Ascend's windows keep."""
 
 _STATE_CACHE_SUFFIX = ".state_cache"
 """Layers that hold a compressor's state; to the scheduler they are sliding windows."""
@@ -34,8 +41,14 @@ _PACKED_ROW_BYTES = {"fp8_ds_mla": {"deepseek_v4": 584}}
 
 
 def kind_of(spec: Any) -> GroupKind:
-    """Which tokens a layer of this spec reads."""
+    """Which tokens a layer of this spec reads.
+
+    ``OTHER`` as well where pages are scratch memory of one request (``prefix_cacheable`` is False),
+    whatever class the spec derives from: a page does not stand for its tokens there.
+    """
     bases = _bases(spec)
+    if not _stands_for_tokens(spec) or not _OWN_RULES.isdisjoint(bases):
+        return GroupKind.OTHER
     return next((kind for name, kind in _KINDS.items() if name in bases), GroupKind.OTHER)
 
 
@@ -43,7 +56,8 @@ def window_tokens_of(spec: Any) -> int:
     """Sliding window or attention chunk; 0 where there is none.
 
     ``FullAttentionSpec`` has a ``sliding_window`` too, which only says that the hybrid manager is
-    off: all its blocks are kept.
+    off: all its blocks are kept. What drafts keep besides (``extra_retained_tokens``) is not read
+    from a boundary on.
     """
     match kind_of(spec):
         case GroupKind.WINDOW:
@@ -55,12 +69,35 @@ def window_tokens_of(spec: Any) -> int:
 
 
 def compress_ratio_of(spec: Any) -> int:
-    """Tokens per row; 1 where nothing is compressed."""
-    return max(1, int(getattr(spec, "compress_ratio", None) or 1))
+    """Tokens per row; 1 where nothing is compressed, and for states, which upstream counts as -1.
+
+    Raises:
+        GroupError: If ``tokens_per_state`` and ``compress_ratio`` contradict each other, or a row
+            holds part of a token (encoders that pool).
+    """
+    declared = {name: getattr(spec, name, None) or 0 for name in _TOKENS_PER_ROW}
+    ratios = {value if value > 0 else 1 for value in declared.values() if value}
+    ratio = ratios.pop() if ratios else 1
+    if ratios or ratio != int(ratio):
+        raise GroupError(
+            f"{type(spec).__name__}: expected one whole number of tokens per row, found "
+            + ", ".join(f"{name} {value}" for name, value in declared.items() if value)
+            + "; this layout is not supported"
+        )
+    return int(ratio)
 
 
 def tokens_per_page_of(spec: Any) -> int:
-    """Tokens that one block id of this spec stands for."""
+    """Tokens that one block id of this spec stands for.
+
+    Raises:
+        GroupError: If what the spec says contradicts itself, or its blocks stand for no tokens.
+    """
+    if not _stands_for_tokens(spec):
+        raise GroupError(
+            f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory of "
+            "one request; such a layer is not supported"
+        )
     return tokens_per_page(
         int(spec.block_size),
         compress_ratio_of(spec),
@@ -106,23 +143,44 @@ def min_page_bytes_of(spec: Any) -> int:
 
 
 def config_rows_of(spec: Any) -> int | None:
-    """Rows per page of a compressed layer: the larger meaning of ``block_size``, if it fits.
+    """Rows per page of a compressed layer; None where nothing is compressed.
 
-    None where nothing is compressed: the size of a page says nothing there.
+    Since vLLM 0.30 the spec says it. Before, the size of a page does: the larger meaning of
+    ``block_size``, if it fits.
+
+    Raises:
+        GroupError: If what the spec says contradicts the size of a page.
     """
     compress_ratio = compress_ratio_of(spec)
     if compress_ratio == 1:
         return None
+    if _is_declared(spec):
+        return _declared_rows(spec)
     by_model = _PACKED_ROW_BYTES.get(getattr(spec, "cache_dtype_str", None) or "", {})
     row_bytes = by_model.get(getattr(spec, "model_version", None) or "")
     if row_bytes is None:
-        row_bytes = spec.num_kv_heads * (
-            spec.head_size * spec.dtype.itemsize
-            + getattr(spec, "scale_dim", 0) * getattr(spec, "scale_dtype", spec.dtype).itemsize
-        )
+        row_bytes = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize + _scale_bytes(spec)
     block_size = int(spec.block_size)
     is_rows = block_size * row_bytes <= int(spec.page_size_bytes)
     return block_size if is_rows else block_size // compress_ratio
+
+
+def _declared_rows(spec: Any) -> int:
+    rows, page_bytes = int(spec.num_states), int(spec.real_page_size_bytes)
+    row_bytes = int(spec.num_heads * spec.state_content_size_bytes) + _scale_bytes(spec)
+    if rows * row_bytes != page_bytes:
+        raise GroupError(
+            f"{type(spec).__name__}: block_size {spec.block_size} with {spec.tokens_per_state} "
+            f"tokens per row makes {rows} rows of {row_bytes} bytes, but a page has {page_bytes} "
+            "bytes without its padding; this layout is not supported"
+        )
+    return rows
+
+
+def _scale_bytes(spec: Any) -> int:
+    """Bytes of a row's quantization scales, which vLLM-Ascend keeps besides."""
+    item_bytes: int = getattr(spec, "scale_dtype", spec.dtype).itemsize
+    return int(spec.num_kv_heads * getattr(spec, "scale_dim", 0) * item_bytes)
 
 
 def tokens_per_page(
@@ -137,10 +195,11 @@ def tokens_per_page(
 
     ``block_size`` of a compressed group means two things. Upstream vLLM counts tokens: a page has
     ``block_size / compress_ratio`` rows (``storage_block_size`` in
-    ``vllm/v1/kv_cache_interface.py``). vLLM-Ascend counts rows: a page holds
-    ``block_size * compress_ratio`` tokens (``CompressAttentionManager`` in
-    ``vllm_ascend/core/single_type_kv_cache_manager.py``). Nothing in the config says which, but the
-    size of a page does, and so does the shape of the registered tensor.
+    ``vllm/v1/kv_cache_interface.py``; since 0.30 ``num_states``). vLLM-Ascend 0.23 counts rows: a
+    page holds ``block_size * compress_ratio`` tokens (``CompressAttentionManager`` in
+    ``vllm_ascend/core/single_type_kv_cache_manager.py``); 0.30 counts tokens, too. Before 0.30
+    nothing in the config says which, but the size of a page does, and so does the shape of the
+    registered tensor.
 
     Args:
         config_rows: Rows of a page according to its size in bytes in the config, if that says.
@@ -178,6 +237,15 @@ def tokens_per_page(
             "and the tensors come from the same worker"
         )
     return meanings[rows]
+
+
+def _stands_for_tokens(spec: Any) -> bool:
+    return bool(getattr(spec, "prefix_cacheable", True))
+
+
+def _is_declared(spec: Any) -> bool:
+    """Whether the spec says itself how many rows a page has (since vLLM 0.30)."""
+    return getattr(spec, "tokens_per_state", None) is not None
 
 
 def _bases(spec: Any) -> set[str]:

@@ -40,7 +40,7 @@ class LayerSpec:
         config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
         num_kv_heads: 1 where heads do not matter.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
-        num_states: Tensors that it registers, if it is a recurrent state; else 0.
+        num_states: Of a recurrence, which register a tensor each, or one for all; else 0.
     """
 
     layer_name: str
@@ -78,8 +78,10 @@ def read_layer_specs(kv_cache_config: Any) -> tuple[tuple[LayerSpec, ...], ...]:
     """The layers of each KV cache group, in the config's order.
 
     Raises:
-        GroupError: If a spec is of a kind that is not known.
+        GroupError: If a spec is of a kind that is not known, or a group has blocks of its own.
     """
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        _check_pool(group, index)
     groups = tuple(
         tuple(
             _read_spec(name, index, _spec_of_layer(group.kv_cache_spec, name))
@@ -128,6 +130,24 @@ def scheduler_spec(spec: Any) -> Any:
 def _spec_of_layer(spec: Any, layer_name: str) -> Any:
     bundle = getattr(spec, "kv_cache_specs", None)
     return spec if bundle is None else bundle[layer_name]
+
+
+def _check_pool(group: Any, index: int) -> None:
+    """Refuse what vLLM 0.30 keeps in a second pool, or as a copy that no connector sees (HiSparse).
+
+    Its block ids are not those of the other groups.
+    """
+    role = getattr(group, "role", "default")
+    found = [
+        *([f"the role {getattr(role, 'value', role)}"] if role != "default" else []),
+        *(["host_resident"] if getattr(group, "host_resident", False) else []),
+        *([] if getattr(group, "enable_kv_transfer", True) else ["no enable_kv_transfer"]),
+    ]
+    if found:
+        raise GroupError(
+            f"KV cache group {index}: expected blocks of the one pool of the device, found "
+            f"{', '.join(found)}; start without HiSparse, or without offloading"
+        )
 
 
 def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:

@@ -38,15 +38,11 @@ ORDERS = ((2, 0, 1), (1, 3, 0, 2), (3, 1), (0, MISSING, 2), (4, 2, 1, 5))
 SWAPPED = (4, 5)
 HEADS_TOKENS = (0, 16, 32)
 
-CROWD_POOL_BLOCKS = 150
 CROWD_REPLY_TOKENS = 100
 ALONE_REPLY_TOKENS = 24
-CROWD = {
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": CROWD_POOL_BLOCKS,
-}
-"""As many requests as there are, small steps, and a pool that is too small for them."""
+CROWD_POOL_TOKENS = 2400
+CROWD = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+"""As many requests as there are, small steps; the pool is too small for them."""
 
 INSTRUCTIONS_TOKENS = 140
 

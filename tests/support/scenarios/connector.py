@@ -58,8 +58,8 @@ LONE_HOLES_TOKENS = {
 
 NUM_EVICTED_PROMPTS = 8
 STORM_REPLY_TOKENS = 250
-SMALL_POOL_BLOCKS = 350
-"""Too few for the storm."""
+SMALL_POOL_TOKENS = 5600
+"""Of all groups together: too few for the storm."""
 
 
 class Engine(scenarios_engine.Engine):

@@ -15,11 +15,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from support.scenarios.answers import Served
+from vllm_ascend_kvext.compat import detect, version_in
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
+
+RUNNER = "KVEXT_RUNNER"
+IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
+"""Whether the engines of a test process have vLLM's V2 model runner, chosen for all of its tests."""
 
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",
@@ -28,6 +34,8 @@ ENGINE_ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+if IS_V2_RUNNER:
+    ENGINE_ENVIRON |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 _MAX_S = 1800
 """Of a process: pytest's own limit is less, unless it is raised."""
 
@@ -44,7 +52,13 @@ class Platform:
     environ: Mapping[str, str]
 
 
-CPU = Platform(16, ("-I",), ENGINE_ENVIRON)
+def _cpu_block_tokens() -> int:
+    """The least that the CPU takes of this vLLM."""
+    vllm = detect({}).vllm
+    return 16 if vllm is not None and version_in(vllm, BEFORE_0_30[0]) else 32
+
+
+CPU = Platform(_cpu_block_tokens(), ("-I",), ENGINE_ENVIRON)
 NPU = Platform(
     128,  # vLLM-Ascend takes no other for most models.
     (),

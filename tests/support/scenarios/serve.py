@@ -10,6 +10,7 @@ engines report by the same names. Environment variables are the same for all of 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -45,7 +46,12 @@ def main() -> None:
     report.write_text(json.dumps(reports, default=bytes.hex))
 
 
+# In place of this folder, whose modules have names that are common. Spawned workers do it, too.
+sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
+if os.environ.get("KVEXT_RUNNER") == "v2":
+    from support.scenarios.interpreted_triton import have_triton
+
+    have_triton()
+
 if __name__ == "__main__":
-    # In place of this folder, whose modules have names that are common. Spawned workers inherit it.
-    sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parent)), TESTS]
     main()

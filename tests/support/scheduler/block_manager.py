@@ -24,8 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 
 from .layouts import Attention, Group, config_of
-
-INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+from .releases import INTERVAL_VARIABLE, look_up
 
 _request_ids = itertools.count()
 init_none_hash(sha256)
@@ -80,7 +79,6 @@ class BlockManager:
     ) -> None:
         sizes = [spec.block_size for spec in layout.specs]
         arguments = {
-            "kv_cache_config": config_of(layout.specs, layout.eagle_group_ids, num_blocks),
             "max_model_len": 1 << 20,
             "scheduler_block_size": math.lcm(*sizes),
             "hash_block_size": math.gcd(*sizes),
@@ -91,7 +89,8 @@ class BlockManager:
             **arguments,
         }
         with retention_interval(interval):
-            self.manager = KVCacheManager(**arguments)
+            config = config_of(layout.specs, layout.eagle_group_ids, num_blocks)
+            self.manager = KVCacheManager(config, **arguments)
         self.pool = self.manager.block_pool
         self._hasher = get_request_block_hasher(arguments["hash_block_size"], sha256)
 
@@ -113,7 +112,7 @@ class BlockManager:
 
     def admit(self, request: Request, chunk_tokens: int) -> int:
         """Look up, and schedule the first chunk; returns the tokens hit."""
-        blocks, hit_tokens = self.manager.get_computed_blocks(request)
+        blocks, hit_tokens = look_up(self.manager, request)
         num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
         allocated = self.manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks)
         assert allocated is not None

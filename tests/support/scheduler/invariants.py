@@ -8,7 +8,7 @@ of the model runner, never at this project's code.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from .engine import SchedulerEngine
 from .model_runner import rows_of
+from .releases import deferred_blocks
 from .token_stream import TokenStream
 from .transcript import Step
 
@@ -75,6 +76,7 @@ def blocks_are_conserved(
             for block_id in ids:
                 other = owner.setdefault(block_id, group_id)
                 assert other == group_id, f"block {block_id} is held by groups {other}, {group_id}"
+    references.update(block.block_id for block in deferred_blocks(engine.scheduler))
     free = set(step.free_queue)
     for block in pool.blocks:
         if block.is_null:
@@ -137,6 +139,7 @@ class CacheContents:
             for group_id, group in enumerate(engine.layout.groups):
                 hashes = request.block_hashes
                 if group.block_tokens != engine.hash_block_size:
+                    self._learn_partial_blocks(request, group_id, engine)
                     hashes = BlockHashListWithBlockSize(
                         hashes, engine.hash_block_size, group.block_tokens
                     )
@@ -160,6 +163,24 @@ class CacheContents:
         self._keys[make_block_hash_with_group_id(hashes[index], group_id)] = block
         self._blocks[group_id, maybe_convert_block_hash(hashes[index])] = block
 
+    def _learn_partial_blocks(self, request: Any, group_id: int, engine: SchedulerEngine) -> None:
+        """From vLLM 0.30 on a block may be cached as the prefix that ends within it.
+
+        An event then describes the last tokens of that prefix, as many as have one hash.
+        """
+        hashes, size = request.block_hashes, engine.hash_block_size
+        block_tokens = engine.layout.groups[group_id].block_tokens
+        digests = self._streams[request.request_id].digests
+        known = self._num_known[request.request_id, group_id] * block_tokens // size
+        for index in range(known, len(hashes)):
+            stop = (index + 1) * size
+            if stop % block_tokens == 0:
+                continue
+            self._learn_block(request, group_id, size, hashes, index)
+            key = make_block_hash_with_group_id(hashes[index], group_id)
+            start = stop // block_tokens * block_tokens
+            self._keys[key] = replace(self._keys[key], digests=digests[start:stop])
+
     def _check_blocks(self, engine: SchedulerEngine) -> None:
         """Every cached block holds the KV of the tokens that its key stands for."""
         for block in engine.block_pool.blocks:
@@ -168,7 +189,9 @@ class CacheContents:
             group_id = get_group_id(block.block_hash)
             group = engine.layout.groups[group_id]
             digests = self._keys[block.block_hash].digests
-            ((_, _, expected),) = rows_of(group, digests, 0, group.block_tokens)
+            expected = [
+                row for _, _, rows in rows_of(group, digests, 0, len(digests)) for row in rows
+            ]
             found = engine.runner.memory.read(block.block_id, group_id, 0, len(expected))
             self.counts["cached blocks checked"] += 1
             if any(map(engine.runner.is_unreported, found)):
@@ -182,7 +205,8 @@ class CacheContents:
         """Hashes, parent, tokens and extra keys describe the same blocks."""
         group_id = event.group_idx
         assert group_id is not None
-        assert event.block_size == engine.layout.groups[group_id].block_tokens
+        sizes = {len(self._blocks[group_id, each].tokens) for each in event.block_hashes}
+        assert sizes == {event.block_size}, f"blocks of {sizes} tokens: {event}"
         assert event.block_hashes, f"an event without blocks: {event}"
         blocks = [self._blocks[group_id, block_hash] for block_hash in event.block_hashes]
         parent_hash = event.parent_block_hash

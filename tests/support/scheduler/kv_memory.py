@@ -40,6 +40,12 @@ class KVMemory:
             return [None] * num_rows
         return self._rows[block_id][first_row : first_row + num_rows]
 
+    def copy(self, source: int, target: int) -> None:
+        """Give a block the content of another."""
+        if source in self._owner:
+            self._owner[target] = self._owner[source]
+            self._rows[target] = list(self._rows[source])
+
     def swap(self, one: int, other: int) -> None:
         """Exchange the content of two blocks: the corruption that the checks must see."""
         for table in (self._owner, self._rows):

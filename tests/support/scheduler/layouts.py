@@ -27,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
 
 from support import family
 
+from .releases import retention_fields
+
 
 class Attention(enum.Enum):
     """Which earlier positions a token of this group reads."""
@@ -110,7 +112,9 @@ def config_of(
         KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in eagle_group_ids)
         for i, spec in enumerate(specs)
     ]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups, **retention_fields()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from .connector import Load
 from .kv_memory import KVMemory
 from .layouts import Attention, Group
 from .options import FailingLoads
+from .releases import block_copies
 from .token_stream import VOCAB_SIZE, TokenStream, draft_tokens, mix, next_token
 
 NULL_BLOCK_ID = 0
@@ -70,6 +71,7 @@ class _RequestState:
     num_computed_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    is_admitted: bool = True
 
 
 @dataclass(slots=True)
@@ -136,6 +138,8 @@ class ModelRunner:
         for request_id in scheduler_output.finished_req_ids:
             self._states.pop(request_id, None)
         self._update_states(scheduler_output)
+        for source, target in block_copies(scheduler_output):
+            self.memory.copy(source, target)
         connector_output = self._run_connector(scheduler_output.kv_connector_metadata)
         rows = list(self._make_rows(scheduler_output))
         for row in rows:
@@ -174,6 +178,7 @@ class ModelRunner:
                 state.num_computed_tokens = num_computed_tokens
                 state.stream.replace(cached.all_token_ids[request_id])
                 state.drafts = []
+                state.is_admitted = True
             elif block_ids is not None:
                 for table, ids in zip(state.block_tables, block_ids, strict=True):
                     table.extend(ids)
@@ -191,9 +196,11 @@ class ModelRunner:
             state = self._states[request_id]
             start, known = state.num_computed_tokens, len(state.stream)
             drafts = list(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-            if -1 in drafts:
+            if -1 in drafts and not state.is_admitted:
                 # Asynchronous scheduling leaves the drafts, and how many were accepted, to us.
                 drafts = state.drafts[: len(drafts)]
+            # From vLLM 0.30 on, what is admitted for one token has -1 for drafts: all are rejected.
+            state.is_admitted = False
             end = start + num_tokens
             if end > known + len(drafts):
                 raise AssertionError(

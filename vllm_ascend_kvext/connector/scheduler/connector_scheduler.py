@@ -83,6 +83,7 @@ class ConnectorScheduler:
     Attributes:
         computes_holes: Whether steps may compute rows that are not those of a scheduled request.
         holes: Requests that wait for their holes, or for `end_hole_step`.
+        row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class ConnectorScheduler:
         if self.computes_holes and layout.geometry.needs_tails:
             windows = WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
         self.holes = HoleQueue(windows)
+        self.row_ids: set[str] = set()
         self.counters = ConnectorCounters()
         self.counters.tier = self.tier.counters
         self.counters.capacity_bytes = self.tier.capacity_bytes
@@ -177,8 +179,8 @@ class ConnectorScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed: to end transfers, and one to report the last of them."""
-        return self._has_news or self.has_transfers
+        """Whether steps are needed: to end transfers and rows, and to report the last of them."""
+        return self._has_news or self.has_transfers or bool(self.row_ids)
 
     @property
     def has_transfers(self) -> bool:

@@ -8,6 +8,8 @@ need a device raises. The worker side of vllm-ascend runs in ``tests/emulated_np
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import types
 from typing import NoReturn
 
@@ -22,7 +24,16 @@ torch.npu = npu = types.SimpleNamespace(
     # transformers asks this as soon as a module named torch_npu can be found.
     is_available=lambda: False,
     Stream=type("Stream", (), {"__init__": _needs_a_device}),
+    Event=type("Event", (), {"__init__": _needs_a_device}),
+    mem_get_info=_needs_a_device,
     memory_stats=_needs_a_device,
     memory_reserved=_needs_a_device,
     reset_peak_memory_stats=_needs_a_device,
 )
+
+float4_e2m1fn_x2 = hifloat8 = float8_e8m0fnu = None  # number formats of some devices
+
+_BUILD_INFO = "vllm_ascend._build_info"
+if importlib.util.find_spec(_BUILD_INFO) is None:  # a source archive has none
+    build_info = sys.modules[_BUILD_INFO] = types.ModuleType(_BUILD_INFO)
+    build_info.__device_type__ = "A2"

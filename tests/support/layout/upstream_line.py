@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the lines of vLLM name differently where KV caches are planned, allocated and shaped.
+
+Since 0.30 a backend says how many rows of which size a page has (``customize_spec``) and which
+orders of axes it reads; vLLM then makes one view ``[pages, heads, rows, content]`` per layer.
+Before, the backend says the shape. Planning and shaping are vLLM's own functions in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import CacheConfig, VllmConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+_FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
+
+HAS_ONE_VIEW = "tokens_per_state" in _FIELDS
+"""Whether this is vLLM 0.30 or later."""
+
+Backends = Mapping[str, type]
+"""By the end of a layer's name."""
+
+
+def compressed(tokens_per_row: int) -> dict[str, Any]:
+    """The field of a spec whose rows hold several tokens."""
+    return {"tokens_per_state" if HAS_ONE_VIEW else "compress_ratio": tokens_per_row}
+
+
+def packed(row_bytes: int) -> dict[str, Any]:
+    """The field of a spec whose rows are bytes of a size that ``head_size`` does not say."""
+    return {"state_content_bytes": row_bytes} if HAS_ONE_VIEW else {}
+
+
+def page_axis_of(backend: Any) -> int:
+    """The axis of a backend's tensors that counts pages."""
+    return 0 if HAS_ONE_VIEW else backend.get_kv_cache_shape(40, 16, 2, 64).index(40)
+
+
+def token_axis_of(token_axis: int | None) -> int | None:
+    """The axis that counts tokens, given that of the backend's own shape.
+
+    In the one view something stands before the rows, so that a page is one row.
+    """
+    return None if HAS_ONE_VIEW else token_axis
+
+
+def views(number: int) -> int:
+    """Tensors that a layer registers, given the number that it has before 0.30."""
+    return 1 if HAS_ONE_VIEW else number
+
+
+def plan(
+    specs: Mapping[str, KVCacheSpec], backends: Backends, num_blocks: int, block_size: int = 16
+) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """The config of a worker, and of the scheduler, as vLLM makes it."""
+    vllm_config = VllmConfig(
+        cache_config=CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
+    )
+    of_layers = dict(specs)
+    if HAS_ONE_VIEW:
+        of_layers = _resolved(vllm_config, of_layers, backends)
+    groups = kv_cache_utils.get_kv_cache_groups(vllm_config, of_layers)
+    config = kv_cache_utils.get_kv_cache_config_from_groups(
+        vllm_config, groups, available_memory=1 << 40
+    )
+    if HAS_ONE_VIEW:  # as the engine core does
+        config.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
+    return config, kv_cache_utils.generate_scheduler_kv_cache_config([config])
+
+
+def _resolved(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], backends: Backends
+) -> dict[str, KVCacheSpec]:
+    """The specs as backends have them; with them, the order of axes in ``vllm_config``."""
+    from vllm.v1.attention.backends import utils
+
+    found = {
+        name: _backend(backends, name)
+        for name, spec in specs.items()
+        if isinstance(spec, AttentionSpec)
+    }
+    specs = {
+        name: found[name].customize_spec(spec) if name in found else spec
+        for name, spec in specs.items()
+    }
+    layouts = utils.get_supported_kv_cache_layouts(dict.fromkeys(found.values()))
+    names = [layout.name for layout in layouts]
+    utils.resolve_kv_cache_layout(vllm_config, [names], specs.values())
+    return specs
+
+
+def register(
+    config: KVCacheConfig,
+    backends: Backends,
+    kernel_block_size: int | None = None,
+    cache_dtype: str = "auto",
+) -> dict[str, object]:
+    """The tensors of a config, as vLLM's model runner makes them.
+
+    ``kernel_block_size`` is that of the attention kernels, where it is not the config's.
+    """
+    block_sizes = [
+        kernel_block_size or group.kv_cache_spec.block_size for group in config.kv_cache_groups
+    ]
+    make = _one_view_each if HAS_ONE_VIEW else _shaped_by_backends
+    return make(config, backends, block_sizes, cache_dtype)
+
+
+def _one_view_each(
+    config: KVCacheConfig, _backends: Backends, block_sizes: list[int], _cache_dtype: str
+) -> dict[str, object]:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    return allocate_kv_cache(config, "cpu", KVCacheLayout[config.kv_cache_layout], block_sizes)
+
+
+def _shaped_by_backends(
+    config: KVCacheConfig, backends: Backends, block_sizes: list[int], cache_dtype: str
+) -> dict[str, object]:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    groups = [
+        SimpleNamespace(
+            backend=_backend(backends, name),
+            layer_names=[name],
+            kv_cache_spec=_spec_of(group, name),
+            kv_cache_group_id=index,
+        )
+        for index, group in enumerate(config.kv_cache_groups)
+        for name in group.layer_names
+    ]
+    # As much of a model runner as allocating and shaping KV caches reads.
+    runner = SimpleNamespace(
+        device="cpu",
+        runner_only_attn_layers=frozenset(),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        _kv_cache_spec_attn_group_iterator=lambda: iter(groups),
+    )
+    arrange = GPUModelRunner._update_hybrid_attention_mamba_layout
+    runner._update_hybrid_attention_mamba_layout = partial(arrange, runner)
+    raw = GPUModelRunner._allocate_kv_cache_tensors(runner, config)
+    return GPUModelRunner._reshape_kv_cache_tensors(runner, raw, block_sizes)
+
+
+def _spec_of(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer_name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _backend(backends: Backends, layer_name: str) -> Any:
+    return next(backend for suffix, backend in backends.items() if layer_name.endswith(suffix))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the supported releases of vLLM differ, as far as the harness sees it.
+
+Each function holds for all of them: it goes by what upstream's objects have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+
+CONFIGURES_RETENTION = "prefix_cache_retention_interval" in {
+    field.name for field in dataclasses.fields(KVCacheConfig)
+}
+"""Whether vLLM itself takes the retention interval from its configuration, not from a variable."""
+
+
+def retention_fields() -> dict[str, Any]:
+    """What the environment says of the interval, as fields of ``KVCacheConfig``; unset is dense."""
+    if not CONFIGURES_RETENTION:
+        return {}
+    text = os.environ.get(INTERVAL_VARIABLE, "")
+    return {"prefix_cache_retention_interval": int(text) if text.strip() else None}
+
+
+def look_up(manager: Any, request: Request) -> tuple[Any, int]:
+    """The blocks and tokens that a request hits, looked up as the scheduler does.
+
+    From vLLM 0.30 on a lookup also finds where requests part, which the request remembers.
+    """
+    blocks, hit_tokens, *junction_tokens = manager.get_computed_blocks(request)
+    for request.shared_prefix_boundary in junction_tokens:
+        pass
+    return blocks, hit_tokens
+
+
+def block_copies(scheduler_output: Any) -> Iterable[tuple[int, int]]:
+    """From and to which block workers copy before the step: where a hit ends within a state."""
+    return getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+
+
+def deferred_blocks(scheduler: Any) -> Iterable[Any]:
+    """Blocks of requests that are gone, which are freed once the steps in flight have ended."""
+    for _, blocks in getattr(scheduler, "deferred_frees", ()):
+        yield from (block for block in blocks if not block.is_null)
