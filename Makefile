@@ -3,6 +3,7 @@
 # for. `make clean` starts over.
 
 PYTHON ?= python3
+PYTHON_VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 # Each vLLM with the vLLM-Ascend release that goes with it. The first is the demo's.
 UPSTREAMS := 0.23.0:0.23.0 0.30.0:0.30.0rc2
@@ -29,8 +30,9 @@ LMCACHE_VERSION := 0.5.6
 LMCACHE_ENV := .venv/lmcache-$(LMCACHE_VERSION)
 # One per vLLM, for `make test-lmcache`. Where they are, `make test` runs its tests, too.
 OTHER_LMCACHE_ENVS := $(patsubst %,$(LMCACHE_ENV)-vllm-%,$(filter-out $(MAIN_VLLM),$(VLLM_VERSIONS)))
-# With the main vLLM and vLLM-Ascend, for `make test-ascend`.
-EMULATED_NPU_ENV := .venv/emulated-npu-$(firstword $(ASCEND_VERSIONS))
+# One per pair, for `make test-ascend`; the first is the demo's.
+EMULATED_NPU_ENVS := $(ASCEND_VERSIONS:%=.venv/emulated-npu-%)
+EMULATED_NPU_ENV := $(firstword $(EMULATED_NPU_ENVS))
 # Where LMCache 0.5.6 is unpacked, for `make bench-transfer`; not needed where it is installed.
 LMCACHE ?=
 
@@ -65,13 +67,13 @@ demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
 
-test-ascend: $(MAIN_ENV)/.package $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU (ONLY=text: some suites)
+test-ascend: $(MAIN_ENV)/.package $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU (ONLY=text: some suites)
 	$(RUN_TESTS) --emulated-npu --only "$(ONLY)"
 
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server
@@ -135,18 +137,21 @@ $(OTHER_LMCACHE_ENVS:%=%/.made): $(LMCACHE_ENV)-vllm-%/.made: .venv/vllm-%/.made
 	$(MAKE_ENV) lmcache $(@D) --version $(LMCACHE_VERSION) --like $(<D)
 	@rm -f $@ && touch $@
 
-# Linked when what tests need is there, too: that comes with the package.
-.venv/emulated-npu-%/.made: $(MAIN_ENV)/.made .venv/vllm-ascend-%/.unpacked | $(MAIN_ENV)/.package
-	$(MAKE_ENV) emulated-npu $(@D) --version $* --like $(MAIN_ENV) --ascend $(dir $(word 2,$^))
-	@rm -f $@ && touch $@
+# Linked when what tests need is there, too: that comes with the package. The package itself is that
+# of the vLLM that goes with it, so that it need not be compiled twice.
+define EMULATED_NPU_RULES
+.venv/emulated-npu-$2/.made: .venv/vllm-$1/.made .venv/vllm-ascend-$2/.unpacked | .venv/vllm-$1/.package
+	$$(MAKE_ENV) emulated-npu $$(@D) --version $2 --like .venv/vllm-$1 --ascend .venv/vllm-ascend-$2
+	@rm -f $$@ && touch $$@
+
+.venv/emulated-npu-$2/.package: .venv/emulated-npu-$2/.made .venv/vllm-$1/.package
+	$$(MAKE_ENV) link $$(@D) --like .venv/vllm-$1
+	@rm -f $$@ && touch $$@
+endef
+$(foreach u,$(UPSTREAMS),$(eval $(call EMULATED_NPU_RULES,$(firstword $(subst :, ,$u)),$(lastword $(subst :, ,$u)))))
 
 .venv/emulated-npu-%/.built: .venv/emulated-npu-%/.made $(wildcard tests/emulated_npu/csrc/*)
 	$(MAKE_ENV) build-emulated-npu $(@D)
-	@rm -f $@ && touch $@
-
-# The package that is tested elsewhere, so that it need not be compiled twice.
-.venv/emulated-npu-%/.package: .venv/emulated-npu-%/.made $(MAIN_ENV)/.package
-	$(MAKE_ENV) link $(@D) --like $(MAIN_ENV)
 	@rm -f $@ && touch $@
 
 .venv/vllm-ascend-%/.unpacked:
@@ -161,12 +166,22 @@ $(OTHER_LMCACHE_ENVS:%=%/.made): $(LMCACHE_ENV)-vllm-%/.made: .venv/vllm-%/.made
 	$(MAKE_ENV) plain $(@D)
 	@rm -f $@ && touch $@
 
-.venv/vllm-%/.package: .venv/vllm-%/.made $(SOURCES)
-	$(MAKE_ENV) install $(@D) '.[test,demo]'
+# Compiled once for all environments of this Python.
+.venv/wheel/.built: $(MAIN_ENV)/.made $(SOURCES)
+	rm -rf $(@D)
+	$(MAIN_PYTHON) -m pip --quiet wheel --no-deps --wheel-dir $(@D) .
+	@touch $@
+
+$(if $(filter $(PYTHON_VERSION),$(OTHER_PYTHONS)),.venv/python-$(PYTHON_VERSION)/.package): %/.package: %/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test
 	@rm -f $@ && touch $@
 
-.venv/lmcache-%/.package: .venv/lmcache-%/.made $(SOURCES)
-	$(MAKE_ENV) install $(@D) '.[test]'
+.venv/vllm-%/.package: .venv/vllm-%/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test,demo
+	@rm -f $@ && touch $@
+
+.venv/lmcache-%/.package: .venv/lmcache-%/.made .venv/wheel/.built
+	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test
 	@rm -f $@ && touch $@
 
 .venv/python-%/.package: .venv/python-%/.made $(SOURCES)

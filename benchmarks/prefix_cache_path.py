@@ -44,6 +44,7 @@ from common.report import Table, parser, write
 from retention.layouts import BenchLayout, get_layout
 from support.scheduler.block_manager import INTERVAL_VARIABLE
 from support.scheduler.layouts import Attention
+from support.scheduler.releases import look_up
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -113,20 +114,19 @@ class Bench:
             // group.block_tokens
             for group in layout.groups
         )
-        arguments = {
-            "kv_cache_config": layout.to_config(num_blocks),
-            "max_model_len": 1 << 21,
-            "scheduler_block_size": layout.scheduler_block_tokens,
-            "hash_block_size": layout.hash_block_tokens,
-            "enable_caching": True,
-        }
         os.environ.pop(INTERVAL_VARIABLE, None)
         if interval is not None:
             os.environ[INTERVAL_VARIABLE] = str(interval)
         if is_adaptive:
             os.environ[RETENTION_VARIABLE] = "adaptive"
         try:
-            self.manager = KVCacheManager(**arguments)
+            self.manager = KVCacheManager(
+                layout.to_config(num_blocks),
+                max_model_len=1 << 21,
+                scheduler_block_size=layout.scheduler_block_tokens,
+                hash_block_size=layout.hash_block_tokens,
+                enable_caching=True,
+            )
         finally:
             os.environ.pop(INTERVAL_VARIABLE, None)
             os.environ.pop(RETENTION_VARIABLE, None)
@@ -255,7 +255,7 @@ def admit_full_hit(bench: Bench, prompts: Prompts) -> float:
     bench.prefill(request)
     bench.finish(request)
     request = bench.run(prompts.request("next"))
-    blocks, hit_tokens = bench.manager.get_computed_blocks(request)
+    blocks, hit_tokens = look_up(bench.manager, request)
     num_tokens = request.num_tokens - hit_tokens
     allocate = bench.manager.allocate_slots
     return elapsed_us(

@@ -18,8 +18,8 @@ from pathlib import Path
 EMULATOR = Path(__file__).resolve().parent.parent / "tests" / "emulated_npu"
 
 IMPORTED_BY_ASCEND = ("pandas", "scipy")
-TORCHVISION = "torchvision==0.26.0"
-"""The release that goes with torch 2.11; without its requirements, which name torch again."""
+TORCHVISION_OF_TORCH = {"2.11": "torchvision==0.26.0", "2.13": "torchvision==0.28.0"}
+"""Releases that go together; without its requirements, which name torch again."""
 
 MODULE = "_emulated_npu"
 """The C++ part, a top-level module of the environment."""
@@ -34,7 +34,7 @@ ascend_service_profiling = vllm_ascend:register_service_profiling
 [vllm.platform_plugins]
 ascend = vllm_ascend:register
 """
-"""What vllm-ascend 0.23.0 declares; without it vLLM does not find the platform."""
+"""What vllm-ascend declares; without it vLLM does not find the platform."""
 
 
 def link_ascend(site_packages: Path, ascend: Path, version: str) -> None:

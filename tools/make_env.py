@@ -100,6 +100,13 @@ class Environment:
             )
         say(f"{self.folder}: done in {time.monotonic() - started_s:.0f} s")
 
+    def install_wheel(self, folder: Path, extras: str) -> None:
+        """Install the one wheel of a folder, with extras such as ``test,demo``."""
+        (wheel,) = folder.resolve().glob("*.whl")
+        self.install(f"{wheel}[{extras}]")
+        # pip leaves what has the same version as it is.
+        self.install("--force-reinstall", "--no-deps", str(wheel))
+
     def output(self, code: str) -> list[str]:
         """Lines that ``code`` prints in this environment."""
         command = [self.python, "-I", "-c", code]
@@ -152,7 +159,9 @@ def make_emulated_npu(
     environment.create()
     link_packages(like, environment)
     environment.install(*emulated_npu.IMPORTED_BY_ASCEND)
-    environment.install("--no-deps", emulated_npu.TORCHVISION)
+    (torch,) = environment.output("import importlib.metadata as m; print(m.version('torch'))")
+    torchvision = emulated_npu.TORCHVISION_OF_TORCH[torch.rpartition(".")[0]]
+    environment.install("--no-deps", torchvision)
     emulated_npu.link_ascend(environment.site_packages, ascend, version)
 
 
@@ -278,11 +287,14 @@ def main() -> None:
     link = commands.add_parser("link", help="link the tested package from another environment")
     link.add_argument("--like", type=Path, required=True, help="environment that has the package")
     install = commands.add_parser("install", help="install into an environment")
-    for command in (vllm, lmcache, plain, ascend, emulated, build, link, install):
+    wheel = commands.add_parser("install-wheel", help="install the wheel of a folder")
+    for command in (vllm, lmcache, plain, ascend, emulated, build, link, install, wheel):
         command.add_argument("folder", type=Path)
     for command in (vllm, lmcache, ascend, emulated):
         command.add_argument("--version", required=True)
     install.add_argument("requirements", nargs="+")
+    wheel.add_argument("wheels", type=Path)
+    wheel.add_argument("extras")
     options = parser.parse_args()
 
     environment = Environment(options.folder)
@@ -301,6 +313,8 @@ def main() -> None:
         emulated_npu.build(environment.python, options.folder / "emulated_npu")
     elif options.command == "link":
         link_tested_package(environment, Environment(options.like))
+    elif options.command == "install-wheel":
+        environment.install_wheel(options.wheels, options.extras)
     else:
         environment.install(*options.requirements)
 

@@ -74,6 +74,12 @@ ON_ASCENDS_MANAGERS = (
 )
 """What runs once more where vLLM-Ascend has put its own managers in place; each is a suite."""
 
+ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")
+"""What runs once more with vLLM's V2 model runner, on the versions after the main one."""
+
+V2_RUNNER = {"KVEXT_RUNNER": "v2"}
+"""`support.scenarios.processes`."""
+
 COMPARED_SOURCES = (
     "contract/test_fingerprints.py::test_vllm_ascend_is_as_stored",
     "contract/test_ascend_rotary.py",
@@ -169,6 +175,9 @@ def suites(
                     name = Path(paths[-1].partition("::")[0]).stem.removeprefix("test_")
                     yield Suite(f"managers, {on}: {name}", f"vllm-{vllm}", paths, variables)
             yield from split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables))
+            for path in ON_V2_RUNNER if folder == "engine" and vllm != main_vllm else ():
+                name = f"engine, {on}, V2 runner: {Path(path).stem.removeprefix('test_')}"
+                yield Suite(name, f"vllm-{vllm}", (path,), variables | V2_RUNNER)
 
 
 def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
@@ -198,13 +207,14 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
         upstreams: As of `suites`.
         is_sample: What `make test` has time for; all of it is `make test-ascend`.
     """
-    _, _, ascend = upstreams[0].partition(":")
-    for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
-        if is_sample and file.name in NOT_IN_SAMPLE:
-            continue
-        name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
-        variables = SAMPLE if is_sample else {}
-        yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",), variables)
+    for upstream in upstreams:
+        ascend = upstream.rpartition(":")[2]
+        for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
+            if is_sample and file.name in NOT_IN_SAMPLE:
+                continue
+            name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
+            variables = SAMPLE if is_sample else {}
+            yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",), variables)
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:

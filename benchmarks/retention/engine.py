@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from support.scheduler.releases import in_flight_argument, look_up
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -80,12 +81,27 @@ class _CacheConfig:
 
 
 @dataclass(slots=True)
+class _SchedulerConfig:
+    long_prefill_token_threshold: int = 0
+
+
+@dataclass(slots=True)
 class _SplittingScheduler:
     """What ``Scheduler._mamba_block_aligned_split``, and its patch, read of their scheduler."""
 
     cache_config: _CacheConfig
     kv_cache_manager: KVCacheManager
+    max_num_scheduled_tokens: int
+    hash_block_size: int
+    mamba_partial_cache_hit: bool
+    """As of vLLM 0.30, as what follows, which is off: no drafts, no checkpoints within a chunk."""
+
+    scheduler_config: _SchedulerConfig = field(default_factory=_SchedulerConfig)
     use_eagle: bool = False
+    use_eagle_block_drop: bool = False
+    mamba_fine_grained_prefix_cache: bool = False
+    mamba_has_prefill_checkpoint_blocks: bool = False
+    mamba_prefill_checkpoint_alignment: int | None = None
 
 
 class Engine:
@@ -107,8 +123,8 @@ class Engine:
             max_model_len=1 << 20,
             scheduler_block_size=layout.scheduler_block_tokens,
             hash_block_size=layout.hash_block_tokens,
-            max_num_batched_tokens=layout.max_num_batched_tokens,
             enable_caching=True,
+            **in_flight_argument(layout.max_num_batched_tokens),
         )
         self.table = RecordingTable() if records else None
         if self.table is not None:
@@ -116,7 +132,13 @@ class Engine:
         self._elapsed_ns = 0
         self._split: Callable[[Request, int, int], int] | None = None
         if layout.state_block_tokens:
-            host = _SplittingScheduler(_CacheConfig(layout.state_block_tokens), self.manager)
+            host = _SplittingScheduler(
+                _CacheConfig(layout.state_block_tokens),
+                self.manager,
+                layout.max_num_batched_tokens,
+                layout.hash_block_tokens,
+                getattr(self.manager.coordinator, "enable_partial_hash_hits", False),
+            )
             # Bound, not called with the host as an argument: a patch would not see whose it is.
             self._split = Scheduler._mamba_block_aligned_split.__get__(host)
 
@@ -130,7 +152,7 @@ class Engine:
 
     def look_up(self, request: Request) -> tuple[Any, int]:
         """The cached blocks and tokens of a request that waits."""
-        return self._timed(self.manager.get_computed_blocks, request)
+        return self._timed(look_up, self.manager, request)
 
     def chunk(self, request: Request, num_tokens: int, hit_tokens: int = 0) -> int:
         """The part of a prefill chunk that is computed: vLLM ends it where a state can be saved."""

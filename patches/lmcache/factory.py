@@ -27,7 +27,7 @@ from vllm_ascend_kvext.lmcache.recovery import (
 from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens
 from vllm_ascend_kvext.patches.lmcache import known_release
 from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
 if TYPE_CHECKING:
@@ -169,7 +169,6 @@ PATCHES = (
         id="KVX-501",
         target=f"{_FACTORY}.get_connector_class",
         feature="lmcache",
-        vllm=BEFORE_0_30,
         wrapper=get_connector_class,
         why=_WHY,
         retire_when=_RETIRE_WHEN,

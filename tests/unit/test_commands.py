@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +137,8 @@ class TestFingerprint:
     def test_a_version_that_no_patch_names_is_compared_with_every_stored_one(
         self,
         arguments: list[str],
+        upstream_root: Path,
+        tmp_path: Path,
         add_package: AddPackage,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
@@ -143,17 +146,26 @@ class TestFingerprint:
         names = ("Pool.free", "Pool.find", "Pool.count")
         monkeypatch.setattr(fingerprint, "PATCHES", tuple(map(declare, names)))
         main([*arguments, "--write"])
+        old = tmp_path / "old"
+        shutil.copytree(upstream_root, old)
         new = SOURCE.replace("prepend=False", "prepend=True").replace("def count", "def number")
         add_package(PACKAGE, {"pool": new})
         capsys.readouterr()
         arguments[arguments.index("0.23.0")] = "0.30.0"
         assert main(arguments) == 1
-        _, *rows = (line.split("  ") for line in capsys.readouterr().out.splitlines())
+        listed = capsys.readouterr().out
+        _, *rows = (line.split("  ") for line in listed.splitlines())
         assert [[cell.strip() for cell in row if cell.strip()][:2] for row in rows] == [
             ["absent", f"{MODULE}:Pool.count"],
             ["differs from 0.23.0", f"{MODULE}:Pool.free"],
             ["as in 0.23.0", f"{MODULE}:Pool.find"],
         ]
+        main([*arguments, "--against", str(old)])
+        table, _, shown = capsys.readouterr().out.partition("\n\n")
+        assert table == listed.rstrip("\n")
+        changed = [line for line in shown.splitlines() if line[:1] in "+-"]
+        assert ["prepend=False" in changed[2], "prepend=True" in changed[3]] == [True, True]
+        assert len(changed) == 4, "of the one function that differs"
         assert main([*arguments, "--write"]) == 1, "nothing is stored that no patch counts on"
         assert "no patch names it" in capsys.readouterr().out
         assert main(arguments) == 1

@@ -45,8 +45,13 @@ def test_every_test_file_runs_once_on_the_main_version(with_ascend: ModuleType) 
         if suite.environment == "vllm-2.0" and not suite.name.startswith("managers, ")
         for file in files_of(suite.paths)
     )
+    emulated: dict[str, Counter[Path]] = {
+        "emulated-npu-2.0": runs,
+        "emulated-npu-1.0rc1": Counter(),
+    }
     for suite in run_tests.emulated_npu_suites(UPSTREAMS):
-        runs.update(files_of(suite.paths))
+        emulated[suite.environment].update(files_of(suite.paths))
+    assert emulated["emulated-npu-1.0rc1"] == Counter((TESTS / "emulated_npu").glob("test_*.py"))
     assert runs == Counter(TESTS.rglob("test_*.py"))
 
 

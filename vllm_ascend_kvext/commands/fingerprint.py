@@ -5,8 +5,9 @@ A source fingerprint is a hash of a function's syntax tree; a patch is installed
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
 of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
 Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
-Of a release that is not stored, every function that any patch counts on is listed, whether it is as
-in a stored version, differs from all, or is absent: what to read before a patch is declared for it.
+Of a release that is not stored, every function is listed that patches count on in the newest stored
+one: absent, different from all stored versions, or as in one of them. With --against, what differs
+is shown line by line: that is what to read before the release is supported.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
 not stored, 2 if the arguments are wrong.
 """
@@ -18,6 +19,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
@@ -25,7 +27,7 @@ from vllm_ascend_kvext.commands.table import render_rows
 from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
-from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
+from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, source_of
 from vllm_ascend_kvext.patching.store import STORE_FILE, FingerprintStore
 
 
@@ -38,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--distribution", choices=(VLLM, VLLM_ASCEND, LMCACHE))
     parser.add_argument("--version", help="the version that DIR holds, for example 0.23.0")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="sources of a stored version: show how the functions differ from it",
+    )
     parser.add_argument("--write", action="store_true", help="store the source fingerprints")
     parser.add_argument("--store", type=Path, default=STORE_FILE, help="default: the package's own")
 
@@ -48,11 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     problem = ""
     if any(given) and not all(given):
         problem = "--sources, --distribution and --version go together."
-    elif sources is not None and not sources.is_dir():
-        problem = (
-            f"--sources: expected a folder, found none at {sources}. Name a site-packages folder "
-            "or an unpacked wheel."
-        )
+    for option, folder in (("--sources", sources), ("--against", arguments.against)):
+        if folder is not None and not folder.is_dir():
+            problem = (
+                f"{option}: expected a folder, found none at {folder}. Name a site-packages folder "
+                "or an unpacked wheel."
+            )
     if problem:
         print(problem, file=sys.stderr)
         return 2
@@ -73,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif store.has_release(tree.distribution, tree.version):
             differences += compare(tree, found, store)
         else:
-            differences += survey(tree, store)
+            differences += survey(tree, store, arguments.against)
     for difference in differences:
         print(difference)
     if arguments.write and not differences:
@@ -117,13 +126,12 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
         return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
     for patch in PATCHES:
+        # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+        if version is not None and not any(compat.version_in(version, each) for each in patch.vllm):
+            continue
         if distribution == VLLM_ASCEND:
             names.update(patch.ascend)
-        is_its_own = patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND)
-        # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
-        if is_its_own and (
-            version is None or any(compat.version_in(version, each) for each in patch.vllm)
-        ):
+        if patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND):
             names.update(patch.fingerprinted)
     return sorted(names)
 
@@ -156,12 +164,18 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
     return differences
 
 
-def survey(tree: SourceTree, store: FingerprintStore) -> list[str]:
-    """A table of all functions that count in any version, compared with each stored version."""
+def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> list[str]:
+    """A table of the functions that count in the newest stored version, compared with each.
+
+    Below it, where there are sources to compare ``against``, the lines of what differs.
+    """
     stored = store.distributions.get(tree.distribution, {})
+    known_versions = store.versions(tree.distribution)
+    newest = known_versions[0] if known_versions else None
     rows: list[tuple[int, str, str, str]] = []
-    for name in functions_of_interest(tree.distribution, None):
-        versions = [each for each in store.versions(tree.distribution) if name in stored[each]]
+    diffs: list[str] = []
+    for name in functions_of_interest(tree.distribution, newest):
+        versions = [each for each in known_versions if name in stored[each]]
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
@@ -171,6 +185,7 @@ def survey(tree: SourceTree, store: FingerprintStore) -> list[str]:
                 order, what = 3, f"as in {', '.join(same)}"
             elif versions:
                 order, what = 1, f"differs from {', '.join(versions)}"
+                diffs += diff(against, tree.root, name) if against is not None else []
             else:
                 order, what = 2, "not stored"
         counting = (
@@ -183,4 +198,14 @@ def survey(tree: SourceTree, store: FingerprintStore) -> list[str]:
     return [
         f"{tree} is not stored. Functions that patches count on: {heading or 'none'}.",
         *render_rows([row[1:] for row in rows]),
+        *diffs,
     ]
+
+
+def diff(old: Path, new: Path, name: str) -> list[str]:
+    """How a function differs between two source trees, as a unified diff."""
+    try:
+        lines = source_of(old, name)
+    except FingerprintError as error:
+        return [f"{name}: {error}"]
+    return ["", *unified_diff(lines, source_of(new, name), name, name, lineterm="")]

@@ -36,6 +36,17 @@ def fingerprint_source(source_root: Path, name: str) -> str:
     Raises:
         FingerprintError: If there is no such file, or no such definition in it.
     """
+    return _fingerprint(_definition_of(source_root, name)[1])
+
+
+def source_of(source_root: Path, name: str) -> list[str]:
+    """The lines of the same function, decorators and comments included; it raises the same."""
+    path, definition = _definition_of(source_root, name)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[_first_line(definition) - 1 : definition.end_lineno]
+
+
+def _definition_of(source_root: Path, name: str) -> tuple[Path, _Definition]:
     module, _, qualname = name.partition(":")
     path = source_root.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -43,7 +54,7 @@ def fingerprint_source(source_root: Path, name: str) -> str:
     found = [definition for defined, definition in _definitions(path) if defined == qualname]
     if not found:
         raise FingerprintError(f"{path} does not define {qualname!r}.")
-    return _fingerprint(found[-1])
+    return path, found[-1]
 
 
 def fingerprint_live(function: object) -> str:

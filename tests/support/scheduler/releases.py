@@ -7,10 +7,12 @@ Each function holds for all of them: it goes by what upstream's objects have.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
@@ -33,6 +35,14 @@ def retention_fields() -> dict[str, Any]:
         return {}
     text = os.environ.get(INTERVAL_VARIABLE, "")
     return {"prefix_cache_retention_interval": int(text) if text.strip() else None}
+
+
+def in_flight_argument(max_tokens: int) -> dict[str, int]:
+    """What ``KVCacheManager`` is told of the tokens that are computed at the same time, at most."""
+    name = "max_num_batched_tokens"
+    if name not in inspect.signature(KVCacheManager).parameters:
+        name = "max_in_flight_tokens"
+    return {name: max_tokens}
 
 
 def look_up(manager: Any, request: Request) -> tuple[Any, int]:
