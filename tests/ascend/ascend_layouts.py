@@ -198,7 +198,9 @@ def keys_and_values(has_paged_attention: bool = True) -> LayoutFixture:
         "attn": Reach(GroupKind.FULL, 128, 1),
         "window": Reach(GroupKind.WINDOW, 128, 1, 200),
     }
-    return _three_layers(specs, "attention_v1", 2, reaches, has_paged_attention=has_paged_attention)
+    return _three_layers(
+        specs, "attention_v1", 2, reaches, has_paged_attention=has_paged_attention
+    )
 
 
 _INT8_CACHES = (

@@ -134,7 +134,9 @@ def _runner_methods() -> list[ast.FunctionDef]:
 
 def _imported_by_the_runner(methods: Iterable[ast.AST]) -> dict[str, Any]:
     """What these functions name, from where the runner imports it; not what needs a device."""
-    named = {node.id for each in methods for node in ast.walk(each) if isinstance(node, ast.Name)}
+    named = {
+        node.id for each in methods for node in ast.walk(each) if isinstance(node, ast.Name)
+    }
     found = {}
     for node in ast.walk(ast.parse(_text("worker/model_runner_v1.py"))):
         if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
