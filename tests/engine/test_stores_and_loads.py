@@ -51,6 +51,8 @@ def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
     with engine_of(FULL) as engine:
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
         engine.scheduler.needs_kv_cache_zeroing = True
+        for manager in engine.managers:
+            manager._record_new_block_ids = True
         zeroed: list[set[int]] = []
         watch(
             engine.scheduler,
