@@ -38,8 +38,8 @@ INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (40, 120)
 
-DEVICE_BLOCKS = 200
-"""Of 16 tokens: room for little more than one prompt."""
+DEVICE_BLOCKS = 101
+"""Of 32 tokens, one of which vLLM keeps: room for little more than one prompt."""
 
 HOST_MEMORY_GIB = 0.006
 """Room for about half of the documents."""
@@ -211,7 +211,7 @@ def serve(
         engine["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra_config}
     llm = start_engine(
         model,
-        max_model_len=BLOCK_TOKENS * DEVICE_BLOCKS,
+        max_model_len=BLOCK_TOKENS * (DEVICE_BLOCKS - 1),
         num_gpu_blocks_override=DEVICE_BLOCKS,
         enable_prefix_caching=True,
         **engine,

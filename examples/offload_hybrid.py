@@ -31,7 +31,7 @@ from retention import ENGINE_ENVIRON, VOCABULARY_TOKENS, print_aligned, write_mo
 PROMPT_LENGTHS = (1500, 2345, 3000, 3777)
 REPLY_TOKENS = 32
 USER_TOKENS = 200
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 LOGPROB_TOLERANCE = 1e-3
 LOG = Path("out/offload_hybrid.log")
 
@@ -93,7 +93,7 @@ def start_engine(model: Path, block_size: int = BLOCK_TOKENS, **engine: Any) -> 
 
 def serve(model: Path, **engine: Any) -> list[Round]:
     """Answer the prompts twice, and then the next turn of each."""
-    llm = start_engine(model, max_model_len=8192, num_gpu_blocks_override=2600, **engine)
+    llm = start_engine(model, max_model_len=8192, num_gpu_blocks_override=1300, **engine)
     rng = random.Random(0)
     prompts = [random_tokens(rng, length) for length in PROMPT_LENGTHS]
     ask(llm, "warm-up", [random_tokens(rng, 1000)])

@@ -59,6 +59,10 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
     if connector is not None:
+        if scheduler.connector is connector:
+            # Upstream keeps the blocks of requests that are gone from loads that do not wait for
+            # the steps in flight, and cannot be reset meanwhile. Ours wait: see ``compute_fence``.
+            scheduler.defer_block_free = False
         _bind(scheduler, connector, ConnectedScheduler)
 
 
@@ -130,9 +134,22 @@ class ConnectedScheduler:
         if side.segments.learning is not None:
             self._learned = LearnedRequests(scheduler, side, side.segments.learning)
             methods.append(self.update_from_output)
-        for method in methods:
+        for method in (*methods, *self._methods_of_line()):
             _replaced.replace(scheduler, method)
         _replaced.replace(manager, self.get_num_common_prefix_blocks)
+
+    def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
+        return (self._get_new_block_ids_to_zero,)
+
+    def _get_new_block_ids_to_zero(
+        self, wrapped: Callable[[], list[int] | None]
+    ) -> list[int] | None:
+        """Have workers zero the pages that are about to be loaded: a load may fill parts of them.
+
+        Upstream leaves them out, for loads that do not wait for what was enqueued before them.
+        """
+        self._scheduler._skip_zero_block_ids -= self._side.pages_to_load()
+        return wrapped()
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
@@ -310,9 +327,8 @@ class ConnectedScheduler:
 class KeptGoingScheduler(ConnectedScheduler):
     """One that asks no connector whether it has work."""
 
-    def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
-        super().__init__(scheduler, side)
-        _replaced.replace(scheduler, self.has_finished_requests)
+    def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
+        return (self.has_finished_requests,)
 
     def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
         """Whether steps are needed although no request waits for any."""
@@ -341,6 +357,7 @@ def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
         enable_caching=manager.enable_caching,
         interval_tokens=interval_tokens_of(manager.coordinator),
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+        num_steps_in_flight=_steps_in_flight(scheduler),
         num_running=lambda: len(scheduler.running),
         use_eagle=bool(manager.coordinator.eagle_group_ids),
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
@@ -350,6 +367,12 @@ def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
         num_data_parallel=scheduler.vllm_config.parallel_config.data_parallel_size,
         cached_blocks=partial(_cached_blocks, manager),
     )
+
+
+def _steps_in_flight(scheduler: Scheduler) -> int:
+    """Before 0.30, windows move on when a step is planned."""
+    config = scheduler.vllm_config
+    return config.max_concurrent_batches if hasattr(config, "max_in_flight_tokens") else 1
 
 
 def _cached_blocks(
@@ -451,6 +474,7 @@ PATCHES = (
             f"{_SCHEDULER}._handle_failed_recving",
             f"{_SCHEDULER}._inflight_prefill_reserved_blocks",
             f"{_SCHEDULER}._free_request_blocks",
+            f"{_SCHEDULER}._get_new_block_ids_to_zero",
         ),
         ascend=(
             f"{_ASCEND_BALANCE}.__init__",

@@ -26,7 +26,7 @@ from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.patches.upstream import tokens_per_block
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
+from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
 from vllm_ascend_kvext.upstream_state import RequestState
@@ -238,6 +238,7 @@ class LoadRecovery:
             self._preempted_ids.add(request.request_id)
         for request in requests:
             RequestState.of(request).has_failed_load = True
+            _forget_external_hits(request)
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 # Its blocks are being written to. Upstream frees them once it is received.
                 scheduler.failed_recving_kv_req_ids.add(request.request_id)
@@ -341,13 +342,24 @@ def _can_start_again(request: Request) -> bool:
     return not request.is_finished() and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
+def _forget_external_hits(request: Request) -> None:
+    """Upstream, from vLLM 0.30 on, takes what a request found first for what it went on with."""
+    found = request.prefill_stats
+    if found is not None:
+        found.set(
+            num_prompt_tokens=found.num_prompt_tokens,
+            num_local_cached_tokens=found.num_local_cached_tokens,
+            num_external_cached_tokens=0,
+        )
+
+
 def _forget_steps_in_flight(request: Request) -> None:
     """None of them counts any more: their outputs are left out as a whole."""
     request.num_output_placeholders = 0
     # The draft tokens that a synchronous engine brings after the step are of no use either.
     request.is_prefill_chunk = True
     request.spec_token_ids = []
-    request.async_tokens_to_discard = 0  # A reset of the prefix cache counts them.
+    request.async_tokens_to_discard = 0  # A reset of the prefix cache counts them before 0.30.
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -361,7 +373,6 @@ PATCHES = (
         id="KVX-305",
         target=f"{_SCHEDULER}.__init__",
         feature="failed-loads",
-        vllm=BEFORE_0_30,
         wrapper=recover_from_failed_loads,
         undo=_replaced.take_back,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "

@@ -24,6 +24,7 @@ from support.scenarios.engine import CHUNK_TOKENS, REPLY_TOKENS
 from support.scenarios.processes import (
     ADAPTIVE,
     CPU,
+    IS_V2_RUNNER,
     NO_PREFIX_CACHING,
     PLUGIN_OFF,
     LazyReports,
@@ -93,6 +94,8 @@ ADAPTIVE_SETTINGS = {
     "storm, adaptive": Setting(("storm",), engine=SMALL_POOL),
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
+if IS_V2_RUNNER:  # A step takes some times as long.
+    ALL_SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes")}
 
 
 def named(*names: str) -> list[Any]:
@@ -101,6 +104,7 @@ def named(*names: str) -> list[Any]:
             name, marks=pytest.mark.main_version if ALL_SETTINGS[name].is_main_only else ()
         )
         for name in names
+        if name in ALL_SETTINGS
     ]
 
 
@@ -182,11 +186,12 @@ def test_nothing_is_left_when_all_is_done(setting: Served) -> None:
     assert setting.report["own"]["host_capacity_bytes"] > 0
 
 
-@pytest.mark.parametrize("setting", [*GROUPS], indirect=True)
-def test_models_have_the_groups_that_they_are_tested_for(
+@pytest.mark.parametrize("setting", named(*GROUPS), indirect=True)
+def test_engines_have_the_groups_and_the_runner_that_they_are_tested_for(
     setting: Served, request: pytest.FixtureRequest
 ) -> None:
     assert setting.report["num_groups"] == GROUPS[request.node.callspec.params["setting"]]
+    assert setting.report["is_v2_runner"] is IS_V2_RUNNER
 
 
 # Hits.

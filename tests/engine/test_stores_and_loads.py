@@ -46,6 +46,26 @@ def watch_jobs(engine: SimulatedEngine) -> list[ConnectorMetadata]:
     return found
 
 
+def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
+    """A load may fill parts of a page; the rest may be bytes of another precision."""
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("first", PROMPT, max_tokens=1))
+        engine.scheduler.needs_kv_cache_zeroing = True
+        for manager in engine.managers:
+            manager._record_new_block_ids = True
+        zeroed: list[set[int]] = []
+        watch(
+            engine.scheduler,
+            "schedule",
+            lambda output: zeroed.append(set(output.new_block_ids_to_zero or ())),
+        )
+        jobs = watch_jobs(engine)
+        serve(engine, plan_of("second", PROMPT, max_tokens=1))
+        (step,) = [number for number, each in enumerate(jobs) if each.loads]
+        (load,) = jobs[step].loads
+        assert {page for part in load.block_ids for page in part.ids} <= zeroed[step]
+
+
 @pytest.mark.parametrize(
     ("caching", "max_model_len", "remedy"),
     [

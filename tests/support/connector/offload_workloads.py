@@ -16,6 +16,7 @@ from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.scheduler.layouts import Layout
 from support.scheduler.options import Drafter, EngineOptions
+from support.scheduler.releases import tokens_in_flight
 from support.scheduler.token_stream import VOCAB_SIZE
 from support.scheduler.workload import RequestPlan
 
@@ -135,7 +136,8 @@ def _options(
     elif layout.supports_drafts and not is_async:
         drafter = rng.choice((None, None, Drafter.NGRAM))
     max_num_batched_tokens = rng.choice((layout.unit_tokens + 16, 64, 256))
-    num_blocks = blocks_for_longest(layout, requests, max_num_batched_tokens)
+    held_tokens = tokens_in_flight(max_num_batched_tokens, is_async)
+    num_blocks = blocks_for_longest(layout, requests, held_tokens)
     return EngineOptions(
         # Loads hold their blocks while they wait for each other.
         num_blocks=int(num_blocks * rng.choice((1, 1.2, 1.5, 3))) + 1,
@@ -160,7 +162,7 @@ def _options(
 
 
 def blocks_for_longest(
-    layout: Layout, requests: tuple[RequestPlan, ...], max_num_batched_tokens: int
+    layout: Layout, requests: tuple[RequestPlan, ...], max_tokens_in_flight: int
 ) -> int:
     """Blocks that the longest request needs when it runs alone."""
     longest_tokens = max(len(plan.prompt) + plan.max_tokens for plan in requests)
@@ -168,6 +170,6 @@ def blocks_for_longest(
     for group in layout.groups:
         held_tokens = longest_tokens
         if group.span_tokens:
-            held_tokens = min(held_tokens, group.span_tokens + max_num_batched_tokens)
+            held_tokens = min(held_tokens, group.span_tokens + max_tokens_in_flight)
         num_blocks += -(-held_tokens // group.block_tokens) + 2
     return num_blocks

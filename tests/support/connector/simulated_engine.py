@@ -81,18 +81,25 @@ class SimulatedWorker:
         metadata = _sent(scheduler_output.kv_connector_metadata)
         self._connector.handle_preemptions(metadata)
         self._connector.bind_connector_metadata(metadata)
-        self._connector.start_load_kv(None)
+        if _loads_before_forward(scheduler_output):
+            self._connector.start_load_kv(None)
 
     def end(self, scheduler_output: Any) -> KVConnectorOutput:
         """After the forward, if there was one."""
         connector = self._connector
+        if not _loads_before_forward(scheduler_output):
+            connector.start_load_kv(None)
         if scheduler_output.total_num_scheduled_tokens:
             connector.wait_for_save()
         self.transfers.end_some(self.side)
         output = KVConnectorOutput()
-        output.finished_sending, output.finished_recving = connector.get_finished(
-            scheduler_output.finished_req_ids
-        )
+        if hasattr(output, "failed_recving"):  # Since vLLM 0.30.
+            results = connector.get_transfer_results(scheduler_output.finished_req_ids)
+            vars(output).update(vars(results))
+        else:
+            output.finished_sending, output.finished_recving = connector.get_finished(
+                scheduler_output.finished_req_ids
+            )
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
@@ -103,6 +110,11 @@ class SimulatedWorker:
     def shutdown(self) -> None:
         self.transfers.open()
         self._connector.shutdown()
+
+
+def _loads_before_forward(scheduler_output: Any) -> bool:
+    """Since vLLM 0.30 loads begin after the forward, unless the step says otherwise."""
+    return getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
 def _sent(message: Any) -> Any:

@@ -274,6 +274,7 @@ class Engine:
             "asked": self.asked,
             "facts": self.facts,
             "num_groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+            "is_v2_runner": self.scheduler.use_v2_model_runner,
             "left": self.left(),
             "batched copies": dict(self.batched_copies),
         }

@@ -25,7 +25,7 @@ NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 
 RUNNER = "KVEXT_RUNNER"
 IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
-"""Whether the engines of a test process have vLLM's V2 model runner, chosen for all of its tests."""
+"""Whether engines have vLLM's V2 model runner: chosen for all tests of a process."""
 
 ENGINE_ENVIRON = {
     "OMP_NUM_THREADS": "1",

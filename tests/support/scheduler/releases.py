@@ -12,7 +12,11 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+<<<<<<< HEAD
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+=======
+from vllm.config import VllmConfig
+>>>>>>> connector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
@@ -65,3 +69,9 @@ def deferred_blocks(scheduler: Any) -> Iterable[Any]:
     """Blocks of requests that are gone, which are freed once the steps in flight have ended."""
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         yield from (block for block in blocks if not block.is_null)
+
+
+def tokens_in_flight(max_num_batched_tokens: int, is_async: bool) -> int:
+    """Tokens at most that windows hold besides: from vLLM 0.30 on, of all steps in flight."""
+    waits = hasattr(VllmConfig, "max_in_flight_tokens")
+    return max_num_batched_tokens * (2 if waits and is_async else 1)

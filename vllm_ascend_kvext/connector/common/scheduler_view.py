@@ -26,6 +26,7 @@ class SchedulerView:
         num_blocks: Blocks of the pool, the null block among them.
         hash_block_size: Tokens per hash of a request.
         interval_tokens: ``VLLM_PREFIX_CACHE_RETENTION_INTERVAL``; 0 if unset.
+        num_steps_in_flight: Planned steps at most of which windows keep what they have left behind.
         use_eagle: Whether a local hit drops the last block that it finds (EAGLE, MTP).
         num_lookahead_tokens: Draft tokens of a step.
         recomputes_failed_loads: Whether a request whose load fails goes on without it.
@@ -42,6 +43,7 @@ class SchedulerView:
     enable_caching: bool = True
     interval_tokens: int = 0
     max_num_batched_tokens: int = 1
+    num_steps_in_flight: int = 1
     num_running: Callable[[], int] = lambda: 0
     use_eagle: bool = False
     num_lookahead_tokens: int = 0

@@ -258,6 +258,10 @@ class ConnectorScheduler:
 
     # Steps.
 
+    def pages_to_load(self) -> set[int]:
+        """Block ids of the loads that begin in the step that is being scheduled."""
+        return {page for job in self._step_loads for part in job.block_ids for page in part.ids}
+
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
         """Where a prefill step from there is to end, at the latest."""
         state = self._states[request.request_id]

@@ -9,7 +9,7 @@ On Ascend a chunk of 2,048 tokens takes some 360 blocks of them.
 
 Whoever is tried has to be admitted: behind a request that is not, vLLM tries nobody. What it asks
 for then (``allocate_slots``, ``full_sequence_must_fit``) counts a window and a step of each group
-with windows, as far as the request has not got these pages.
+with windows, from 0.30 on all steps in flight, as far as the request has not got these pages.
 """
 
 from __future__ import annotations
@@ -160,9 +160,10 @@ class PoolRoom:
 
     def _needs(self, num_tokens: int, boundary_tokens: int, holes: Holes = ()) -> _Parked:
         held = missing = of_hole = 0
-        max_tokens = self._view.max_num_batched_tokens
+        step_tokens = self._view.max_num_batched_tokens
+        max_tokens = step_tokens * self._view.num_steps_in_flight
         chunk_tokens = min(max_tokens, num_tokens - boundary_tokens)
-        hole_tokens = min(max_tokens, max([end - first for first, end in holes], default=0))
+        hole_tokens = min(step_tokens, max([end - first for first, end in holes], default=0))
         for group in self._groups:
             tokens_per_page = group.tokens_per_page
             end_page = -(-boundary_tokens // tokens_per_page)
