@@ -12,11 +12,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-<<<<<<< HEAD
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-=======
 from vllm.config import VllmConfig
->>>>>>> connector
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
