@@ -77,6 +77,13 @@ def test_parallelism_that_is_refused(name: str, message: str) -> None:
         read_nz_layers(vllm_config, latent_rows().kv_caches)
 
 
+def test_pages_of_tiled_scales_are_refused() -> None:
+    vllm_config = VllmConfig()
+    vllm_config.cache_config.cache_dtype = "mxfp8"
+    with pytest.raises(LayoutError, match="found mxfp8"):
+        read_nz_layers(vllm_config, latent_rows().kv_caches)
+
+
 def test_a_default_config_is_that_of_a_plain_worker() -> None:
     assert not read_nz_layers(VllmConfig(), {"a": None})
 
