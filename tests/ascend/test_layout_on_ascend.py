@@ -96,7 +96,7 @@ def test_pages_are_tiled_where_the_worker_config_looks() -> None:
         str(path.relative_to(package)): [
             line.strip()
             for line in path.read_text().splitlines()
-            if ('"PA_NZ"' in line or '"nzcache"' in line) and "=" in line.split('"')[0]
+            if re.search('^[^#=]*= ?"(PA_NZ|nzcache)"', line)
         ]
         for path in sorted(package.rglob("*.py"))
     }

@@ -95,8 +95,8 @@ def tokens_per_page_of(spec: Any) -> int:
     """
     if not _stands_for_tokens(spec):
         raise GroupError(
-            f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory of "
-            "one request; such a layer is not supported"
+            f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory "
+            "of one request; such a layer is not supported"
         )
     return tokens_per_page(
         int(spec.block_size),

@@ -28,8 +28,8 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
     if cache_dtype == "mxfp8":
         raise LayoutError(
             "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
-            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or start "
-            "without offloading"
+            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
+            "start without offloading"
         )
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz", False):
