@@ -113,7 +113,7 @@ class BlockManager:
 
     def admit(self, request: Request, chunk_tokens: int) -> int:
         """Look up, and schedule the first chunk; returns the tokens hit."""
-        blocks, hit_tokens = self.manager.get_computed_blocks(request)
+        blocks, hit_tokens, *_ = self.manager.get_computed_blocks(request)
         num_new_tokens = min(chunk_tokens, request.num_tokens - hit_tokens)
         allocated = self.manager.allocate_slots(request, num_new_tokens, hit_tokens, blocks)
         assert allocated is not None
