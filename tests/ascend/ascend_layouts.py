@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -120,9 +121,19 @@ def _three_layers(
     reaches: dict[str, Reach],
     **runner: bool,
 ) -> LayoutFixture:
+    return _registered(specs, backend, {"": [(0, 1)] * views_per_layer}, reaches, **runner)
+
+
+def _registered(
+    specs: dict[str, KVCacheSpec],
+    backend: str,
+    axes: dict[str, list[tuple[int, ...]]],
+    reaches: dict[str, Reach],
+    **runner: bool,
+) -> LayoutFixture:
     config, scheduler_config = plan(specs, 128, 80)
     caches = kv_caches(config, attention_backend(backend), has_connector=True, **runner)
-    tensors = paged_tensors(config, caches, {"": [(0, 1)] * views_per_layer}, reaches)
+    tensors = paged_tensors(config, caches, axes, reaches)
     return LayoutFixture(config, scheduler_config, caches, tensors, RowAddressing.TOKENS)
 
 
@@ -201,6 +212,34 @@ def keys_and_values(has_paged_attention: bool = True) -> LayoutFixture:
     return _three_layers(specs, "attention_v1", 2, reaches, has_paged_attention=has_paged_attention)
 
 
+def attention_and_mamba() -> LayoutFixture:
+    """Qwen3-Next-like: two states in each page of three layers, in the storage of attention."""
+    attention = FullAttentionSpec(
+        block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
+    )
+    mamba = MambaSpec(
+        block_size=128,
+        shapes=((3, 512), (4, 64, 32)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=attention.page_size_bytes,
+        mamba_cache_mode="align",
+    )
+    specs: dict[str, KVCacheSpec] = {
+        f"model.layers.{layer}.linear_attn": mamba for layer in range(3)
+    }
+    specs["model.layers.3.self_attn.attn"] = attention
+    return _registered(
+        specs,
+        "attention_v1",
+        {"self_attn.attn": [(0, 1)] * 2, "linear_attn": [(0,)] * 2},
+        {
+            "self_attn.attn": Reach(GroupKind.FULL, 128, 1),
+            "linear_attn": Reach(GroupKind.STATE, 128, 128, holds_states=True),
+        },
+        has_states=True,
+    )
+
+
 _INT8_CACHES = (
     {}
     if HAS_ONE_VIEW
@@ -218,3 +257,6 @@ FIXTURES: dict[str, Callable[[], LayoutFixture]] = {
     "keys and values by page": partial(keys_and_values, has_paged_attention=False),
     "DeepSeek-V4 on A5": deepseek_v4_on_a5,
 }
+if HAS_ONE_VIEW:
+    # vLLM-Ascend 0.23 arranges states by what its configuration has made of the sizes of blocks.
+    FIXTURES["attention and Mamba"] = attention_and_mamba

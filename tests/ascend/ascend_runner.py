@@ -61,6 +61,7 @@ def kv_caches(
     is_sparse: bool = False,
     device_type: str = "A3",
     has_paged_attention: bool = False,
+    has_states: bool = False,
 ) -> dict[str, object]:
     """The tensors that the runner registers for a config.
 
@@ -73,6 +74,7 @@ def kv_caches(
         device_type: A name of ``AscendDeviceType``.
         has_paged_attention: Whether full attention has all pages of K, then all of V. Without,
             vLLM-Ascend 0.30 has both in each page.
+        has_states: Whether there are layers with recurrent states besides.
     """
     methods = _runner_methods()
     namespace = {
@@ -106,7 +108,8 @@ def kv_caches(
         attn_backend = backend
         use_compress = is_compressed
         use_sparse = is_sparse
-        use_hybrid_blocks = use_dcp = sparse_kv_offload_enabled = False
+        use_hybrid_blocks = has_states
+        use_dcp = sparse_kv_offload_enabled = False
         c8_k_cache_dtype = torch.int8
         c8_k_scale_cache_dtype = torch.float16
 

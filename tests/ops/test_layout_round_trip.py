@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from pytest_mock import MockerFixture
 from support.connector.worker_configs import vllm_config as small_config
-from support.layout.fixtures import FIXTURES, deepseek_v4, latent_rows
+from support.layout.fixtures import FIXTURES, attention_and_mamba, deepseek_v4, latent_rows
 from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
@@ -30,6 +30,15 @@ def test_layouts_have_different_fingerprints() -> None:
     }
     # Where a page is one row, only the kernels' format says how it was cut into blocks.
     assert len(found) >= len(FIXTURES) - 1
+
+
+def test_states_of_another_dtype_have_another_fingerprint() -> None:
+    """Also where all states of a layer are one tensor of bytes (vLLM 0.30)."""
+    (states,) = (each for each in attention_and_mamba().layout().groups if each.holds_states)
+    assert {name for plane in states.planes for name in plane.dtype.split("+")} == {
+        "bfloat16",
+        "float32",
+    }
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
@@ -74,6 +83,13 @@ def test_parallelism_that_is_refused(name: str, message: str) -> None:
     vllm_config = VllmConfig()
     setattr(vllm_config.parallel_config, name, 2)
     with pytest.raises(LayoutError, match=message):
+        read_nz_layers(vllm_config, latent_rows().kv_caches)
+
+
+def test_pages_of_tiled_scales_are_refused() -> None:
+    vllm_config = VllmConfig()
+    vllm_config.cache_config.cache_dtype = "mxfp8"
+    with pytest.raises(LayoutError, match="found mxfp8"):
         read_nz_layers(vllm_config, latent_rows().kv_caches)
 
 

@@ -8,7 +8,6 @@ all that is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import GroupError
@@ -95,8 +94,8 @@ def tokens_per_page_of(spec: Any) -> int:
     """
     if not _stands_for_tokens(spec):
         raise GroupError(
-            f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory of "
-            "one request; such a layer is not supported"
+            f"{type(spec).__name__}: expected blocks that stand for tokens, found scratch memory "
+            "of one request; such a layer is not supported"
         )
     return tokens_per_page(
         int(spec.block_size),
@@ -123,19 +122,19 @@ def is_replicated(spec: Any) -> bool:
     return not _REPLICATED.isdisjoint(_bases(spec))
 
 
-def state_shapes_of(spec: Any) -> tuple[Any, ...]:
-    """Shapes of the tensors of a recurrent state; empty for everything else."""
-    return tuple(getattr(spec, "shapes", ())) if kind_of(spec) is GroupKind.STATE else ()
+def state_dtypes_of(spec: Any) -> tuple[str, ...]:
+    """Of the tensors of a recurrent state; empty for everything else."""
+    dtypes = getattr(spec, "dtypes", ()) if kind_of(spec) is GroupKind.STATE else ()
+    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def min_page_bytes_of(spec: Any) -> int:
     """What of a page is not padding, at least."""
     page_bytes = int(spec.page_size_bytes)
-    shapes: Sequence[Any] = state_shapes_of(spec)
-    if shapes:
+    if state_dtypes_of(spec):
         return sum(
             math.prod(shape) * int(dtype.itemsize)
-            for shape, dtype in zip(shapes, spec.dtypes, strict=True)
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
     if getattr(spec, "page_size_padded", None) is None:
         return page_bytes

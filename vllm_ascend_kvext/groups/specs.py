@@ -21,7 +21,7 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     is_replicated,
     kind_of,
     min_page_bytes_of,
-    state_shapes_of,
+    state_dtypes_of,
     tokens_per_page,
     window_tokens_of,
 )
@@ -40,7 +40,8 @@ class LayerSpec:
         config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
         num_kv_heads: 1 where heads do not matter.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
-        num_states: Of a recurrence, which register a tensor each, or one for all; else 0.
+        state_dtypes: Of a recurrence, whose states register a tensor each, or since vLLM 0.30 one
+            of bytes for all; else empty.
     """
 
     layer_name: str
@@ -56,7 +57,7 @@ class LayerSpec:
     config_rows: int | None
     num_kv_heads: int
     is_byte_typed: bool
-    num_states: int
+    state_dtypes: tuple[str, ...]
     is_replicated: bool
 
     @property
@@ -173,7 +174,7 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
         config_rows=config_rows_of(spec),
         num_kv_heads=int(getattr(spec, "num_kv_heads", 1)),
         is_byte_typed=str(getattr(spec, "dtype", "")).endswith("uint8"),
-        num_states=len(state_shapes_of(spec)),
+        state_dtypes=state_dtypes_of(spec),
         is_replicated=is_replicated(spec),
     )
 

@@ -76,7 +76,7 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
     Raises:
         LayoutError: If no axis fits, or two do.
     """
-    if spec.num_states:
+    if spec.state_dtypes:
         candidates = [0] if view.shape and view.shape[0] == num_pages else []
     else:
         candidates = [axis for axis in _page_axes(view.shape) if view.shape[axis] % num_pages == 0]
@@ -89,7 +89,7 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
         )
     page_axis = candidates[0]
     blocks_per_page = view.shape[page_axis] // num_pages
-    if spec.num_states:
+    if spec.state_dtypes:
         return PageView(view, page_axis, blocks_per_page, None, 1)
     token_axis, is_certain = _token_axis(view.shape, page_axis, blocks_per_page, spec)
     num_rows = view.shape[token_axis] * blocks_per_page
@@ -112,10 +112,13 @@ def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> li
                 "itself instead of an expanded view"
             )
     is_addressed = addressing is RowAddressing.TOKENS and not (
-        spec.num_states or spec.is_byte_typed or view.is_private_format or page.token_axis is None
+        spec.state_dtypes or spec.is_byte_typed or view.is_private_format or page.token_axis is None
     )
     regions = _rows_of_tokens(page) if is_addressed else None
-    regions = regions or _split(page, is_packed=not spec.num_states)
+    regions = regions or _split(page, is_packed=not spec.state_dtypes)
+    if spec.state_dtypes and view.dtype == "int8":
+        # One tensor of bytes for all states: what they are is part of the fingerprint.
+        regions = [replace(region, dtype="+".join(spec.state_dtypes)) for region in regions]
     if len(regions) > _MAX_REGIONS:
         raise LayoutError(
             f"{spec.where}: a page of the tensor of shape {list(view.shape)} with strides "

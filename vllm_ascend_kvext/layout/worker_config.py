@@ -21,9 +21,16 @@ def read_nz_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> frozenset[
     are then moved whole, which is right for both.
 
     Raises:
-        LayoutError: With pipeline or context parallelism.
+        LayoutError: With pipeline or context parallelism, or pages of a format that is not known.
     """
     _require_supported(vllm_config.parallel_config)
+    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
+    if cache_dtype == "mxfp8":
+        raise LayoutError(
+            "cache dtype: found mxfp8, whose pages have tiles of rows and of scales "
+            "(``vllm_ascend/attention/attention_c8_mxfp.py``); use another --kv-cache-dtype, or "
+            "start without offloading"
+        )
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz", False):
         return frozenset(kv_caches)

@@ -148,6 +148,41 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeclaredMLASpec(MLAAttentionSpec):
+    """Of vLLM and vLLM-Ascend 0.30: ``block_size`` counts tokens, the spec says how many rows."""
+
+    compress_ratio: int | None = None
+    tokens_per_state: object = 1
+    scale_dim: int = 0
+    scale_dtype: FakeDtype = FLOAT16
+    prefix_cacheable: bool = True
+    page_rows: int | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        return self.head_size * self.dtype.itemsize
+
+    @property
+    def num_states(self) -> int:
+        return self.block_size // self.tokens_per_state
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        rows = self.num_states if self.page_rows is None else self.page_rows
+        scale_bytes = self.scale_dim * self.scale_dtype.itemsize
+        return rows * self.num_kv_heads * (self.state_content_size_bytes + scale_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RSWASpec(FullAttentionSpec):
+    rswa_window: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     sliding_window: int = 16
 
@@ -194,6 +229,9 @@ class UniformTypeKVCacheSpecs:
 class KVCacheGroupSpec:
     layer_names: list[str]
     kv_cache_spec: object
+    role: str = "default"
+    host_resident: bool = False
+    enable_kv_transfer: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -13,9 +15,11 @@ from support.layout.fakes import (
     AscendMLAAttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    DeclaredMLASpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     cache_groups,
@@ -29,6 +33,7 @@ from vllm_ascend_kvext.groups.model import (
     window_pages,
 )
 from vllm_ascend_kvext.groups.spec_attributes import (
+    config_rows_of,
     holds_states,
     is_replicated,
     kind_of,
@@ -37,12 +42,25 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     window_tokens_of,
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(MambaSpec):
+    """Of vLLM 0.30."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[object, ...] = ()
+    tokens_per_state: int = -1
+
+
 SPECS = [
     # spec, kind, window_tokens, tokens_per_page, is_replicated; states are those of a kind
     (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16, False),
     (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16, False),
     (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256, True),
     (AscendMLAAttentionSpec(block_size=128, compress_ratio=128), GroupKind.FULL, 0, 16384, True),
+    (DeclaredMLASpec(block_size=512, tokens_per_state=4), GroupKind.FULL, 0, 512, True),
+    (DeclaredMLASpec(block_size=16384, tokens_per_state=128), GroupKind.FULL, 0, 16384, True),
+    (RSWASpec(block_size=16), GroupKind.OTHER, 0, 16, False),
     (SlidingWindowSpec(block_size=16, sliding_window=9), GroupKind.WINDOW, 9, 16, False),
     (SlidingWindowMLASpec(block_size=4, sliding_window=8), GroupKind.WINDOW, 8, 4, True),
     (
@@ -53,6 +71,7 @@ SPECS = [
         False,
     ),
     (MambaSpec(block_size=32, shapes=(), dtypes=()), GroupKind.STATE, 0, 32, False),
+    (StateSpec(block_size=32), GroupKind.STATE, 0, 32, False),
     (CrossAttentionSpec(block_size=16), GroupKind.OTHER, 0, 16, False),
 ]
 
@@ -110,6 +129,59 @@ def test_rows_decide(block_size: int, ratio: int, rows: int, expected: int, know
     config_rows = None if knows == "tensor" else rows
     tensor_rows = None if knows == "config" else rows
     assert decide(block_size, ratio, config_rows, tensor_rows) == expected
+
+
+@pytest.mark.parametrize("scale_dim", [0, 1])
+@pytest.mark.parametrize("padded_bytes", [None, 1 << 20])
+def test_rows_that_a_spec_declares_are_read_whatever_the_padding(
+    scale_dim: int, padded_bytes: int | None
+) -> None:
+    """By the size of the page alone the larger meaning of ``block_size`` would fit as well."""
+    spec = DeclaredMLASpec(
+        block_size=256, tokens_per_state=4, scale_dim=scale_dim, page_size_padded=padded_bytes
+    )
+    assert config_rows_of(spec) == 64
+    assert tokens_per_page_of(spec) == 256
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        # The rows of a page, and of ``block_size``, under the name of the other line.
+        (DeclaredMLASpec(block_size=128, tokens_per_state=4, page_rows=128), "2048 bytes"),
+        (DeclaredMLASpec(block_size=130, tokens_per_state=4), "32 rows"),
+        (DeclaredMLASpec(block_size=128, compress_ratio=4), "tokens_per_state 1"),
+        (DeclaredMLASpec(block_size=128, compress_ratio=1, tokens_per_state=4), "compress_ratio 1"),
+        (DeclaredMLASpec(block_size=16, tokens_per_state=Fraction(1, 4)), "tokens_per_state 1/4"),
+        (DeclaredMLASpec(block_size=16, prefix_cacheable=False), "scratch memory"),
+    ],
+)
+def test_what_a_spec_says_twice_must_agree(spec: object, found: str) -> None:
+    with pytest.raises(GroupError, match=found):
+        tokens_per_page_of(spec)
+
+
+def test_scratch_memory_is_of_no_kind() -> None:
+    """Rings of vLLM 0.30 derive from windows."""
+    spec = DeclaredMLASpec(block_size=16, prefix_cacheable=False)
+    assert kind_of(spec) is GroupKind.OTHER
+    with pytest.raises(GroupError, match="found a DeclaredMLASpec"):
+        cache_groups(config(4, (spec, "ring")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"role": "hisparse_source"}, "found the role hisparse_source"),
+        ({"host_resident": True}, "found host_resident"),
+        ({"enable_kv_transfer": False}, "found no enable_kv_transfer"),
+    ],
+)
+def test_groups_with_a_pool_of_their_own_are_refused(changes: dict, found: str) -> None:
+    made = config(4, (FullAttentionSpec(block_size=16), "a"))
+    (group,) = made.kv_cache_groups
+    with pytest.raises(GroupError, match=f"^KV cache group 0: .*{found}"):
+        cache_groups(replace(made, kv_cache_groups=[replace(group, **changes)]))
 
 
 def test_without_compression_nothing_has_to_be_known() -> None:
