@@ -112,7 +112,8 @@ def _weigh(x: Tensor, scores: Tensor, experts: Tensor, scale: float, eps: float 
 
 
 @operator("_C_ascend.npu_moe_init_routing_custom")
-def npu_moe_init_routing_custom(
+@operator("npu_moe_init_routing_v2")
+def npu_moe_init_routing(
     x: Tensor,
     expert_idx: Tensor,
     *,
@@ -136,7 +137,7 @@ def npu_moe_init_routing_custom(
         ``[num_tokens * k]``; the tokens of each expert, int64; and nothing (scales of a
         quantization).
     """
-    name = "npu_moe_init_routing_custom"
+    name = "npu_moe_init_routing"
     require(name, scale is None, "scale is not emulated")
     require(name, quant_mode == -1, f"quant_mode {quant_mode} is not emulated")
     is_emulated = expert_tokens_num_flag and expert_tokens_num_type == COUNTS
