@@ -44,7 +44,7 @@ def convolve(
         activation: "silu" or none.
 
     Returns:
-        As ``x``; zeros for sequences that are left out.
+        As ``x``; not a number for sequences that are left out.
     """
     if query_start_loc is None or cache_indices is None:
         raise RuntimeError("convolution: expected starts and blocks of sequences")
@@ -58,7 +58,7 @@ def convolve(
     is_continued = [True] * len(blocks)
     if has_initial_state is not None:
         is_continued = has_initial_state.bool().tolist()
-    output = torch.zeros_like(x)
+    output = torch.full_like(x, float("nan"))
     for number, block in enumerate(blocks):
         first, end = starts[number], starts[number + 1]
         if block in (pad_slot_id, null_block_id) or first == end:
