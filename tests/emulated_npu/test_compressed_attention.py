@@ -20,6 +20,7 @@ ENGINE = {
     "max_model_len": 8192,
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 900,
+    "distributed_executor_backend": "support.scenarios.own_config.OwnConfigExecutor",
 }
 CACHING = {"enable_prefix_caching": True}
 SMALL_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 3000}

@@ -147,12 +147,8 @@ def convolve(
     blocks: torch.Tensor,
     is_continued: torch.Tensor | None,
 ) -> torch.Tensor:
-    output = torch.full_like(x, float("nan"))
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    given = (weight, states, None, starts, blocks, is_continued, None)
-    is_decode = int(is_continued is None)
-    gated_delta_rule.npu_causal_conv1d_custom(output, x, *given, 1, -1, is_decode)
-    return output
+    return gated_delta_rule.convolve(x, weight, None, states, starts, blocks, is_continued, "silu")
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["states go on", "states are lost"])

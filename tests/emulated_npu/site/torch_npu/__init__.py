@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
 
-See the README beside this folder. Importing it adds the device to torch, ``torch.npu``, the
+See the README beside this folder. ``import torch`` imports it, as ``torch_npu.dist-info`` says of
+the real one, too, so before anything of vLLM-Ascend. That adds the device to torch, ``torch.npu``, the
 communication backend ``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
 """
 
@@ -34,6 +35,7 @@ stand_ins.install()
 __version__ = torch.__version__.partition("+")[0]
 float4_e2m1fn_x2 = getattr(torch, "float4_e2m1fn_x2", None)
 float8_e8m0fnu = getattr(torch, "float8_e8m0fnu", None)
+hifloat8 = None  # not of an A2
 
 ACL_FORMAT_ND = 2
 
@@ -55,6 +57,10 @@ for _name, _function in _operators.items():
 _emulator.set_memory_limit(npu.MEMORY_BYTES)
 _seed = os.environ.get("EMULATED_NPU_SEED")
 emulation.set_seed(int(_seed) if _seed else None)
+
+
+def _autoload() -> None:
+    """All is done when this module has been imported."""
 
 
 def __getattr__(name: str) -> Any:

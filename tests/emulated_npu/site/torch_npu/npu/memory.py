@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from torch_npu import _emulator
 from torch_npu.npu.devices import MEMORY_BYTES
 
@@ -44,6 +46,10 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 def empty_cache() -> None:
     """There is no cache."""
+
+
+torch.accelerator.empty_host_cache = empty_cache
+"""torch asks its own allocator of pinned memory, and there is none."""
 
 
 class NPUPluggableAllocator:

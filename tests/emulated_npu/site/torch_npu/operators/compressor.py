@@ -181,3 +181,26 @@ def compressor_metadata(
             slots[row, 0] = kv_block_table[request, block]
             slots[row, 1] = window % kv_block_size
     return cos[:, None, None], sin[:, None, None], slots
+
+
+@kernel_operator("_C_ascend.compressor_metadata_out")
+def compressor_metadata_out(
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    cu_seqlens: Tensor,
+    start_pos: Tensor,
+    kv_block_table: Tensor,
+    kv_block_size: int,
+    slot_mapping_format: int,
+    compress_ratio: int,
+    num_reqs_actual: int,
+    compress_cos: Tensor,
+    compress_sin: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """As ``compressor_metadata``, to the last three."""
+    where = (cu_seqlens, start_pos, kv_block_table, kv_block_size, slot_mapping_format)
+    sizes = (compress_ratio, len(slot_mapping), num_reqs_actual)
+    found = compressor_metadata(rope_cos, rope_sin, *where, *sizes)
+    for target, values in zip((compress_cos, compress_sin, slot_mapping), found, strict=True):
+        target.copy_(values)

@@ -78,6 +78,9 @@ def moe_gating_top_k_hash(
     renorm: int = 0,
     norm_type: int = 0,
     out_flag: bool = False,
+    bias_vl: Tensor | None = None,
+    image_sentinel_lo: int = 129257,
+    image_sentinel_count: int = 5,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Chooses ``k`` experts of each token; their scores are divided by their sum and scaled.
 
@@ -85,12 +88,14 @@ def moe_gating_top_k_hash(
         bias: is added to the scores for the choice, and only for it; shape ``[experts]``.
         input_ids: shape ``[tokens]``.
         tid2eid: experts by token id, shape ``[vocabulary, k]``; without it the best are chosen.
+        bias_vl: for tokens of images, which have the ids from ``image_sentinel_lo`` on.
     """
     if norm_type != ROOT_OF_SOFTPLUS or renorm or out_flag or group_count != 1 or k_group != 1:
         raise RuntimeError(
             "moe_gating_top_k_hash: only norm_type 2 without renorm, groups and out_flag is"
             f" emulated, found {norm_type=} {renorm=} {group_count=} {k_group=} {out_flag=}"
         )
+    require("moe_gating_top_k_hash", bias_vl is None, "bias_vl is not emulated")
     if bias is not None and bias.dtype != x.dtype:
         raise RuntimeError(f"moe_gating_top_k_hash: x is {x.dtype}, bias {bias.dtype}")
     scores = SCORES[norm_type](x.float())
@@ -112,7 +117,8 @@ def _weigh(x: Tensor, scores: Tensor, experts: Tensor, scale: float, eps: float 
 
 
 @operator("_C_ascend.npu_moe_init_routing_custom")
-def npu_moe_init_routing_custom(
+@operator("npu_moe_init_routing_v2")
+def npu_moe_init_routing(
     x: Tensor,
     expert_idx: Tensor,
     *,
@@ -136,7 +142,7 @@ def npu_moe_init_routing_custom(
         ``[num_tokens * k]``; the tokens of each expert, int64; and nothing (scales of a
         quantization).
     """
-    name = "npu_moe_init_routing_custom"
+    name = "npu_moe_init_routing"
     require(name, scale is None, "scale is not emulated")
     require(name, quant_mode == -1, f"quant_mode {quant_mode} is not emulated")
     is_emulated = expert_tokens_num_flag and expert_tokens_num_type == COUNTS

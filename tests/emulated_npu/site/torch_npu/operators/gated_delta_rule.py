@@ -7,20 +7,124 @@ token's key, and asks it the token's query. Heads of values share the heads of k
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_npu.kernels import kernel_operator, like, nothing, operator
+from torch_npu.kernels import kernel, kernel_operator, like, operator
 
 
-@kernel_operator(
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor | None,
+    cache_indices: Tensor | None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = None,
+    pad_slot_id: int = -1,
+    null_block_id: int | None = None,
+) -> Tensor:
+    """Convolves each channel over a sequence's tokens, behind those that its state remembers.
+
+    Args:
+        x: shape ``[tokens, channels]``, sequences one behind the other.
+        weight: shape ``[width, channels]``; its last row is for the token itself.
+        bias: shape ``[channels]``.
+        conv_states: the last ``width - 1`` tokens of each sequence, shape
+            ``[blocks, width - 1, channels]``; written.
+        query_start_loc: where each sequence begins, shape ``[sequences + 1]``.
+        cache_indices: block of each sequence, shape ``[sequences]`` or, in the first column,
+            ``[sequences, blocks]``; those with ``pad_slot_id`` or ``null_block_id`` are left out.
+        has_initial_state: whether a sequence goes on from its state, shape ``[sequences]``;
+            without it, all do.
+        activation: "silu" or none.
+
+    Returns:
+        As ``x``; not a number for sequences that are left out.
+    """
+    if query_start_loc is None or cache_indices is None:
+        raise RuntimeError("convolution: expected starts and blocks of sequences")
+    kept = weight.shape[0] - 1
+    if conv_states.shape[1] != kept or activation not in ("silu", None):
+        raise RuntimeError(f"convolution: {conv_states.shape}, expected {kept} tokens; {activation}")
+    kernel = weight.float().t().unsqueeze(1)
+    bias = None if bias is None else bias.float()
+    starts = query_start_loc.tolist()
+    blocks = cache_indices.reshape(len(cache_indices), -1)[:, 0].tolist()
+    is_continued = [True] * len(blocks)
+    if has_initial_state is not None:
+        is_continued = has_initial_state.bool().tolist()
+    output = torch.full_like(x, float("nan"))
+    for number, block in enumerate(blocks):
+        first, end = starts[number], starts[number + 1]
+        if block in (pad_slot_id, null_block_id) or first == end:
+            continue
+        before = conv_states[block].float()
+        if not is_continued[number]:
+            before = torch.zeros_like(before)
+        tokens = torch.cat((before, x[first:end].float()))
+        found = functional.conv1d(tokens.t(), kernel, bias, groups=x.shape[1]).t()
+        output[first:end] = functional.silu(found) if activation else found
+        conv_states[block] = tokens[len(tokens) - kept :]
+    return output
+
+
+_convolution = kernel("convolution", convolve, like("x"))
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    **options: Any,
+) -> Tensor:
+    """``convolve`` for prompts, of the library ``fla_npu``."""
+    return _convolution(x, weight, bias, conv_states, query_start_loc, **options)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    conv_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int,
+    null_block_id: int,
+    out: Tensor,
+) -> Tensor:
+    """``convolve`` for decoding, of the library ``fla_npu``, to ``out``."""
+    if num_accepted_tokens is not None or max_query_len != 1:
+        raise NotImplementedError("causal_conv1d_update: drafts are not emulated")
+    out.copy_(
+        _convolution(
+            x,
+            weight,
+            bias,
+            conv_state,
+            query_start_loc,
+            conv_state_indices,
+            activation=activation,
+            null_block_id=null_block_id,
+        )
+    )
+    return out
+
+
+@operator(
     "_C_ascend.npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state,"
     " Tensor? bias_opt, Tensor? query_start_loc_opt, Tensor? cache_indices_opt,"
     " Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode,"
-    " int pad_slot_id, int run_mode) -> Tensor output",
-    nothing,
-    lambda made, call: call.output,
+    " int pad_slot_id, int run_mode) -> Tensor output"
 )
 def npu_causal_conv1d_custom(
     output: Tensor,
@@ -35,51 +139,19 @@ def npu_causal_conv1d_custom(
     activation_mode: int,
     pad_slot_id: int,
     run_mode: int,
-) -> None:
-    """Convolves each channel over a sequence's tokens, behind those that its state remembers.
+) -> Tensor:
+    """``convolve``, of vLLM-Ascend 0.23.0, to ``output``.
 
     Args:
-        output: written, as ``x``.
-        x: shape ``[tokens, channels]``, sequences one behind the other.
-        weight: shape ``[width, channels]``; its last row is for the token itself.
-        conv_state: the last ``width - 1`` tokens of each sequence, shape
-            ``[blocks, width - 1, channels]``; written.
-        bias_opt: shape ``[channels]``.
-        query_start_loc_opt: where each sequence begins, shape ``[sequences + 1]``.
-        cache_indices_opt: block of each sequence, shape ``[sequences]`` or, in the first column,
-            ``[sequences, blocks]``; those with ``pad_slot_id`` are left out.
-        initial_state_mode_opt: whether a sequence goes on from its state, shape ``[sequences]``;
-            without it, all do.
         activation_mode: 1 for SiLU, 0 for none.
         run_mode: 0 for prompts, 1 for decoding; here both are the same.
     """
-    if query_start_loc_opt is None or cache_indices_opt is None:
-        raise RuntimeError("npu_causal_conv1d_custom: expected starts and blocks of sequences")
     if num_accepted_tokens_opt is not None:
         raise NotImplementedError("npu_causal_conv1d_custom: drafts are not emulated")
-    kept = weight.shape[0] - 1
-    if conv_state.shape[1] != kept:
-        raise RuntimeError(
-            f"npu_causal_conv1d_custom: conv_state {conv_state.shape}, expected {kept} tokens"
-        )
-    kernel = weight.float().t().unsqueeze(1)
-    bias = None if bias_opt is None else bias_opt.float()
-    starts = query_start_loc_opt.tolist()
-    blocks = cache_indices_opt.reshape(len(cache_indices_opt), -1)[:, 0].tolist()
-    is_continued = [True] * len(blocks)
-    if initial_state_mode_opt is not None:
-        is_continued = initial_state_mode_opt.bool().tolist()
-    for number, block in enumerate(blocks):
-        first, end = starts[number], starts[number + 1]
-        if block == pad_slot_id or first == end:
-            continue
-        before = conv_state[block].float()
-        if not is_continued[number]:
-            before = torch.zeros_like(before)
-        tokens = torch.cat((before, x[first:end].float()))
-        found = functional.conv1d(tokens.t(), kernel, bias, groups=x.shape[1]).t()
-        output[first:end] = functional.silu(found) if activation_mode else found
-        conv_state[block] = tokens[len(tokens) - kept :]
+    sequences = (query_start_loc_opt, cache_indices_opt, initial_state_mode_opt)
+    activation = "silu" if activation_mode else None
+    output.copy_(_convolution(x, weight, bias_opt, conv_state, *sequences, activation, pad_slot_id))
+    return output
 
 
 @operator("_C_ascend.npu_fused_gdn_gating")
@@ -192,3 +264,9 @@ def npu_recurrent_gated_delta_rule(
         )
         found[one], state[block] = answers, last
     return found
+
+
+recurrent_gated_delta_rule = kernel(
+    "recurrent_gated_delta_rule", npu_recurrent_gated_delta_rule, like("value")
+)
+"""Of the library ``fla_npu``."""

@@ -90,3 +90,59 @@ def quant_lightning_indexer(
             chosen[first:end, 0, : places.shape[1]] = places.to(torch.int32)
         first = end
     return chosen, torch.empty(0)
+
+
+@kernel_operator(
+    "_C_ascend.npu_quant_lightning_indexer_v2",
+    lambda call: [
+        ((len(call.query), call.key.shape[2], call.topk), torch.int32),
+        ((0,), torch.float32),
+    ],
+)
+def quant_lightning_indexer_v2(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor,
+    key_dequant_scale: Tensor,
+    topk: int,
+    quant_mode: int,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    cmp_residual_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    metadata: Tensor | None = None,
+    layout_q: str = "TND",
+    layout_k: str = "PA_BBND",
+    mask_mode: int = 3,
+    cmp_ratio: int = 4,
+    return_value: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """As ``quant_lightning_indexer``, with other names.
+
+    Args:
+        topk: keys to choose.
+        quant_mode: 2, 8-bit integers.
+        cu_seqlens_q: first row of each request, and the end; shape ``[requests + 1]``.
+        seqused_k: compressed keys of each request, shape ``[requests]``.
+        cmp_residual_k: tokens behind the last window that has ended, as ``seqused_k``.
+    """
+    form = (layout_q, layout_k, mask_mode, return_value, quant_mode)
+    if form != ("TND", "PA_BBND", 3, 0, 2) or seqused_k is None or cmp_residual_k is None:
+        raise RuntimeError(f"npu_quant_lightning_indexer_v2: {form} is not emulated")
+    return quant_lightning_indexer(
+        query,
+        key,
+        weights,
+        query_dequant_scale,
+        key_dequant_scale,
+        actual_seq_lengths_query=cu_seqlens_q[1:],
+        actual_seq_lengths_key=seqused_k * cmp_ratio + cmp_residual_k,
+        block_table=block_table,
+        metadata=metadata,
+        layout_query="TND",
+        layout_key="PA_BSND",
+        sparse_count=topk,
+        cmp_ratio=cmp_ratio,
+    )

@@ -39,6 +39,13 @@ def npu_add_rms_norm_bias(
     return *npu_rms_norm(total, gamma, epsilon), total
 
 
+@operator("_C_ascend.npu_rms_norm_cast")
+def npu_rms_norm_cast(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The norm in the type of ``x``, and the same numbers in float32."""
+    normed, _ = npu_rms_norm(x, gamma, epsilon)
+    return normed, normed.float()
+
+
 @operator("npu_swiglu")
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """``silu(a) * b``, where ``a`` and ``b`` are the halves of ``input`` along ``dim``."""

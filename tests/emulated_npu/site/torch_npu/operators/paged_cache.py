@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_npu.kernels import kernel_operator
+from torch_npu.kernels import kernel_operator, require
 
 
 @kernel_operator("_npu_reshape_and_cache")
@@ -29,6 +29,21 @@ def _npu_reshape_and_cache(
     write_slots(value, value_cache, slot_indices)
 
 
+@kernel_operator("npu_scatter_pa_kv_cache")
+def npu_scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str = "Norm",
+) -> None:
+    """As ``_npu_reshape_and_cache``."""
+    require("npu_scatter_pa_kv_cache", cache_mode == "Norm", f"cache_mode {cache_mode}")
+    _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
 def write_slots(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes ``tokens[i]`` to the slot ``slots[i]`` of ``cache``, unless it is negative."""
     block_size = cache.shape[1]
@@ -36,6 +51,7 @@ def write_slots(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 @kernel_operator("_C_ascend.npu_scatter_nd_update_v2")
+@kernel_operator("_C_ascend.npu_scatter_nd_update_sk")
 def scatter_nd_update(var: Tensor, indices: Tensor, update: Tensor) -> None:
     """Writes ``update[i]`` to ``var[indices[i]]``, unless an index is negative.
 
@@ -97,3 +113,19 @@ def npu_paged_cache_load(
             part = gathered[first : first + num_tokens]
             part.copy_(read_pages(cache, blocks, num_tokens).view(part.shape))
         first += num_tokens
+
+
+@kernel_operator("npu_gather_pa_kv_cache")
+def npu_gather_pa_kv_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seq_offset: Tensor | None = None,
+) -> None:
+    """As ``npu_paged_cache_load``, with other names."""
+    where = (key_cache, value_cache, block_tables, seq_lens)
+    npu_paged_cache_load(*where, seq_starts=seq_offset, key=key, value=value)

@@ -36,11 +36,41 @@ def _npu_rotary_embedding(
     """
     is_emulated = is_neox_style and cos_sin_cache.shape[-1] == head_size
     require("_npu_rotary_embedding", is_emulated, "only whole heads in neox style are emulated")
+    turned = npu_mrope(positions, query, key, cos_sin_cache, head_size)
+    for tensor, result in zip((query, key), turned, strict=True):
+        tensor.copy_(result)
+
+
+@operator("npu_mrope")
+def npu_mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: Sequence[int] | None = None,
+    rotary_mode: str = "half",
+    cache_mode: str = "default",
+) -> tuple[Tensor, Tensor]:
+    """As ``_npu_rotary_embedding``, not in place, and for the first numbers of a head if the cache
+    has fewer: the others stay.
+
+    Args:
+        mrope_section: of positions in several dimensions: zeros.
+    """
+    given = (rotary_mode, cache_mode, any(mrope_section or ()))
+    require("npu_mrope", given == ("half", "default", False), f"{given} is not emulated")
     cos, sin = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, dim=-1)
     cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    for tensor in (query, key):
+    size = cos.shape[-1]
+
+    def turned(tensor: Tensor) -> Tensor:
         heads = tensor.view(tensor.shape[0], -1, head_size)
-        heads.copy_(npu_rotary_mul(heads, cos, sin))
+        part = npu_rotary_mul(heads[..., :size], cos, sin)
+        return torch.cat((part, heads[..., size:]), -1).view(tensor.shape)
+
+    return turned(query), turned(key)
 
 
 @operator("npu_rotary_mul")
@@ -76,7 +106,12 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @operator("_C_ascend.inplace_partial_rotary_mul")
 def inplace_partial_rotary_mul(
-    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, partial_slice: Sequence[int]
+    x: Tensor,
+    r1: Tensor,
+    r2: Tensor,
+    rotary_mode: str,
+    partial_slice: Sequence[int],
+    negate_sin: bool = False,
 ) -> None:
     """Turns a slice of each head.
 
@@ -85,8 +120,10 @@ def inplace_partial_rotary_mul(
         r1: cosines, shape ``[tokens, 1, 1, end - first]``.
         r2: sines, as ``r1``.
         partial_slice: first and end element.
+        negate_sin: turn back.
     """
     if rotary_mode != "interleave" or x.dim() != 4:
         raise RuntimeError(f"inplace_partial_rotary_mul: {rotary_mode=}, x {x.shape}: not emulated")
     part = x[..., slice(*partial_slice)]
-    part.copy_(npu_rotary_mul(part, r1.float(), r2.float(), rotary_mode))
+    sin = -r2.float() if negate_sin else r2.float()
+    part.copy_(npu_rotary_mul(part, r1.float(), sin, rotary_mode))

@@ -29,6 +29,8 @@ def sparse_attention(
     ori_block_table: Tensor | None = None,
     cmp_block_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_ori_kv: Tensor | None = None,
+    cu_seqlens_cmp_kv: Tensor | None = None,
     seqused_kv: Tensor | None = None,
     sinks: Tensor | None = None,
     metadata: Tensor | None = None,
@@ -53,6 +55,7 @@ def sparse_attention(
         cmp_sparse_indices: keys of ``cmp_kv`` that each token reads, -1 for none, shape
             ``[tokens, 1, keys]``; without it, all. A window that has not ended is never read.
         cu_seqlens_q: first row of each request, and the end; shape ``[requests + 1]``.
+        cu_seqlens_ori_kv: of keys without pages, as ``cu_seqlens_cmp_kv``; paged ones need none.
         seqused_kv: tokens of each request, shape ``[requests]``.
         sinks: float32, shape ``[heads]``.
         metadata: a plan for the device's cores.
@@ -106,6 +109,7 @@ def _is_chosen(indices: Tensor, num_keys: int) -> Tensor:
 
 @operator("_C_ascend.npu_sparse_attn_sharedkv_metadata")
 @operator("_C_ascend.npu_vllm_quant_lightning_indexer_metadata")
+@operator("_C_ascend.npu_quant_lightning_indexer_v2_metadata")
 def plan(*, device: str, **options: object) -> Tensor:
     """Which core of the device does what. Nobody reads it here."""
     return torch.zeros(PLAN_INTEGERS, dtype=torch.int32, device=device)

@@ -2,8 +2,9 @@
 """Torch code in the place of Triton kernels, which need a compiler for the device.
 
 A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets
-it as soon as the module has been imported, before others take the name from there. A table
-``WHOLE_MODULES`` has whole modules, by name, for those that cannot be imported here.
+it as soon as the module has been imported, before others take the name from there. What is in
+another module in another version of vLLM-Ascend is named with both. A table ``WHOLE_MODULES`` has
+whole modules, by name, for those that cannot be imported here.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             for kernel in mine:
-                if not hasattr(module, kernel):
+                if hasattr(module, kernel):
+                    setattr(module, kernel, mine[kernel])
+                elif sum(kernel == other for _, other in self._stand_ins) == 1:
                     raise ImportError(f"{name}.{kernel} does not exist: its stand-in is of no use")
-                setattr(module, kernel, mine[kernel])
 
         spec.loader.exec_module = exec_module
         return spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that need the device's toolkit to be built or imported, or that do nothing here."""
+"""Modules that a build for the device makes, that need its toolkit, or that do nothing here."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def python_unmap_and_release(device: int, num_bytes: int, address: int, runtime:
 
 
 WHOLE_MODULES: dict[str, dict[str, Any]] = {
+    # setup.py writes it, so a source archive has none.
+    "vllm_ascend._build_info": {"__device_type__": "A2"},
     # `operators` has those that it defines.
     "vllm_ascend.vllm_ascend_C": {
         "init_module": init_module,
@@ -47,6 +49,8 @@ WHOLE_MODULES: dict[str, dict[str, Any]] = {
     },
     # Its kernels without data serve graphs only, and want every operator to be defined.
     "vllm_ascend.meta_registration": {},
+    # Of operators in a library that a torch for CPUs cannot load; models of text need none.
+    "torchvision._meta_registrations": {},
     "torch_npu.op_plugin.atb._atb_ops": {"_register_atb_extensions": lambda: None},
     "torch_npu.profiler": {"dynamic_profile": SimpleNamespace(step=lambda: None)},
 }

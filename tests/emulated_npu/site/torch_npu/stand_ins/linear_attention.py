@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_npu.kernels import kernel
+from torch_npu.operators import gated_delta_rule
 from torch_npu.operators.gated_delta_rule import run_gated_delta_rule
 from torch_npu.operators.norms import npu_rms_norm
 from torch_npu.stand_ins import Launched
@@ -174,7 +175,11 @@ def copy_memory(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, *, BLOCK_SIZE
 _FLA = "vllm_ascend.ops.triton.fla"
 STAND_INS = {
     (f"{_FLA}.fused_qkvzba_split_reshape", "fused_qkvzba_split_reshape_cat"): split_heads,
-    ("vllm.model_executor.layers.fla.ops.l2norm", "l2norm_fwd"): l2_norm,
+    ("vllm.model_executor.layers.fla.ops.l2norm", "l2norm_fwd"): l2_norm,  # 0.23.0
+    ("vllm.third_party.flash_linear_attention.ops.l2norm", "l2norm_fwd"): l2_norm,
+    ("vllm_ascend.ops.triton.fused_gdn_gating", "fused_gdn_gating_patch"): (
+        gated_delta_rule.npu_fused_gdn_gating
+    ),
     (f"{_FLA}.utils", "clear_ssm_states"): clear_states,
     (f"{_FLA}.chunk", "chunk_gated_delta_rule"): chunk_gated_delta_rule,
     ("vllm_ascend.ops.triton.layernorm_gated", "layer_norm_fwd_npu"): gated_norm,
@@ -182,3 +187,18 @@ STAND_INS = {
         kernel("batch_memcpy_kernel", copy_memory)
     ),
 }
+
+_FLA_NPU = {
+    "causal_conv1d_fn": gated_delta_rule.causal_conv1d_fn,
+    "causal_conv1d_update": gated_delta_rule.causal_conv1d_update,
+    "recurrent_gated_delta_rule": gated_delta_rule.recurrent_gated_delta_rule,
+    # Of another model.
+    "chunk_kda_fwd": None,
+    "recurrent_kda": None,
+}
+WHOLE_MODULES: dict[str, dict[str, Any]] = {
+    "fla_npu": {},
+    "fla_npu.ops": {},
+    "fla_npu.ops.ascendc": _FLA_NPU,
+}
+"""A library for devices, without its kernel of prompts: vLLM-Ascend then takes its own."""

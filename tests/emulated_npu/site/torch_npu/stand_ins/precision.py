@@ -23,8 +23,9 @@ class _TorchWithoutBfloat16:
 
 STAND_INS = {(module, "torch"): _TorchWithoutBfloat16() for module in MODULES}
 
-STAND_INS["vllm_ascend.models.layer.attention.layer", "kv_cache_dtype_str_to_dtype"] = (
-    lambda name, model_config: torch.bfloat16
-)
-"""Compressed keys of DeepSeek-V4, which vLLM-Ascend keeps in the model's type, and those of windows
-in bfloat16. So a model in float32 would have pages of a size that no device sees."""
+for _module in ("layer.attention.layer", "deepseek_v4.model"):
+    STAND_INS[f"vllm_ascend.models.{_module}", "kv_cache_dtype_str_to_dtype"] = (
+        lambda name, model_config: torch.bfloat16
+    )
+"""Compressed keys of DeepSeek-V4, which vLLM-Ascend keeps in the model's type, and those of windows,
+which 0.23.0 keeps in bfloat16. So a model in float32 would have pages of a size that no device sees."""

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM-Ascend can print from the device. It starts only where this exists."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_npu.kernels import operator
+
+
+@operator("_C_ascend.device_print(str value) -> ()")
+def device_print(value: str) -> None:
+    raise NotImplementedError("device_print is not emulated")
+
+
+@operator("_C_ascend.device_print_tensor(Tensor value) -> ()")
+def device_print_tensor(value: Tensor) -> None:
+    raise NotImplementedError("device_print_tensor is not emulated")

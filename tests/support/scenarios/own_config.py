@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An executor whose worker is in this process, and has a configuration of its own."""
+
+from __future__ import annotations
+
+import copy
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class OwnConfigExecutor(UniProcExecutor):
+    """What workers in other processes have.
+
+    vLLM 0.30 sets the block size of its configuration to the smallest of all groups before the KV
+    cache is made (``v1/engine/core.py``, line 345). vLLM-Ascend 0.30.0rc2 asks DeepSeek-V4's layers
+    for their groups again after that, by the same block size (``models/deepseek_v4/indexer.py``,
+    line 143): with vLLM's own executor for one process it ends with ``KeyError: 8``.
+    """
+
+    def _init_executor(self) -> None:
+        self.vllm_config = copy.deepcopy(self.vllm_config)
+        super()._init_executor()
