@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vllm_ascend_kvext import __version__, compat
@@ -41,7 +41,7 @@ def register() -> None:
     """Activate according to the environment; see `vllm_ascend_kvext.register`."""
     settings = Settings.from_environ(os.environ)
     try:
-        _introduce_own_variables(os.environ)
+        _introduce(own_variables(os.environ))
         install(survey(settings))
     except KvextError:
         raise
@@ -128,6 +128,8 @@ def install(activation: Activation) -> None:
     if settings.retention_interval is None:
         # Blank is unset, to this package; to vLLM 0.23.0 it is an integer that it cannot read.
         os.environ.pop(RETENTION_INTERVAL_VARIABLE, None)
+    else:
+        _introduce((RETENTION_INTERVAL_VARIABLE,))  # since vLLM 0.30 it is ours alone
     refused = activation.misfits
     asked_for = with_requirements(settings.requests, FEATURES)
     fatal = [plan for plan in refused if settings.mode is Mode.STRICT or plan.feature in asked_for]
@@ -197,14 +199,13 @@ def _knows(variable: str) -> bool:
     return variable in envs.environment_variables
 
 
-def _introduce_own_variables(environ: Mapping[str, str]) -> None:
+def _introduce(names: Collection[str]) -> None:
     """Spare the user vLLM's complaint about unknown variables, for those that are set."""
-    own = own_variables(environ)
-    if not own or compat.package_folder("vllm") is None:
+    if not names or compat.package_folder("vllm") is None:
         return
     from vllm import envs
 
-    for name in own:
+    for name in names:
         envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 

@@ -80,12 +80,13 @@ class Settings:
     retention: Annotated[Retention, RETENTION_VARIABLE] = Retention.INTERVAL
     """`interval`: the interval below decides alone. `adaptive`: what requests resume from, share
     and name decides which blocks of sliding-window and state groups stay in the prefix cache, and
-    what gives way when it is full. An interval then adds a grid."""
+    what gives way when it is full. An interval then adds a grid, that of vLLM's configuration,
+    too."""
 
     retention_interval: Annotated[str | None, RETENTION_INTERVAL_VARIABLE] = None
     """Which blocks of sliding-window and state groups are the last to leave the prefix cache. Unset
-    or blank: vLLM decides. `0`: those before the last positions a request can be resumed at. `N`:
-    also those before every N-th token."""
+    or blank: vLLM decides, since 0.30 by its `--prefix-cache-retention-interval`. `0`: those before
+    the last positions a request can be resumed at. `N`: also those before every N-th token."""
 
     fast_prefix_cache: Annotated[Switch, FAST_PREFIX_CACHE_VARIABLE] = Switch.AUTO
     """`1`: the scheduler's prefix-cache functions are replaced by ones that decide the same in less

@@ -105,7 +105,6 @@ def _for_stat_logger(
         id=patch_id,
         target=f"{_MODULE}:{function}",
         feature="retention",
-        vllm=BEFORE_0_30,
         wrapper=wrapper,
         why="Upstream's hook for stat loggers is read by AsyncLLM only, and its loggers are built "
         "before the Prometheus one, which then unregisters whatever is named vllm.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm/v1/engine/output_processor.py``: no report of retention is lost on the way to the loggers.
 
-``LLMEngine.step`` leaves out the statistics of steps without output, such as all chunks of a prompt
-but its last. Here all statistics pass by.
+Before vLLM 0.30 ``LLMEngine.step`` leaves out the statistics of steps without output, such as all
+chunks of a prompt but its last. Here all statistics pass by.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATCHES = (
         wrapper=carry_over,
         why="LLM records no statistics of a step without output: what a long prompt's chunks "
         "count is lost.",
-        retire_when="upstream's LLMEngine.step records every step",
+        retire_when="0.23 is not supported any more: vLLM 0.30 records every step",
         relies_on=("vllm.v1.engine.llm_engine:LLMEngine.step",),
     ),
 )

@@ -13,7 +13,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.counted import Report
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -56,7 +56,6 @@ PATCHES = (
         target="vllm.v1.metrics.stats:SchedulerStats.__dataclass_fields__",
         kind=Kind.HOOK,
         feature="retention",
-        vllm=BEFORE_0_30,
         install=add_field,
         why="What the engine core counts reaches the process that serves /metrics in fields of "
         "SchedulerStats only, and none of them is open to plugins.",

@@ -13,7 +13,8 @@ import pytest
 import tiny_models
 from support.scenarios import processes
 from support.scenarios.answers import Served
-from support.scenarios.processes import NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Serve
+from support.scenarios.processes import CPU, DENSE, NO_PREFIX_CACHING, PLUGIN_OFF, Plan, Serve
+from support.scenarios.retention import POOL_TOKENS
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +46,8 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     ) -> Served:
         key = json.dumps([environ, scenarios, engine], sort_keys=True)
         if key not in done:
-            plan = Plan(tiny_model, scenarios, "retention", engine)
+            pool = {"num_gpu_blocks_override": POOL_TOKENS // CPU.block_tokens}
+            plan = Plan(tiny_model, scenarios, "retention", pool | engine)
             done[key] = processes.serve(tmp_path_factory, {key: plan}, environ)[key]
         return done[key]
 
@@ -69,5 +71,5 @@ def uncached(serve: Serve) -> Served:
 
 @pytest.fixture(scope="session")
 def dense(serve: Serve) -> Served:
-    """Stock prefix caching: the plugin is off, no interval is set."""
-    return serve(PLUGIN_OFF)
+    """Stock prefix caching of every block: the plugin is off."""
+    return serve(PLUGIN_OFF, **DENSE)

@@ -109,10 +109,10 @@ def test_metrics_count(adaptive: Served) -> None:
     assert adaptive.report["prefix_cache_hits"] > 0
 
 
-def test_unset_means_stock(serve: Serve, dense: Served) -> None:
+def test_unset_means_stock(serve: Serve) -> None:
     unset = serve({DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)})
     assert unset.report["wrapped"] == []
-    assert unset.report["asked"] == dense.report["asked"]
+    assert unset.report["asked"] == serve(PLUGIN_OFF).report["asked"]
 
 
 def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:

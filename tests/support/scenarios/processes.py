@@ -22,6 +22,9 @@ INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
+IS_SINCE_0_30 = not version_in(detect({}).vllm or "", BEFORE_0_30[0])
+DENSE: Mapping[str, Any] = {"prefix_cache_retention_interval": None} if IS_SINCE_0_30 else {}
+"""Of an engine that caches every block: since vLLM 0.30 it is not the default."""
 
 RUNNER = "KVEXT_RUNNER"
 IS_V2_RUNNER = os.environ.get(RUNNER) == "v2"
@@ -52,13 +55,8 @@ class Platform:
     environ: Mapping[str, str]
 
 
-def _cpu_block_tokens() -> int:
-    """The least that the CPU takes of this vLLM."""
-    vllm = detect({}).vllm
-    return 16 if vllm is not None and version_in(vllm, BEFORE_0_30[0]) else 32
-
-
-CPU = Platform(_cpu_block_tokens(), ("-I",), ENGINE_ENVIRON)
+CPU = Platform(32 if IS_SINCE_0_30 else 16, ("-I",), ENGINE_ENVIRON)
+"""With the least block that the CPU takes of this vLLM."""
 NPU = Platform(
     128,  # vLLM-Ascend takes no other for most models.
     (),
