@@ -69,7 +69,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
 def connect_by_blocks(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """The same where a load that fails is named by blocks, and connectors are not asked for work."""
+    """The same where a load that fails is named by blocks, and no connector is asked for work."""
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
