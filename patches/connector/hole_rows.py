@@ -142,13 +142,16 @@ def go_on_behind_holes(scheduler: Scheduler, request_id: str) -> None:
         scheduler.finished_recving_kv_req_ids.add(request_id)
 
 
-def correct_hits(scheduler: Scheduler, new: NewHoles) -> None:
-    """Upstream takes all that lies before the end of a load for hits, holes included."""
+def correct_hits(scheduler: Scheduler, new: NewHoles, counts_every_admission: bool) -> None:
+    """Upstream takes all that lies before the end of a load for hits, holes included.
+
+    Of a request it counts every admission before the first answer, or only the first one.
+    """
     request = scheduler.requests.get(new.request_id)
     if request is None:
         return
     found = request.prefill_stats
-    if found is not None:
+    if found is not None and (counts_every_admission or not request.num_preemptions):
         found.set(
             num_prompt_tokens=found.num_prompt_tokens,
             num_local_cached_tokens=found.num_local_cached_tokens,

@@ -69,7 +69,7 @@ def connect(wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kw
 def connect_by_blocks(
     wrapped: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> None:
-    """The same where a load that fails is named by blocks, and nobody is asked to go on."""
+    """The same where a load that fails is named by blocks, and no connector is asked for work."""
     wrapped(*args, **kwargs)
     log_least_prompt(scheduler.kv_cache_manager.coordinator)
     connector = connector_of(scheduler)
@@ -105,6 +105,8 @@ def side_of(scheduler: Scheduler) -> ConnectorScheduler | None:
 
 class ConnectedScheduler:
     """A scheduler with a KvextConnector: it gets methods of this object in place of its own."""
+
+    counts_every_admission = False
 
     def __init__(self, scheduler: Scheduler, side: ConnectorScheduler) -> None:
         manager = scheduler.kv_cache_manager
@@ -209,7 +211,7 @@ class ConnectedScheduler:
         output.finished_req_ids.update(ended_row_ids)
         add_rows(scheduler, output, rows)
         for new in side.take_new_holes():
-            correct_hits(scheduler, new)
+            correct_hits(scheduler, new, self.counts_every_admission)
         return output
 
     def update_from_output(
@@ -326,6 +328,8 @@ class ConnectedScheduler:
 
 class KeptGoingScheduler(ConnectedScheduler):
     """One that asks no connector whether it has work."""
+
+    counts_every_admission = True
 
     def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
         return (self.has_finished_requests,)

@@ -2,10 +2,11 @@
 """``vllm/v1/core/sched/scheduler.py``: a failed load costs a recomputation, not the server.
 
 A KV connector names the blocks that it failed to load. Upstream looks them up in the one block
-table of each request, and fails where a request has several. Here the requests that have read them
-are preempted: what they have loaded and computed since leaves the prefix cache, their outputs on
-their way are dropped, and when they are admitted again the connector's hits are not used, unless it
-has the attribute ``forgets_failed_loads``: it never offers again what could not be loaded.
+table of each request, and fails where a request has several (vLLM 0.30 computes wrong tokens
+there). Here the requests that have read them are preempted: what they have loaded and computed
+since leaves the prefix cache, their outputs on their way are dropped, and when they are admitted
+again the connector's hits are not used, unless it has the attribute ``forgets_failed_loads``: it
+never offers again what could not be loaded.
 
 A worker may name requests instead of blocks: those in the attribute ``failed_recving`` of the
 ``KVConnectorWorkerMetadata`` that it sends. They are reported as received nevertheless.
@@ -377,7 +378,9 @@ PATCHES = (
         undo=_replaced.take_back,
         why="Where a model has several KV cache groups, a load that a KV connector reports as "
         "failed ends the engine with every request in it (vLLM issue 45474). Where it has one of a "
-        "sliding window, the request goes on from a token whose window is gone.",
+        "sliding window, the request goes on from a token whose window is gone. vLLM 0.30 computes "
+        "a running request of several groups again in the blocks that it has, where its windows "
+        "have left gaps, and leaves in the prefix cache what was computed from the failed load.",
         retire_when="vLLM >= 0.32, where a failed load is reported by request",
         relies_on=(
             f"{_SCHEDULER}.schedule",
