@@ -11,6 +11,7 @@ from support.scheduler.layouts import Attention, Group, Layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from retention.losses import GroupNeeds
+from vllm_ascend_kvext.groups.spec_attributes import tokens_per_page_of
 
 FULL_16 = Group(Attention.FULL, 16)
 
@@ -141,7 +142,7 @@ def _group_of(spec) -> Group:
     window_tokens = getattr(spec, "sliding_window", None)
     if window_tokens:
         return Group(Attention.WINDOW_MLA, spec.block_size, window_tokens)
-    return Group(Attention.MLA, spec.block_size * max(1, spec.compress_ratio))
+    return Group(Attention.MLA, tokens_per_page_of(spec))
 
 
 def _needs(group: Group) -> GroupNeeds:

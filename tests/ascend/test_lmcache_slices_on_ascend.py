@@ -21,6 +21,7 @@ pytest.importorskip(
 from ascend_geometry import HIT_UNIT_TOKENS, planned_config
 from lmcache.integration.vllm import lmcache_mp_connector as connector
 from lmcache.integration.vllm import lmcache_mp_metadata as metadata
+from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -95,6 +96,7 @@ def test_a_missing_group_stores_nothing(block_size: int) -> None:
         assert stored(counted_in_tokens(config), some, 40000, HIT_UNIT_TOKENS[block_size]) is None
 
 
+@pytest.mark.skipif(HAS_ONE_VIEW, reason="vllm-ascend 0.30 counts tokens itself")
 def test_without_it_rows_are_taken_for_tokens() -> None:
     """The defect: a prompt of a whole chunk is not stored, and pages of others are sent."""
     config = planned_config(128)

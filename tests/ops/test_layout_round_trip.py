@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 from pytest_mock import MockerFixture
+from support.connector import paged_layouts
+from support.connector.paged_layouts import PagedLayout
 from support.connector.worker_configs import vllm_config as small_config
 from support.layout.fixtures import FIXTURES, attention_and_mamba, deepseek_v4, latent_rows
 from support.layout.upstream_line import HAS_ONE_VIEW
@@ -23,6 +25,15 @@ def test_groups_are_those_of_the_fixture(name: str) -> None:
     FIXTURES[name]().check_groups()
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [*paged_layouts.LAYOUTS, *paged_layouts.STATE_LAYOUTS, *paged_layouts.UPSTREAM_LAYOUTS],
+    ids=lambda layout: layout.name,
+)
+def test_groups_of_small_pages_are_those_of_the_fixture(layout: PagedLayout) -> None:
+    layout.make(16).check_groups()
+
+
 def test_layouts_have_different_fingerprints() -> None:
     found = {
         layout_fingerprint(make().layout(), model={}, parallel={}, page_format={})
@@ -34,11 +45,14 @@ def test_layouts_have_different_fingerprints() -> None:
 
 def test_states_of_another_dtype_have_another_fingerprint() -> None:
     """Also where all states of a layer are one tensor of bytes (vLLM 0.30)."""
-    (states,) = (each for each in attention_and_mamba().layout().groups if each.holds_states)
-    assert {name for plane in states.planes for name in plane.dtype.split("+")} == {
-        "bfloat16",
-        "float32",
+    found = {
+        name
+        for group in attention_and_mamba().layout().groups
+        if group.holds_states
+        for plane in group.planes
+        for name in plane.dtype.split("+")
     }
+    assert found == {"bfloat16", "float32"}
 
 
 def test_deepseek_v4_byte_for_byte() -> None:

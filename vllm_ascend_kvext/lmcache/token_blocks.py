@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks counted in tokens, as LMCache takes ``block_size`` of every spec.
 
-vLLM-Ascend's compressed groups count rows: a block of theirs stands for ``block_size *
+Compressed groups of vLLM-Ascend 0.23 count rows: a block of theirs stands for ``block_size *
 compress_ratio`` tokens (see `vllm_ascend_kvext.groups.spec_attributes`). LMCache 0.5.6 reads
 ``block_size`` (``get_tokens_per_block`` in ``lmcache/integration/vllm/kv_cache_groups.py``), and
 would pair a stretch of tokens with the wrong pages, or find too few of them to store anything.

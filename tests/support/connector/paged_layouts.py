@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from support.layout import fixtures
+from support.layout import fixtures, upstream_line
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
+from support.layout.upstream_line import HAS_ONE_VIEW
 from support.scheduler import layouts
 from support.scheduler.layouts import Attention, Group, Layout
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -52,8 +53,8 @@ def paged(layout: Layout, addressing: RowAddressing | None = None) -> PagedLayou
     """A layout of the scheduler's harness with small pages.
 
     Args:
-        addressing: `TOKENS` for devices that address rows of a page. By default the CPU's: a page
-            is one row.
+        addressing: `TOKENS` for devices that address rows of a page, with tensors of vLLM-Ascend's
+            shapes. By default the CPU's: a page is one row.
     """
 
     def make(num_blocks: int) -> LayoutFixture:
@@ -73,12 +74,14 @@ def _small_pages(
     page_bytes = max(spec.page_size_bytes for spec in specs)
     page_bytes = math.ceil(page_bytes / 8) * 8
     specs = [replace(spec, page_size_padded=page_bytes) for spec in specs]
+    if HAS_ONE_VIEW and addressing is None:
+        return _one_view_each(layout, specs, num_blocks)
     storages = [torch.zeros(num_blocks * page_bytes, dtype=torch.uint8) for _ in range(_NUM_LAYERS)]
     kv_caches: dict[str, object] = {}
     tensors: list[PagedTensor] = []
     described = []
     for index, (group, spec) in enumerate(zip(layout.groups, specs, strict=True)):
-        names = [f"{index}.{layer}.attn" for layer in range(_NUM_LAYERS)]
+        names = _names(index)
         described.append(KVCacheGroupSpec(names, spec, is_eagle_group=group.is_eagle))
         reach = _reach(group, addressing)
         for name, storage in zip(names, storages, strict=True):
@@ -87,6 +90,26 @@ def _small_pages(
             tensors += [PagedTensor(index, tensor, reach, 0, axis) for tensor, axis in made]
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=described)
     return LayoutFixture(config, config, kv_caches, tuple(tensors), addressing)
+
+
+def _one_view_each(layout: Layout, specs: list[Any], num_blocks: int) -> LayoutFixture:
+    """As vLLM 0.30 lays layers of one page size out on a CPU: one view each, in one storage."""
+    groups = [
+        KVCacheGroupSpec(_names(index), spec, is_eagle_group=group.is_eagle)
+        for index, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
+    ]
+    config = upstream_line.config_by_layers(groups, num_blocks)
+    kv_caches = upstream_line.register(config, {})
+    tensors = tuple(
+        PagedTensor(index, kv_caches[name], _reach(group, None))
+        for index, group in enumerate(layout.groups)
+        for name in _names(index)
+    )
+    return LayoutFixture(config, config, kv_caches, tensors)
+
+
+def _names(group: int) -> list[str]:
+    return [f"{group}.{layer}.attn" for layer in range(_NUM_LAYERS)]
 
 
 def _reach(group: Group, addressing: RowAddressing | None) -> Reach:

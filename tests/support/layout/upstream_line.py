@@ -102,6 +102,29 @@ def _resolved(
     return specs
 
 
+def config_by_layers(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
+    """Of vLLM 0.30: layers of one page size, each with pages of its own; groups share them."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    page_bytes = groups[0].kv_cache_spec.page_size_bytes
+    layer_bytes = page_bytes * num_blocks
+    config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=layer_bytes * max(len(group.layer_names) for group in groups),
+                layers=group.layer_names,
+                layer_stride=layer_bytes,
+                block_stride=page_bytes,
+            )
+            for group in groups
+        ],
+        kv_cache_groups=groups,
+    )
+    config.kv_cache_layout = "LBHNC"  # the one that the CPU backend reads
+    return config
+
+
 def register(
     config: KVCacheConfig,
     backends: Backends,
