@@ -4,9 +4,17 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from support.scenarios import processes
+
+IS_0_23 = metadata.version("vllm-ascend").startswith("0.23.")
+
+RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
+"""Model runners of vLLM-Ascend, and the environment in which each is taken."""
+if not IS_0_23:
+    RUNNERS["V2"] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 TOLERANCE = 1e-3
 """Of a log-probability; float32 differs by less than a tenth of it."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import random_models
 import torch
-from emulated_plans import TOLERANCE
+from emulated_plans import RUNNERS, TOLERANCE
 from support.scenarios import answers
 from support.scenarios.answers import Answer
 from support.scenarios.processes import NPU, LazyReports, Plan
@@ -26,6 +26,10 @@ ENGINE = {
 }
 
 
+MODULES = {
+    "V1": "vllm_ascend.worker.model_runner_v1",
+    "V2": "vllm_ascend.worker.v2.model_runner",
+}
 TOGETHER = ("full attention", "windows")
 """Models that share a process: vLLM-Ascend 0.23.0 prepares one for the experts of its first."""
 
@@ -34,26 +38,38 @@ TOGETHER = ("full attention", "windows")
 def served(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> LazyReports:
-    plans = {
-        model: Plan(partial(folder_of, model), ["three_times"], "models", ENGINE)
-        for model in random_models.MODELS
-    }
-    alone = [{model: plan} for model, plan in plans.items() if model not in TOGETHER]
-    together = {model: plans[model] for model in TOGETHER}
-    return LazyReports(tmp_path_factory, [({}, each) for each in (together, *alone)], NPU)
+    processes = []
+    for runner, environ in RUNNERS.items():
+        plans = {
+            f"{model}, {runner}": Plan(partial(folder_of, model), ["three_times"], "models", ENGINE)
+            for model in random_models.MODELS
+        }
+        together = [f"{model}, {runner}" for model in TOGETHER]
+        alone = [{name: plan} for name, plan in plans.items() if name not in together]
+        processes += [
+            (environ, each) for each in ({name: plans[name] for name in together}, *alone)
+        ]
+    return LazyReports(tmp_path_factory, processes, NPU)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("model", random_models.MODELS)
 def test_a_model_is_served_as_transformers_computes_it(
-    served: LazyReports, folder_of: Callable[[str], Path], record_property: Any, model: str
+    served: LazyReports,
+    folder_of: Callable[[str], Path],
+    record_property: Any,
+    model: str,
+    runner: str,
 ) -> None:
-    found = served[model]
+    found = served[f"{model}, {runner}"]
     reference = AutoModelForCausalLM.from_pretrained(folder_of(model), dtype=torch.float32).eval()
     first, cached, spoiled = (
         largest_difference(reference, found.answers(label)) for label in found.labels
     )
     record_property("largest error, control", (max(first, cached), spoiled))
-    assert found.report["is_async"] and found.report["runner"] == "NPUModelRunner"
+    assert (
+        found.report["is_async"] and found.report["runner"] == MODULES[runner] + ".NPUModelRunner"
+    )
     assert found.hit_tokens("first") == [0] * 4
     assert found.hit_tokens("cached")[2] == 1024
     assert max(first, cached) < TOLERANCE

@@ -7,6 +7,7 @@ import random
 
 from support.scenarios import connector, scenario
 from support.scenarios.engine import random_tokens
+from support.scenarios.models import window_blocks  # noqa: F401 (plans name it)
 
 Engine = connector.Engine
 LONG_CHUNK_TOKENS = 1024

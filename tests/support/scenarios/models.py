@@ -8,13 +8,16 @@ token.
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from support.scenarios import engine, scenario
-from support.scenarios.engine import random_tokens
+from support.scenarios.engine import random_tokens, sampling_of
 
 PROMPTS_TOKENS = (37, 300, 1100, 700)
 """Below a block, over some, over a step, beside another."""
+LONG_PROMPT_TOKENS, STEP_TOKENS = 20_000, 500
 BEST_OF_ONE = {"temperature": 1, "top_k": 1, "top_p": 0.9}
 
 
@@ -24,7 +27,7 @@ class Engine(engine.Engine):
     def report(self) -> dict[str, Any]:
         return super().report() | {
             "is_async": self.scheduler.vllm_config.scheduler_config.async_scheduling,
-            "runner": type(self.runner).__name__,
+            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
         }
 
     @property
@@ -41,6 +44,46 @@ def three_times(engine: Engine) -> None:
     engine.ask("cached", prompts, **BEST_OF_ONE)
     forget_values(engine.runner.kv_caches[1])
     engine.ask("spoiled", prompts, **BEST_OF_ONE)
+
+
+@scenario
+def window_blocks(engine: Engine) -> None:
+    """Blocks that stay cached of one long prompt, which is scheduled and not computed."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_group_id
+    from vllm.v1.request import Request
+
+    scheduler = engine.scheduler
+    config = replace(scheduler.kv_cache_config, num_blocks=LONG_PROMPT_TOKENS)
+    own = scheduler.kv_cache_manager.coordinator
+    tokens = random_tokens(random.Random(0), LONG_PROMPT_TOKENS)
+    for label in ("as it is", "by the configuration"):
+        manager = KVCacheManager(
+            config,
+            max_model_len=LONG_PROMPT_TOKENS,
+            max_in_flight_tokens=STEP_TOKENS,
+            scheduler_block_size=own.scheduler_block_size,
+            hash_block_size=own.hash_block_size,
+        )
+        if label == "by the configuration":
+            manager.coordinator.retention_interval = config.prefix_cache_retention_interval
+        hasher = engine.core.request_block_hasher
+        request = Request(label, tokens, sampling_of(1), None, block_hasher=hasher)
+        manager.get_computed_blocks(request)
+        for first in range(0, LONG_PROMPT_TOKENS, STEP_TOKENS):
+            manager.allocate_slots(request, STEP_TOKENS)
+            request.num_computed_tokens = first + STEP_TOKENS
+        manager.free(request)
+        hashes = (block.block_hash for block in manager.block_pool.blocks)
+        cached = Counter(get_group_id(key) for key in hashes if key is not None)
+        groups = enumerate(config.kv_cache_groups)
+        engine.note(
+            f"cached blocks, {label}",
+            [
+                [type(one.kv_cache_spec).__name__, one.kv_cache_spec.block_size, cached[group]]
+                for group, one in groups
+            ],
+        )
 
 
 def forget_values(cached: Any) -> None:

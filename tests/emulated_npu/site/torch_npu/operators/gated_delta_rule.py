@@ -50,7 +50,7 @@ def convolve(
         raise RuntimeError("convolution: expected starts and blocks of sequences")
     kept = weight.shape[0] - 1
     if conv_states.shape[1] != kept or activation not in ("silu", None):
-        raise RuntimeError(f"convolution: {conv_states.shape}, expected {kept} tokens; {activation}")
+        raise RuntimeError(f"convolution: {conv_states.shape} for {kept} tokens, {activation=}")
     kernel = weight.float().t().unsqueeze(1)
     bias = None if bias is None else bias.float()
     starts = query_start_loc.tolist()

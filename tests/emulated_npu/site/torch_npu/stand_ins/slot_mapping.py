@@ -39,7 +39,7 @@ def compute_slot_mapping(
         sizes: of the kernel's tiles.
     """
     if TOTAL_CP_WORLD_SIZE != 1 or IS_CIRCULAR:
-        raise NotImplementedError("slot mapping: neither context parallelism nor rings are emulated")
+        raise NotImplementedError("slot mapping: no context parallelism, no rings are emulated")
     lengths = (query_start_loc[1:] - query_start_loc[:-1]).long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     at = positions[: len(rows)].long()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels that have no stand-in run in Triton's interpreter.
+
+vLLM's second model runner prepares its inputs and samples with them; it asks its configuration for
+Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch_npu.kernels import kernel
+
+# So that functions of its language are interpreted as well.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+
+class Kernel(InterpretedFunction):  # type: ignore[misc]
+    """Runs as a kernel of the device when it is launched. Other kernels call it as a function."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def body(*args: Any, **named: Any) -> None:
+            self.run(*args, grid=grid, warmup=False, **named)
+
+        return kernel(self.__name__, body)
+
+
+class Triton(ModuleType):
+    """Is ``triton``, but for decorators."""
+
+    __getattr__ = staticmethod(functools.partial(getattr, triton))
+
+    @staticmethod
+    def jit(function: Callable[..., None] | None = None, **options: Any) -> Any:
+        return Triton.jit if function is None else Kernel(function)
+
+    @staticmethod
+    def autotune(*args: Any, **options: Any) -> Any:
+        """Kernels that ask for it do not run here: they lack arguments."""
+        return lambda function: function
+
+    heuristics = autotune
+
+
+STAND_INS = {
+    ("vllm.triton_utils", "triton"): Triton("triton"),
+    ("vllm.triton_utils", "tl"): triton.language,
+    ("vllm.config.vllm", "HAS_TRITON"): os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+}

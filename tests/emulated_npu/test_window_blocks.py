@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Ascend 0.30.0rc2 does not keep to the interval at which vLLM caches windows.
+
+Its coordinator reads an environment variable that vLLM 0.30 no longer has
+(``patch/platform/patch_kv_cache_coordinator.py``, line 138), so it caches at every boundary that a
+hit can end at. vLLM's own reads the configuration, where 0 says: at the end of the prompt only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from compressed_attention_model import write_model
+from emulated_plans import IS_0_23
+from support.scenarios.processes import NPU, PLUGIN_OFF, LazyReports, Plan
+
+pytestmark = pytest.mark.skipif(IS_0_23, reason="vLLM 0.23.0 has the variable")
+
+ENGINE = {
+    "max_model_len": 8192,
+    "num_gpu_blocks_override": 3000,
+    "enable_prefix_caching": True,
+    "distributed_executor_backend": "support.scenarios.own_config.OwnConfigExecutor",
+}
+
+
+@pytest.fixture(scope="module")
+def served(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> LazyReports:
+    def compressed() -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        write_model(folder)
+        return folder
+
+    models = {
+        "windows": (partial(folder_of, "windows"), {}),
+        "DeepSeek-V4": (compressed, {"block_size": 32}),
+    }
+    plans = {
+        name: Plan(model, ["window_blocks"], "models", ENGINE | engine)
+        for name, (model, engine) in models.items()
+    }
+    return LazyReports(tmp_path_factory, [(PLUGIN_OFF, {name: plans[name]}) for name in plans], NPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "found", "expected"),
+    [
+        # Five groups of windows of 200 tokens, in blocks of 128.
+        ("windows", {128: [156] * 5}, {128: [2] * 5}),
+        # Windows of 128 tokens in blocks of 32, states of compressors; hits are of 4,096 tokens.
+        (
+            "DeepSeek-V4",
+            {32: [16, 16], 2: [16], 8: [64]},
+            {32: [4, 4], 2: [4], 8: [16]},
+        ),
+    ],
+)
+def test_vllm_ascend_caches_more_blocks_of_windows_than_the_configuration_says(
+    served: LazyReports, model: str, found: dict[int, list[int]], expected: dict[int, list[int]]
+) -> None:
+    facts = served[model].report["facts"]
+    assert blocks_by_size(facts["cached blocks, as it is"]) == found
+    assert blocks_by_size(facts["cached blocks, by the configuration"]) == expected
+
+
+def blocks_by_size(groups: list[list]) -> dict[int, list[int]]:
+    """Of groups of windows, those of one block size together."""
+    found: dict[int, list[int]] = {}
+    for spec, block_tokens, num_blocks in groups:
+        if "SlidingWindow" in spec:
+            found.setdefault(block_tokens, []).append(num_blocks)
+    return found
