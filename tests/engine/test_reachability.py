@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import pytest
+from pytest_mock import MockerFixture
 from support.installed import retention_installed
 from support.retention.checkpoints import adaptive_retention, cache_state_of
 from support.retention.reachability import (
@@ -34,7 +35,7 @@ from support.retention.small_layouts import (
     unit_of,
 )
 from support.sample import LENGTH_STRIDE
-from support.scheduler.block_manager import BlockManager, Layout, full, window
+from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
 from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
@@ -42,6 +43,7 @@ from support.scheduler.options import EngineOptions
 from support.scheduler.run import run
 from support.scheduler.workload import RequestPlan, Workload
 
+from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
 
 NUM_BLOCKS = 800
@@ -242,6 +244,56 @@ def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
                 num_missed += pressed[1] < dense[1]
     assert num_hits > 10
     assert num_missed > 0, "the second hits as well: nothing is shown"
+
+
+@pytest.mark.vllm(">=0.30")
+@pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
+def test_interval_0_keeps_the_junctions_that_upstream_keeps(layout_name: str) -> None:
+    """A third request that shares a prefix hits at least what it hits at upstream's interval 0."""
+    specs = LAYOUTS[layout_name]
+    unit_tokens = unit_of(specs)
+    num_hits = 0
+    for eagle_group_ids in some_eagle_sets(specs):
+        layout = Layout(specs, eagle_group_ids)
+        stock = BlockManager(layout, 0, NUM_BLOCKS)
+        with retention_installed():
+            world = UnderPressure(layout, 0, NUM_BLOCKS)
+            for num_shared_tokens in range(1, 5 * unit_tokens, unit_tokens // 2 + 1):
+
+                def third_hit(world: BlockManager) -> int:
+                    world.reset()
+                    prompts = branches(num_shared_tokens, 3 * unit_tokens + 3)  # noqa: B023
+                    return [serve_in_chunks(world, next(prompts)) for _ in range(3)][2]
+
+                upstreams_tokens = third_hit(stock)
+                assert third_hit(world) >= upstreams_tokens, (eagle_group_ids, num_shared_tokens)
+                num_hits += upstreams_tokens > 0
+    assert num_hits > 0 or layout_name == "window only"
+
+
+@pytest.mark.vllm(">=0.30")
+def test_hits_that_end_within_a_state_are_left_to_upstream(mocker: MockerFixture) -> None:
+    warning = mocker.patch("vllm.logger.init_logger").return_value.warning
+    with adaptive_retention():
+        world = BlockManager(Layout((full(4), mamba(8))), None, NUM_BLOCKS)
+    assert world.manager.coordinator.enable_partial_hash_hits
+    assert retention_of(world.manager.coordinator) is None
+    (_, reason) = warning.call_args.args
+    assert "within a block" in reason
+
+
+@pytest.mark.vllm(">=0.30")
+def test_blocks_that_a_drafter_computes_again_are_not_cached() -> None:
+    """Of the last tokens, MTP of several modules computes its KV again with what follows."""
+    layout = Layout((full(4), window(4, 9)), frozenset({1}))
+    with retention_installed():
+        world = BlockManager(layout, 0, NUM_BLOCKS, num_prefill_lookahead=3)
+        request = world.request(range(40))
+        world.prefill(request, 11)
+        tables = world.manager.get_blocks(request.request_id).blocks
+        assert [table[9].block_hash for table in tables] == [None, None]
+        world.decode(request, [1, 2, 3])
+        assert tables[1][9].block_hash is not None
 
 
 UNIT_TOKENS = MAMBA.unit_tokens

@@ -144,7 +144,9 @@ def test_engine_core_in_its_own_process(serve, latest_only, uncached):
 
 @pytest.mark.main_version
 def test_bad_interval_is_refused_at_start_up(tiny_model, tmp_path_factory):
-    text, fault, nearest = "17", "16", "16 and 32"  # of every kind: tests/unit/retention
+    # Of every kind: tests/unit/retention.
+    text, fault = f"{BLOCK_TOKENS + 1}", f"{BLOCK_TOKENS}"
+    nearest = f"{BLOCK_TOKENS} and {2 * BLOCK_TOKENS}"
     plans = {"": Plan(tiny_model, (), "retention")}
     refused = processes.serve(tmp_path_factory, plans, {INTERVAL: text}).get("")
     (message,) = {

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM-Ascend 0.30 overlooks the configured retention interval; with the repair it is obeyed.
+
+On DeepSeek-V4's true layout. A test named ``test_stock_...`` shows vLLM-Ascend on its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
+from support.installed import installed
+from support.scheduler.block_manager import BlockManager
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+pytestmark = pytest.mark.vllm(">=0.30")
+
+UNIT_TOKENS = HIT_UNIT_TOKENS[128]
+NUM_UNITS = 5
+NUM_TOKENS = NUM_UNITS * UNIT_TOKENS + 3000
+
+
+@pytest.fixture
+def repaired() -> Iterator[None]:
+    with installed("configured-interval"):
+        yield
+
+
+def served(interval: int | None) -> tuple[int, int]:
+    """Window blocks that one prompt leaves in the cache, and what it hits when it comes again."""
+    layout = planned_layout(128)
+    world = BlockManager(layout, interval, num_blocks=16000)
+    request = world.request(range(NUM_TOKENS))
+    world.prefill(request, 2048)
+    world.finish(request)
+    kept = Counter(get_group_id(each.block_hash) for each in world.pool.blocks if each.block_hash)
+    windows = [i for i, spec in enumerate(layout.specs) if isinstance(spec, SlidingWindowSpec)]
+    hit_tokens = world.hit_tokens(world.request(range(NUM_TOKENS)))
+    return sum(kept[group_id] for group_id in windows), hit_tokens
+
+
+def test_stock_caches_as_if_no_interval_were_configured() -> None:
+    assert served(0) == served(None)
+
+
+@pytest.mark.usefixtures("repaired")
+def test_interval_0_keeps_the_tails_of_the_last_boundary() -> None:
+    dense_blocks, dense_tokens = served(None)
+    kept_blocks, hit_tokens = served(0)
+    assert hit_tokens == dense_tokens == NUM_UNITS * UNIT_TOKENS
+    assert 0 < NUM_UNITS * kept_blocks == dense_blocks, "a tail per unit"
+
+
+@pytest.mark.usefixtures("repaired")
+def test_an_interval_that_is_no_multiple_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefix_cache_retention_interval"):
+        served(UNIT_TOKENS + 1)
