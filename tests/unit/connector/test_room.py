@@ -20,12 +20,17 @@ MAMBA = make_group(1, GroupKind.STATE, 8, 8, [8], holds_states=True, first_stora
 
 
 def room_of(
-    *groups: LayoutGroup, num_blocks: int = 100, num_running: int = 0, num_free: int = 0
+    *groups: LayoutGroup,
+    num_blocks: int = 100,
+    num_running: int = 0,
+    num_free: int = 0,
+    num_steps_in_flight: int = 1,
 ) -> PoolRoom:
     """``num_blocks`` can be used; the pool has the null block besides."""
     view: Any = SimpleNamespace(
         num_blocks=num_blocks + 1,
         max_num_batched_tokens=16,
+        num_steps_in_flight=num_steps_in_flight,
         num_running=lambda: num_running,
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: num_free),
     )
@@ -57,6 +62,12 @@ def test_a_load_needs_what_it_holds_and_what_a_step_takes(
     for size, expected in ((num_blocks - 1, Room.NEVER), (num_blocks, Room.YES)):
         room = room_of(*groups, num_blocks=size)
         assert room.of_load("a", num_tokens, boundary_tokens) is expected
+
+
+def test_windows_keep_what_all_steps_in_flight_have_left_behind() -> None:
+    for size, expected in ((4 + 8, Room.NEVER), (4 + 9, Room.YES)):
+        room = room_of(WINDOW, num_blocks=size, num_steps_in_flight=2)
+        assert room.of_load("a", 400, 100) is expected
 
 
 def test_request_that_the_pool_cannot_hold_never_loads() -> None:
