@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_npu.kernels import kernel
+from torch_npu.npu.devices import CUBE_CORES, VECTOR_CORES
 
 # So that functions of its language are interpreted as well.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -51,5 +52,7 @@ class Triton(ModuleType):
 STAND_INS = {
     ("vllm.triton_utils", "triton"): Triton("triton"),
     ("vllm.triton_utils", "tl"): triton.language,
+    ("vllm_ascend.ops.triton.triton_utils", "_NUM_AICORE"): CUBE_CORES,
+    ("vllm_ascend.ops.triton.triton_utils", "_NUM_VECTORCORE"): VECTOR_CORES,
     ("vllm.config.vllm", "HAS_TRITON"): os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
 }
