@@ -4,8 +4,8 @@
 A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets
 it as soon as the module has been imported, before others take the name from there. What is in
 another module in another version of vLLM-Ascend is named with both. A table ``WHOLE_MODULES`` has
-whole modules, by name, for those that cannot be imported here, and ``IMPORTED_BEFORE`` a module that
-is imported before another one.
+whole modules, by name, for those that cannot be imported here, and ``IMPORTED_BEFORE`` a module
+that is imported before another one.
 """
 
 from __future__ import annotations
