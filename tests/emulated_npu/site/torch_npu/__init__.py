@@ -2,8 +2,8 @@
 """Stands for torch_npu on a machine without an NPU: tensors on a device ``npu`` in host memory.
 
 See the README beside this folder. As on a device, ``import torch`` imports it: that is what
-``torch_npu.dist-info`` is for. It adds the device to torch, ``torch.npu``, the communication backend
-``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
+``torch_npu.dist-info`` is for. It adds the device to torch, ``torch.npu``, the communication
+backend ``hccl``, the operators of torch_npu and those of vLLM-Ascend's own library.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ class NPUGraph:
         raise NotImplementedError("graphs are not emulated: use enforce_eager")
 
 
+def graph_pool_handle() -> tuple[int, int]:
+    """Of memory that graphs would share."""
+    return (0, 0)
+
+
 def is_current_stream_capturing() -> bool:
     return False
 

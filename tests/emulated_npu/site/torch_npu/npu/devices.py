@@ -12,6 +12,7 @@ from torch_npu import _emulator
 
 SOC_OF_A2 = 220
 NAME = "Ascend910B1"
+CUBE_CORES, VECTOR_CORES = 24, 48
 MEMORY_BYTES = 8 << 30
 """Of each device; a tensor that does not fit raises as on a device."""
 
@@ -63,7 +64,7 @@ def get_device_properties(device: Any = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         name=NAME,
         total_memory=MEMORY_BYTES,
-        cube_core_num=24,
-        vector_core_num=48,
+        cube_core_num=CUBE_CORES,
+        vector_core_num=VECTOR_CORES,
         uuid=f"emulated-{index_of(device)}",
     )

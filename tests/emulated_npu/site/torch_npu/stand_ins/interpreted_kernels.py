@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that have no stand-in run in Triton's interpreter.
 
-vLLM's second model runner prepares its inputs and samples with them; it asks its configuration for
-Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs.
+vLLM's second model runner prepares its inputs and samples with them. It asks its configuration for
+Triton, and vLLM-Ascend puts kernels of its own in the place of some. Everywhere else ``HAS_TRITON``
+stays false: where vLLM-Ascend has code without, that runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_npu.kernels import kernel
+from torch_npu.npu.devices import CUBE_CORES, VECTOR_CORES
 
 # So that functions of its language are interpreted as well.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -51,5 +53,10 @@ class Triton(ModuleType):
 STAND_INS = {
     ("vllm.triton_utils", "triton"): Triton("triton"),
     ("vllm.triton_utils", "tl"): triton.language,
+    ("vllm_ascend.ops.triton.triton_utils", "_NUM_AICORE"): CUBE_CORES,
+    ("vllm_ascend.ops.triton.triton_utils", "_NUM_VECTORCORE"): VECTOR_CORES,
     ("vllm.config.vllm", "HAS_TRITON"): os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+}
+IMPORTED_BEFORE = {
+    "vllm_ascend.worker.v2.model_runner": "vllm_ascend.patch.worker.patch_v2.patch_triton"
 }

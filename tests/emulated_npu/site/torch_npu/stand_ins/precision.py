@@ -27,5 +27,5 @@ for _module in ("layer.attention.layer", "deepseek_v4.model"):
     STAND_INS[f"vllm_ascend.models.{_module}", "kv_cache_dtype_str_to_dtype"] = (
         lambda name, model_config: torch.bfloat16
     )
-"""Keys of DeepSeek-V4, which vLLM-Ascend keeps in the model's type: in float32, pages would have a size
-that no device sees."""
+"""Keys of DeepSeek-V4, which vLLM-Ascend keeps in the model's type: in float32, pages would have
+a size that no device sees."""
