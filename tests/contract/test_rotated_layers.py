@@ -18,9 +18,13 @@ _MODELS = "vllm.model_executor.models"
 
 NO_MODULE_WHERE_NOT_ROTATED = {
     f"{_MODELS}.baichuan.BaiChuanAttention",
+    f"{_MODELS}.cohere_compass.CohereCompassAttention",
     f"{_MODELS}.falcon.FalconAttention",
+    f"{_MODELS}.granite.GraniteAttention",
+    f"{_MODELS}.granitemoe.GraniteMoeAttention",
     f"{_MODELS}.granitemoehybrid.GraniteMoeHybridAttention",
     f"{_MODELS}.llama4.Llama4Attention",
+    f"{_MODELS}.muse_glimmer.MuseGlimmerAttention",
     f"{_MODELS}.zamba2.Zamba2Attention",
     "vllm.model_executor.layers.mla.MultiHeadLatentAttentionWrapper",
 }
@@ -28,11 +32,14 @@ NO_MODULE_WHERE_NOT_ROTATED = {
 
 HARMLESS = {
     # Layers that use the pages of another layer.
+    f"{_MODELS}.gemma3n.Gemma3nAttention",
     f"{_MODELS}.gemma4.Gemma4Attention",
     # Its attention modules are in a list: no rotary module beside them.
     f"{_MODELS}.iquest_loopcoder.LoopCoderAttention",
     # Recurrent states.
     f"{_MODELS}.bailing_moe_linear.BailingMoELinearAttention",
+    # Rotated by a kernel where not by the module, from the module's own table.
+    f"{_MODELS}.hy_v3.HYV3Attention",
     # An image encoder.
     f"{_MODELS}.keye.KeyeSiglipEncoder",
 }

@@ -32,11 +32,15 @@ SOMETIMES_ROTATED = frozenset(
         f"{_MODELS}.cohere2_moe.Cohere2MoeAttention",
         f"{_MODELS}.commandr.CohereAttention",
         f"{_MODELS}.exaone4.Exaone4Attention",
+        f"{_MODELS}.exaone_moe.ExaoneMoeAttention",
+        f"{_MODELS}.k2_horizon.K2HorizonAttention",
+        f"{_MODELS}.k2_horizon.K2HorizonMoVAAttention",
         f"{_MODELS}.olmo_hybrid.OlmoHybridAttention",
         f"{_MODELS}.step3p5.Step3p5Attention",
     }
 )
-"""By full name: modules that have a rotary module in every layer, and leave it out in some."""
+"""By full name: modules that have a rotary module in every layer, and leave it out in some, or put
+what it returns in another order (K2 Horizon, where a head turns in part)."""
 
 
 @dataclass(frozen=True, slots=True)
