@@ -246,8 +246,16 @@ def test_prefixes_that_requests_share_are_hit(layout_name: str) -> None:
     assert num_missed > 0, "the second hits as well: nothing is shown"
 
 
+WIDE = pytest.param(
+    "window wider than the unit",
+    marks=pytest.mark.xfail(strict=True, reason="EAGLE in a window: a junction that is not kept"),
+)
+
+
 @pytest.mark.vllm(">=0.30")
-@pytest.mark.parametrize("layout_name", ADAPTIVE_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout_name", [*(name for name in ADAPTIVE_LAYOUTS if name not in WIDE.values), WIDE]
+)
 def test_interval_0_keeps_the_junctions_that_upstream_keeps(layout_name: str) -> None:
     """A third request that shares a prefix hits at least what it hits at upstream's interval 0."""
     specs = LAYOUTS[layout_name]

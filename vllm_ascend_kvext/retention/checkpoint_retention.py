@@ -225,8 +225,15 @@ class CheckpointRetention:
 
 
 def _junction(request: Request, policy: RetentionPolicy, hit_tokens: int) -> Plan:
-    """Where upstream itself saw requests part, which it keeps since vLLM 0.30."""
-    tokens = policy.geometry.unit_tokens
-    tokens *= getattr(request, "shared_prefix_boundary", 0) // tokens
-    is_kept = tokens > hit_tokens and policy.geometry.is_boundary(tokens)
-    return {tokens: Reason(Origin.JUNCTION)} if is_kept else {}
+    """Where upstream itself saw requests part, which it keeps since vLLM 0.30.
+
+    A group that looks ahead may not reach it: then what can be reached before it counts, too.
+    """
+    geometry = policy.geometry
+    seen_tokens = getattr(request, "shared_prefix_boundary", 0)
+    aligned_tokens = seen_tokens // geometry.unit_tokens * geometry.unit_tokens
+    return {
+        tokens: Reason(Origin.JUNCTION)
+        for tokens in (geometry.reachable_tokens(seen_tokens), aligned_tokens)
+        if tokens > hit_tokens and geometry.is_boundary(tokens)
+    }
