@@ -2,8 +2,8 @@
 """Triton kernels that have no stand-in run in Triton's interpreter.
 
 vLLM's second model runner prepares its inputs and samples with them. It asks its configuration for
-Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs. So do
-vLLM's kernels where vLLM-Ascend has its own for Triton (``patch/worker/patch_v2/patch_triton.py``).
+Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs.
+So do vLLM's kernels where vLLM-Ascend has its own (``patch/worker/patch_v2/patch_triton.py``).
 """
 
 from __future__ import annotations
