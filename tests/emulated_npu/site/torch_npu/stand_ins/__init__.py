@@ -4,8 +4,7 @@
 A module has a table ``STAND_INS``: module and name of the kernel, and what takes its place. It gets
 it as soon as the module has been imported, before others take the name from there. What is in
 another module in another version of vLLM-Ascend is named with both. A table ``WHOLE_MODULES`` has
-whole modules, by name, for those that cannot be imported here, and ``IMPORTED_BEFORE`` a module
-that is imported before another one.
+whole modules, by name, for those that cannot be imported here.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class Launched:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, stand_ins: dict[tuple[str, str], Any], before: dict[str, str]) -> None:
-        self._stand_ins, self._before = stand_ins, before
+    def __init__(self, stand_ins: dict[tuple[str, str], Any]) -> None:
+        self._stand_ins = stand_ins
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         mine = {kernel: by for (module, kernel), by in self._stand_ins.items() if module == name}
-        if not mine and name not in self._before:
+        if not mine:
             return None
         sys.meta_path.remove(self)
         try:
@@ -49,8 +48,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            if name in self._before:
-                importlib.import_module(self._before[name])
             execute(module)
             for kernel in mine:
                 if hasattr(module, kernel):
@@ -65,14 +62,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Find the stand-ins, and have them take their places."""
     found: dict[tuple[str, str], Any] = {}
-    before: dict[str, str] = {}
     for info in pkgutil.iter_modules(__path__):
         part = importlib.import_module(f"{__name__}.{info.name}")
         found.update(getattr(part, "STAND_INS", {}))
-        before.update(getattr(part, "IMPORTED_BEFORE", {}))
         for name, attributes in getattr(part, "WHOLE_MODULES", {}).items():
             module = ModuleType(name)
             module.__spec__ = None
             vars(module).update(attributes)
             sys.modules[name] = module
-    sys.meta_path.insert(0, _Finder(found, before))
+    sys.meta_path.insert(0, _Finder(found))

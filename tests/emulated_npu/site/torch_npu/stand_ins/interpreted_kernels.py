@@ -2,8 +2,8 @@
 """Triton kernels that have no stand-in run in Triton's interpreter.
 
 vLLM's second model runner prepares its inputs and samples with them. It asks its configuration for
-Triton, and vLLM-Ascend puts kernels of its own in the place of some. Everywhere else ``HAS_TRITON``
-stays false: where vLLM-Ascend has code without, that runs.
+Triton. Everywhere else ``HAS_TRITON`` stays false: where vLLM-Ascend has code without, that runs.
+So do vLLM's kernels where vLLM-Ascend has its own (``patch/worker/patch_v2/patch_triton.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch_npu.kernels import kernel
@@ -53,10 +53,10 @@ class Triton(ModuleType):
 STAND_INS = {
     ("vllm.triton_utils", "triton"): Triton("triton"),
     ("vllm.triton_utils", "tl"): triton.language,
+    ("vllm.triton_utils", "tldevice"): SimpleNamespace(
+        log1p=lambda x: triton.language.log(1.0 + x)
+    ),
     ("vllm_ascend.ops.triton.triton_utils", "_NUM_AICORE"): CUBE_CORES,
     ("vllm_ascend.ops.triton.triton_utils", "_NUM_VECTORCORE"): VECTOR_CORES,
     ("vllm.config.vllm", "HAS_TRITON"): os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
-}
-IMPORTED_BEFORE = {
-    "vllm_ascend.worker.v2.model_runner": "vllm_ascend.patch.worker.patch_v2.patch_triton"
 }
