@@ -74,6 +74,22 @@ ON_ASCENDS_MANAGERS = (
 )
 """What runs once more where vLLM-Ascend has put its own managers in place; each is a suite."""
 
+NOT_ON_OTHER_ASCENDS = ("test_true_layout.py", "test_lmcache_slices_on_ascend.py")
+"""Of `tests/ascend`: what is about retention on the coordinator of the main version's vLLM-Ascend.
+Other releases keep their own, and so do the suites of `ON_ASCENDS_MANAGERS`."""
+
+NOT_ON_OTHER_VLLMS = ("engine/test_fast_prefix_cache.py",)
+"""What is about a feature that the other supported releases of vLLM do not have."""
+
+ON_OTHER_EMULATED_NPUS = (
+    "test_backend.py",
+    "test_compressed_attention_operators.py",
+    "test_models.py",
+    "test_operators.py",
+    "test_window_blocks.py",
+)
+"""Of `tests/emulated_npu`: what runs with every vLLM-Ascend; the rest with the main one."""
+
 ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")
 """What runs once more with vLLM's V2 model runner, on the versions after the main one."""
 
@@ -171,10 +187,18 @@ def suites(
                 if not ascend_sources(ascend):
                     continue  # for this Python there are none
                 variables |= ASCENDS_MANAGERS
+                if vllm != main_vllm:
+                    files = (path.name for path in sorted((TESTS / folder).glob("test_*.py")))
+                    own = (f"{folder}/{file}" for file in files if file not in NOT_ON_OTHER_ASCENDS)
+                    yield Suite(f"ascend, {on}", f"vllm-{vllm}", tuple(own), variables)
+                    continue
                 for paths in ON_ASCENDS_MANAGERS:
                     name = Path(paths[-1].partition("::")[0]).stem.removeprefix("test_")
                     yield Suite(f"managers, {on}: {name}", f"vllm-{vllm}", paths, variables)
-            yield from split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables))
+            left_out = () if vllm == main_vllm else NOT_ON_OTHER_VLLMS
+            for suite in split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables)):
+                if not {*suite.paths} & {*left_out}:
+                    yield suite
             for path in ON_V2_RUNNER if folder == "engine" and vllm != main_vllm else ():
                 name = f"engine, {on}, V2 runner: {Path(path).stem.removeprefix('test_')}"
                 yield Suite(name, f"vllm-{vllm}", (path,), variables | V2_RUNNER)
@@ -210,7 +234,8 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
     for upstream in upstreams:
         ascend = upstream.rpartition(":")[2]
         for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
-            if is_sample and file.name in NOT_IN_SAMPLE:
+            is_elsewhere = upstream != upstreams[0] and file.name not in ON_OTHER_EMULATED_NPUS
+            if is_elsewhere or (is_sample and file.name in NOT_IN_SAMPLE):
                 continue
             name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
             variables = SAMPLE if is_sample else {}
