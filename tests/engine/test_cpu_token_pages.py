@@ -61,7 +61,7 @@ class Pages:
                 compilation_config=SimpleNamespace(static_forward_context=layers),
             )
         )
-        shape = CPUAttentionBackend.get_kv_cache_shape(NUM_PAGES, block_size, num_heads, head_size)
+        shape = shape_of(block_size, num_heads, head_size)
         self.registered = [padded(shape, dtype, page_padding), torch.full(shape, -7, dtype=dtype)]
         self.rotary = get_rope(head_size, POSITIONS, True, {"rope_theta": 10_000.0}, dtype)
         self.signature = read_rotary_signature(self.rotary, dtype)
@@ -93,6 +93,14 @@ class Pages:
             bits(torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())).clone()
             for each in self.registered
         ]
+
+
+def shape_of(block_size: int, num_heads: int, head_size: int) -> tuple[int, ...]:
+    """Of a layer's pages; since vLLM 0.30 the backend names the order of axes only (``LBHNC``)."""
+    by_backend = getattr(CPUAttentionBackend, "get_kv_cache_shape", None)
+    if by_backend is None:
+        return NUM_PAGES, num_heads, block_size, 2 * head_size
+    return by_backend(NUM_PAGES, block_size, num_heads, head_size)
 
 
 def padded(shape: tuple[int, ...], dtype: torch.dtype, page_padding: int) -> torch.Tensor:
