@@ -78,7 +78,7 @@ NOT_ON_OTHER_ASCENDS = ("test_true_layout.py", "test_lmcache_slices_on_ascend.py
 """Of `tests/ascend`: what is about retention on the coordinator of the main version's vLLM-Ascend.
 Other releases keep their own, and so do the suites of `ON_ASCENDS_MANAGERS`."""
 
-NOT_ON_OTHER_VLLMS = ("engine/test_fast_prefix_cache.py",)
+NOT_ON_OTHER_VLLMS = ("engine/test_decode_path.py", "engine/test_fast_prefix_cache.py")
 """What is about a feature that the other supported releases of vLLM do not have."""
 
 ON_OTHER_EMULATED_NPUS = (
@@ -197,8 +197,9 @@ def suites(
                     yield Suite(f"managers, {on}: {name}", f"vllm-{vllm}", paths, variables)
             left_out = () if vllm == main_vllm else NOT_ON_OTHER_VLLMS
             for suite in split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables)):
-                if not {*suite.paths} & {*left_out}:
-                    yield suite
+                paths = tuple(path for path in suite.paths if path not in left_out)
+                if paths:
+                    yield replace(suite, paths=paths)
             for path in ON_V2_RUNNER if folder == "engine" and vllm != main_vllm else ():
                 name = f"engine, {on}, V2 runner: {Path(path).stem.removeprefix('test_')}"
                 yield Suite(name, f"vllm-{vllm}", (path,), variables | V2_RUNNER)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 from support.sample import IS_SAMPLE
 from support.scenarios import processes
-from support.scenarios.processes import Plan, Reports
+from support.scenarios.processes import CPU, Plan, Reports
 
 FULL, WINDOWS = "full", "one window"
 ARGUMENTS = (
-    *("--skip-tokenizer-init", "--dtype", "float32", "--block-size", "16"),
+    *("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(CPU.block_tokens)),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", "1000"),
     *("--no-disable-hybrid-kv-cache-manager", "--distributed-executor-backend", "uni"),
 )
