@@ -67,13 +67,13 @@ demo-ascend: $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Serve a 
 check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types and a selection of the tests: under two minutes
 	$(RUN_TESTS) --check
 
-test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
+test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"
 
-test-ascend: $(MAIN_ENV)/.package $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU (ONLY=text: some suites)
+test-ascend: $(VLLM_PACKAGES) $(EMULATED_NPU_ENVS:%=%/.package) $(EMULATED_NPU_ENVS:%=%/.built) ## Run vLLM-Ascend whole, its worker and attention, on an emulated NPU, and vLLM's V2 runner (ONLY=text: some suites)
 	$(RUN_TESTS) --emulated-npu --only "$(ONLY)"
 
 test-lmcache: $(MAIN_ENV)/.package $(LMCACHE_ENV)/.package $(OTHER_LMCACHE_ENVS:%=%/.package) $(ASCEND_SOURCES) ## Run the tests that need LMCache and its server

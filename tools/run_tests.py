@@ -91,7 +91,7 @@ ON_OTHER_EMULATED_NPUS = (
 """Of `tests/emulated_npu`: what runs with every vLLM-Ascend; the rest with the main one."""
 
 ON_V2_RUNNER = ("engine/test_connector_engine.py", "engine/test_blending_engine.py")
-"""What runs once more with vLLM's V2 model runner, on the versions after the main one."""
+"""What `make test-ascend` runs with vLLM's V2 model runner, on the versions after the main one."""
 
 V2_RUNNER = {"KVEXT_RUNNER": "v2"}
 """`support.scenarios.processes`."""
@@ -200,9 +200,6 @@ def suites(
                 paths = tuple(path for path in suite.paths if path not in left_out)
                 if paths:
                     yield replace(suite, paths=paths)
-            for path in ON_V2_RUNNER if folder == "engine" and vllm != main_vllm else ():
-                name = f"engine, {on}, V2 runner: {Path(path).stem.removeprefix('test_')}"
-                yield Suite(name, f"vllm-{vllm}", (path,), variables | V2_RUNNER)
 
 
 def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
@@ -223,6 +220,15 @@ def lmcache_suites(upstreams: list[str], version: str) -> Iterator[Suite]:
         for folder, file in LMCACHE_FILES:
             variables = ascend_sources(ascend) | (ASCENDS_MANAGERS if folder == "ascend" else {})
             yield Suite(f"{on}: {folder}", environment, (f"{folder}/{file}",), variables)
+
+
+def v2_runner_suites(upstreams: list[str]) -> Iterator[Suite]:
+    """What runs once more with vLLM's V2 model runner; arguments as of `suites`."""
+    for upstream in upstreams[1:]:
+        vllm = upstream.partition(":")[0]
+        for path in ON_V2_RUNNER:
+            name = f"engine, vLLM {vllm}, V2 runner: {Path(path).stem.removeprefix('test_')}"
+            yield Suite(name, f"vllm-{vllm}", (path,), SAMPLE | V2_RUNNER)
 
 
 def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterator[Suite]:
@@ -377,10 +383,10 @@ def main() -> int:
     if options.check:
         known = [*checks(options.upstream)]
     elif options.emulated_npu:
-        known = [*emulated_npu_suites(options.upstream)]
+        known = [*emulated_npu_suites(options.upstream), *v2_runner_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python, options.compared_ascend)]
-        known += emulated_npu_suites(options.upstream, is_sample=True)
+        known += emulated_npu_suites(options.upstream[:1], is_sample=True)
         known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
     num_processes = min(4, os.cpu_count() or 1)
