@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -67,12 +68,13 @@ ROPES = {
         "truncate": False,
     },
     "YaRN, attention factor": {"rope_type": "yarn", **YARN, "attn_factor": 1.4},
-    "TeleChat 3": {"rope_type": "telechat3-yarn", **YARN},
     "DeepSeek": {"rope_type": "deepseek_yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     "DeepSeek, attention factor": {"rope_type": "deepseek_yarn", **YARN, "mscale": 0.707},
     "Gemma 4": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "Gemma 4, whole": {"rope_type": "proportional", "rope_theta": 1e6},
 }
+if find_spec(f"{rotary_embedding.__name__}.telechat3_scaling_rope"):  # Not since vLLM 0.30.
+    ROPES["TeleChat 3"] = {"rope_type": "telechat3-yarn", **YARN}
 
 
 @pytest.fixture(autouse=True, params=["none", "all"])

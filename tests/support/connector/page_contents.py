@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from support.layout.truth import LayoutFixture, PagedTensor
+from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm_ascend_kvext.groups.model import GroupKind
 
 NULL_PAGE = 0
@@ -26,6 +27,13 @@ Shifts = np.ndarray[Any, np.dtype[np.int64]]
 
 _SHIFT_BYTES = 251
 _OF_SOMEBODY_ELSE = 0xA7
+
+
+def token_axis_of(paged: PagedTensor) -> int:
+    """The axis that counts tokens, behind that of pages; of one view (vLLM 0.30) behind heads."""
+    if paged.token_axis is not None:
+        return paged.token_axis
+    return 2 if HAS_ONE_VIEW and paged.tensor.ndim == 4 else 1
 
 
 class WrongBytesError(AssertionError):
@@ -102,8 +110,7 @@ class _TensorContents:
         if self.is_state:
             tensor = tensor.unsqueeze(1)
         else:
-            token_axis = 1 if paged.token_axis is None else paged.token_axis
-            tensor = tensor.movedim(token_axis, 1)
+            tensor = tensor.movedim(token_axis_of(paged), 1)
         # shape: [num_pages, slots_per_page, ...], dtype: uint8
         self._bytes = tensor.view(torch.uint8).numpy()
         self._slots = self._bytes.shape[1]

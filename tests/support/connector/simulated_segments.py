@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support.connector.page_contents import moved_bytes
+from support.connector.page_contents import moved_bytes, token_axis_of
 from support.connector.scripted_transfers import ScriptedTransfers
 from support.layout.truth import LayoutFixture
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
@@ -39,7 +39,12 @@ class SimulatedTokenPages:
     """The pages of a fixture, a row of a tensor per token; a `TokenPages`."""
 
     def __init__(self, pages: LayoutFixture) -> None:
-        self._rows = [paged.by_row().view(torch.uint8).numpy() for paged in pages.tensors]
+        self._rows = [
+            (paged.tensor.movedim(2, 1) if token_axis_of(paged) == 2 else paged.by_row())
+            .view(torch.uint8)
+            .numpy()
+            for paged in pages.tensors
+        ]
         self._groups = [paged.group for paged in pages.tensors]
         self.num_pages = len(self._rows[0])
         self.tokens_per_page = {
