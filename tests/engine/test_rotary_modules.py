@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -109,17 +109,22 @@ NOT_EMBEDDINGS = {f"{ApplyRotaryEmb.__module__}.{ApplyRotaryEmb.__qualname__}"}
 """Turns by angles that it is handed."""
 
 
+def installed(names: Iterable[str]) -> set[str]:
+    """Those classes whose module this vLLM has: each of its releases has some of its own."""
+    return {name for name in names if find_spec(name.rpartition(".")[0])}
+
+
 def test_every_class_is_read_or_refused() -> None:
-    assert set(classes_of_vllm()) == set(READERS) | set(REFUSED) | NOT_EMBEDDINGS
+    assert set(classes_of_vllm()) == installed(READERS) | installed(REFUSED) | NOT_EMBEDDINGS
     assert not set(READERS) & set(REFUSED)
 
 
 def test_every_class_that_is_read_is_checked_below() -> None:
     checked = {type(rope(name)) for name in ROPES}
-    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in checked} == set(READERS)
+    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in checked} == installed(READERS)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(installed(REFUSED)))
 def test_the_other_classes_are_refused_with_the_reason(name: str) -> None:
     cls = classes_of_vllm()[name]
     # Some of them cannot be built without an accelerator; the class decides.

@@ -190,6 +190,7 @@ REFUSED: dict[str, str] = {
     ),
     f"{_PACKAGE}.phi3_long_rope_scaled_rope.Phi3LongRoPEScaledRotaryEmbedding": _LENGTH_DECIDES,
     f"{_PACKAGE}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding": _SEVERAL_POSITIONS,
+    f"{_PACKAGE}.bailing_mrope.BailingMRotaryEmbedding": _SEVERAL_POSITIONS,
     f"{_PACKAGE}.mrope.MRotaryEmbedding": _SEVERAL_POSITIONS,
     f"{_PACKAGE}.mrope_interleaved.MRotaryEmbeddingInterleaved": _SEVERAL_POSITIONS,
     f"{_PACKAGE}.xdrope.XDRotaryEmbedding": _SEVERAL_POSITIONS,

@@ -107,10 +107,7 @@ class _TensorContents:
         self._reach = paged.reach
         self.is_state = paged.reach.kind is GroupKind.STATE
         tensor = paged.tensor.movedim(paged.page_axis, 0)
-        if self.is_state:
-            tensor = tensor.unsqueeze(1)
-        else:
-            tensor = tensor.movedim(token_axis_of(paged), 1)
+        tensor = tensor.unsqueeze(1) if self.is_state else tensor.movedim(token_axis_of(paged), 1)
         # shape: [num_pages, slots_per_page, ...], dtype: uint8
         self._bytes = tensor.view(torch.uint8).numpy()
         self._slots = self._bytes.shape[1]
