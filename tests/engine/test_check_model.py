@@ -50,7 +50,12 @@ RUNS = {
     "not eager": Run((MAY,), NOT_COMPILED),
     "options": Run(
         (MAY,),
-        (*EAGER, *connector(chunk_tokens=16, blend_head_tokens=32, blend_selector="question")),
+        (
+            *EAGER,
+            *connector(
+                chunk_tokens=CPU.block_tokens, blend_head_tokens=32, blend_selector="question"
+            ),
+        ),
     ),
     "wrong rows": Run((MAY_NOT, IN_PLACE), fault="loads_other_rows"),
     "holes": Run((MAY_NOT, IN_PLACE), fault="leaves_holes"),
