@@ -116,6 +116,7 @@ def test_every_engine_has_its_own_numbers_and_starts_at_zero(vllm_config):
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.vllm("<0.30")  # It records every step since.
 def test_what_upstream_does_not_record_is_recorded_once_with_the_next(vllm_config):
     processor = OutputProcessor(None, log_stats=True)
     manager = loggers.StatLoggerManager(vllm_config)
