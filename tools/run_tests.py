@@ -78,8 +78,14 @@ NOT_ON_OTHER_ASCENDS = ("test_true_layout.py", "test_lmcache_slices_on_ascend.py
 """Of `tests/ascend`: what is about retention on the coordinator of the main version's vLLM-Ascend.
 Other releases keep their own, and so do the suites of `ON_ASCENDS_MANAGERS`."""
 
-NOT_ON_OTHER_VLLMS = ("engine/test_decode_path.py", "engine/test_fast_prefix_cache.py")
-"""What is about a feature that the other supported releases of vLLM do not have."""
+NOT_ON_OTHER_VLLMS = (
+    "engine/test_connector_serve.py",
+    "engine/test_decode_path.py",
+    "engine/test_fast_prefix_cache.py",
+    "engine/test_serve_lines.py",
+)
+"""What is not brought over to the other supported releases of vLLM: a feature that they do not have,
+and two files whose servers are those of the main one."""
 
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
