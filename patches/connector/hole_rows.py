@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens
 from vllm_ascend_kvext.upstream_state import RequestState
 
 if TYPE_CHECKING:
@@ -152,11 +153,7 @@ def correct_hits(scheduler: Scheduler, new: NewHoles, counts_every_admission: bo
         return
     found = request.prefill_stats
     if found is not None and (counts_every_admission or not request.num_preemptions):
-        found.set(
-            num_prompt_tokens=found.num_prompt_tokens,
-            num_local_cached_tokens=found.num_local_cached_tokens,
-            num_external_cached_tokens=found.num_external_cached_tokens - new.num_tokens,
-        )
+        set_external_hit_tokens(found, found.num_external_cached_tokens - new.num_tokens)
     stats = scheduler.connector_prefix_cache_stats
     if stats is None or not new.is_planned:
         return  # What a lookup found has been reported before its load failed.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.groups.specs import is_all_full_attention
 from vllm_ascend_kvext.patches.retention.block_pool import RetainedPool
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
-from vllm_ascend_kvext.patches.upstream import tokens_per_block
+from vllm_ascend_kvext.patches.upstream import set_external_hit_tokens, tokens_per_block
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.patching.instance_methods import InstanceMethods
 from vllm_ascend_kvext.prefix_cache.failed_blocks import Holder, reach_of
@@ -347,11 +347,7 @@ def _forget_external_hits(request: Request) -> None:
     """Upstream, from vLLM 0.30 on, takes what a request found first for what it went on with."""
     found = request.prefill_stats
     if found is not None:
-        found.set(
-            num_prompt_tokens=found.num_prompt_tokens,
-            num_local_cached_tokens=found.num_local_cached_tokens,
-            num_external_cached_tokens=0,
-        )
+        set_external_hit_tokens(found, 0)
 
 
 def _forget_steps_in_flight(request: Request) -> None:

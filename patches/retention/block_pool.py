@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import RequestUpTo
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_ascend_kvext._native import RetainedCache
     from vllm_ascend_kvext.retention.managed import ManagedGroup
 
 
@@ -132,15 +134,7 @@ def free_useless_blocks_first(
     retained = PoolState.of(block_pool).retained
     if retained is None:
         return wrapped(ordered_blocks, prepend)
-    blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
-    useless, cached, num_surplus = retained.split_freed(blocks)
-    if cached:
-        wrapped(cached)
-    if num_surplus:
-        retained.note_surplus(cached, num_surplus)
-    if useless:
-        wrapped(useless, prepend=True)
-        retained.note_uncached(useless)
+    _free_by_use(retained, ordered_blocks, wrapped, partial(wrapped, prepend=True))
 
 
 def free_surplus_first(
@@ -152,14 +146,24 @@ def free_surplus_first(
     retained = PoolState.of(block_pool).retained
     if retained is None:
         return wrapped(ordered_blocks)
+    # Blocks without a hash go to the front by upstream's own doing.
+    _free_by_use(retained, ordered_blocks, wrapped, wrapped)
+
+
+def _free_by_use(
+    retained: RetainedCache,
+    ordered_blocks: Iterable[KVCacheBlock],
+    free_cached: Callable[[list[KVCacheBlock]], None],
+    free_useless: Callable[[list[KVCacheBlock]], None],
+) -> None:
     blocks = ordered_blocks if isinstance(ordered_blocks, list) else list(ordered_blocks)
     useless, cached, num_surplus = retained.split_freed(blocks)
     if cached:
-        wrapped(cached)
+        free_cached(cached)
     if num_surplus:
         retained.note_surplus(cached, num_surplus)
     if useless:
-        wrapped(useless)
+        free_useless(useless)
         retained.note_uncached(useless)
 
 

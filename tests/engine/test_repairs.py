@@ -29,9 +29,10 @@ from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import Drafter, EngineOptions, ExternalLoad
 from support.scheduler.random_workloads import random_workload, with_options
-from support.scheduler.releases import IS_SINCE_0_30, look_up
+from support.scheduler.releases import look_up
 from support.scheduler.run import failure_of
 from support.scheduler.workload import RequestPlan, ResetPrefixCache, Workload
+from support.upstream_version import IS_SINCE_0_30
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

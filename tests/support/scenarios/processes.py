@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from support.scenarios.answers import Served
-from vllm_ascend_kvext.compat import detect, version_in
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30
+from support.upstream_version import IS_SINCE_0_30
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
-IS_SINCE_0_30 = not version_in(detect({}).vllm or "", BEFORE_0_30[0])
 DENSE: Mapping[str, Any] = {"prefix_cache_retention_interval": None} if IS_SINCE_0_30 else {}
 """Of an engine that caches every block: since vLLM 0.30 it is not the default."""
 

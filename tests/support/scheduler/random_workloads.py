@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from support import family
+from support.upstream_version import IS_SINCE_0_30
 
 from .layouts import EAGLE_LAYOUTS, LAYOUTS, Layout
 from .options import Drafter, EngineOptions, ExternalLoad
-from .releases import IS_SINCE_0_30
 from .token_stream import VOCAB_SIZE, Image
 from .workload import Abort, RequestPlan, ResetPrefixCache, Workload
 

