@@ -408,6 +408,7 @@ _replaced = InstanceMethods()
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASCEND_BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+_ASCEND_PIPELINE = "vllm_ascend.patch.platform.patch_pp_mtp:_patch_scheduler"
 _ASCEND_LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 
 _RELIES_ON = (
@@ -484,6 +485,8 @@ PATCHES = (
             f"{_ASCEND_BALANCE}.__init__",
             f"{_ASCEND_BALANCE}.schedule",
             "vllm_ascend.patch.platform.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
+            f"{_ASCEND_PIPELINE}_update_after_schedule.<locals>._patched_update_after_schedule",
+            f"{_ASCEND_PIPELINE}_update_from_output.<locals>._patched_update_from_output",
         ),
     ),
 )

@@ -112,6 +112,8 @@ PATCHES = (
         ascend=(
             f"{_ASCEND_LIFETIME}:_patched_allocate_slots",
             f"{_ASCEND_LIFETIME}:_patched_update_after_schedule",
+            "vllm_ascend.patch.platform.patch_pp_mtp:_patch_scheduler_update_after_schedule.<locals>."
+            "_patched_update_after_schedule",
         ),
     ),
 )

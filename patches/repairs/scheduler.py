@@ -399,6 +399,8 @@ PATCHES = (
             f"{_ASCEND_RECOMPUTE}.update_from_output",
             f"{_ASCEND_RECOMPUTE}._update_waiting_for_remote_kv",
             f"{_ASCEND_LIFETIME}:_patched_update_from_output",
+            "vllm_ascend.patch.platform.patch_pp_mtp:_patch_scheduler_update_from_output.<locals>."
+            "_patched_update_from_output",
         ),
     ),
 )

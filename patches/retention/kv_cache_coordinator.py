@@ -170,8 +170,6 @@ def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
         return "groups have pools of their own"
     if any(getattr(manager, "has_prefill_checkpoint_blocks", False) for manager in managers):
         return "prefill steps leave states within them"
-    if hasattr(coordinator, "skips_eagle_block_drop"):
-        return "lookups are those of vLLM-Ascend 0.30"
     return ""
 
 

@@ -74,5 +74,8 @@ PATCHES = (
         why="A state exists only where a step ends, and upstream's prefill steps end anywhere: a "
         "boundary that requests share has none.",
         retire_when="upstream ends steps at shared prefixes",
+        ascend=(
+            "vllm_ascend.patch.platform.patch_mamba_block_aligned_split:_mamba_block_aligned_split",
+        ),
     ),
 )

@@ -131,7 +131,7 @@ RANDOM_RUNS: dict[str, tuple[Callable[[], Iterable[Workload]], int]] = {
     "two-phase-allocation": (with_loads, 0),
     "drafts-in-flight": (with_drafts, 3),
     "discarded-frames": (with_resets, NUM_RESET_RUNS // 3),
-    "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS)),
+    "preempted-in-step": (with_priorities, len(PRIORITY_SEEDS) // 2),
 }
 """By repair: what runs into the defect; without the repair, more than so many runs fail."""
 

@@ -19,10 +19,10 @@ from support.installed import installed
 from support.sample import sampled
 from support.scheduler.block_manager import retention_interval
 from support.scheduler.random_workloads import random_workloads
-from support.scheduler.releases import VERSION
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
+from support.upstream_version import VLLM
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,9 +41,7 @@ STOCK: tuple[str, ...] = ()
 DEFAULT = tuple(feature.name for feature in DEFAULTS)
 ALL = tuple(feature.name for feature in FEATURES)
 REPAIRED = {
-    patch.feature
-    for patch in PATCHES
-    if any(version_in(VERSION, versions) for versions in patch.vllm)
+    patch.feature for patch in PATCHES if any(version_in(VLLM, versions) for versions in patch.vllm)
 }
 """What is repaired of this version. Of what it has mended, the functions show nothing wrong."""
 

@@ -14,10 +14,19 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import NamedTuple
 
 from vllm_ascend_kvext.errors import FingerprintError
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class _Found(NamedTuple):
+    qualname: str
+    definition: _Definition
+    outermost: _Definition
+    """The function of a module or class in whose body it is; itself, if in none."""
+
 
 # Fields that carry no meaning here (ctx, comments) or that only some Pythons from 3.10 to 3.13 set.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params"})
@@ -30,28 +39,29 @@ def fingerprint_source(source_root: Path, name: str) -> str:
 
     Args:
         source_root: The folder that holds the top-level package.
-        name: ``module:qualname``, for example ``pkg.mod:Class.method``. The class has to be the
-            one whose body has the definition.
+        name: ``module:qualname``, for example ``pkg.mod:Class.method``, or
+            ``pkg.mod:outer.<locals>.inner``. The class has to be the one whose body has the
+            definition.
 
     Raises:
         FingerprintError: If there is no such file, or no such definition in it.
     """
-    return _fingerprint(_definition_of(source_root, name)[1])
+    return _fingerprint(_find(source_root, name)[1])
 
 
 def source_of(source_root: Path, name: str) -> list[str]:
     """The lines of the same function, decorators and comments included; it raises the same."""
-    path, definition = _definition_of(source_root, name)
+    path, (_, definition, _) = _find(source_root, name)
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[_first_line(definition) - 1 : definition.end_lineno]
 
 
-def _definition_of(source_root: Path, name: str) -> tuple[Path, _Definition]:
+def _find(source_root: Path, name: str) -> tuple[Path, _Found]:
     module, _, qualname = name.partition(":")
     path = source_root.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     # Of several definitions of one name the last is the one that stays.
-    found = [definition for defined, definition in _definitions(path) if defined == qualname]
+    found = [each for each in _definitions(path) if each.qualname == qualname]
     if not found:
         raise FingerprintError(f"{path} does not define {qualname!r}.")
     return path, found[-1]
@@ -61,7 +71,8 @@ def fingerprint_live(function: object) -> str:
     """The fingerprint of a function, classmethod or staticmethod object, read from its file.
 
     Raises:
-        FingerprintError: If it is no such thing or not defined in a module or class body.
+        FingerprintError: If it is no such thing or not defined in the body of a module, class or
+            function.
     """
     if isinstance(function, (classmethod, staticmethod)):
         function = function.__func__
@@ -88,12 +99,14 @@ Equal code objects can come from sources that mean different things.
 
 
 def _fingerprint_code(code: CodeType) -> str:
-    for _, definition in _definitions(Path(code.co_filename)):
+    path = Path(code.co_filename)
+    for found in _definitions(path):
+        definition = found.definition
         if definition.name == code.co_name and _first_line(definition) == code.co_firstlineno:
-            return _fingerprint(definition)
+            return _fingerprint(found)
     raise FingerprintError(
-        f"{code.co_filename}:{code.co_firstlineno} does not define {code.co_name!r} in the body of "
-        f"a module or class."
+        f"{path}:{code.co_firstlineno} does not define {code.co_name!r} in the body of a module, "
+        f"class or function."
     )
 
 
@@ -106,8 +119,8 @@ def forget_sources() -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def _definitions(path: Path) -> tuple[tuple[str, _Definition], ...]:
-    """``(qualname, definition)`` of the functions of a file, in source order."""
+def _definitions(path: Path) -> tuple[_Found, ...]:
+    """The functions of a file, in source order."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except OSError as error:
@@ -117,14 +130,17 @@ def _definitions(path: Path) -> tuple[tuple[str, _Definition], ...]:
     return tuple(_walk(tree, prefix=""))
 
 
-def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
+def _walk(node: ast.AST, prefix: str, outermost: _Definition | None = None) -> Iterator[_Found]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield prefix + child.name, child
+        if isinstance(child, _Definition):
+            around = outermost or child
+            yield _Found(prefix + child.name, child, around)
+            yield from _walk(child, f"{prefix}{child.name}.<locals>.", around)
         elif isinstance(child, ast.ClassDef):
-            yield from _walk(child, f"{prefix}{child.name}.")
+            yield from _walk(child, f"{prefix}{child.name}.", outermost)
         elif isinstance(child, (ast.stmt, ast.excepthandler)):
-            yield from _walk(child, prefix)  # `if`, `try`, `with`: their bodies bind names here
+            # `if`, `try`, `with`: their bodies bind names here
+            yield from _walk(child, prefix, outermost)
 
 
 def _first_line(definition: _Definition) -> int:
@@ -132,9 +148,12 @@ def _first_line(definition: _Definition) -> int:
     return min([definition.lineno, *(node.lineno for node in definition.decorator_list)])
 
 
-def _fingerprint(definition: _Definition) -> str:
-    digest = hashlib.sha256(_canonical(definition).encode("ascii"))
-    return digest.hexdigest()[:_FINGERPRINT_CHARS]
+def _fingerprint(found: _Found) -> str:
+    text = _canonical(found.definition)
+    if found.outermost is not found.definition:
+        # What it captures is decided there.
+        text = f"{text} in {_canonical(found.outermost)}"
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:_FINGERPRINT_CHARS]
 
 
 def _canonical(value: object) -> str:

@@ -155,9 +155,16 @@ class _Check:
         expected = self._expected(name)
         for replacement in patch.ascend:
             expected |= self._expected(replacement)
-        function = wrapper_chain(resolve(name).found)[-1]
-        take = partial(fingerprint_live, function)
-        return _require_known(name, expected, take, describe(function))
+        fingerprints = []
+        function = resolve(name).found
+        while function is not None:
+            function = wrapper_chain(function)[-1]
+            take = partial(fingerprint_live, function)
+            fingerprints.append(_require_known(name, expected, take, describe(function)))
+            # What is known here may have been put around another function.
+            function = getattr(function, "__func__", function)
+            function = getattr(function, "__wrapped__", None)
+        return " ".join(fingerprints)
 
     def _of_source(self, name: str) -> str:
         """The installed file has to say what it said when it was read."""

@@ -250,8 +250,12 @@ class TestLive:
         def impostor(number: int) -> int:
             return number
 
-        with pytest.raises(FingerprintError, match="does not define 'impostor'"):
-            fingerprint_live(impostor)
+        name = "fake_upstream.pool:touch"
+        assert fingerprint_live(impostor) != fingerprint_source(upstream_root, name)
+
+    def test_a_lambda_is_refused(self) -> None:
+        with pytest.raises(FingerprintError, match="does not define '<lambda>'"):
+            fingerprint_live(lambda: None)
 
     @pytest.mark.parametrize("thing", [len, 3, type])
     def test_what_has_no_source_is_refused(self, thing: object) -> None:

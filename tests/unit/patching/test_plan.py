@@ -160,3 +160,59 @@ def test_what_is_found_where_vllm_ascend_replaces_functions(
     assert reason in finding.reason
     is_imported = is_replaced or (patch is OWN and upstream is ON_ASCEND)
     assert ("vllm_ascend.patches" in sys.modules) is is_imported, "an import applies its patches"
+
+
+AROUND = "vllm_ascend.patches:put_around.<locals>.free"
+AROUND_SOURCE = """\
+import functools
+
+
+def put_around(pool):
+    original = pool.free
+
+    @functools.wraps(original)
+    def free(self, blocks, prepend=False):
+        return original(self, blocks, prepend)
+
+    pool.free = free
+"""
+
+
+@pytest.mark.parametrize(
+    ("known", "below", "state"),
+    [
+        pytest.param(AROUND_SOURCE, "", State.INERT, id="as it was read"),
+        pytest.param(
+            AROUND_SOURCE.replace("original = pool.free", "original = pool.find"),
+            *("", State.DRIFTED),
+            id="it captures something else",
+        ),
+        pytest.param(
+            AROUND_SOURCE.replace("prepend)", "True)"), "", State.DRIFTED, id="it does else"
+        ),
+        pytest.param(
+            AROUND_SOURCE,
+            "def free(self, blocks, prepend=False):\n    return []\n",
+            State.DRIFTED,
+            id="it is put around something else",
+        ),
+    ],
+)
+def test_a_closure_fits_with_what_it_is_put_around(
+    upstream_root: Path, add_package: AddPackage, known: str, below: str, state: State
+) -> None:
+    root = add_package("vllm_ascend", {"patches": known, "below": below})
+    store = FingerprintStore(
+        {
+            "vllm": {"0.23.0": {FREE: fingerprint_source(upstream_root, FREE)}},
+            "vllm-ascend": {"0.23.0": {AROUND: fingerprint_source(root, AROUND)}},
+        }
+    )
+    add_package("vllm_ascend", {"patches": AROUND_SOURCE, "below": below})
+    pool = importlib.import_module(MODULE).Pool
+    if below:
+        pool.free = importlib.import_module("vllm_ascend.below").free
+    importlib.import_module("vllm_ascend.patches").put_around(pool)
+    patch = declare("Pool.free", ascend=(AROUND,))
+    (plan,) = plan_features([FEATURE], [patch], ON_ASCEND, store)
+    assert plan.findings[0].state is state, plan.findings[0].reason
