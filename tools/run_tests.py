@@ -33,6 +33,7 @@ NOT_IN_SAMPLE = (
     "test_data_parallel.py",
     "test_demo.py",
     "test_kernel_or_dma.py",
+    "test_serve_lines.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 

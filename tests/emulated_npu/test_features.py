@@ -20,6 +20,7 @@ from emulated_plans import (
     CROWDED_BLOCKS,
     FULL_POOL_BLOCKS,
     GROUPS,
+    RUNNERS,
     SLEEPING,
     TOLERANCE,
     WRONG,
@@ -156,6 +157,10 @@ CASES = {
         NO_PREFIX_CACHING,
     ),
 }
+if "V2" in RUNNERS:
+    CASES["V2 runner"] = Case(
+        ("full attention",), ALL, {**ADAPTIVE, **RUNNERS["V2"]}, check_features, connector()
+    )
 CELLS = [
     (model, name)
     for name, case in CASES.items()

@@ -12,6 +12,7 @@ import pytest
 import random_models
 import torch
 from emulated_plans import IS_0_23, RUNNERS, TOLERANCE
+from support.sample import IS_SAMPLE
 from support.scenarios import answers
 from support.scenarios.answers import Answer
 from support.scenarios.processes import NPU, LazyReports, Plan
@@ -30,11 +31,11 @@ MODULES = {
     "V1": "vllm_ascend.worker.model_runner_v1",
     "V2": "vllm_ascend.worker.v2.model_runner",
 }
-CASES = [(model, "V1") for model in random_models.MODELS]
-CASES += [("full attention", runner) for runner in RUNNERS if runner != "V1"]
-"""Models and runners. What other models need of the second runner was not tried."""
 TOGETHER = ("full attention", "windows")
 """Models that share a process: vLLM-Ascend 0.23.0 prepares one for the experts of its first."""
+CASES = [(model, "V1") for model in (TOGETHER if IS_SAMPLE else random_models.MODELS)]
+CASES += [("full attention", runner) for runner in RUNNERS if runner != "V1"]
+"""Models and runners. What other models need of the second runner was not tried."""
 
 
 @pytest.fixture(scope="module")

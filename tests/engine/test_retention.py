@@ -119,6 +119,7 @@ def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:
     assert latest_only.report["wrapped"]
 
 
+@pytest.mark.main_version
 def test_async_scheduler(serve, latest_only, uncached):
     """The CPU platform switches async scheduling off; its scheduler can be had by name."""
     served = serve(
@@ -132,6 +133,7 @@ def test_async_scheduler(serve, latest_only, uncached):
         assert served.hit_tokens(label) == latest_only.hit_tokens(label)
 
 
+@pytest.mark.main_version
 def test_engine_core_in_its_own_process(serve, latest_only, uncached):
     served = serve({INTERVAL: "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, ("chat",))
     assert any(
