@@ -74,10 +74,6 @@ ON_ASCENDS_MANAGERS = (
 )
 """What runs once more where vLLM-Ascend has put its own managers in place; each is a suite."""
 
-NOT_ON_OTHER_ASCENDS = ("test_true_layout.py", "test_lmcache_slices_on_ascend.py")
-"""Of `tests/ascend`: what is about retention on the coordinator of the main version's vLLM-Ascend.
-Other releases keep their own, and so do the suites of `ON_ASCENDS_MANAGERS`."""
-
 NOT_ON_OTHER_VLLMS = (
     "engine/test_connector_serve.py",
     "engine/test_decode_path.py",
@@ -196,12 +192,9 @@ def suites(
                 if not ascend_sources(ascend):
                     continue  # for this Python there are none
                 variables |= ASCENDS_MANAGERS
-                if vllm != main_vllm:
-                    files = (path.name for path in sorted((TESTS / folder).glob("test_*.py")))
-                    own = (f"{folder}/{file}" for file in files if file not in NOT_ON_OTHER_ASCENDS)
-                    yield Suite(f"ascend, {on}", f"vllm-{vllm}", tuple(own), variables)
-                    continue
                 for paths in ON_ASCENDS_MANAGERS:
+                    if vllm != main_vllm and {*paths} & {*NOT_ON_OTHER_VLLMS}:
+                        continue
                     name = Path(paths[-1].partition("::")[0]).stem.removeprefix("test_")
                     yield Suite(f"managers, {on}: {name}", f"vllm-{vllm}", paths, variables)
             left_out = () if vllm == main_vllm else NOT_ON_OTHER_VLLMS

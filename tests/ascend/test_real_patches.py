@@ -107,7 +107,6 @@ def test_small_layout_has_the_shape_of_the_true_one():
     ]
 
 
-@pytest.mark.vllm("<0.30")  # 0.30.0rc2 has closures in place of two functions that count.
 @pytest.mark.parametrize("interval", [None, "0"])
 def test_status_accepts_this_combination(interval: str | None):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}

@@ -141,6 +141,7 @@ def test_interval_0_hits_what_dense_caching_hits(block_size: int, eagle: str) ->
     assert not difference.examples
 
 
+@pytest.mark.vllm("<0.30")
 def test_stock_loses_a_resend_with_mtp() -> None:
     """The same comparison is red without the features: the look-ahead block does not fit."""
     mtp, num_tokens = EAGLE_SETS["MTP"], 2 * UNIT_TOKENS + 32
@@ -176,6 +177,7 @@ def hit_of_the_third(world: BlockManager, num_shared_tokens: int) -> int:
     return world.hit_tokens(world.request([*prompt(num_shared_tokens), *own]))
 
 
+@pytest.mark.vllm("<0.30")  # From then on vLLM refuses it.
 @pytest.mark.usefixtures("retention")
 @pytest.mark.parametrize(
     "interval, nearest",
@@ -208,6 +210,7 @@ def test_blocks_kept_per_group() -> None:
     }
 
 
+@pytest.mark.vllm("<0.30")  # The fast path is not for others.
 def test_steps_between_two_blocks_are_quiet() -> None:
     num_output_tokens = 300
     with installed(FAST_PREFIX_CACHE.name, *(repair.name for repair in REPAIRS)):

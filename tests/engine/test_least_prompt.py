@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pytest_mock import MockerFixture
 from support import family
@@ -25,7 +27,7 @@ if family.IS_ASCEND:
     LAYOUTS = {
         **{f"{size}": (planned_layout(size), unit + 1) for size, unit in HIT_UNIT_TOKENS.items()},
         "small": (small_layout(), 33),
-        "small, EAGLE": (small_layout(frozenset({0})), 49),
+        "small, EAGLE": (replace(small_layout(frozenset({0})), has_connector=True), 49),
     }
 
 

@@ -67,7 +67,7 @@ def test_a_request_hits_what_dense_caching_hits(layout_name: str, policy: str) -
     stride = unit_tokens // 2 + 1 if is_adaptive else LENGTH_STRIDE
     difference = Difference()
     for number, eagle_group_ids in enumerate(eagle_sets(specs)):
-        layout = Layout(specs, eagle_group_ids)
+        layout = Layout(specs, eagle_group_ids, has_connector=number % 2 == 1)
         dense = BlockManager(layout, None, NUM_BLOCKS)
         with adaptive_retention() if is_adaptive else retention_installed():
             sparse = UnderPressure(layout, None if is_adaptive else 0, NUM_BLOCKS)

@@ -198,7 +198,7 @@ class TestTrimFullGroups:
 
     FEATURE = "trim-full-groups"
     LAYOUT = (
-        ascend_geometry.small_layout(frozenset({3}))
+        replace(ascend_geometry.small_layout(frozenset({3})), has_connector=True)
         if family.IS_ASCEND
         else Layout((full(4), full(16), window(8, 12)), eagle_group_ids=frozenset({2}))
     )
@@ -233,7 +233,7 @@ RANKS = pytest.mark.parametrize(
     "ranks",
     [
         pytest.param("dcp_world_size", marks=() if family.IS_ASCEND else pytest.mark.vllm("<0.30")),
-        "pcp_world_size",
+        pytest.param("pcp_world_size", marks=pytest.mark.vllm("<0.30") if family.IS_ASCEND else ()),
     ],
 )
 
@@ -291,7 +291,7 @@ class TestContextParallelWindows:
     def test_one_warning(self, mocker: MockerFixture) -> None:
         warning = mocker.patch.object(logging.getLogger("vllm.ascend_kvext.repairs"), "warning")
         for _ in range(2):
-            self.hit_tokens(pcp_world_size=3)
+            self.hit_tokens(**{"dcp_world_size" if family.IS_ASCEND else "pcp_world_size": 3})
         (call,) = warning.call_args_list
         assert "3 ranks" in call.args[0] % call.args[1:]
 

@@ -137,7 +137,7 @@ def test_windows_outlive_drafts_in_flight() -> None:
                 if workload.options.is_async and workload.options.drafter is Drafter.EAGLE:
                     num_workloads += 1
                     run(workload, read_check=ReadCheck.ALL)
-    assert num_workloads > 3
+    assert num_workloads > sampled(3)
 
 
 def first_violation(

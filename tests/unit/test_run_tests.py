@@ -67,8 +67,7 @@ def test_on_every_version_the_levels_that_need_vllm_run_and_on_all_but_one_as_a_
 ) -> None:
     suites = list(with_ascend.suites(UPSTREAMS, pythons=["3.12"]))
     needing = {file for level in ("contract", "engine", "ascend") for file in files_of((level,))}
-    elsewhere = {TESTS / "ascend" / file for file in with_ascend.NOT_ON_OTHER_ASCENDS}
-    elsewhere |= {TESTS / file for file in with_ascend.NOT_ON_OTHER_VLLMS}
+    elsewhere = {TESTS / file for file in with_ascend.NOT_ON_OTHER_VLLMS}
     for environment, files in (("vllm-2.0", needing), ("vllm-1.0", needing - elsewhere)):
         own = [suite for suite in suites if suite.environment == environment]
         assert files <= {file for suite in own for file in files_of(suite.paths)}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -46,10 +47,14 @@ def mamba(block_tokens: int, mode: str = "align", draft_blocks: int = 0) -> KVCa
 
 @dataclass(frozen=True)
 class Layout:
-    """The groups of a model, with ids of those that look ahead (EAGLE/MTP)."""
+    """The groups of a model, with ids of those that look ahead (EAGLE/MTP).
+
+    Without a connector, lookups of vLLM-Ascend 0.30 look nowhere ahead.
+    """
 
     specs: tuple[KVCacheSpec, ...]
     eagle_group_ids: frozenset[int] = frozenset()
+    has_connector: bool = False
 
 
 @contextmanager
@@ -89,7 +94,14 @@ class BlockManager:
             **arguments,
         }
         with retention_interval(interval):
-            config = config_of(layout.specs, layout.eagle_group_ids, num_blocks)
+            config = config_of(
+                layout.specs,
+                layout.eagle_group_ids,
+                num_blocks,
+                KVTransferConfig(kv_connector="any", kv_role="kv_both")
+                if layout.has_connector
+                else None,
+            )
             self.manager = KVCacheManager(config, **arguments)
         self.pool = self.manager.block_pool
         self._hasher = get_request_block_hasher(arguments["hash_block_size"], sha256)
