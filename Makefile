@@ -37,16 +37,19 @@ EMULATED_NPU_ENV := $(firstword $(EMULATED_NPU_ENVS))
 LMCACHE ?=
 
 MAKE_ENV := $(PYTHON) tools/make_env.py
+# Those that are there. The packages of the newest are the nearest to what a later vLLM wants.
+MADE_VLLM_ENVS = $(patsubst %/.made,%,$(wildcard $(VLLM_VERSIONS:%=.venv/vllm-%/.made)))
 # Folders are listed too, so that a deleted file counts as a change.
 SOURCES := pyproject.toml README.md LICENSE CMakeLists.txt \
 	$(shell find vllm_ascend_kvext patches csrc -name __pycache__ -prune -o -print)
 VLLM_PACKAGES := $(VLLM_VERSIONS:%=.venv/vllm-%/.package)
 PYTHON_PACKAGES := $(OTHER_PYTHONS:%=.venv/python-%/.package)
 ASCEND_SOURCES := $(patsubst %,.venv/vllm-ascend-%/.unpacked,$(ASCEND_VERSIONS) $(COMPARED_ASCENDS))
+STORE_FINGERPRINTS := $(MAIN_PYTHON) -m vllm_ascend_kvext fingerprint --write --distribution
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending demo-ascend check test test-pythons test-ascend test-lmcache lint docs bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending demo-ascend check test test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
@@ -90,6 +93,13 @@ lint: .venv/lint/.package ## Check style, types and who imports whom
 docs: $(MAIN_ENV)/.package ## Write the generated pages of docs/
 	$(MAIN_PYTHON) -I tools/render_docs.py
 
+# Where vLLM-Ascend has no release yet, its folder is empty.
+fingerprints: $(VLLM_VERSIONS:%=.venv/vllm-%/.made) $(ASCEND_SOURCES) ## Store the source fingerprints of every supported vLLM and vLLM-Ascend
+	set -e; for version in $(VLLM_VERSIONS); do \
+		$(STORE_FINGERPRINTS) vllm --version $$version --sources .venv/vllm-$$version/lib/python$(PYTHON_VERSION)/site-packages; done
+	set -e; for version in $(ASCEND_VERSIONS); do test ! -d .venv/vllm-ascend-$$version/vllm_ascend || \
+		$(STORE_FINGERPRINTS) vllm-ascend --version $$version --sources .venv/vllm-ascend-$$version; done
+
 bench: $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Measure what the README claims, but for hit rates: bench-retention
 	set -e; for script in benchmarks/*.py; do $(MAIN_PYTHON) $$script $(filter --quick,$(BENCH)); done
 	KVEXT_ASCEND_SOURCES=$(abspath $(MAIN_ASCEND)) $(MAIN_PYTHON) benchmarks/prefix_cache_path.py $(filter --quick,$(BENCH))
@@ -126,7 +136,7 @@ $(MAIN_ENV)/.made:
 	@rm -f $@ && touch $@
 
 .venv/vllm-%/.made: $(MAIN_ENV)/.made
-	$(MAKE_ENV) vllm $(@D) --version $* --like $(MAIN_ENV)
+	$(MAKE_ENV) vllm $(@D) --version $* --like $(lastword $(MAIN_ENV) $(filter-out $(@D),$(MADE_VLLM_ENVS)))
 	@rm -f $@ && touch $@
 
 .venv/lmcache-%/.made: $(MAIN_ENV)/.made

@@ -46,7 +46,7 @@ class LearnedRequests:
             scheduler.running.sort(key=lambda request: request.request_id in self._ids)
         if not learning.has_queue:
             return
-        num_waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+        _, num_waiting = scheduler.get_request_counts()
         if num_waiting > scheduler.num_waiting_for_streaming_input:
             return
         left_tokens, left_rows, _ = budget_of_holes(scheduler)
@@ -128,8 +128,7 @@ def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
     waits = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
     return any(
         request.status in waits and request.request_id not in own_ids
-        for queue in (scheduler.waiting, scheduler.skipped_waiting)
-        for request in queue
+        for request in scheduler.requests.values()
     )
 
 

@@ -19,8 +19,9 @@ from small_vllm import ENGINE, TARGET, World
 import vllm_ascend_kvext
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.__main__ import main
-from vllm_ascend_kvext.commands import fingerprint
+from vllm_ascend_kvext.commands import fingerprint, upstream_changes
 from vllm_ascend_kvext.features import FEATURES
+from vllm_ascend_kvext.patching.fingerprint import source_of
 from vllm_ascend_kvext.patching.store import FingerprintStore
 from vllm_ascend_kvext.settings import (
     RETENTION_VARIABLE,
@@ -143,8 +144,9 @@ class TestFingerprint:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        names = ("Pool.free", "Pool.find", "Pool.count")
-        monkeypatch.setattr(fingerprint, "PATCHES", tuple(map(declare, names)))
+        of_two = declare("Pool.count", id="T-two", relies_on=(f"{MODULE}:Pool.find",))
+        patches = (*map(declare, ("Pool.free", "Pool.find")), of_two)
+        monkeypatch.setattr(fingerprint, "PATCHES", patches)
         main([*arguments, "--write"])
         old = tmp_path / "old"
         shutil.copytree(upstream_root, old)
@@ -154,21 +156,87 @@ class TestFingerprint:
         arguments[arguments.index("0.23.0")] = "0.30.0"
         assert main(arguments) == 1
         listed = capsys.readouterr().out
-        _, *rows = (line.split("  ") for line in listed.splitlines())
+        _, *table, as_before = listed.splitlines()
+        assert as_before == "Patches with nothing to read: T-Pool.find."
+        rows = [line.split("  ") for line in table]
         assert [[cell.strip() for cell in row if cell.strip()][:2] for row in rows] == [
             ["absent", f"{MODULE}:Pool.count"],
             ["differs from 0.23.0", f"{MODULE}:Pool.free"],
             ["as in 0.23.0", f"{MODULE}:Pool.find"],
         ]
         main([*arguments, "--against", str(old)])
-        table, _, shown = capsys.readouterr().out.partition("\n\n")
-        assert table == listed.rstrip("\n")
-        changed = [line for line in shown.splitlines() if line[:1] in "+-"]
+        again, _, shown = capsys.readouterr().out.partition("\n\n")
+        assert again == listed.rstrip("\n")
+        changed = [line for line in shown.splitlines() if line.startswith(("+", "-"))]
         assert ["prepend=False" in changed[2], "prepend=True" in changed[3]] == [True, True]
         assert len(changed) == 4, "of the one function that differs"
         assert main([*arguments, "--write"]) == 1, "nothing is stored that no patch counts on"
         assert "no patch names it" in capsys.readouterr().out
         assert main(arguments) == 1
+
+    def test_patches_of_other_versions_are_not_listed(
+        self,
+        arguments: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        older = declare("Pool.free", id="T-older", vllm=("==0.20.0.*",))
+        monkeypatch.setattr(fingerprint, "PATCHES", (declare("Pool.free"), older))
+        main([*arguments, "--write"])
+        arguments[arguments.index("0.23.0")] = "0.30.0"
+        capsys.readouterr()
+        main(arguments)
+        listed = capsys.readouterr().out
+        assert "T-Pool.free" in listed
+        assert "T-older" not in listed
+
+    def test_docstrings_are_no_difference(self, tmp_path: Path) -> None:
+        for folder, docstring in (("old", '"""One."""'), ("new", '"""\n    Two.\n    """\n')):
+            (tmp_path / folder).mkdir()
+            source = f"def free():\n    {docstring}\n    return 1  # what for\n"
+            (tmp_path / folder / "pool.py").write_text(source)
+        heading, *lines = upstream_changes.diff(tmp_path / "old", tmp_path / "new", "pool:free")
+        assert (heading, lines) == ("", [])
+        assert source_of(tmp_path / "new", "pool:free") == [
+            "def free():",
+            "    return 1  # what for",
+        ]
+
+    def test_functions_that_are_imported_and_no_patch_counts_on_are_compared(
+        self, tmp_path: Path
+    ) -> None:
+        name = "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys"
+        for folder, source in (
+            ("old", "def {}():\n    return 1\n\n\ndef not_ours():\n    return 1\n"),
+            ("new", "def {}():\n    return 2\n\n\ndef not_ours():\n    return 2\n"),
+            ("gone", ""),
+        ):
+            path = tmp_path / folder / "vllm" / "v1" / "core" / "kv_cache_utils.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(source.format(name.partition(":")[2]))
+        old, new = tmp_path / "old", tmp_path / "new"
+        shown = upstream_changes.changed_imports(old, new, "vllm", set())
+        assert shown[1:3] == [f"--- {name}", f"+++ {name}"]
+        assert shown[-2:] == ["-    return 1", "+    return 2"]
+        assert upstream_changes.changed_imports(old, new, "vllm", {name}) == []
+        _, absent = upstream_changes.changed_imports(old, tmp_path / "gone", "vllm", set())
+        assert absent.startswith(f"{name}: ")
+        assert "does not define" in absent
+
+    def test_names_that_upstream_has_lost_are_listed_with_the_file_that_has_them(
+        self, tmp_path: Path
+    ) -> None:
+        for folder, source in (
+            ("old", "self.single_type_managers = self.not_ours = 1\nself.block_pool = 2\n"),
+            ("new", "self.block_pool = 2  # no single_type_managers\n"),
+        ):
+            (tmp_path / folder / "vllm").mkdir(parents=True)
+            (tmp_path / folder / "vllm" / "core.py").write_text(source)
+        _, heading, *lost = upstream_changes.lost_names(tmp_path / "old", tmp_path / "new", "vllm")
+        assert heading.endswith(": 1.")
+        (line,) = lost
+        assert line.startswith("single_type_managers  ")
+        assert "retention/kv_cache_coordinator.py" in line
 
     def test_sources_that_are_not_there_are_refused(
         self, arguments: list[str], upstream_root: Path, capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,8 @@ of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest 
 Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
 Of a release that is not stored, every function is listed that patches count on in the newest stored
 one: absent, different from all stored versions, or as in one of them. With --against, what differs
-is shown line by line: that is what to read before the release is supported.
+is shown line by line, without docstrings; then the functions that this package only calls, and the
+names of it that the release has lost. That is what to read before the release is supported.
 Exit status: 0 if everything is as stored (or was stored), 1 if something differs or the release is
 not stored, 2 if the arguments are wrong.
 """
@@ -19,15 +20,16 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.commands.upstream_changes import changed_imports, diff, lost_names
 from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patches import PATCHES
-from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, source_of
+from vllm_ascend_kvext.patching.declaration import Patch
+from vllm_ascend_kvext.patching.fingerprint import fingerprint_source
 from vllm_ascend_kvext.patching.store import STORE_FILE, FingerprintStore
 
 
@@ -125,15 +127,22 @@ def functions_of_interest(distribution: str, version: str | None) -> list[str]:
     if distribution == LMCACHE:
         return sorted({name for patch in PATCHES for name in patch.lmcache})
     names: set[str] = set()
-    for patch in PATCHES:
-        # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
-        if version is not None and not any(compat.version_in(version, each) for each in patch.vllm):
-            continue
+    for patch in patches_of(version):
         if distribution == VLLM_ASCEND:
             names.update(patch.ascend)
         if patch.is_for_vllm_ascend == (distribution == VLLM_ASCEND):
             names.update(patch.fingerprinted)
     return sorted(names)
+
+
+def patches_of(version: str | None) -> list[Patch]:
+    """The patches for a version of vLLM, or of the vLLM-Ascend made for it; all of them if None."""
+    # Releases of vLLM-Ascend carry the number of the vLLM they are made for.
+    return [
+        patch
+        for patch in PATCHES
+        if version is None or any(compat.version_in(version, each) for each in patch.vllm)
+    ]
 
 
 def read(tree: SourceTree) -> tuple[dict[str, str], list[str]]:
@@ -167,15 +176,19 @@ def compare(tree: SourceTree, found: dict[str, str], store: FingerprintStore) ->
 def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> list[str]:
     """A table of the functions that count in the newest stored version, compared with each.
 
-    Below it, where there are sources to compare ``against``, the lines of what differs.
+    Below it, the patches that are as they were; and, where there are sources to compare
+    ``against``, the lines of what differs, and the names that have gone.
     """
     stored = store.distributions.get(tree.distribution, {})
     known_versions = store.versions(tree.distribution)
     newest = known_versions[0] if known_versions else None
+    patches = PATCHES if tree.distribution == LMCACHE else patches_of(newest)
     rows: list[tuple[int, str, str, str]] = []
     diffs: list[str] = []
+    unchanged: dict[str, bool] = {}  # by patch
     for name in functions_of_interest(tree.distribution, newest):
         versions = [each for each in known_versions if name in stored[each]]
+        same: list[str] = []
         try:
             found = fingerprint_source(tree.root, name)
         except FingerprintError:
@@ -188,24 +201,24 @@ def survey(tree: SourceTree, store: FingerprintStore, against: Path | None) -> l
                 diffs += diff(against, tree.root, name) if against is not None else []
             else:
                 order, what = 2, "not stored"
-        counting = (
-            each for each in PATCHES if name in each.fingerprinted + each.ascend + each.lmcache
-        )
-        rows.append((order, what, name, ", ".join(patch.id for patch in counting)))
+        counting = [
+            each.id for each in patches if name in each.fingerprinted + each.ascend + each.lmcache
+        ]
+        for patch_id in counting:
+            unchanged[patch_id] = unchanged.get(patch_id, True) and newest in same
+        rows.append((order, what, name, ", ".join(counting)))
     rows.sort()
     counts = Counter(what for _, what, _, _ in rows)
     heading = "; ".join(f"{what}: {count}" for what, count in counts.items())
+    as_before = ", ".join(sorted(id for id in unchanged if unchanged[id]))
+    if against is not None:
+        package = tree.distribution.replace("-", "_")
+        known = {row[2] for row in rows}
+        diffs += changed_imports(against, tree.root, package, known)
+        diffs += lost_names(against, tree.root, package)
     return [
         f"{tree} is not stored. Functions that patches count on: {heading or 'none'}.",
         *render_rows([row[1:] for row in rows]),
+        f"Patches with nothing to read: {as_before or 'none'}.",
         *diffs,
     ]
-
-
-def diff(old: Path, new: Path, name: str) -> list[str]:
-    """How a function differs between two source trees, as a unified diff."""
-    try:
-        lines = source_of(old, name)
-    except FingerprintError as error:
-        return [f"{name}: {error}"]
-    return ["", *unified_diff(lines, source_of(new, name), name, name, lineterm="")]

@@ -29,7 +29,7 @@ ALL_SUPPORTED = tuple(release.vllm for release in SUPPORTED)
 BEFORE_0_30 = ("==0.23.0.*",)
 """The supported vLLM before 0.30: for what 0.30 has mended, or has in another form."""
 
-SINCE_0_30 = ("==0.30.0.*",)
+SINCE_0_30 = tuple(each for each in ALL_SUPPORTED if each not in BEFORE_0_30)
 """The supported vLLM from 0.30 on: for the other form."""
 
 

@@ -50,10 +50,18 @@ def fingerprint_source(source_root: Path, name: str) -> str:
 
 
 def source_of(source_root: Path, name: str) -> list[str]:
-    """The lines of the same function, decorators and comments included; it raises the same."""
+    """The lines of the same function that are neither empty nor its docstring's.
+
+    Decorators and comments are among them. It raises the same.
+    """
     path, (_, definition, _) = _find(source_root, name)
     lines = path.read_text(encoding="utf-8").splitlines()
-    return lines[_first_line(definition) - 1 : definition.end_lineno]
+    first = definition.body[0]
+    has_docstring = ast.get_docstring(definition) is not None
+    docstring = range(first.lineno, (first.end_lineno or 0) + 1) if has_docstring else ()
+    numbers = range(_first_line(definition), (definition.end_lineno or 0) + 1)
+    own = (lines[number - 1] for number in numbers if number not in docstring)
+    return [line for line in own if line.strip()]
 
 
 def _find(source_root: Path, name: str) -> tuple[Path, _Found]:

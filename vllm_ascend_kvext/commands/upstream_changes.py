@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between two source trees of upstream, as far as this package is concerned.
+
+Fingerprints tell that a function differs; this shows how, and what no fingerprint has.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from difflib import unified_diff
+from pathlib import Path
+
+from vllm_ascend_kvext import compat, patches
+from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.errors import FingerprintError
+from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, source_of
+
+
+def diff(old: Path, new: Path, name: str) -> list[str]:
+    """How a function differs between two source trees, as a unified diff."""
+    try:
+        lines = source_of(old, name)
+    except FingerprintError as error:
+        return [f"{name}: {error}"]
+    return ["", *unified_diff(lines, source_of(new, name), name, name, lineterm="")]
+
+
+def changed_imports(old: Path, new: Path, package: str, known: set[str]) -> list[str]:
+    """How the functions differ that this one imports from ``package``, and no patch counts on."""
+    imported = {
+        f"{node.module}:{alias.name}"
+        for path in _own_files()
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{package}.")
+        for alias in node.names
+    }
+    lines: list[str] = []
+    for name in sorted(imported - known):
+        try:
+            before = fingerprint_source(old, name)
+        except FingerprintError:
+            continue  # no function
+        try:
+            if fingerprint_source(new, name) != before:
+                lines += diff(old, new, name)
+        except FingerprintError as error:
+            lines += ["", f"{name}: {error}"]
+    return lines
+
+
+def lost_names(old: Path, new: Path, package: str) -> list[str]:
+    """What this package names, if only to ask whether it is there, and ``new`` does not any more.
+
+    No function shows these: attributes that patches read, and arguments that they pass. A name that
+    upstream still has for something else is not found.
+    """
+    lost = _words_of(old / package) - _words_of(new / package)
+    places: dict[str, set[str]] = {}
+    for path in _own_files():
+        for name in _names_in(path) & lost:
+            places.setdefault(name, set()).add(f"{path.parent.name}/{path.name}")
+    return [
+        "",
+        f"Names of this package that {old} has and {new} does not: {len(places)}.",
+        *render_rows([(name, ", ".join(sorted(files))) for name, files in sorted(places.items())]),
+    ]
+
+
+def _own_files() -> set[Path]:
+    """The sources of this package; in a checkout its patches lie beside it."""
+    roots = (Path(compat.__file__).parent, Path(patches.__file__).parent)
+    return {path for root in roots for path in root.rglob("*.py")}
+
+
+def _names_in(path: Path) -> set[str]:
+    """Attributes, arguments, imported names, and strings that could be such."""
+    names: set[str | None] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.alias):
+            names.add(node.name.rpartition(".")[2])
+        elif isinstance(node, (ast.arg, ast.keyword)):
+            names.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return {name for name in names if name}
+
+
+def _words_of(folder: Path) -> set[str]:
+    """All that could be a name in the sources below a folder, comments left out."""
+    words: set[bytes] = set()
+    for path in folder.rglob("*.py"):
+        words.update(re.findall(rb"[A-Za-z_]\w*", re.sub(rb"#.*", b"", path.read_bytes())))
+    return {word.decode() for word in words}
