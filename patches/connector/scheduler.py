@@ -143,11 +143,6 @@ class ConnectedScheduler:
     def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
         return (self._get_new_block_ids_to_zero,)
 
-    def _note_step_of_rows(self) -> None:
-        """Count a step which upstream plans nothing for, and whose output it counts."""
-        if self._scheduler.defer_block_free:
-            self._scheduler.sched_step_seq += 1
-
     def _get_new_block_ids_to_zero(
         self, wrapped: Callable[[], list[int] | None]
     ) -> list[int] | None:
@@ -214,8 +209,9 @@ class ConnectedScheduler:
         if self._learned is not None:
             self._learned.end_step()
         output.finished_req_ids.update(ended_row_ids)
-        if rows and not output.total_num_scheduled_tokens:
-            self._note_step_of_rows()
+        defers = getattr(scheduler, "defer_block_free", False)  # Since vLLM 0.30.
+        if defers and rows and not output.total_num_scheduled_tokens:
+            scheduler.sched_step_seq += 1  # Upstream counts the output of this step, too.
         add_rows(scheduler, output, rows)
         for new in side.take_new_holes():
             correct_hits(scheduler, new, self.counts_every_admission)
@@ -340,9 +336,6 @@ class KeptGoingScheduler(ConnectedScheduler):
 
     def _methods_of_line(self) -> tuple[Callable[..., Any], ...]:
         return (self.has_finished_requests,)
-
-    def _note_step_of_rows(self) -> None:
-        """Upstream counts no steps."""
 
     def has_finished_requests(self, wrapped: Callable[[], bool]) -> bool:
         """Whether steps are needed although no request waits for any."""

@@ -64,7 +64,7 @@ DRAFTING = {
     "window": Layout((full(16), window(4, 5)), frozenset({1})),
     "state": Layout((full(16), mamba(16)), frozenset({0})),
 }
-"""Layouts with MTP. Without a connector vLLM-Ascend's lookups drop no block, whatever is drafted."""
+"""Layouts with MTP. Without a connector, lookups of vLLM-Ascend drop no block all the same."""
 
 
 @pytest.mark.usefixtures("repaired")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KvextConnector behind vLLM's MultiConnector: a load that fails in part, and blocks in flight."""
+"""A KvextConnector behind vLLM's MultiConnector: a load fails in part; blocks are in flight."""
 
 from __future__ import annotations
 
