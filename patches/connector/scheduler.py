@@ -209,6 +209,9 @@ class ConnectedScheduler:
         if self._learned is not None:
             self._learned.end_step()
         output.finished_req_ids.update(ended_row_ids)
+        defers = getattr(scheduler, "defer_block_free", False)  # Since vLLM 0.30.
+        if defers and rows and not output.total_num_scheduled_tokens:
+            scheduler.sched_step_seq += 1  # Upstream counts the output of this step, too.
         add_rows(scheduler, output, rows)
         for new in side.take_new_holes():
             correct_hits(scheduler, new, self.counts_every_admission)

@@ -75,7 +75,8 @@ def retain(
     elif not kinds <= {GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE}:
         nothing_to_do = "this model has layers of other kinds, as chunked-local or cross attention"
     if nothing_to_do:
-        coordinator.retention_interval = None
+        if not hasattr(coordinator.kv_cache_config, "prefix_cache_retention_interval"):
+            coordinator.retention_interval = None  # It is that of our variable, before vLLM 0.30.
         logger.info("Prefix-cache retention has nothing to do: %s.", nothing_to_do)
         return
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from ascend_geometry import HIT_UNIT_TOKENS, planned_layout
 from support.installed import installed
-from support.scheduler.block_manager import BlockManager
+from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -58,3 +58,23 @@ def test_interval_0_keeps_the_tails_of_the_last_boundary() -> None:
 def test_an_interval_that_is_no_multiple_is_refused() -> None:
     with pytest.raises(ValueError, match="prefix_cache_retention_interval"):
         served(UNIT_TOKENS + 1)
+
+
+DRAFTING = {
+    "window": Layout((full(16), window(4, 5)), frozenset({1})),
+    "state": Layout((full(16), mamba(16)), frozenset({0})),
+}
+"""Layouts with MTP. Without a connector, lookups of vLLM-Ascend drop no block all the same."""
+
+
+@pytest.mark.usefixtures("repaired")
+@pytest.mark.parametrize("name", DRAFTING)
+def test_prompt_with_drafts_hits_as_far_as_with_dense_caching(name: str) -> None:
+    found = []
+    for interval in (None, 0):
+        world = BlockManager(DRAFTING[name], interval)
+        request = world.request(range(50))
+        world.prefill(request, 48)
+        world.finish(request)
+        found.append(world.hit_tokens(world.request(range(50))))
+    assert found == [48, 48]

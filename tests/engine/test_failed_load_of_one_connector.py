@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KvextConnector behind vLLM's MultiConnector, and a load of it that fails in part."""
+"""A KvextConnector behind vLLM's MultiConnector: a load fails in part; blocks are in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 from pytest_mock import MockerFixture
-from support.connector.engines import fail_next, plan_of
+from support.connector.engines import fail_next, make_holes, plan_of
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
-from support.connector.paged_layouts import GEMMA
+from support.connector.paged_layouts import FULL, GEMMA, PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler import options as engine_options
@@ -68,21 +68,29 @@ def one_of_several(layout: Any, options: EngineOptions) -> KVTransferConfig:
     )
 
 
+def engine_of_several(
+    request: pytest.FixtureRequest, layout: PagedLayout, is_async: bool = False, **offload: Any
+) -> MultiEngine:
+    options = EngineOptions(
+        num_blocks=1200,
+        max_num_batched_tokens=256,
+        is_async=is_async,
+        caching=False,
+        events=False,
+        offloading=offloading(layout, **offload),
+    )
+    with mock.patch.object(engine_options, "_kv_transfer_config", one_of_several):
+        engine = MultiEngine(layout, options, TransferScript())
+    request.addfinalizer(engine.shutdown)
+    return engine
+
+
 def test_one_of_several_connectors_loads_what_can_be_read(
     mocker: MockerFixture, request: pytest.FixtureRequest
 ) -> None:
     """Alone it does: see ``test_loads_that_fail_in_part``."""
     prompt = tokens(random.Random(4), 400)
-    options = EngineOptions(
-        num_blocks=1200,
-        max_num_batched_tokens=256,
-        caching=False,
-        events=False,
-        offloading=offloading(GEMMA, hole_reuse=False, chunk_tokens=16),
-    )
-    with mock.patch.object(engine_options, "_kv_transfer_config", one_of_several):
-        engine = MultiEngine(GEMMA, options, TransferScript())
-    request.addfinalizer(engine.shutdown)
+    engine = engine_of_several(request, GEMMA, hole_reuse=False, chunk_tokens=16)
     serve(engine, plan_of("other", prompt[:133], max_tokens=1))
     serve(engine, plan_of("first", prompt, max_tokens=1))
     fail_next(engine, 1, 20)
@@ -92,3 +100,28 @@ def test_one_of_several_connectors_loads_what_can_be_read(
     check_nothing_is_left(engine)
     _, again = (call.args[1] for call in begun.call_args_list)
     assert engine.side.counters.hit_tokens - before_tokens == again
+
+
+@pytest.mark.vllm(">=0.30")
+def test_steps_of_holes_alone_do_not_let_go_of_blocks_in_flight(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Upstream counts steps for connectors whose loads wait for none: ours may not be alone."""
+    prompt = tokens(random.Random(4), 400)
+    engine = engine_of_several(request, FULL, is_async=True)
+    serve(engine, plan_of("first", prompt, max_tokens=1))
+    make_holes(engine, (64, 96))
+    serve(engine, plan_of("second", prompt))
+    assert engine.side.counters.hole_tokens
+    last = engine.add_request(plan_of("last", prompt[:20], max_tokens=20))
+    while not last.num_output_tokens:
+        engine.step()
+    held = {
+        block.block_id for blocks in engine.managers[0].req_to_blocks.values() for block in blocks
+    }
+    assert last.num_in_flight_tokens and held
+    engine.abort("last")
+    free = {block.block_id for block in engine.block_pool.free_block_queue.get_all_free_blocks()}
+    assert not held & free
+    serve(engine)
+    check_nothing_is_left(engine)

@@ -37,7 +37,7 @@ from support.retention.small_layouts import (
 )
 from support.sample import LENGTH_STRIDE
 from support.scheduler.block_manager import BlockManager, Layout, full, mamba, window
-from support.scheduler.layouts import MAMBA, MAMBA_WINDOW
+from support.scheduler.layouts import MAMBA, MAMBA_WINDOW, Attention, Group
 from support.scheduler.layouts import Layout as EngineLayout
 from support.scheduler.model_runner import ReadCheck
 from support.scheduler.options import EngineOptions
@@ -295,6 +295,15 @@ def test_hits_that_end_within_a_state_are_left_to_upstream(mocker: MockerFixture
     assert retention_of(world.manager.coordinator) is None
     (_, reason) = warning.call_args.args
     assert "within a block" in reason
+
+
+@pytest.mark.vllm(">=0.30")
+def test_interval_of_the_configuration_stays_where_retention_has_nothing_to_do() -> None:
+    chunked = Group(Attention.CHUNKED, 4, 12).to_spec()
+    with adaptive_retention():
+        world = BlockManager(Layout((full(4), window(4, 9), chunked)), 8, NUM_BLOCKS)
+    assert retention_of(world.manager.coordinator) is None
+    assert world.manager.coordinator.retention_interval == 8
 
 
 @pytest.mark.vllm(">=0.30")

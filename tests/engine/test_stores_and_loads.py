@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
 from support.connector.engines import engine_of, plan_of, step_without_admissions
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
-from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS
+from support.connector.paged_layouts import DEEPSEEK_V4_EAGLE, FULL, GPT_OSS, paged
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scenarios.engine import watch
+from support.scheduler.layouts import Attention, Group, Layout
 
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_PATIENCE_S
@@ -64,6 +66,32 @@ def test_pages_are_zeroed_before_what_is_stored_is_loaded_into_them() -> None:
         (step,) = [number for number, each in enumerate(jobs) if each.loads]
         (load,) = jobs[step].loads
         assert {page for part in load.block_ids for page in part.ids} <= zeroed[step]
+
+
+@pytest.mark.vllm(">=0.30")
+def test_what_drafts_keep_before_a_window_is_loaded_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MTP of several modules (``extra_retained_tokens``): vLLM has blocks for it, and caches them.
+
+    Those of the second request are the third one's window.
+    """
+    to_spec = Group.to_spec
+
+    def keeping_two_tokens(group: Group, **fields: Any) -> Any:
+        keeps = {"extra_retained_tokens": 2} if group.has_window else {}
+        return to_spec(group, **fields, **keeps)
+
+    monkeypatch.setattr(Group, "to_spec", keeping_two_tokens)
+    groups = (Group(Attention.FULL, 16), Group(Attention.WINDOW, 16, 17))
+    with engine_of(paged(Layout("full-window", groups)), caching=True) as engine:
+        serve(engine, plan_of("first", PROMPT[:70], max_tokens=1))
+        assert engine.reset()
+        for worker in engine.workers:
+            worker.contents.overwrite(range(1, engine.block_pool.num_gpu_blocks))
+        serve(engine, plan_of("second", PROMPT[:70], max_tokens=1))
+        assert engine.side.counters.hit_tokens == 64
+        serve(engine, plan_of("third", PROMPT[:50], max_tokens=1))
 
 
 @pytest.mark.parametrize(

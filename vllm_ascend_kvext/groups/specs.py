@@ -167,7 +167,8 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
         holds_states=holds_states(spec, layer_name),
         block_size=int(spec.block_size),
         compress_ratio=compress_ratio_of(spec),
-        window_tokens=window_tokens,
+        # What drafts keep besides (vLLM 0.30) is cached after a load, as the window is.
+        window_tokens=window_tokens + int(getattr(spec, "extra_retained_tokens", 0)),
         restart_tokens=window_tokens if kind is GroupKind.CHUNKED else 0,
         page_bytes=int(spec.page_size_bytes),
         min_page_bytes=min_page_bytes_of(spec),
