@@ -148,10 +148,14 @@ class ConnectedScheduler:
     ) -> list[int] | None:
         """Have workers zero the pages that are about to be loaded: a load may fill parts of them.
 
-        Upstream leaves them out, for loads that do not wait for what was enqueued before them.
+        Upstream leaves them out, for loads that do not wait for what was enqueued before them. It
+        does not know of those that only holes have.
         """
         self._scheduler._skip_zero_block_ids -= self._side.pages_to_load()
-        return wrapped()
+        page_ids = wrapped()
+        if not self._scheduler.needs_kv_cache_zeroing:
+            return page_ids
+        return [*(page_ids or ()), *self._side.new_pages()] or None
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""

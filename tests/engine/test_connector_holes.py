@@ -15,12 +15,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from pytest_mock import MockerFixture
 from support.connector.engines import engine_of, make_holes, plan_of, watch_computed
 from support.connector.offload_run import check_nothing_is_left, serve
 from support.connector.offload_workloads import offloading, tokens
 from support.connector.paged_layouts import (
     DEEPSEEK_V4_EAGLE,
     FULL,
+    GPT_OSS,
     LAYOUTS,
     TWO_FULL,
     TWO_WINDOWS,
@@ -28,9 +30,11 @@ from support.connector.paged_layouts import (
     PagedLayout,
 )
 from support.connector.simulated_engine import SimulatedEngine
+from support.scenarios.engine import watch
 from support.scheduler.options import Drafter
 from vllm.v1.core.sched.interface import PauseState
 
+from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.patches.connector import scheduler
 from vllm_ascend_kvext.store.entries import Kind
@@ -125,6 +129,33 @@ def test_hole_begins_at_the_last_tails_before_what_is_missing(
         assert computed_holes(computed) == [(first_tokens, missing[1])]
         assert computed["last"][0][0] == max(tails)
         check_nothing_is_left(engine)
+
+
+@pytest.mark.vllm(">=0.30")
+def test_blocks_that_only_a_hole_has_are_zeroed_as_others_are(
+    mocker: MockerFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where caches differ in precision, what another group left there may be no number."""
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+    with engine_of(GPT_OSS) as engine:
+        chunk_tokens = engine.tier.geometry.chunk_tokens
+        prompt = tokens(random.Random(3), 6 * chunk_tokens)
+        for num_chunks in (2, 4, 6):
+            turn = prompt[: num_chunks * chunk_tokens]
+            serve(engine, plan_of(f"turn-{num_chunks}", turn, max_tokens=1))
+        make_holes(engine, (3 * chunk_tokens, 4 * chunk_tokens))
+        engine.scheduler.needs_kv_cache_zeroing = True
+        allocated = mocker.spy(BlockReferences, "allocate")
+        lacking: list[int] = []
+
+        def look(step: Any) -> None:
+            new = {block.block_id for block in allocated.spy_return or ()}
+            lacking.extend(new - set(step.new_block_ids_to_zero or ()))
+            allocated.spy_return = None
+
+        watch(engine.scheduler, "schedule", look)
+        serve(engine, plan_of("last", [*prompt, *tokens(random.Random(1), 20)]))
+        assert allocated.call_count and not lacking
 
 
 @pytest.mark.parametrize("layout", [WINDOW, DEEPSEEK_V4_EAGLE], **by_layout)

@@ -17,13 +17,18 @@ MAX_REFERENCED_SHARE = 0.75
 
 
 class BlockReferences:
-    """References that the connector holds. A block that is referenced twice counts twice."""
+    """References that the connector holds. A block that is referenced twice counts twice.
 
-    __slots__ = ("_pool", "num_references")
+    Attributes:
+        new_ids: Of the blocks that were allocated since somebody last cleared it, once a step.
+    """
+
+    __slots__ = ("_pool", "new_ids", "num_references")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.num_references = 0
+        self.new_ids: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -39,6 +44,7 @@ class BlockReferences:
         """New blocks, held as if by `take`; the pool must have as many free ones."""
         blocks = self._pool.get_new_blocks(num_blocks)
         self.num_references += num_blocks
+        self.new_ids += [block.block_id for block in blocks]
         return blocks
 
     def release(self, blocks: Sequence[Any]) -> None:

@@ -262,6 +262,10 @@ class ConnectorScheduler:
         """Block ids of the loads that begin in the step that is being scheduled."""
         return {page for job in self._step_loads for part in job.block_ids for page in part.ids}
 
+    def new_pages(self) -> list[int]:
+        """Block ids of what has been allocated for holes and probes of that step."""
+        return self._references.new_ids
+
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
         """Where a prefill step from there is to end, at the latest."""
         state = self._states[request.request_id]
@@ -315,6 +319,7 @@ class ConnectorScheduler:
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
         self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
+        self._references.new_ids.clear()
         if num_tokens:
             self._steps.append((now_s, num_tokens))
         for request_id in preempted_req_ids:
