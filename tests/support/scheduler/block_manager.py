@@ -94,14 +94,9 @@ class BlockManager:
             **arguments,
         }
         with retention_interval(interval):
-            config = config_of(
-                layout.specs,
-                layout.eagle_group_ids,
-                num_blocks,
-                KVTransferConfig(kv_connector="any", kv_role="kv_both")
-                if layout.has_connector
-                else None,
-            )
+            config = config_of(layout.specs, layout.eagle_group_ids, num_blocks)
+            if layout.has_connector:
+                config.kv_transfer_config = KVTransferConfig(kv_connector="any", kv_role="kv_both")
             self.manager = KVCacheManager(config, **arguments)
         self.pool = self.manager.block_pool
         self._hasher = get_request_block_hasher(arguments["hash_block_size"], sha256)

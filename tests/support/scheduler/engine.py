@@ -44,7 +44,8 @@ class SchedulerEngine:
         self.options = options
         vllm_config = build_vllm_config(layout, options)
         register_all_kvcache_specs(vllm_config)  # as an engine core does
-        kv_cache_config = layout.to_config(options.num_blocks, vllm_config.kv_transfer_config)
+        kv_cache_config = layout.to_config(options.num_blocks)
+        kv_cache_config.kv_transfer_config = vllm_config.kv_transfer_config  # vLLM-Ascend 0.30 does
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )

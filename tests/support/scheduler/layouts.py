@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -106,21 +105,16 @@ _SPECS: dict[Attention, tuple[type[Any], str]] = {
 
 
 def config_of(
-    specs: Iterable[KVCacheSpec],
-    eagle_group_ids: Collection[int],
-    num_blocks: int,
-    kv_transfer_config: KVTransferConfig | None = None,
+    specs: Iterable[KVCacheSpec], eagle_group_ids: Collection[int], num_blocks: int
 ) -> KVCacheConfig:
     """One group per spec, without tensors."""
     groups = [
         KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in eagle_group_ids)
         for i, spec in enumerate(specs)
     ]
-    config = KVCacheConfig(
+    return KVCacheConfig(
         num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups, **retention_fields()
     )
-    config.kv_transfer_config = kv_transfer_config  # As vLLM-Ascend 0.30 does.
-    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +151,9 @@ class Layout:
         groups = tuple(replace(g, is_eagle=i in group_ids) for i, g in enumerate(self.groups))
         return Layout(f"{self.name}-eagle{''.join(map(str, group_ids))}", groups)
 
-    def to_config(
-        self, num_blocks: int, kv_transfer_config: KVTransferConfig | None = None
-    ) -> KVCacheConfig:
+    def to_config(self, num_blocks: int) -> KVCacheConfig:
         eagle_group_ids = [i for i, group in enumerate(self.groups) if group.is_eagle]
-        specs = (group.to_spec() for group in self.groups)
-        return config_of(specs, eagle_group_ids, num_blocks, kv_transfer_config)
+        return config_of((group.to_spec() for group in self.groups), eagle_group_ids, num_blocks)
 
     def _has(self, attention: Attention) -> bool:
         return any(group.attention is attention for group in self.groups)
