@@ -171,6 +171,8 @@ def _left_to_upstream(coordinator: KVCacheCoordinator) -> str:
         return "groups have pools of their own"
     if any(getattr(manager, "has_prefill_checkpoint_blocks", False) for manager in managers):
         return "prefill steps leave states within them"
+    if hasattr(coordinator, "get_replay_boundaries") and not all(map(_is_upstreams, managers)):
+        return "a group has a manager that is not vLLM's own"
     return ""
 
 

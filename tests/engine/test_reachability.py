@@ -44,6 +44,7 @@ from support.scheduler.options import EngineOptions
 from support.scheduler.run import run
 from support.scheduler.workload import RequestPlan, Workload
 from support.upstream_version import IS_SINCE_0_30
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import retention_of
 from vllm_ascend_kvext.retention.hints import HINT_ARGUMENT
@@ -295,6 +296,20 @@ def test_hits_that_end_within_a_state_are_left_to_upstream(mocker: MockerFixture
     assert retention_of(world.manager.coordinator) is None
     (_, reason) = warning.call_args.args
     assert "within a block" in reason
+
+
+@pytest.mark.vllm(">=0.30")
+def test_groups_with_a_manager_of_others_are_left_to_upstream(mocker: MockerFixture) -> None:
+    mocker.patch.object(
+        FullAttentionManager, "cache_blocks", lambda *args, **kwargs: None
+    )  # a function of this module
+    warning = mocker.patch("vllm.logger.init_logger").return_value.warning
+    with adaptive_retention():
+        world = BlockManager(Layout((full(4), window(4, 9))), None, NUM_BLOCKS)
+    assert retention_of(world.manager.coordinator) is None
+    (_, reason) = warning.call_args.args
+    assert "not vLLM's own" in reason
+    world.prefill(world.request(range(40)), 40)
 
 
 @pytest.mark.vllm(">=0.30")
