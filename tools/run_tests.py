@@ -86,6 +86,7 @@ two files whose servers are those of the main one."""
 
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
+    "test_blending.py",
     "test_compressed_attention_operators.py",
     "test_features.py",
     "test_models.py",
