@@ -76,13 +76,12 @@ ON_ASCENDS_MANAGERS = (
 """What runs once more where vLLM-Ascend has put its own managers in place; each is a suite."""
 
 NOT_ON_OTHER_VLLMS = (
-    "engine/test_connector_serve.py",
     "engine/test_decode_path.py",
     "engine/test_fast_prefix_cache.py",
     "engine/test_serve_lines.py",
 )
 """What is not brought over to the other supported releases of vLLM: a feature that they lack, and
-two files whose servers are those of the main one."""
+a file whose servers are those of the main one."""
 
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
