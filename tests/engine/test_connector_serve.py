@@ -35,7 +35,7 @@ CONNECTOR = processes.connector(host_memory_gib=0.25, blending=True, segment_sin
 ]
 """With blending: nothing changes for requests that name no segments."""
 NUM_BLOCKS = POOL_BLOCKS // 3 if IS_SINCE_0_30 else POOL_BLOCKS
-"""vLLM 0.30 admits fewer requests to a pool that is too small for them."""
+"""With more, the storm preempts nobody on vLLM 0.30."""
 COMMON_ARGUMENTS = (
     *("--enforce-eager", "--dtype", "float32"),
     *("--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"),
