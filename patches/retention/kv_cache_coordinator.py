@@ -262,6 +262,7 @@ PATCHES = (
             f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
             f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
             f"{_MANAGERS}:SingleTypeKVCacheManager.cache_blocks",
+            f"{_MANAGERS}:MambaManager.cache_blocks",
         ),
         ascend=(
             f"{_ASCEND_COORDINATOR}.__init__",
@@ -297,6 +298,8 @@ PATCHES = (
         relies_on=(
             f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
             f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
+            f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
+            f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
         ),
         ascend=(
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
@@ -314,6 +317,8 @@ PATCHES = (
         relies_on=(
             f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
             f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
+            f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
+            f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
         ),
     ),
     Patch(

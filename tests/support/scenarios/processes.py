@@ -58,8 +58,14 @@ CPU = Platform(32 if IS_SINCE_0_30 else 16, ("-I",), ENGINE_ENVIRON)
 NPU = Platform(
     128,  # vLLM-Ascend takes no other for most models.
     (),
-    # A seed of late streams is to find sets in the same order again.
-    ENGINE_ENVIRON | {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
+    ENGINE_ENVIRON
+    | {
+        # A seed of late streams is to find sets in the same order again.
+        "PYTHONHASHSEED": "0",
+        # Set, it would have each process compile all that it imports.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    },
 )
 """The emulated one."""
 
@@ -117,10 +123,6 @@ def connector(**extra: Any) -> dict[str, Any]:
 def blending(**extra: Any) -> dict[str, Any]:
     """The same, with segments that may be reused approximately, and nothing else stored."""
     return connector(**{"store_policy": "never", "blending": True, **extra})
-
-
-Serve = Callable[..., Served]
-"""What a fixture ``serve`` is, which serves one plan."""
 
 
 class Reports(dict[str, Served]):
