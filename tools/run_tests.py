@@ -15,11 +15,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
+
+sys.path.append(str(Path(__file__).parent))  # which -I leaves out
+
+import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "out" / "tests"
@@ -145,6 +150,12 @@ class Suite:
     environment: str
     paths: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def imports_vllm(self) -> bool:
+        """Whether `preloaded` saves time: not for vLLM-Ascend's environments."""
+        folders = ("ascend/", "benchmarks/", "engine/")
+        return self.environment.startswith("vllm-") and f"{self.paths[0]}/".startswith(folders)
 
     @property
     def report(self) -> Path:
@@ -309,43 +320,55 @@ def ascend_sources(version: str) -> dict[str, str]:
     return {"KVEXT_ASCEND_SOURCES": str(folder)} if (folder / "vllm_ascend").is_dir() else {}
 
 
-def run(suite: Suite) -> Result:
-    """Run one suite."""
+def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
+    """Run one suite.
+
+    Args:
+        sockets: Of `preloaded`, by environment.
+    """
     report = suite.report
     report.unlink(missing_ok=True)
-    # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is
-    # what is tested.
-    command = [
-        str(ROOT / ".venv" / suite.environment / "bin" / "python"),
-        *("-I", "-m", "pytest", "--quiet"),
+    pytest = [
+        *("-m", "pytest", "--quiet"),
         *(f"--junitxml={report}", "--override-ini=junit_family=xunit1"),
         *(str(TESTS / path) for path in suite.paths),
     ]
     started_s = time.monotonic()
-    # Not in the checkout, so that neither do the processes which tests start import from it.
     # Two releases of vLLM that share a cache overwrite what the other one has found out about a
     # model, and every engine that starts finds it out again.
     cache = {"VLLM_CACHE_ROOT": str(ROOT / "out" / "cache" / suite.environment)}
+    environ = {**preloaded.ENVIRON, **os.environ, **cache, **suite.variables}
     # Into a file: a child that outlives the suite would keep a pipe open.
     log = report.with_suffix(".txt")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPORTS,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **cache, **suite.variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            process.wait(MAX_SUITE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            output.write(f"\nKilled after {MAX_SUITE_S} s.\n")
+    socket = sockets.get(suite.environment) if suite.imports_vllm else None
+    try:
+        # Not in the checkout, so that neither do the processes which tests start import from it.
+        if socket is not None:
+            environ[preloaded.VARIABLE] = socket
+            program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
+            exit_code = preloaded.run(socket, program, MAX_SUITE_S)
+        else:
+            # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package
+            # is what is tested.
+            python = str(ROOT / ".venv" / suite.environment / "bin" / "python")
+            with log.open("w") as output:
+                exit_code = subprocess.run(
+                    [python, "-I", *pytest],
+                    cwd=REPORTS,
+                    env=environ,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=MAX_SUITE_S,
+                    check=False,
+                ).returncode
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        exit_code = 1
+        with log.open("a") as output:
+            output.write(f"\n{error}\n")
     duration_s = time.monotonic() - started_s
     text = log.read_text(errors="replace")
     print(f"\n=== {suite.name}: {duration_s:.0f} s\n{text}", flush=True)
-    return read_report(report, process.returncode, duration_s)
+    return read_report(report, exit_code, duration_s)
 
 
 def read_report(report: Path, exit_code: int, duration_s: float) -> Result:
@@ -412,8 +435,17 @@ def main() -> int:
         chosen = [replace(suite, variables=suite.variables | LONG) for suite in chosen]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()
-    with ThreadPoolExecutor(max_workers=num_processes) as executor:
-        running = {suite.name: executor.submit(run, suite) for suite in longest_first(chosen)}
+    with ExitStack() as stack:
+        sockets = {
+            name: stack.enter_context(
+                preloaded.served(ROOT / ".venv" / name / "bin" / "python", REPORTS / f"{name}.txt")
+            )
+            for name in {suite.environment for suite in chosen if suite.imports_vllm}
+        }
+        executor = stack.enter_context(ThreadPoolExecutor(max_workers=num_processes))
+        running = {
+            suite.name: executor.submit(run, suite, sockets) for suite in longest_first(chosen)
+        }
     results = {suite.name: running[suite.name].result() for suite in chosen}
     print_totals(results, time.monotonic() - started_s, num_processes)
     return 0 if results and all(result.is_green for result in results.values()) else 1

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ import pytest
 
 from support.scenarios.answers import Served
 from support.upstream_version import IS_SINCE_0_30
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+
+import preloaded
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
@@ -211,14 +216,22 @@ def run(
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
     }
-    finished = subprocess.run(
-        [sys.executable, *platform.flags, script, *arguments],
-        env={**inherited, **platform.environ, **environ},
-        cwd=working_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_MAX_S,
-        check=False,
-    )
-    return Ended(finished.returncode, finished.stdout)
+    command = [str(script), *arguments]
+    environ = {**inherited, **platform.environ, **environ}
+    folder = str(working_folder or Path.cwd())
+    socket = os.environ.get(preloaded.VARIABLE)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
+        if socket is not None and platform is CPU and not IS_V2_RUNNER:
+            program = preloaded.Program(command, environ, folder, log.name)
+            exit_code = preloaded.run(socket, program, _MAX_S)
+        else:
+            exit_code = subprocess.run(
+                [sys.executable, *platform.flags, *command],
+                env=environ,
+                cwd=folder,
+                stdout=log.fileno(),
+                stderr=subprocess.STDOUT,
+                timeout=_MAX_S,
+                check=False,
+            ).returncode
+        return Ended(exit_code, log.read())
