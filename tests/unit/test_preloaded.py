@@ -17,7 +17,8 @@ import pytest
 TOOLS = Path(__file__).parents[2] / "tools"
 REPORT = """
 import json, os, sys
-print(json.dumps([__name__, sys.argv[1:], dict(os.environ), os.getcwd(), "csv" in sys.modules]), flush=True)
+facts = [__name__, sys.argv[1:], dict(os.environ), os.getcwd(), "csv" in sys.modules]
+print(json.dumps(facts), flush=True)
 print("to the other stream", file=sys.stderr)
 sys.exit(3)
 """
