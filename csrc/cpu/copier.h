@@ -27,8 +27,8 @@ inline bool streams(int64_t num_bytes, Streaming streaming) {
 // sources come from memory: the CPU's own prefetching does not know where the next one begins.
 class Copier {
  public:
-  explicit Copier(bool is_streaming)
-      : kernel_(copy_kernels().front()), is_streaming_(is_streaming) {}
+  explicit Copier(bool is_streaming, const CopyKernel& kernel = copy_kernels().front())
+      : kernel_(kernel), is_streaming_(is_streaming) {}
   ~Copier() {
     if (num_gathered_ > 0) exchange();
     exchange();

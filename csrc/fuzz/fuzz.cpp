@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "../cpu/copier.h"
 #include "../cpu/rotation_kernels.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
@@ -247,6 +248,37 @@ bool check_case(const Case& made, bool is_rotating) {
   }
 }
 
+// Every kernel copies what is asked, and nothing beside it.
+void check_copies() {
+  std::vector<Memory> sources;
+  std::vector<kvext::Copy> copies;
+  const int64_t most = one_in(4) ? 40000 : 3000, multiple = one_in(2) ? 64 : 1;
+  int64_t num_bytes = between(0, 70 / multiple) * multiple;
+  for (int64_t count = between(1, 60); count > 0; --count) {
+    const int64_t copied = between(1, most / multiple) * multiple;
+    sources.emplace_back(copied);
+    copies.push_back({reinterpret_cast<int64_t>(sources.back().bytes.get()), num_bytes, copied});
+    num_bytes += copied + (one_in(3) ? between(0, 3) * multiple : 0);
+  }
+  std::shuffle(copies.begin(), copies.end(), engine);
+  const Memory before(num_bytes + 64);
+  const int64_t to_line = -reinterpret_cast<intptr_t>(before.bytes.get()) & 63;
+  for (const kvext::CopyKernel& kernel : kvext::copy_kernels()) {
+    std::vector<uint8_t> wanted(&before.bytes[0], &before.bytes[num_bytes + 64]);
+    {
+      kvext::Copier copier(true, kernel);
+      for (const kvext::Copy& copy : copies) {
+        const auto* const source = reinterpret_cast<const uint8_t*>(copy.source);
+        uint8_t* const destination = &before.bytes[to_line + copy.destination];
+        std::copy(source, source + copy.num_bytes, &wanted[to_line + copy.destination]);
+        copier({copy.source, reinterpret_cast<int64_t>(destination), copy.num_bytes});
+      }
+    }
+    if (!std::equal(wanted.begin(), wanted.end(), &before.bytes[0])) fail("a kernel copies other bytes");
+    std::fill_n(&before.bytes[0], num_bytes + 64, static_cast<uint8_t>(engine()));
+  }
+}
+
 // Every kernel against the last one, on numbers: they may differ in the last bit only.
 void check_rotations() {
   const int64_t num_pairs = between(1, 80), num_heads = between(1, 5);
@@ -301,6 +333,7 @@ int main(int argc, char** argv) {
       ++(check_case(made, one_in(2)) ? num_accepted : num_refused);
       std::tie(made.planes, made.runs, made.rotations, made.shifts) = tables;
     }
+    check_copies();
     check_rotations();
   }
   std::printf("%lld %lld\n", static_cast<long long>(num_accepted),
