@@ -111,22 +111,6 @@ class HoleQueue:
         """Requests that wait, or are filled and not yet taken."""
         return len(self._parked) + len(self._filled)
 
-    @property
-    def parked_ids(self) -> set[str]:
-        """Requests that wait for holes, a probe, or their load."""
-        return set(self._parked)
-
-    @property
-    def loaded_ids(self) -> set[str]:
-        """Those of them whose load has ended."""
-        return {request_id for request_id, parked in self._parked.items() if parked.is_loaded}
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        of_windows = self.windows.request_ids if self.windows is not None else ()
-        return {*self._parked, *of_windows}
-
     def begin(
         self, request_id: str, holes: Sequence[TokenRange], after_tokens: int
     ) -> list[WindowTables]:

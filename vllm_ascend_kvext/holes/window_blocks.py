@@ -96,11 +96,6 @@ class WindowBlocks:
         self._held: dict[str, Mapping[int, Sequence[Any]]] = {}
         self._leaving: list[Any] = []
 
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests that hold blocks, or cached ones until they begin."""
-        return {*self._holes, *self._dense, *self._held}
-
     def hold(self, request_id: str, cached: Mapping[int, Sequence[Any]]) -> None:
         """Keep cached blocks until `begin_dense`, or until `release_held`.
 
@@ -260,10 +255,6 @@ class ProbeBlocks:
         self._blocks = blocks
         self._tokens_per_page = tokens_per_page
         self._leaving: list[Any] = []
-
-    def __len__(self) -> int:
-        """Blocks that are held."""
-        return len(self._leaving)
 
     def take(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
         """Take blocks up to a token, until `end_step`.

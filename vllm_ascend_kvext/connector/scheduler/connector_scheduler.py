@@ -31,7 +31,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
 from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
-from vllm_ascend_kvext.connector.scheduler.request_state import Held, RequestOffloadStates
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadStates
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.segments.make_blending import make_blending
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
@@ -197,31 +197,6 @@ class ConnectorScheduler:
     def num_references(self) -> int:
         """Blocks that are kept from being reallocated."""
         return self._references.num_references
-
-    def held(self) -> Held:
-        """What is held for requests at this moment."""
-        states = self._states
-        loading = {each for each, state in states.items() if state.under_way is not None}
-        pinned = {each for each, state in states.items() if state.admission.pinned is not None}
-        return Held(
-            request_ids=frozenset(
-                states.keys()
-                | self.holes.request_ids
-                | self._room.request_ids
-                | self.segments.request_ids
-                | {new.request_id for new in self._new_holes}
-                | {job.request_id for job in self._step_loads}
-            ),
-            pinned_ids=frozenset(loading | pinned),
-            loading_ids=frozenset(loading),
-            hole_ids=frozenset(self.holes.parked_ids),
-            loaded_hole_ids=frozenset(self.holes.loaded_ids),
-            num_planned_stores=self._stores.num_planned + len(self._swaps),
-            num_stores=len(self._jobs),
-            num_referenced_blocks=self.num_references,
-            num_awaited_blocks=self.segments.num_expected_blocks,
-            num_begun_segments=self.segments.num_begun,
-        )
 
     # Admission.
 

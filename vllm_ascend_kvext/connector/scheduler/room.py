@@ -74,12 +74,6 @@ class PoolRoom:
         return len(self._parked)
 
     @property
-    def request_ids(self) -> set[str]:
-        """Requests that are parked, or wait for room."""
-        first_id = self._first_waiting_id
-        return {*self._parked, *([first_id] if first_id is not None else ())}
-
-    @property
     def num_free(self) -> int:
         """Free blocks of the pool."""
         return self._view.block_pool.get_num_free_blocks()

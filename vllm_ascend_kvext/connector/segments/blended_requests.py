@@ -346,21 +346,6 @@ class Blending(NoSegments):
         if self.learning is not None:
             self.learning.clear()
 
-    # What is held.
-
-    @property
-    def request_ids(self) -> set[str]:
-        questions = self.questions.request_ids if self.questions is not None else set()
-        return self._stores.request_ids.union(questions, self._states)
-
-    @property
-    def num_expected_blocks(self) -> int:
-        return self._stores.num_expected_blocks
-
-    @property
-    def num_begun(self) -> int:
-        return 0 if self.learning is None else self.learning.num_begun
-
     def _refuse(self, request_id: str, refusal: BlendRefusal) -> None:
         state = self._states.setdefault(request_id, _State())
         if not state.is_refused:

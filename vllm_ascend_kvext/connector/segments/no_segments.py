@@ -137,20 +137,3 @@ class NoSegments:
 
     def clear(self) -> None:
         """What is stored is forgotten."""
-
-    # What is held; see ``Held``.
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        return set()
-
-    @property
-    def num_expected_blocks(self) -> int:
-        """Blocks that stores of segments hold, or will hold."""
-        return 0
-
-    @property
-    def num_begun(self) -> int:
-        """Segments that are being learned."""
-        return 0

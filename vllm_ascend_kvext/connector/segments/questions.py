@@ -48,11 +48,6 @@ class Questions:
         self._counters = counters
         self._compared: dict[str, _Compared] = {}
 
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests whose question has not been compared yet."""
-        return set(self._compared)
-
     def begin(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
         """The first pass of a request that has blocks; None if its question is not looked at."""
         first_tokens = plan.boundary_tokens

@@ -79,11 +79,6 @@ class SegmentLearning:
         return bool(self._queue)
 
     @property
-    def num_begun(self) -> int:
-        """Segments that our own requests compute, or that workers store for them."""
-        return max(len(self._known) - len(self._queue), len(self._begun))
-
-    @property
     def request_ids(self) -> list[str]:
         """Our own requests that have not ended."""
         return [each for each, begun in self._begun.items() if not begun.is_computed]

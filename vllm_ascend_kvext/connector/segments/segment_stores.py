@@ -69,17 +69,6 @@ class SegmentStores:
         self._segments: dict[str, _Segment] = {}  # by request
         self._num_expected_blocks = 0  # of all that are wanted or being stored
 
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        learned = self._learning.request_ids if self._learning is not None else ()
-        return set(learned).union(self._segments)
-
-    @property
-    def num_expected_blocks(self) -> int:
-        """Blocks that stores of segments hold, or will hold."""
-        return self._num_expected_blocks
-
     def is_segment(self, request_id: str) -> bool:
         """Whether the prompt of a request is one: it is not stored once more as a prompt."""
         segment = self._segments.get(request_id)
