@@ -32,7 +32,7 @@ from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, with_holes
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, spans_within, with_holes
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -199,10 +199,10 @@ class Blending(NoSegments):
         plan = plan_blend(request.num_tokens, exact_tokens, candidates, self.options.min_tokens)
         if plan is None:
             return None
-        loaded = _cut(found, plan.reused)
+        loaded = list(spans_within(found, plan.reused))
         if self.questions is not None:
-            heads = (span._replace(is_computed=True) for span in _cut(found, plan.holes))
-            loaded = sorted((*loaded, *heads))
+            heads = spans_within(found, plan.holes)
+            loaded = sorted((*loaded, *(span._replace(is_computed=True) for span in heads)))
         exact = loaded_spans(hit.run.rows)
         behind = with_holes(exact_tokens, loaded, plan.resume_tokens)
         tails = {} if hit.tails is None else {exact_tokens: hit.tails}
@@ -365,21 +365,3 @@ class Blending(NoSegments):
 def _known_tokens(request: Request) -> int:
     """Tokens of a request, those that are being computed included."""
     return request.num_tokens + request.num_output_placeholders
-
-
-def _cut(found: Sequence[Span], runs: Sequence[TokenRange]) -> list[Span]:
-    """What of some spans lies in some runs. Both ascend, and are disjoint; may be thousands."""
-    cut = []
-    num_behind = 0  # Runs that end before what is looked at.
-    for span in found:
-        while num_behind < len(runs) and runs[num_behind].end_tokens <= span.first_tokens:
-            num_behind += 1
-        for index in range(num_behind, len(runs)):
-            run = runs[index]
-            if span.end_tokens <= run.first_tokens:
-                break
-            first = max(span.first_tokens, run.first_tokens)
-            end = min(span.end_tokens, run.end_tokens)
-            entry_tokens = span.entry_tokens + first - span.first_tokens
-            cut.append(Span(first, end, span.entry, entry_tokens))
-    return cut
