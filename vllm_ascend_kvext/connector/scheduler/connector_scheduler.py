@@ -118,38 +118,26 @@ class ConnectorScheduler:
             windows = WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
         self.holes = HoleQueue(windows)
         self.row_ids: set[str] = set()
-        self.counters = ConnectorCounters()
-        self.counters.tier = self.tier.counters
-        self.counters.capacity_bytes = self.tier.capacity_bytes
+        self.counters = ConnectorCounters(
+            tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
+        )
         self._jobs = StoreJobs(self._references, len(workers))
-        self.segments = NoSegments()
-        if options.blending:
-            parts = SchedulerParts(
-                view,
-                layout,
-                self.tier,
-                self._references,
-                self._jobs,
-                self.holes,
-                self.computes_holes,
-                self.counters.blending,
-            )
-            self.segments = make_blending(parts, options, segment_tokens, workers)
-        self._loads = Loads(
+        parts = SchedulerParts(
             view,
-            self.tier,
             layout,
-            self.counters,
-            clock,
+            self.tier,
+            self._references,
+            self._jobs,
             self.holes,
             self.computes_holes,
-            self.segments,
-            loads_if_slower=options.load_if_slower,
+            self.counters,
         )
+        self.segments = NoSegments()
+        if options.blending:
+            self.segments = make_blending(parts, options, segment_tokens, workers)
+        self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
         self._room, self._cost = self._loads.room, self._loads.cost
-        self._stores = Stores(
-            view, self.tier, layout, options.store_policy, self._references, events, self._jobs
-        )
+        self._stores = Stores(parts, options.store_policy, events)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -204,9 +192,7 @@ class ConnectorScheduler:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
         if self.segments.has_to_wait(request):
             return None
-        may_load = not self.segments.is_segment(request.request_id)
-        state = self._states[request.request_id]
-        return self._loads.match(request, state, num_computed_tokens, may_load)
+        return self._loads.match(request, self._states[request.request_id], num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
-from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import LoadJob
-from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs
 from vllm_ascend_kvext.connector.scheduler.request_state import (
     Admission,
@@ -28,15 +26,13 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
 )
 from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
 from vllm_ascend_kvext.holes.window_blocks import WindowTables
 from vllm_ascend_kvext.store.lookup import Hit
-from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 MIN_RUN_TOKENS = 64
@@ -61,8 +57,6 @@ class Loads:
 
     Args:
         clock: Seconds that only grow.
-        holes: Where holes wait to be computed.
-        computes_holes: Whether holes may be computed; if not, a load stops at the first one.
         loads_if_slower: Whether loads are made whatever they cost.
 
     Attributes:
@@ -71,26 +65,21 @@ class Loads:
 
     def __init__(
         self,
-        view: SchedulerView,
-        tier: HostTier,
-        layout: HostLayout,
-        counters: ConnectorCounters,
-        clock: Callable[[], float],
-        holes: HoleQueue,
-        computes_holes: bool,
+        parts: SchedulerParts,
         segments: NoSegments,
+        clock: Callable[[], float],
         loads_if_slower: bool,
     ) -> None:
-        self._view = view
-        self._tier = tier
-        self._layout = layout
-        self._jobs = LoadJobs(layout, len(view.managers))
-        self.room = PoolRoom(layout.all_groups, view)
+        self._view = parts.view
+        self._tier = parts.tier
+        self._layout = parts.layout
+        self._jobs = LoadJobs(parts.layout, len(parts.view.managers))
+        self.room = PoolRoom(parts.layout.all_groups, parts.view)
         self.cost = TransferCost(is_ignored=loads_if_slower)
-        self._counters = counters
+        self._counters = parts.counters
         self._clock = clock
-        self._holes = holes
-        self._computes_holes = computes_holes
+        self._holes = parts.holes
+        self._computes_holes = parts.computes_holes
         self._segments = segments
         # What can be hit on the device once a load is there: its boundary, by its key.
         self._promised: dict[bytes, int] = {}
@@ -98,16 +87,9 @@ class Loads:
         self._lookups_in_vain = 0  # of the step that is being planned
 
     def match(
-        self,
-        request: Request,
-        state: RequestOffloadState,
-        num_computed_tokens: int,
-        may_load: bool = True,
+        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
     ) -> int | None:
         """How many tokens past those on the device can be loaded; pinned until `begin` or `forget`.
-
-        Args:
-            may_load: Whether anything may be loaded; always the same for one request.
 
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
@@ -120,7 +102,9 @@ class Loads:
             return None
         admission.later = None
         self._segments.restart(request.request_id)
-        num_tokens = self._match(request, state, num_computed_tokens) if may_load else 0
+        num_tokens: int | None = 0
+        if not self._segments.is_segment(request.request_id):
+            num_tokens = self._match(request, state, num_computed_tokens)
         if num_tokens == 0 and self.room.of_other(request.num_tokens) is Room.LATER:
             admission.later = Later(num_computed_tokens, None)
             return None

@@ -15,26 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_kvext.connector.common.block_references import (
-    MAX_REFERENCED_SHARE,
-    BlockReferences,
-)
-from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
 from vllm_ascend_kvext.connector.common.messages import StoreJob
-from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
-from vllm_ascend_kvext.connector.common.store_jobs import Pages, StoreJobs, table_parts
+from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
+from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
 from vllm_ascend_kvext.connector.scheduler.boundaries import UNASKED, BoundaryPlanner
-from vllm_ascend_kvext.connector.scheduler.request_state import (
-    RequestOffloadState,
-    StoreProgress,
-)
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
-from vllm_ascend_kvext.store.tier import HostTier
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
@@ -74,23 +67,15 @@ class Stores:
         num_planned: Jobs of this step.
     """
 
-    def __init__(
-        self,
-        view: SchedulerView,
-        tier: HostTier,
-        layout: HostLayout,
-        policy: StorePolicy,
-        references: BlockReferences,
-        events: TierEvents,
-        jobs: StoreJobs,
-    ) -> None:
-        self._view = view
-        self._tier = tier
-        self._layout = layout
-        self._references = references
+    def __init__(self, parts: SchedulerParts, policy: StorePolicy, events: TierEvents) -> None:
+        self._view = parts.view
+        self._tier = parts.tier
+        self._layout = layout = parts.layout
+        self._references = parts.references
         self._events = events
-        self._under_way = jobs
-        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, view.interval_tokens)
+        self._under_way = parts.jobs
+        interval_tokens = parts.view.interval_tokens
+        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
         self._jobs: dict[str, _Job] = {}  # of this step

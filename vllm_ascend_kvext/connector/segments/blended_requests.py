@@ -113,7 +113,7 @@ class Blending(NoSegments):
         self._view = parts.view
         self._window_pages = parts.layout.window_pages
         self._needs_tails = bool(self._window_pages(0))
-        self._counters = parts.counters
+        self._counters = parts.counters.blending
         self.store = store
         self.options = options
         self.questions = questions

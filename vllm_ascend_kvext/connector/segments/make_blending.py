@@ -82,7 +82,7 @@ def _make_learning(parts: SchedulerParts, store: SegmentStore) -> SegmentLearnin
             view.num_data_parallel,
         )
         return None
-    return SegmentLearning(store, view.max_model_len, parts.counters)
+    return SegmentLearning(store, view.max_model_len, parts.counters.blending)
 
 
 def _make_questions(
@@ -98,4 +98,4 @@ def _make_questions(
             )
             return None
     parts.holes.probe_blocks = ProbeBlocks(parts.references, parts.layout.tokens_per_page)
-    return Questions(parts.view, options.blend_ratio, parts.counters)
+    return Questions(parts.view, options.blend_ratio, parts.counters.blending)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
+from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
@@ -26,7 +26,10 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class SchedulerParts(NamedTuple):
-    """The parts of a scheduler side that segments use."""
+    """The parts of a scheduler side that loads, stores and segments share.
+
+    Without ``computes_holes``, no hole may be computed: a load stops at the first one.
+    """
 
     view: SchedulerView
     layout: HostLayout
@@ -35,7 +38,7 @@ class SchedulerParts(NamedTuple):
     jobs: StoreJobs
     holes: HoleQueue
     computes_holes: bool
-    counters: BlendCounters
+    counters: ConnectorCounters
 
 
 class NoSegments:

@@ -64,7 +64,7 @@ class SegmentStores:
         self._window_groups = parts.layout.window_pages(0).keys()
         self._references = parts.references
         self._jobs = parts.jobs
-        self._counters = parts.counters
+        self._counters = parts.counters.blending
         self._learning = learning
         self._segments: dict[str, _Segment] = {}  # by request
         self._num_expected_blocks = 0  # of all that are wanted or being stored
