@@ -108,7 +108,7 @@ class SegmentStore:
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         """The loaded spans of a segment that stands there, from its first token on, no gap."""
-        runs = self._tier.find_runs(prefix, prefix.num_tokens)
+        runs = self._tier.lookup(prefix).find_runs(prefix.num_tokens, 0)
         found: list[Span] = []
         if not runs or runs[0].first_tokens:
             return found
@@ -161,10 +161,6 @@ class SegmentStore:
         first, end = self._range_of(prefix, entry)
         stored = StoredTokens(prefix.ids_of(first, end), end - first, len(self.sink_ids) + first)
         self._tier.finish_store(entry, stored)
-
-    def fail_store(self, entry: Entry) -> None:
-        """The store of an entry has ended, and what it wrote is worth nothing."""
-        self._tier.fail_store(entry)
 
     def _range_of(self, prefix: SegmentPrefix, entry: Entry) -> tuple[int, int]:
         """First and end token of an entry's rows, without what it was rounded up by."""

@@ -37,12 +37,13 @@ def plan_behind_holes(
     after_tokens = hit.after_tokens
     if after_tokens % geometry.unit_tokens or hit.shortfall is None or not geometry.needs_rows:
         return None
-    runs = tier.find_runs(hit.prefix, num_tokens - 1, after_tokens)
+    lookup = tier.lookup(hit.prefix)
+    runs = lookup.find_runs(num_tokens - 1, after_tokens)
     if not runs or runs[-1].end_tokens <= hit.boundary_tokens:
         return None
     tails: dict[int, Entry] = {}
     if geometry.needs_tails:
-        found = tier.find_all_tails(hit.prefix, runs[-1].end_tokens, after_tokens)
+        found = lookup.find_all_tails(runs[-1].end_tokens, after_tokens)
         tails = {entry.piece.end_tokens: entry for entry in found}
     starts = sorted(tails) if geometry.needs_tails else None
     device = [TokenRange(0, after_tokens)] if after_tokens else []

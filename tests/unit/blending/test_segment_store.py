@@ -99,7 +99,7 @@ def test_what_is_there_is_not_stored_again() -> None:
     assert not isinstance(entries, Refusal)
     assert [entry.piece[1:] for entry in entries] == [(20, 32), (32, 36)]
     for entry in entries:
-        store.fail_store(entry)
+        store.tier.fail_store(entry)
     assert {entry.state for entry in entries} == {EntryState.GONE}
 
 

@@ -15,8 +15,7 @@ from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
-from vllm_ascend_kvext.store.lookup import Shortfall
-from vllm_ascend_kvext.store.pieces import MAX_PIECES
+from vllm_ascend_kvext.store.lookup import MAX_PIECES, Shortfall
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 
 # What a lookup costs, and prefixes.
@@ -41,7 +40,7 @@ def test_a_lookup_asks_for_one_key_per_chunk() -> None:
     assert tier.look_up(CountingPrefix(text), len(text)).boundary_tokens == len(text)
     assert CountingPrefix.num_asked == num_chunks
     CountingPrefix.num_asked = 0
-    assert tier.find_runs(CountingPrefix("x" * len(text)), len(text)) == []
+    assert tier.lookup(CountingPrefix("x" * len(text))).find_runs(len(text), 0) == []
     assert CountingPrefix.num_asked == CHUNK_TOKENS // UNIT_TOKENS + num_chunks - 1
 
 

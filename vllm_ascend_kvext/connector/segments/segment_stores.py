@@ -59,6 +59,7 @@ class SegmentStores:
         self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None = None
     ) -> None:
         self._view = parts.view
+        self._tier = parts.tier
         self._store = store
         self._tokens_per_page = parts.layout.tokens_per_page
         self._window_groups = parts.layout.window_pages(0).keys()
@@ -202,7 +203,7 @@ class SegmentStores:
         self._expect_nothing(wanted)
         for entry in entries:
             if has_failed:
-                self._store.fail_store(entry)
+                self._tier.fail_store(entry)
             else:
                 self._store.finish_store(prefix, entry)
         self._counters.stored_segments += not has_failed
