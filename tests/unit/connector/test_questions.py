@@ -11,7 +11,7 @@ import pytest
 from pytest_mock import MockerFixture
 
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler.load_jobs import _joined

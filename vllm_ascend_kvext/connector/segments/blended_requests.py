@@ -21,7 +21,7 @@ from vllm_ascend_kvext.blending.segments import (
     plan_blend,
     separated_segments,
 )
-from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts

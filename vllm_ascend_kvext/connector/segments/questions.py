@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_ascend_kvext.blending.question_selection import Scores, select_runs
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_SEEN_SEGMENTS = 8192

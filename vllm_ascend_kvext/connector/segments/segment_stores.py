@@ -17,8 +17,8 @@ from typing import Any
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import is_to_be_stored
-from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
