@@ -14,11 +14,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
+from vllm_ascend_kvext.lmcache import handshake
 from vllm_ascend_kvext.lmcache.first_blocks import tell_first_blocks
-from vllm_ascend_kvext.lmcache.handshake import refused_registration, server_urls
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name, require_name
 from vllm_ascend_kvext.lmcache.recovery import (
     refuse_other_chunks_of_scheduler,
@@ -26,7 +27,6 @@ from vllm_ascend_kvext.lmcache.recovery import (
 )
 from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens
 from vllm_ascend_kvext.patches.lmcache import known_release
-from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
@@ -74,7 +74,7 @@ def _prepared_class(connector_class: Any) -> Any:
             super().__init__(own_config, role, kv_cache_config)
             if name != vllm_config.model_config.model:
                 require_name(self, name)
-            self._kvext_server_urls = server_urls(options)
+            self._kvext_server_urls = handshake.server_urls(options)
             if not known_release.is_as_read():
                 return
             if is_worker:
@@ -88,7 +88,7 @@ def _prepared_class(connector_class: Any) -> Any:
             try:
                 super().register_kv_caches(kv_caches)
             except ConnectionError as error:
-                raise refused_registration(
+                raise handshake.refused_registration(
                     self._kvext_server_urls, str(known_release.version())
                 ) from error
 
@@ -100,6 +100,51 @@ def _prepared_class(connector_class: Any) -> Any:
     # `MultiConnector` tells the reports of several connectors apart by the names of their classes.
     PreparedConnector.__name__ = PreparedConnector.__qualname__ = NAME
     return PreparedConnector
+
+
+def ask_servers(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, options: dict[str, Any], *, is_worker: bool
+) -> None:
+    """Refuse servers that do not fit, and set what the user has left open.
+
+    They are asked with LMCache's own client and its own reading of the specs.
+
+    Args:
+        kv_cache_config: Its groups count tokens.
+        options: ``kv_connector_extra_config`` of the connector. It gets the transfer mode, and how
+            long a worker waits when it starts, registers its pages and ends.
+
+    Raises:
+        LMCacheError: If a server is not there or does not fit.
+    """
+    if handshake.starts_its_server(options):
+        return
+    urls = handshake.server_urls(options)
+    if is_worker:
+        options.setdefault(handshake.TIMEOUT_KEY, handshake.REGISTRATION_LIMIT_S)
+        if len(urls) > 1:
+            return  # It uses that of its own host, and may not reach the others.
+    has_mode = is_worker and config.device_config.device_type == "cpu"
+    for url in urls:
+        handshake.require_listening(url)
+        try:
+            import zmq
+            from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
+            from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+        except ImportError:
+            return  # Another LMCache; its connector asks in its own way.
+        group_tokens = get_group_tokens_per_block(config, kv_cache_config)
+        with closing(RequestClientFactory.create(url, context=zmq.Context.instance())) as client:
+            chunk_tokens = handshake.require_same_release(client, url, str(known_release.version()))
+            handshake.require_whole_blocks(chunk_tokens, group_tokens, url)
+            if not has_mode:
+                continue
+            wanted = options.get(
+                handshake.TRANSFER_MODE_KEY, os.environ.get(handshake.TRANSFER_MODE_VARIABLE)
+            )
+            wanted = str(wanted or "auto").strip().lower()
+            if mode := handshake.choose_transfer_mode(client, url, wanted):
+                options[handshake.TRANSFER_MODE_KEY] = mode
 
 
 def _with_name_and_options(config: VllmConfig, name: str, options: dict[str, Any]) -> Any:
