@@ -32,10 +32,7 @@ _NULL_ID = 0
 class Blocks(Protocol):
     """Where blocks come from, and go to."""
 
-    @property
-    def num_free(self) -> int: ...
-
-    def allocate(self, num_blocks: int) -> Sequence[Any]: ...
+    def allocate(self, num_blocks: int) -> Iterator[Any] | None: ...
 
     def take(self, blocks: Sequence[Any]) -> None: ...
 
@@ -147,7 +144,7 @@ class WindowBlocks:
             kept[group] = blocks[: end - first]
             self._blocks.release(blocks[end - first :])
         num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
-        new = self._allocate(num_blocks)
+        new = self._blocks.allocate(num_blocks)
         if new is None:
             for blocks in kept.values():
                 self._blocks.release(blocks)
@@ -176,9 +173,8 @@ class WindowBlocks:
             By hole, tables of those blocks; None, and nothing is taken, if there are too few.
         """
         of_holes = [self.window_pages(tokens) for tokens in first_tokens]
-        new = self._allocate(
-            sum(end - first for pages in of_holes for first, end in pages.values())
-        )
+        num_blocks = sum(end - first for pages in of_holes for first, end in pages.values())
+        new = self._blocks.allocate(num_blocks)
         if new is None:
             return None
         self._holes[request_id] = [
@@ -203,7 +199,7 @@ class WindowBlocks:
             group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
             for group, table in tables.items()
         }
-        new = self._allocate(sum(missing.values()))
+        new = self._blocks.allocate(sum(missing.values()))
         if new is None:
             return None
         for group, table in tables.items():
@@ -238,12 +234,6 @@ class WindowBlocks:
             for table in tables.values():
                 self._blocks.release(table.blocks)
 
-    def _allocate(self, num_blocks: int) -> Iterator[Any] | None:
-        """None, and nothing is taken, if there are too few."""
-        if num_blocks > self._blocks.num_free:
-            return None
-        return iter(self._blocks.allocate(num_blocks))
-
 
 class ProbeBlocks:
     """Blocks behind a parked request's own, for tokens that are computed only to be looked at.
@@ -259,7 +249,6 @@ class ProbeBlocks:
     def take(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
         """Take blocks up to a token, until `end_step`.
 
-
         Returns:
             Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
             are too few.
@@ -268,16 +257,14 @@ class ProbeBlocks:
             group: max(0, -(-end_tokens // tokens) - num_pages[group])
             for group, tokens in self._tokens_per_page.items()
         }
-        num_blocks = sum(missing.values())
-        if num_blocks > self._blocks.num_free:
+        new = self._blocks.allocate(sum(missing.values()))
+        if new is None:
             return None
-        new = self._blocks.allocate(num_blocks) if num_blocks else []
-        self._leaving += new
-        ids = iter([block.block_id for block in new])
-        return {group: [next(ids) for _ in range(count)] for group, count in missing.items()}
+        taken = {group: [next(new) for _ in range(count)] for group, count in missing.items()}
+        self._leaving += (block for blocks in taken.values() for block in blocks)
+        return {group: [block.block_id for block in blocks] for group, blocks in taken.items()}
 
     def end_step(self) -> None:
         """The latest step has been handed to the workers: its blocks can be used by the next."""
         leaving, self._leaving = self._leaving, []
-        if leaving:
-            self._blocks.release(leaving)
+        self._blocks.release(leaving)
