@@ -68,6 +68,7 @@ class HostTier:
         self.geometry = geometry
         self.counters = TierCounters()
         self._arena = Arena(capacity_bytes)
+        self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
         self._reuse = Reuse(remembered_keys)
         self._order = EvictionOrder(
@@ -78,10 +79,6 @@ class HostTier:
         self._on_removed = on_removed
         self._latest_use = 0
         self._num_entries = 0
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes
 
     def next_use(self) -> int:
         """A moment, later than those before, by which ages are told.

@@ -286,7 +286,7 @@ class ConnectorScheduler:
         for request_id in preempted_req_ids:
             state = self._states.get(request_id)
             if state is not None:
-                self._stores.release_held(state)
+                self._stores.release_held(state.progress)
             self.segments.preempted(request_id)
         segment_jobs = self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
@@ -418,14 +418,14 @@ class ConnectorScheduler:
             job, is_whole = self._stores.swap_out(request, state)
             self._swaps += [job] if job is not None else []
             self.counters.swapped_requests += is_whole
-        self._stores.release_held(state)
+        self._stores.release_held(state.progress)
 
     # Resets and reports.
 
     def release_pages(self) -> None:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         for state in self._states.values():
-            self._stores.release_held(state)
+            self._stores.release_held(state.progress)
         self.segments.release_all_held()
 
     def abandon_stores(self) -> None:

@@ -139,12 +139,13 @@ class Stores:
             self._tier.note_ended(self._view.prefix(request), prompt_tokens, boundary)
             if boundary > 0:
                 self._store_end(request, progress, boundary)
-        self._release_held(progress)
+        self.release_held(progress)
 
-    def release_held(self, state: RequestOffloadState) -> None:
+    def release_held(self, progress: StoreProgress | None) -> None:
         """Let go of the blocks that a request's stores hold: its block table goes."""
-        if state.progress is not None:
-            self._release_held(state.progress)
+        if progress is not None:
+            self._references.release(list(progress.held.values()))
+            progress.held, progress.held_tokens = {}, 0
 
     def leave_free(self, num_blocks: int, states: Sequence[RequestOffloadState]) -> None:
         """Let go of blocks that are held for running requests until so many blocks are free.
@@ -158,7 +159,7 @@ class Stores:
                 return
             num_held = len(state.progress.held) if state.progress is not None else 0
             if state is not states[-1] or len(states) == 1 or num_lacking <= num_held:
-                self.release_held(state)
+                self.release_held(state.progress)
 
     def swap_out(
         self, request: Request, state: RequestOffloadState
@@ -255,7 +256,7 @@ class Stores:
 
     def _admit(self, request: Request, state: RequestOffloadState) -> StoreProgress:
         """A request begins, or begins again after its blocks were taken."""
-        self.release_held(state)
+        self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
         shared_tokens = self._shared_tokens(request)
@@ -436,9 +437,5 @@ class Stores:
         blocks = self._blocks(request.request_id, progress, leaving)
         held: Pages = {key: block for key, block in blocks.items() if block is not None}
         self._references.take(list(held.values()))
-        self._release_held(progress)
+        self.release_held(progress)
         progress.held, progress.held_tokens = held, boundary_tokens
-
-    def _release_held(self, progress: StoreProgress) -> None:
-        self._references.release(list(progress.held.values()))
-        progress.held, progress.held_tokens = {}, 0

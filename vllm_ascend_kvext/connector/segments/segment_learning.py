@@ -55,10 +55,11 @@ class _Begun:
 
 
 class SegmentLearning:
-    """The segments that one engine learns; nothing is begun while ``is_held``."""
+    """The segments that one engine learns, behind ``sink_ids``; none is begun while ``is_held``."""
 
     def __init__(self, store: SegmentStore, max_model_len: int, counters: BlendCounters) -> None:
         self._store = store
+        self.sink_ids = store.sink_ids
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[bool](MAX_SEEN_SEGMENTS)
@@ -67,11 +68,6 @@ class SegmentLearning:
         self._begun: dict[str, _Begun] = {}
         self._has_stopped = False
         self.is_held = False
-
-    @property
-    def sink_ids(self) -> tuple[int, ...]:
-        """What segments are computed behind."""
-        return self._store.sink_ids
 
     @property
     def has_queue(self) -> bool:
