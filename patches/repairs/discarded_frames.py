@@ -151,6 +151,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 _BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
+
 _of_reset = partial(
     Patch,
     feature="discarded-frames",

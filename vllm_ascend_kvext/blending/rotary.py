@@ -227,9 +227,10 @@ def read_rotary_signature(
         )
     reader = READERS.get(name) or ASCEND_READERS.get(name)
     if reader is None:
+        known = ", ".join(sorted(each.rpartition(".")[2] for each in READERS))
         raise BlendingError(
-            f"{name}: expected one of {', '.join(sorted(_short(known) for known in READERS))}, "
-            "found a class whose angles are not known. Serve this model without blending."
+            f"{name}: expected one of {known}, found a class whose angles are not known. Serve this "
+            "model without blending."
         )
     frequencies = reader(module)
     if 2 * len(frequencies) != module.rotary_dim or module.rotary_dim > module.head_size:
@@ -276,7 +277,3 @@ def torch_dtype(dtype: RowDtype) -> torch.dtype:
 
 def _name(of: type) -> str:
     return f"{of.__module__}.{of.__qualname__}"
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]

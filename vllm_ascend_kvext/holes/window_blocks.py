@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.token_range import TokenRange
-
-_NULL_ID = 0
 
 
 class Blocks(Protocol):
@@ -63,7 +62,7 @@ class WindowTable:
     @property
     def all_block_ids(self) -> list[int]:
         """From the request's first page on."""
-        return [_NULL_ID] * self.first_page + list(self.block_ids)
+        return [NULL_PAGE] * self.first_page + list(self.block_ids)
 
 
 WindowTables = dict[int, WindowTable]
@@ -135,7 +134,7 @@ class WindowBlocks:
         ranges: dict[int, tuple[int, int]] = {}
         for group, (first_page, _) in self.window_pages(first_tokens).items():
             ids = own_ids[group]
-            first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
+            first_own = next((page for page, own in enumerate(ids) if own != NULL_PAGE), len(ids))
             ranges[group] = min(first_page, first_own), first_own
         held = self._held.pop(request_id, {})
         kept: dict[int, list[Any]] = {}

@@ -19,7 +19,7 @@ from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_S
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
-from vllm_ascend_kvext.connector.scheduler.boundaries import UNASKED, BoundaryPlanner
+from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER, UNASKED, BoundaryPlanner
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
@@ -32,7 +32,6 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
 
-_NEVER = 1 << 60
 _LATEST = Reason(Origin.LATEST)
 
 MAX_UNASKED_SHARE = 0.25
@@ -113,7 +112,7 @@ class Stores:
         """
         is_prefill = computed_tokens < request.num_prompt_tokens
         if self._is_off or not self._layout.has_states or not is_prefill:
-            return _NEVER
+            return NEVER
         progress = state.progress
         if progress is None or computed_tokens < progress.done_tokens:
             boundaries = self._plan(request, state, computed_tokens)
@@ -279,7 +278,7 @@ class Stores:
         """A step takes a request past an event."""
         geometry = self._layout.geometry
         self._store_chunks(request, progress, computed_tokens)
-        next_tokens = _NEVER
+        next_tokens = NEVER
         if geometry.needs_rows:
             chunk_tokens = geometry.chunk_tokens
             next_tokens = computed_tokens - computed_tokens % chunk_tokens + chunk_tokens

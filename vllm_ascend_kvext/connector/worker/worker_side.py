@@ -244,8 +244,7 @@ class WorkerSide:
         """What has ended since the last call. Every job is reported once."""
         loads: set[str] = set()
         failed_pages: set[int] = set()
-        traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic()}
-        results = WorkerOutput(traffic=traffic)
+        results = WorkerOutput()
         for job, moved in self._thread.take_ended():
             if isinstance(job, StoreJob):
                 results.stores_ended[job.number] = 1
@@ -262,7 +261,7 @@ class WorkerSide:
                     results.unreadable[job.request_id] = unreadable
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
-                traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
+                results.traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
                 results.key_checks += moved.key_check == ""
                 results.key_check_failure = results.key_check_failure or moved.key_check or ""
         if self._probe is not None:
