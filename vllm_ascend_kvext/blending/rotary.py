@@ -229,8 +229,8 @@ def read_rotary_signature(
     if reader is None:
         known = ", ".join(sorted(each.rpartition(".")[2] for each in READERS))
         raise BlendingError(
-            f"{name}: expected one of {known}, found a class whose angles are not known. Serve this "
-            "model without blending."
+            f"{name}: expected one of {known}, found a class whose angles are not known. Serve "
+            "this model without blending."
         )
     frequencies = reader(module)
     if 2 * len(frequencies) != module.rotary_dim or module.rotary_dim > module.head_size:
