@@ -52,8 +52,8 @@ def held_by(side: ConnectorScheduler) -> Held:
         request_ids |= {*windows._holes, *windows._dense, *windows._held}
     num_awaited_blocks = num_begun_segments = 0
     if isinstance(blending := side.segments, Blending):
-        request_ids |= {*blending._states, *blending._stores._segments}
-        num_awaited_blocks = blending._stores._num_expected_blocks
+        request_ids |= {*blending._states, *blending._segments}
+        num_awaited_blocks = blending._num_expected_blocks
         if blending.questions is not None:
             request_ids |= blending.questions._compared.keys()
         if (learning := blending.learning) is not None:

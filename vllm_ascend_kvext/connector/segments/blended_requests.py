@@ -22,9 +22,8 @@ from vllm_ascend_kvext.blending.segments import (
     separated_segments,
 )
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
-from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.questions import Questions
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
@@ -88,8 +87,8 @@ class _State:
     is_refused: bool = False
 
 
-class Blending(NoSegments):
-    """The segments of one engine; what `NoSegments` says of each method holds here, too.
+class Blending(SegmentStores):
+    """The segments of one engine, stored and reused.
 
     Without ``questions`` nothing is compared, without ``learning`` only clients have segments
     computed. The keys of so many workers are to be compared.
@@ -110,15 +109,11 @@ class Blending(NoSegments):
         learning: SegmentLearning | None,
         num_workers: int,
     ) -> None:
-        self._view = parts.view
+        super().__init__(parts, store, learning)
         self._window_pages = parts.layout.window_pages
         self._needs_tails = bool(self._window_pages(0))
-        self._counters = parts.counters.blending
-        self.store = store
         self.options = options
         self.questions = questions
-        self.learning = learning
-        self._stores = SegmentStores(parts, store, learning)
         self._key_checks_missing = num_workers
         self.keys_are_checked = False
         self.why_no_reuse = ""
@@ -127,7 +122,7 @@ class Blending(NoSegments):
     # Admission.
 
     def add_request(self, request: Request) -> None:
-        if self._stores.note_new(request):
+        if self._note_new(request):
             return
         token_ids = request.prompt_token_ids
         if token_ids is None or request.sampling_params is None:
@@ -159,14 +154,8 @@ class Blending(NoSegments):
             ]
             self.learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
-    def has_to_wait(self, request: Request) -> bool:
-        return self._stores.has_to_wait(request)
-
     def stores_prompt(self, request_id: str) -> bool:
-        return self._blended(request_id) is None and not self._stores.is_segment(request_id)
-
-    def is_segment(self, request_id: str) -> bool:
-        return self._stores.is_segment(request_id)
+        return self._blended(request_id) is None and not self.is_segment(request_id)
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         request_id = request.request_id
@@ -269,15 +258,9 @@ class Blending(NoSegments):
             self.questions.forget(request_id)
 
     def take_wanted(self) -> WantedSegment | None:
-        return None if self.learning is None else self.learning.take(self._stores.has_room)
+        return None if self.learning is None else self.learning.take(self.has_room)
 
     # Steps.
-
-    def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
-        return self._stores.note_step(request, num_scheduled_tokens)
-
-    def preempted(self, request_id: str) -> None:
-        self._stores.preempted(request_id)
 
     def scored(self, request_id: str) -> tuple[TokenRange, ...]:
         assert self.questions is not None
@@ -310,14 +293,14 @@ class Blending(NoSegments):
     def shared_tokens(self, request_id: str) -> int | None:
         """Behind it, KV is approximate, or that of a segment behind a sink of its own."""
         blended = self._blended(request_id)
-        return self._stores.shared_tokens(request_id) if blended is None else blended.exact_tokens
+        return super().shared_tokens(request_id) if blended is None else blended.exact_tokens
 
     def params(self, request: Request) -> Mapping[str, int] | None:
         """What is stored of a segment, or how a request is marked; None if all of it is exact.
 
         One that was preempted is marked as it was when it last answered with reused tokens.
         """
-        stored = self._stores.params(request.request_id)
+        stored = super().params(request)
         state = self._states.get(request.request_id, _State())
         blended = state.blended or state.answered
         if stored is not None or blended is None:
@@ -332,15 +315,12 @@ class Blending(NoSegments):
     # Ends.
 
     def forget(self, request_id: str) -> None:
-        self._stores.forget(request_id)
+        super().forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None and state.blended is not None:
             self._count(state.blended)
         if self.questions is not None:
             self.questions.forget(request_id)
-
-    def release_all_held(self) -> None:
-        self._stores.release_all_held()
 
     def clear(self) -> None:
         if self.learning is not None:

@@ -2,7 +2,7 @@
 """What the scheduler side asks about segments, and the answers where none are reused.
 
 Which of the two an engine has is decided once, when its workers are known: this, or `Blending`,
-which answers all of it.
+which answers all of it, partly as `SegmentStores`.
 """
 
 from __future__ import annotations
