@@ -2,9 +2,9 @@
 """The segments in a host tier: their keys, what is stored of one, and what has to be stored.
 
 Segments share the tier with prompts: its room, its order of eviction, its counters. Their keys are
-their own, where those of prompts are vLLM's, chained from block to block: a hash of everything that
-the stored rows depend on, which is the tokens up to a boundary, what they were computed behind, the
-model and its layout, and the salt. Moves no bytes.
+their own, where those of prompts are vLLM's, chained from block to block: a hash of all that rows of
+one engine depend on, which is the tokens up to a boundary, what they were computed behind, and the
+salt. Moves no bytes.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class SegmentPrefix:
         return self.packed_ids[first_tokens * width : end_tokens * width]
 
 
-def key_space(fingerprint: str, sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
+def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
     """What all segments have in common whose rows may stand for each other.
 
     A salt of None and an empty one are the same, as they are to vLLM.
     """
-    facts = ["segment", fingerprint, list(sink_ids), cache_salt or ""]
+    facts = ["segment", list(sink_ids), cache_salt or ""]
     return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
@@ -93,17 +93,14 @@ class SegmentStore:
     from their ends on like prompts.
     """
 
-    def __init__(
-        self, tier: HostTier, layout: SegmentLayout, fingerprint: str, sink_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, tier: HostTier, layout: SegmentLayout, sink_ids: Sequence[int]) -> None:
         self._tier = tier
         self._layout = layout
-        self.fingerprint = fingerprint
         self.sink_ids = tuple(sink_ids)
 
     def prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> SegmentPrefix:
         """The keys of a segment."""
-        space = key_space(self.fingerprint, self.sink_ids, cache_salt)
+        space = key_space(self.sink_ids, cache_salt)
         return SegmentPrefix(space, token_ids, self._tier.geometry.unit_tokens)
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:

@@ -58,13 +58,10 @@ class TokenPlane:
 class SegmentLayout:
     """How one worker lays out its tokens in sections: bytes of one token, by plane.
 
-    The fingerprint, hexadecimal digits, is equal where rows of one engine can be used by another:
-    model, dtypes, planes, and how keys turn. The largest sliding window counts the token that
-    reads; it is 0 if there is none.
+    The largest sliding window counts the token that reads; it is 0 if there is none.
     """
 
     row_bytes: tuple[int, ...]
-    fingerprint: str
     window_tokens: int = 0
 
     def plane_offsets_bytes(self, section_rows: int) -> list[int]:

@@ -208,8 +208,6 @@ def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
             row_bytes=region.row_bytes,
             dtype=region.dtype,
             is_packed=region.is_packed,
-            is_replicated=spec.is_replicated,
-            axes=region.axes,
         )
     return tuple(planes[region] for _, region in found)
 

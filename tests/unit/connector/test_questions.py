@@ -103,7 +103,7 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1)
     place = mocker.Mock(view=engine, layout=layout, holes=HoleQueue(), computes_holes=True)
     options = ConnectorOptions(blending=True, blend_selector=Selector.QUESTION)
-    segments = SegmentLayout((64,), "f")
+    segments = SegmentLayout((64,))
     workers = [mocker.Mock(segments=segments, probe_refusal=each) for each in ("", refusal)]
     make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
     warnings = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 
@@ -36,9 +35,8 @@ def make_blending(
         logger.warning("KvextConnector: blending is off: %s.", refusal)
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
-    fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
     sink_ids = segment_tokens.sink_ids
-    store = SegmentStore(parts.tier, of_workers[0], fingerprint.hexdigest(), sink_ids)
+    store = SegmentStore(parts.tier, of_workers[0], sink_ids)
     window_tokens = max(each.window_tokens for each in of_workers)
     blend_options = BlendOptions(
         options.blend_head_tokens,
