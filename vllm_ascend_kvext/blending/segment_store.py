@@ -2,9 +2,9 @@
 """The segments in a host tier: their keys, what is stored of one, and what has to be stored.
 
 Segments share the tier with prompts: its room, its order of eviction, its counters. Their keys are
-their own, where those of prompts are vLLM's, chained from block to block: a hash of all that rows of
-one engine depend on, which is the tokens up to a boundary, what they were computed behind, and the
-salt. Moves no bytes.
+their own, where those of prompts are vLLM's, chained from block to block: a hash of everything that
+the rows of one engine depend on, which is the tokens up to a boundary, what they were computed
+behind, and the salt. Moves no bytes.
 """
 
 from __future__ import annotations
