@@ -217,7 +217,7 @@ class Stores:
     def note_removed(self, entry: Entry, removal: Removal) -> None:
         """An entry is not there any more."""
         self.reasons.pop(entry.number, None)
-        self._events.removed(entry, removal)
+        self._events.removed(entry)
 
     # What is behind it.
 

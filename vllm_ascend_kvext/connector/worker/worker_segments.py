@@ -188,10 +188,7 @@ def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[Placed
                 signature.dtype,
                 signature if plane is found[0] else None,
             ),
-            plane.storage,
-            plane.base_bytes,
-            plane.page_stride_bytes,
-            plane.region_offset_bytes,
+            plane,
         )
         for plane in found
     ]
