@@ -48,8 +48,8 @@ def held_by(side: ConnectorScheduler) -> Held:
     request_ids = {*states, *parked, *room._parked} | {room._first_waiting_id} - {None}
     request_ids |= {new.request_id for new in side._new_holes}
     request_ids |= {job.request_id for job in side._step_loads}
-    if (windows := side.holes.windows) is not None:
-        request_ids |= {*windows._holes, *windows._dense, *windows._held}
+    blocks = side.holes.blocks
+    request_ids |= {*blocks._holes, *blocks._dense, *blocks._held}
     num_awaited_blocks = num_begun_segments = 0
     if isinstance(blending := side.segments, Blending):
         request_ids |= {*blending._states, *blending._segments}

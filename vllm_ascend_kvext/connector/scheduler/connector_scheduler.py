@@ -36,8 +36,8 @@ from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.segments.make_blending import make_blending
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
+from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
-from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.tier import HostTier
@@ -113,10 +113,9 @@ class ConnectorScheduler:
             on_removed=lambda *removed: self._stores.note_removed(*removed),
             evicts_ends_first=not self.computes_holes,
         )
-        windows = None
-        if self.computes_holes and layout.geometry.needs_tails:
-            windows = WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
-        self.holes = HoleQueue(windows)
+        self.holes = HoleQueue(
+            HoleBlocks(self._references, layout.window_pages, layout.tokens_per_page)
+        )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes

@@ -30,8 +30,8 @@ from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, Schedul
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
+from vllm_ascend_kvext.holes.hole_blocks import WindowTables
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
-from vllm_ascend_kvext.holes.window_blocks import WindowTables
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange, union
 
@@ -207,21 +207,20 @@ class Loads:
         Returns:
             False if it is not there any more.
         """
-        windows = self._holes.windows
-        if windows is None or plan.is_exact or plan.exact_tokens in plan.tails:
+        blocks = self._holes.blocks
+        if not blocks.has_windows or plan.is_exact or plan.exact_tokens in plan.tails:
             return True
-        if windows.is_held(request.request_id):
+        if blocks.is_held(request.request_id):
             return True
         cached = self._segments.cached_windows(request, plan.exact_tokens)
         if cached is not None:
-            windows.hold(request.request_id, cached)
+            blocks.hold(request.request_id, cached)
         return cached is not None
 
     def end_step(self) -> None:
         """A step is planned: who has not begun in it is asked about again."""
         self._lookups_in_vain = 0
-        if self._holes.windows is not None:
-            self._holes.windows.release_held()
+        self._holes.blocks.release_held()
 
     def _with_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan | None:
         """The plan with segments behind a hit, if there are some, and it could have room."""
@@ -264,13 +263,13 @@ class Loads:
 
     def _too_few_blocks(self, request: Request, plan: LoadPlan) -> int:
         """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
-        windows = self._holes.windows
+        blocks = self._holes.blocks
         has_tails = any(hole.first_tokens in plan.tails for hole in plan.holes)
-        if windows is None or (plan.is_exact and not has_tails):
+        if not blocks.has_windows or (plan.is_exact and not has_tails):
             return 0
         free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
         if not plan.is_exact:
-            free_blocks += windows.num_blocks(plan.exact_tokens, plan.boundary_tokens)
+            free_blocks += blocks.num_blocks(plan.exact_tokens, plan.boundary_tokens)
         return free_blocks if free_blocks > self.room.num_free else 0
 
     def _has_no_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
@@ -341,7 +340,7 @@ class Loads:
     ) -> WindowTables:
         """By KV cache group with windows; nothing where there are none, or no blocks for them."""
         probe = self._segments.probe(request, plan)
-        if not plan.holes and self._holes.windows is None and probe is None:
+        if not (plan.holes or self._holes.blocks.has_windows or probe):
             return {}
         dense = self._holes.begin_dense(
             request.request_id, plan.holes, plan.after_tokens, plan.exact_tokens, block_ids, probe
@@ -356,7 +355,7 @@ class Loads:
         """
         return (
             self._computes_holes
-            and self._holes.windows is None
+            and not self._holes.blocks.has_windows
             and self._view.recomputes_failed_loads
             and why_no_holes(request) is None
         )

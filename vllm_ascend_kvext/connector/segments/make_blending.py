@@ -14,7 +14,6 @@ from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, Schedul
 from vllm_ascend_kvext.connector.segments.questions import Questions
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens
-from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
@@ -95,5 +94,4 @@ def _make_questions(
                 "KvextConnector: blend_selector is heads: worker %d: %s", rank, worker.probe_refusal
             )
             return None
-    parts.holes.probe_blocks = ProbeBlocks(parts.references, parts.layout.tokens_per_page)
     return Questions(parts.view, options.blend_ratio, parts.counters.blending)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in which holes of models with windows are computed.
+"""Blocks in which holes of models with windows are computed, and tokens that are only looked at.
 
 A request that is parked has the blocks of its windows only before the place where it goes on. What
 a hole reads and writes of windows lies in blocks of its own, which are nobody else's and are not
@@ -69,13 +69,18 @@ WindowTables = dict[int, WindowTable]
 """By KV cache group with windows."""
 
 
-class WindowBlocks:
-    """The blocks of all requests with holes of one engine.
+class HoleBlocks:
+    """The blocks of all requests with holes of one engine, beside their own.
+
+    They are nobody else's, but for what is held, and are not cached.
 
     Args:
         window_pages: First and end page that going on from a token reads, by KV cache group with
             windows.
         tokens_per_page: By KV cache group.
+
+    Attributes:
+        has_windows: Whether the model has some.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class WindowBlocks:
     ) -> None:
         self._blocks = blocks
         self.window_pages = window_pages
+        self.has_windows = bool(window_pages(0))
         self._tokens_per_page = tokens_per_page
         self._holes: dict[str, list[WindowTables]] = {}
         self._dense: dict[str, WindowTables] = {}
@@ -169,8 +175,11 @@ class WindowBlocks:
         """Take blocks for the tails at which the holes of a request begin.
 
         Returns:
-            By hole, tables of those blocks; None, and nothing is taken, if there are too few.
+            By hole, tables of those blocks, none of them without windows; None, and nothing is
+            taken, if there are too few.
         """
+        if not self.has_windows:
+            return []
         of_holes = [self.window_pages(tokens) for tokens in first_tokens]
         num_blocks = sum(end - first for pages in of_holes for first, end in pages.values())
         new = self._blocks.allocate(num_blocks)
@@ -191,8 +200,8 @@ class WindowBlocks:
         Returns:
             The hole's tables up to the row's end; None, and nothing is taken, if there are too few.
         """
-        if request_id in self._dense:
-            return self._dense[request_id]
+        if not self.has_windows or request_id in self._dense:
+            return self._dense.get(request_id, {})
         tables = self._holes[request_id][0]
         missing = {
             group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
@@ -207,7 +216,7 @@ class WindowBlocks:
 
     def leave(self, request_id: str, end_tokens: int, is_end_of_hole: bool) -> None:
         """A row up to there is in the step that is being planned: what it leaves goes after it."""
-        if request_id in self._dense:
+        if not self.has_windows or request_id in self._dense:
             return
         tables = self._holes[request_id][0]
         if is_end_of_hole:
@@ -222,31 +231,8 @@ class WindowBlocks:
             del table.blocks[:num_blocks]
             table.first_page = first_page
 
-    def end_step(self) -> None:
-        """The latest step has been handed to the workers: what it left can be used by the next."""
-        leaving, self._leaving = self._leaving, []
-        self._blocks.release(leaving)
-
-    def drop(self, request_id: str) -> None:
-        """A request has no holes any more, and no load fills its blocks."""
-        for tables in (*self._holes.pop(request_id, ()), self._dense.pop(request_id, {})):
-            for table in tables.values():
-                self._blocks.release(table.blocks)
-
-
-class ProbeBlocks:
-    """Blocks behind a parked request's own, for tokens that are computed only to be looked at.
-
-    They are nobody else's and are not cached. What lies in them is read by their own step only.
-    """
-
-    def __init__(self, blocks: Blocks, tokens_per_page: Mapping[int, int]) -> None:
-        self._blocks = blocks
-        self._tokens_per_page = tokens_per_page
-        self._leaving: list[Any] = []
-
-    def take(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
-        """Take blocks up to a token, until `end_step`.
+    def take_probe(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
+        """Take blocks behind a request's own up to a token; only the next step reads them.
 
         Returns:
             Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
@@ -264,6 +250,12 @@ class ProbeBlocks:
         return {group: [block.block_id for block in blocks] for group, blocks in taken.items()}
 
     def end_step(self) -> None:
-        """The latest step has been handed to the workers: its blocks can be used by the next."""
+        """The latest step has been handed to the workers: what it left can be used by the next."""
         leaving, self._leaving = self._leaving, []
         self._blocks.release(leaving)
+
+    def drop(self, request_id: str) -> None:
+        """A request has no holes any more, and no load fills its blocks."""
+        for tables in (*self._holes.pop(request_id, ()), self._dense.pop(request_id, {})):
+            for table in tables.values():
+                self._blocks.release(table.blocks)
