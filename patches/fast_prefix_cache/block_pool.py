@@ -112,14 +112,15 @@ class RequestUpTo:
         return getattr(self._request, name)
 
 
-def split_by_use(
-    blocks: list[KVCacheBlock],
-) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-    """Blocks that are cached and blocks that are not, each in their order."""
+def free_by_use(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+    """Free cached blocks to the back of the queue, all others to its front, each in their order."""
     uncached = [block for block in blocks if block._block_hash is None]
-    if not uncached:
-        return blocks, []
-    return [block for block in blocks if block._block_hash is not None], uncached
+    if uncached:
+        blocks = [block for block in blocks if block._block_hash is not None]
+    if blocks:
+        pool.free_blocks(blocks)
+    if uncached:
+        pool.free_blocks(uncached, prepend=True)
 
 
 _POOL = "vllm.v1.core.block_pool:BlockPool"

@@ -10,7 +10,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
     cache_run,
     faster,
-    split_by_use,
+    free_by_use,
 )
 from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
@@ -100,12 +100,7 @@ def skip_in_one_pass(
     leaving = blocks[start:stop]
     leaving.reverse()
     blocks[start:stop] = [null] * len(leaving)
-    pool = manager.block_pool
-    cached, uncached = split_by_use(leaving)
-    if cached:
-        pool.free_blocks(cached)
-    if uncached:
-        pool.free_blocks(uncached, prepend=True)
+    free_by_use(manager.block_pool, leaving)
 
 
 def free_window(
@@ -117,11 +112,7 @@ def free_window(
         manager._null_block.ref_cnt -= num_nulls
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
-        cached, uncached = split_by_use(blocks[::-1])
-        if cached:
-            manager.block_pool.free_blocks(cached)
-        if uncached:
-            manager.block_pool.free_blocks(uncached, prepend=True)
+        free_by_use(manager.block_pool, blocks[::-1])
     manager.num_cached_block.pop(request_id, None)
 
 

@@ -194,30 +194,26 @@ def _instruction_set(config: VllmConfig) -> str:
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 
-_WHY = (
-    "LMCache keys objects by the model's name, and engines with other KV cache groups read each "
-    "other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a server that "
-    "is absent or set up otherwise is noticed after five minutes."
-)
-_RETIRE_WHEN = "LMCache's keys have the layout, and its connector asks its server what it serves"
-_RELIES_ON = (
-    # Both sides get a config, and the scheduler's has the first spec of a bundle.
-    "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
-    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
-    # Makes an object of the class that it asks for. `MultiConnector` does the same; it is not read
-    # here, because its module imports prometheus_client before vLLM has set that up.
-    f"{_FACTORY}.create_connector",
-)
-
 PATCHES = (
     Patch(
         id="KVX-501",
         target=f"{_FACTORY}.get_connector_class",
         feature="lmcache",
         wrapper=get_connector_class,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
-        relies_on=_RELIES_ON,
+        why="LMCache keys objects by the model's name, and engines with other KV cache groups read "
+        "each other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a "
+        "server that is absent or set up otherwise is noticed after five minutes.",
+        retire_when="LMCache's keys have the layout, and its connector asks its server what it "
+        "serves",
+        relies_on=(
+            # Both sides get a config, and the scheduler's has the first spec of a bundle.
+            "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
+            "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+            # Makes an object of the class that it asks for. `MultiConnector` does the same; it is
+            # not read here, because its module imports prometheus_client before vLLM has set that
+            # up.
+            f"{_FACTORY}.create_connector",
+        ),
         lmcache=known_release.RELIED_ON,
     ),
 )

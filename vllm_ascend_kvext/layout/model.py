@@ -101,11 +101,6 @@ class LayoutGroup:
         return self.tokens_per_page // self.tokens_per_row
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in all planes."""
-        return sum(plane.row_bytes for plane in self.planes)
-
-    @property
     def is_snapshot(self) -> bool:
         """Whether a page is the state at the page's end, rather than rows of tokens (Mamba)."""
         return self.kind is GroupKind.STATE

@@ -236,7 +236,7 @@ def test_nz_pages_are_taken_whole() -> None:
     nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
     (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert group.rows_per_page == 1 and group.tokens_per_row == NUM_TOKENS
-    assert group.row_bytes == 2 * NUM_TOKENS * 64
+    assert sum(plane.row_bytes for plane in group.planes) == 2 * NUM_TOKENS * 64
     assert all(plane.is_packed for plane in group.planes)
 
 

@@ -262,7 +262,9 @@ class ConnectorScheduler:
             for manager in self._view.managers
         ]
         parts = tuple(TablePart(0, tuple(ids)) for ids in row.tables(block_ids))
-        return ProbeJob(row.row_id, row.run, self.segments.scored(row.request_id), parts)
+        assert self.segments.questions is not None
+        scored = self.segments.questions.scored(row.request_id)
+        return ProbeJob(row.row_id, row.run, scored, parts)
 
     def take_new_holes(self) -> list[NewHoles]:
         """Holes of loads that have begun, or left something out, since the last call."""

@@ -339,7 +339,8 @@ class Loads:
         self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]
     ) -> WindowTables:
         """By KV cache group with windows; nothing where there are none, or no blocks for them."""
-        probe = self._segments.probe(request, plan)
+        questions = self._segments.questions
+        probe = None if questions is None else questions.begin(request, plan)
         if not (plan.holes or self._holes.blocks.has_windows or probe):
             return {}
         dense = self._holes.begin_dense(

@@ -26,11 +26,10 @@ from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.questions import Questions
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
-from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, spans_within, with_holes
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
@@ -241,9 +240,6 @@ class Blending(SegmentStores):
             plan.exact_tokens, hit_tokens, reused_tokens, hashes, _known_tokens(request)
         )
 
-    def probe(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
-        return None if self.questions is None else self.questions.begin(request, plan)
-
     def restart(self, request_id: str) -> None:
         state = self._states.get(request_id)
         if state is not None and state.blended is not None:
@@ -257,14 +253,7 @@ class Blending(SegmentStores):
         if self.questions is not None:
             self.questions.forget(request_id)
 
-    def take_wanted(self) -> WantedSegment | None:
-        return None if self.learning is None else self.learning.take(self.has_room)
-
     # Steps.
-
-    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
-        assert self.questions is not None
-        return self.questions.scored(request_id)
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         assert self.questions is not None

@@ -17,8 +17,9 @@ from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
 from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue, ProbePlan
+from vllm_ascend_kvext.connector.segments.questions import Questions
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
@@ -47,10 +48,12 @@ class NoSegments:
     Attributes:
         is_on: Whether segments are reused.
         learning: Has segments computed that no client has asked for; None if nothing does.
+        questions: Compares questions of requests with their segments; None if nothing does.
     """
 
     is_on = False
     learning: SegmentLearning | None = None
+    questions: Questions | None = None
 
     # Admission.
 
@@ -89,16 +92,12 @@ class NoSegments:
     def begin(self, request: Request, plan: LoadPlan) -> None:
         """A request has got blocks for a plan of `plan`."""
 
-    def probe(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
-        """How the question of a request is compared with its segments, if it is."""
-        return None
-
     def restart(self, request_id: str) -> None:
         """A request has lost its blocks, or its load has failed."""
 
-    def take_wanted(self) -> WantedSegment | None:
-        """A segment that is to be computed now; None if there is none, or it would have to wait."""
-        return None
+    def has_room(self, num_segment_tokens: int) -> bool:
+        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
+        return False
 
     # Steps.
 
@@ -111,10 +110,6 @@ class NoSegments:
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         """Workers have compared keys of equal tokens; see ``blending.key_check``."""
-
-    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
-        """The tokens that the question of a request is compared with."""
-        return ()
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """What of a request is computed and not reused, as its question has it."""

@@ -113,7 +113,6 @@ class SegmentStores(NoSegments):
         return False
 
     def has_room(self, num_segment_tokens: int) -> bool:
-        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
         max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Others store, too.
         num_expected = self._num_expected_blocks
         return (
