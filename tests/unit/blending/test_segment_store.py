@@ -33,7 +33,7 @@ class SmallStore(SegmentStore):
 
     def __init__(self, capacity_bytes: int = 1 << 20) -> None:
         self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
-        super().__init__(self.tier, LAYOUT, "one", SINK)
+        super().__init__(self.tier, LAYOUT, SINK)
 
     def store(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         prefix = self.prefix(token_ids, cache_salt)
