@@ -106,21 +106,19 @@ __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, si
 
 void fence_stores() { _mm_sfence(); }
 
+#endif
+
 std::vector<CopyKernel> available_kernels() {
   std::vector<CopyKernel> kernels;
+#if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2")) {
     kernels.push_back({"avx2", stream_avx2, stream_together_avx2, fence_stores});
   }
+#endif
   kernels.push_back({"memcpy", copy_plainly, nullptr, fence_nothing});
   return kernels;
 }
-
-#else
-
-std::vector<CopyKernel> available_kernels() { return {{"memcpy", copy_plainly, nullptr, fence_nothing}}; }
-
-#endif
 
 // When the library is loaded: a first use would leave a guard behind that a forked child waits for.
 const std::vector<CopyKernel> kKernels = available_kernels();
