@@ -85,18 +85,6 @@ class Reuse:
         densities: Hits per use, by class and stage, as learned last.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_cohorts",
-        "_max_keys",
-        "_num_asked",
-        "_num_requests",
-        "_num_since_learned",
-        "_waited",
-        "came_back",
-        "densities",
-    )
-
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self.clear()

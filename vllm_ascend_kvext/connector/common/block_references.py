@@ -23,8 +23,6 @@ class BlockReferences:
         new_ids: Of the blocks that were allocated since somebody last cleared it, once a step.
     """
 
-    __slots__ = ("_pool", "new_ids", "num_references")
-
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.num_references = 0

@@ -29,8 +29,6 @@ MEDIUM_CPU = "CPU"
 class TierEvents:
     """Collects events until vLLM takes them; nothing unless ``is_enabled``."""
 
-    __slots__ = ("_announced", "_events", "_is_enabled")
-
     def __init__(self, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
         self._events: list[KVCacheEvent] = []
