@@ -13,13 +13,12 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
 from vllm_ascend_kvext.lmcache import handshake
-from vllm_ascend_kvext.lmcache.first_blocks import tell_first_blocks
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name, require_name
 from vllm_ascend_kvext.lmcache.recovery import (
     refuse_other_chunks_of_scheduler,
@@ -100,6 +99,33 @@ def _prepared_class(connector_class: Any) -> Any:
     # `MultiConnector` tells the reports of several connectors apart by the names of their classes.
     PreparedConnector.__name__ = PreparedConnector.__qualname__ = NAME
     return PreparedConnector
+
+
+def tell_first_blocks(request_trackers: Mapping[str, Any], scheduler_output: Any) -> None:
+    """Let LMCache's trackers know the blocks of every request that begins in a step.
+
+    `MultiConnector` tells a connector of no blocks unless that one loads the request
+    (``update_state_after_alloc``), and LMCache 0.5.6 counts on being told: it would take the blocks
+    of the next step for those of the first tokens, and store them under these. What vLLM schedules
+    has all blocks of a request that begins or goes on after a preemption. LMCache has not planned
+    the step yet.
+    """
+    for request_id, group_block_ids in _beginning(scheduler_output):
+        tracker = request_trackers.get(request_id)
+        if tracker is not None and not any(tracker.num_allocated_blocks().values()):
+            tracker.append_block_ids(tuple(map(list, group_block_ids)))
+
+
+def _beginning(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[int]]]]:
+    """Requests that begin or go on after a preemption, each with all its blocks by group."""
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.block_ids
+    cached = scheduler_output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return
+    for request_id, group_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if request_id in cached.resumed_req_ids and group_block_ids is not None:
+            yield request_id, group_block_ids
 
 
 def ask_servers(

@@ -246,8 +246,8 @@ _of_caching = partial(
     kind=Kind.REPLACE,
     feature="retention",
     wrapper=cache_tails,
-    why="Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn or "
-    "a preempted request cannot hit, and on Ascend at boundaries that nothing can hit.",
+    why="Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn "
+    "or a preempted request cannot hit, and on Ascend at boundaries that nothing can hit.",
     retire_when="upstream derives what it keeps from its lookup",
 )
 _OF_SKIPPING = (

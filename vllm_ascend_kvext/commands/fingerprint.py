@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.commands.upstream_changes import changed_imports, diff, lost_names
 from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError

@@ -100,9 +100,6 @@ class Reuse:
         self._num_asked = self._num_requests = self._num_since_learned = 0
         self.densities: Table = [[1.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     def density(self, key: bytes, use: int, now: int) -> float:
         """Hits per use that are expected of a chunk from now on.
 
