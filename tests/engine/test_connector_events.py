@@ -31,7 +31,7 @@ class Tier:
         self.tier = HostTier(
             num_places * PLACE_BYTES,
             TierGeometry(CHUNK_TOKENS, UNIT_TOKENS),
-            on_removed=self.events.removed,
+            on_removed=lambda entry, _: self.events.removed(entry),
         )
 
     def begin(self, request: Request, piece: Piece) -> Entry:

@@ -77,6 +77,7 @@ class Loads:
         self.room = PoolRoom(parts.layout.all_groups, parts.view)
         self.cost = TransferCost(is_ignored=loads_if_slower)
         self._counters = parts.counters
+        self._references = parts.references
         self._clock = clock
         self._holes = parts.holes
         self._computes_holes = parts.computes_holes
@@ -121,7 +122,7 @@ class Loads:
             return self.room.of_other(request.num_tokens) is Room.LATER
         self.room.keep_turn(request.request_id)
         if later.free_blocks:
-            has_too_few = later.free_blocks > self.room.num_free
+            has_too_few = later.free_blocks > self._references.num_free
             return has_too_few and not self._has_waited_long(admission)
         return later.room_version == self.room.version or self.room.is_behind_other(
             request.request_id
@@ -270,7 +271,7 @@ class Loads:
         free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
         if not plan.is_exact:
             free_blocks += blocks.num_blocks(plan.exact_tokens, plan.boundary_tokens)
-        return free_blocks if free_blocks > self.room.num_free else 0
+        return free_blocks if free_blocks > self._references.num_free else 0
 
     def _has_no_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
         """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
