@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,32 +26,22 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-@dataclass(slots=True)
-class _Step:
-    """A planned step whose output has not been processed.
-
-    ``stale`` are the requests that it computes and that a reset has preempted since.
-    """
-
-    output: SchedulerOutput
-    stale: set[str] = field(default_factory=set)
-
-
 class StepsInFlight:
     """The steps of one scheduler whose outputs are still to come, the oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque()
+        # Each with the requests that it computes and that a reset has preempted since.
+        self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
         self._prompt_logprobs: dict[str, Any] = {}
         """Of requests that were preempted before theirs were sent: workers make them once."""
 
     def plan(self, output: SchedulerOutput) -> None:
-        self._steps.append(_Step(output))
+        self._steps.append((output, set()))
 
     def note_reset(self, request_ids: set[str]) -> None:
         """Whatever is in flight for these requests is stale."""
-        for step in self._steps:
-            step.stale |= request_ids & step.output.num_scheduled_tokens.keys()
+        for output, stale in self._steps:
+            stale |= request_ids & output.num_scheduled_tokens.keys()
 
     def end(self, planned: SchedulerOutput) -> set[str]:
         """Forget a step, and those before it that never had an output.
@@ -60,11 +49,11 @@ class StepsInFlight:
         Returns:
             The requests that are stale in it.
         """
-        for index, step in enumerate(self._steps):
-            if step.output is planned:
+        for index, (output, stale) in enumerate(self._steps):
+            if output is planned:
                 for _ in range(index + 1):
                     self._steps.popleft()
-                return step.stale
+                return stale
         return set()
 
     def drop(self, stale: set[str], output: ModelRunnerOutput) -> None:

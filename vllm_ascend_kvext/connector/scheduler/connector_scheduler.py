@@ -367,10 +367,8 @@ class ConnectorScheduler:
             self._measure_step()
         self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
         self.counters.add_traffic(results.traffic)
-        moved = results.traffic["load"]
-        self._cost.note_copies(moved.num_bytes, moved.seconds)
-        stored = results.traffic["store"]
-        self._cost.note_stores(stored.num_bytes, stored.seconds)
+        for direction, moved in results.traffic.items():
+            self._cost.note_copies(direction, moved.num_bytes, moved.seconds)
         for request_id in results.failed_loads | results.unreadable.keys():
             state = self._states.get(request_id)
             if state is not None and state.under_way is not None:
