@@ -120,7 +120,7 @@ class SegmentStore:
 
     def is_missing(self, prefix: SegmentPrefix) -> bool:
         """Whether some of a segment is neither stored nor on its way."""
-        return bool(self._tier.missing_pieces(prefix, 0, prefix.num_tokens))
+        return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
         """Take places for what is missing of a segment: an entry for each piece, ascending.
@@ -129,7 +129,7 @@ class SegmentStore:
         """
         use = self._tier.next_use()
         entries: list[Entry] = []
-        for piece in self._tier.missing_pieces(prefix, 0, prefix.num_tokens):
+        for piece in self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_rows = min(piece.end_tokens, prefix.num_segment_tokens) - piece.first_tokens
             num_bytes = self._layout.num_bytes(num_rows)
             entry = self._tier.begin_store(prefix, piece, num_bytes, use)

@@ -248,6 +248,8 @@ class Lookup:
         Args:
             first_tokens: Chunks that end at or before it are not looked at.
         """
+        if not self.geometry.needs_rows:
+            return []
         end_tokens = self._limit(end_tokens)
         chunk_tokens = self.geometry.chunk_tokens
         first_tokens -= first_tokens % chunk_tokens

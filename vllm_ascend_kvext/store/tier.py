@@ -8,7 +8,7 @@ A request, from its admission on::
     load = tier.begin_load(prefix, boundary, entries, use)      pins it
     tier.end_load(load, unreadable)                             once no worker reads it any more
 
-    for piece in tier.missing_pieces(prefix, first, end):       what it has computed
+    for piece in tier.lookup(prefix).missing_pieces(first, end):    what it has computed
         entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, once no worker writes
 
@@ -169,12 +169,6 @@ class HostTier:
             entry.use = use
 
     # Stores.
-
-    def missing_pieces(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> list[Piece]:
-        """What to store so that rows can be read up to a boundary."""
-        if not self.geometry.needs_rows:
-            return []
-        return self.lookup(prefix).missing_pieces(first_tokens, end_tokens)
 
     def present_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
         """Up to which boundary the rows of a prefix are there, those being stored included."""

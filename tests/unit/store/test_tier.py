@@ -49,7 +49,7 @@ def test_a_chunk_in_too_many_pieces_is_stored_as_one_and_they_go() -> None:
     text = "abcdefghijkl"
     for index in range(MAX_PIECES):
         tier.store(text, Piece.rows(2 * index, 2 * index + 2))
-    assert tier.missing_pieces(TextPrefix(text), 0, 12) == [Piece.rows(0, 12)]
+    assert tier.lookup(TextPrefix(text)).missing_pieces(0, 12) == [Piece.rows(0, 12)]
     whole = tier.store(text, Piece.rows(0, 12))
     assert [entry.piece.end_tokens for entry, _ in tier.removed] == [2, 4, 6, 8]
     assert tier.counters.entries_held == 1
@@ -222,7 +222,7 @@ def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None
         assert load is not None
         tier.end_load(load)
         entries = []
-        for piece in tier.missing_pieces(prefix, 0, prefix.num_tokens):
+        for piece in tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_units = (piece.end_tokens - piece.first_tokens) // UNIT_TOKENS
             entries.append(tier.begin_store(prefix, piece, num_units * PLACE_BYTES, use))
         tails = Piece.tails(prefix.num_tokens)

@@ -167,7 +167,7 @@ class TierMachine(RuleBasedStateMachine):
         self, text: str, first: int, sizes: tuple[int, int], ends_at_once: bool
     ) -> None:
         prefix = TextPrefix(text)
-        pieces = self.tier.missing_pieces(prefix, first, len(text))
+        pieces = self.tier.lookup(prefix).missing_pieces(first, len(text))
         if self.geometry.needs_rows:
             self._check_missing(text, first, pieces)
         else:

@@ -188,7 +188,7 @@ class Stores:
         """Host bytes of what `swap_out` would store."""
         prefix = self._view.prefix(request)
         boundary = self._last_boundary(request)
-        pieces = self._tier.missing_pieces(prefix, 0, boundary) if boundary else []
+        pieces = self._tier.lookup(prefix).missing_pieces(0, boundary) if boundary else []
         if boundary and self._layout.geometry.needs_tails:
             pieces.append(Piece.tails(boundary))
         return sum(self._layout.num_bytes(piece) for piece in pieces)
@@ -358,8 +358,8 @@ class Stores:
         """Whether all rows before a boundary are stored, or going to be."""
         if not self._layout.geometry.needs_rows:
             return True
-        prefix = self._view.prefix(request)
-        for piece in self._tier.missing_pieces(prefix, progress.rows_tokens, upto_tokens):
+        lookup = self._tier.lookup(self._view.prefix(request))
+        for piece in lookup.missing_pieces(progress.rows_tokens, upto_tokens):
             if self._store(request, progress, piece, None, max_share) not in _THERE:
                 return False
             progress.rows_tokens = max(progress.rows_tokens, piece.end_tokens)
