@@ -105,7 +105,7 @@ class Bench:
             result.held_bytes = tier.bytes_held
             result.stored_bytes = sum(tier.stored_bytes.values())
             result.refusals = {why.value: n for why, n in tier.refused_stores.items() if n}
-            result.num_leaks = side.num_references + len(held_by(side).pinned_ids)
+            result.num_leaks = side.references.num_references + len(held_by(side).pinned_ids)
         return result
 
 

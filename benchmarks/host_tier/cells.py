@@ -80,5 +80,5 @@ def _host_use(side: ConnectorScheduler, trace: Trace, outcome: Outcome) -> HostU
         computed_tokens=answered_tokens - outcome.shared_tokens,
         shortfalls={reason.value: count for reason, count in tier.shortfalls.items() if count},
         refusals={reason.value: count for reason, count in tier.refused_stores.items() if count},
-        num_leaks=side.num_references + len(held_by(side).pinned_ids),
+        num_leaks=side.references.num_references + len(held_by(side).pinned_ids),
     )

@@ -156,7 +156,7 @@ class ConnectedScheduler:
         page_ids = wrapped()
         if not self._scheduler.needs_kv_cache_zeroing:
             return page_ids
-        return [*(page_ids or ()), *self._side.new_pages()] or None
+        return [*(page_ids or ()), *self._side.references.new_ids] or None
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
@@ -182,7 +182,7 @@ class ConnectedScheduler:
         that are not requests, make that wrong.
         """
         counts = wrapped(running_request_id)
-        if self._side.row_ids or self._side.num_references:
+        if self._side.row_ids or self._side.references.num_references:
             return [0] * len(counts)
         return counts
 

@@ -68,7 +68,7 @@ def held_by(side: ConnectorScheduler) -> Held:
         loaded_hole_ids=frozenset(each for each, hole in parked.items() if hole.is_loaded),
         num_planned_stores=side._stores.num_planned + len(side._swaps),
         num_stores=len(side._jobs),
-        num_referenced_blocks=side.num_references,
+        num_referenced_blocks=side.references.num_references,
         num_awaited_blocks=num_awaited_blocks,
         num_begun_segments=num_begun_segments,
     )

@@ -109,7 +109,7 @@ def check_blocks(engine: SimulatedEngine) -> None:
         assert extra >= 0, f"{block} is held {held[block.block_id]} times by requests"
         assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or free in use"
         num_extra += extra
-    assert num_extra == engine.side.num_references
+    assert num_extra == engine.side.references.num_references
     assert pool.null_block.block_id not in free
 
 

@@ -226,7 +226,7 @@ class _Sides:
 
     def assert_idle(self) -> None:
         assert not self._side.has_transfers
-        assert not self._side.num_references
+        assert not self._side.references.num_references
         assert not held_by(self._side).pinned_ids
         assert self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1
 

@@ -82,6 +82,8 @@ class ConnectorScheduler:
 
     Attributes:
         computes_holes: Whether steps may compute rows that are not those of a scheduled request.
+        references: Keeps blocks from being reallocated. Its new ids are those of the step that is
+            being scheduled, for holes and probes.
         holes: Requests that wait for their holes, or for `end_hole_step`.
         row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
     """
@@ -101,7 +103,7 @@ class ConnectorScheduler:
         )
         self._view = view
         self._clock = clock
-        self._references = BlockReferences(view.block_pool)
+        self.references = BlockReferences(view.block_pool)
         self._tokens_per_page = layout.tokens_per_page.values()
         refusal = _why_no_holes(view, layout, options.state_policy)
         self.computes_holes = options.hole_reuse and refusal is None
@@ -114,18 +116,18 @@ class ConnectorScheduler:
             evicts_ends_first=not self.computes_holes,
         )
         self.holes = HoleQueue(
-            HoleBlocks(self._references, layout.window_pages, layout.tokens_per_page)
+            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
         )
         self.row_ids: set[str] = set()
         self.counters = ConnectorCounters(
             tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
         )
-        self._jobs = StoreJobs(self._references, len(workers))
+        self._jobs = StoreJobs(self.references, len(workers))
         parts = SchedulerParts(
             view,
             layout,
             self.tier,
-            self._references,
+            self.references,
             self._jobs,
             self.holes,
             self.computes_holes,
@@ -180,11 +182,6 @@ class ConnectorScheduler:
             or self._swaps
         )
 
-    @property
-    def num_references(self) -> int:
-        """Blocks that are kept from being reallocated."""
-        return self._references.num_references
-
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -221,10 +218,6 @@ class ConnectorScheduler:
     def pages_to_load(self) -> set[int]:
         """Block ids of the loads that begin in the step that is being scheduled."""
         return {page for job in self._step_loads for part in job.block_ids for page in part.ids}
-
-    def new_pages(self) -> list[int]:
-        """Block ids of what has been allocated for holes and probes of that step."""
-        return self._references.new_ids
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
         """Where a prefill step from there is to end, at the latest."""
@@ -281,7 +274,7 @@ class ConnectorScheduler:
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
         self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
-        self._references.new_ids.clear()
+        self.references.new_ids.clear()
         if num_tokens:
             self._steps.append((now_s, num_tokens))
         for request_id in preempted_req_ids:
@@ -310,7 +303,7 @@ class ConnectorScheduler:
         pages = self._tokens_per_page
         # Each request may begin a page of each group.
         max_blocks = sum(left_tokens // each + len(num_scheduled_tokens) for each in pages)
-        if self._references.num_free >= max_blocks:
+        if self.references.num_free >= max_blocks:
             return
         num_blocks = 0
         for request_id, num_tokens in num_scheduled_tokens.items():
