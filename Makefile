@@ -49,7 +49,7 @@ STORE_FINGERPRINTS := $(MAIN_PYTHON) -m vllm_ascend_kvext fingerprint --write --
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending demo-ascend check test test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending demo-ascend check test test-long test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
@@ -72,6 +72,9 @@ check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types 
 
 test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
+
+test-long: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## The same with all of the random cases, where `make test` runs half (ONLY=text: some suites)
+	$(RUN_TESTS) --long --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found
 	$(RUN_TESTS) --only "Python"

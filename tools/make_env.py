@@ -12,6 +12,7 @@ requires, apart from torch's companions.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import shutil
 import subprocess
@@ -177,8 +178,10 @@ def link_tested_package(environment: Environment, like: Environment) -> None:
 def link_packages(source: Environment, target: Environment) -> None:
     """Give ``target`` every package of ``source`` by hard links, in seconds and without space.
 
-    pip never writes into an installed file (it unlinks and writes anew), so the two environments
-    stay independent. Where the file system has no hard links the files are copied.
+    With their bytecode: where Python is told to write none, each process would compile all of vLLM
+    again. Neither pip nor Python writes into an installed file (they unlink, or put another one in
+    its place), so the two environments stay independent. Where the file system has no hard links
+    the files are copied.
     """
     say(f"{target.folder}: linking the packages of {source.folder}")
     shutil.rmtree(target.site_packages)
@@ -186,7 +189,7 @@ def link_packages(source: Environment, target: Environment) -> None:
         source.site_packages,
         target.site_packages,
         symlinks=True,
-        ignore=shutil.ignore_patterns("__pycache__", TESTED_PACKAGE),
+        ignore=shutil.ignore_patterns(TESTED_PACKAGE),
         copy_function=link_or_copy,
     )
 
@@ -221,6 +224,8 @@ def unpack_ascend(folder: Path, version: str) -> None:
             files.extractall(folder, [n for n in files.namelist() if ".dist-info/" not in n])
     for archive in downloads.glob("*.tar.gz"):
         unpack_source(archive, "vllm_ascend", folder)
+    # As pip does with what it installs.
+    compileall.compile_dir(folder, quiet=2)
     if finished.returncode:
         say(f"{folder}: left empty, nothing runs on its managers; {finished.stderr.strip()[-300:]}")
     shutil.rmtree(downloads, ignore_errors=True)

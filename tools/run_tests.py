@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every test suite in its environment, one per processor core, and add up the results.
 
-A suite is one pytest process: some paths, an interpreter, environment variables. The long files of
-a folder are suites of their own, and the suites that took longest the last time start first, so
-that all cores are busy to the end. A suite that fails does not stop the others. What a suite prints
-is shown when it has ended.
+A suite is one pytest process: some paths, an interpreter, environment variables. A long folder is
+several suites, and those that took longest the last time start first, so that all cores are busy to
+the end. A suite that fails does not stop the others. What it prints is shown when it has ended.
 """
 
 from __future__ import annotations
@@ -16,11 +15,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
+
+sys.path.append(str(Path(__file__).parent))  # which -I leaves out
+
+import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "out" / "tests"
@@ -40,40 +44,36 @@ NOT_IN_SAMPLE = (
 MAX_SUITE_S = 2400
 """A suite that takes longer hangs outside its tests, where pytest-timeout does not look."""
 
-LONG_FILES = {
-    "unit": ("retention",),
-    "ops": ("test_fuzz.py", "test_validation.py"),
-    "engine": (
-        "test_connector_scheduler.py",
-        "test_connector_engine.py",
-        "test_connector_serve.py",
-        "test_serve_lines.py",
-        "test_blending_engine.py",
-        "test_request_machine.py",
-        "test_question_engine.py",
-        "test_scheduler_differential.py",
-        "test_reachability.py",
-        "test_fast_prefix_cache.py",
-        "test_repairs.py",
-        "test_failed_loads.py",
-        "test_retention_scheduler.py",
-        "test_metrics.py",
-    ),
-    "ascend": ("test_true_layout.py",),
-}
-"""The files, or folders, of a folder of tests that take long enough for a process of their own."""
-
-ON_ASCENDS_MANAGERS = (
-    ("engine/test_reachability.py",),
-    ("engine/test_retention_scheduler.py",),
-    ("engine/test_fast_prefix_cache.py",),
+LONG_ENGINE_FILES = (
+    ("test_connector_serve.py",),
+    ("test_serve_lines.py",),
+    ("test_fast_prefix_cache.py",),
+    ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
     (
-        "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
-        "engine/test_least_prompt.py",
-        "engine/test_repairs.py",
+        "test_connector_scheduler.py",
+        "test_failed_loads.py",
+        "test_metrics.py",
+        "test_request_machine.py",
+    ),
+    (
+        "test_reachability.py",
+        "test_repairs.py",
+        "test_retention_scheduler.py",
+        "test_scheduler_differential.py",
     ),
 )
-"""What runs once more where vLLM-Ascend has put its own managers in place; each is a suite."""
+"""Of `tests/engine`: what takes long. Each row has a process of its own, so that all cores are busy
+to the end; not each file, for importing vLLM takes a core ten seconds."""
+
+ON_ASCENDS_MANAGERS = (
+    "engine/test_failed_loads.py::test_outputs_are_those_of_a_run_without_failures",
+    "engine/test_fast_prefix_cache.py",
+    "engine/test_least_prompt.py",
+    "engine/test_reachability.py",
+    "engine/test_repairs.py",
+    "engine/test_retention_scheduler.py",
+)
+"""What runs once more where vLLM-Ascend has put its own managers in place."""
 
 NOT_ON_OTHER_VLLMS = (
     "engine/test_decode_path.py",
@@ -82,6 +82,14 @@ NOT_ON_OTHER_VLLMS = (
 )
 """What is not brought over to the other supported releases of vLLM: a feature that they lack, and
 a file whose servers are those of the main one."""
+
+QUICK_ON_EMULATED_NPU = (
+    "test_backend.py",
+    "test_compressed_attention_operators.py",
+    "test_operators.py",
+    "test_streams.py",
+)
+"""Of `tests/emulated_npu`: what starts no engine, and shares a process."""
 
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
@@ -121,7 +129,10 @@ ASCENDS_MANAGERS = {"KVEXT_MANAGERS": "ascend"}
 """vLLM-Ascend's patches are applied to the process, and stay: `support.family`."""
 
 SAMPLE = {"KVEXT_TESTS": "sample"}
-"""Fewer random cases, and no test that says nothing about the version: `support.sample`."""
+"""No test that says nothing about the version: `support.sample`."""
+
+LONG = {"KVEXT_CASES": "all"}
+"""All of the random cases, and not half of them: `support.sample`."""
 
 CHECKED_SAMPLE = (
     "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",
@@ -139,6 +150,12 @@ class Suite:
     environment: str
     paths: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def imports_vllm(self) -> bool:
+        """Whether `preloaded` saves time: not for vLLM-Ascend's environments."""
+        folders = ("ascend/", "benchmarks/", "engine/")
+        return self.environment.startswith("vllm-") and f"{self.paths[0]}/".startswith(folders)
 
     @property
     def report(self) -> Path:
@@ -179,9 +196,8 @@ def suites(
         yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",), SAMPLE)
     yield Suite("wheel", main_environment, ("packaging",))
     yield Suite("benchmarks", main_environment, ("benchmarks",))
-    transfers = Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
-    yield from split(transfers)
-    yield from split(Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",)))
+    yield Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
+    yield Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",))
     for ascend in compared_ascends:
         sources = ascend_sources(ascend)
         yield Suite(f"vLLM-Ascend {ascend}: sources", main_environment, COMPARED_SOURCES, sources)
@@ -190,17 +206,18 @@ def suites(
             vllm, _, ascend = upstream.partition(":")
             on = f"vLLM-Ascend {ascend} on vLLM {vllm}" if folder == "ascend" else f"vLLM {vllm}"
             variables = ascend_sources(ascend) | ({} if vllm == main_vllm else SAMPLE)
+            chosen: list[Suite] = []
             if folder == "ascend":
                 if not ascend_sources(ascend):
                     continue  # for this Python there are none
                 variables |= ASCENDS_MANAGERS
-                for paths in ON_ASCENDS_MANAGERS:
-                    if vllm != main_vllm and {*paths} & {*NOT_ON_OTHER_VLLMS}:
-                        continue
-                    name = Path(paths[-1].partition("::")[0]).stem.removeprefix("test_")
-                    yield Suite(f"managers, {on}: {name}", f"vllm-{vllm}", paths, variables)
+                chosen.append(
+                    Suite(f"managers, {on}", f"vllm-{vllm}", ON_ASCENDS_MANAGERS, variables)
+                )
+            whole = Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables)
+            chosen += engine_rows(whole) if folder == "engine" else [whole]
             left_out = () if vllm == main_vllm else NOT_ON_OTHER_VLLMS
-            for suite in split(Suite(f"{folder}, {on}", f"vllm-{vllm}", (folder,), variables)):
+            for suite in chosen:
                 paths = tuple(path for path in suite.paths if path not in left_out)
                 if paths:
                     yield replace(suite, paths=paths)
@@ -236,7 +253,7 @@ def v2_runner_suites(upstreams: list[str]) -> Iterator[Suite]:
 
 
 def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterator[Suite]:
-    """What runs vLLM-Ascend whole, in its environment: each file in a process of its own.
+    """What runs vLLM-Ascend whole, in its environment: each file with engines in its own process.
 
     Args:
         upstreams: As of `suites`.
@@ -244,18 +261,23 @@ def emulated_npu_suites(upstreams: list[str], is_sample: bool = False) -> Iterat
     """
     for upstream in upstreams:
         ascend = upstream.rpartition(":")[2]
-        for file in sorted((TESTS / "emulated_npu").glob("test_*.py")):
-            is_main = upstream == upstreams[0]
+        is_main = upstream == upstreams[0]
+        files = []
+        for file in sorted(path.name for path in (TESTS / "emulated_npu").glob("test_*.py")):
             is_elsewhere = (
-                file.name in NOT_ON_MAIN_EMULATED_NPU
-                if is_main
-                else file.name not in ON_OTHER_EMULATED_NPUS
+                file in NOT_ON_MAIN_EMULATED_NPU if is_main else file not in ON_OTHER_EMULATED_NPUS
             )
-            if is_elsewhere or (is_sample and file.name in NOT_IN_SAMPLE):
-                continue
-            name = f"vLLM-Ascend {ascend} on the emulated NPU: {file.stem.removeprefix('test_')}"
-            variables = SAMPLE if is_sample else {}
-            yield Suite(name, f"emulated-npu-{ascend}", (f"emulated_npu/{file.name}",), variables)
+            if not is_elsewhere and not (is_sample and file in NOT_IN_SAMPLE):
+                files.append(file)
+        quick = tuple(file for file in files if file in QUICK_ON_EMULATED_NPU)
+        for row in [quick, *((file,) for file in files if file not in quick)]:
+            name = row[-1].removeprefix("test_").removesuffix(".py")
+            yield Suite(
+                f"vLLM-Ascend {ascend} on the emulated NPU: {name}",
+                f"emulated-npu-{ascend}",
+                tuple(f"emulated_npu/{file}" for file in row),
+                SAMPLE if is_sample else {},
+            )
 
 
 def checks(upstreams: list[str]) -> Iterator[Suite]:
@@ -266,20 +288,18 @@ def checks(upstreams: list[str]) -> Iterator[Suite]:
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     environment, variables = f"vllm-{main_vllm}", ascend_sources(main_ascend)
     for folder in ("contract", "unit"):
-        yield from split(Suite(folder, environment, (folder,), variables))
+        yield Suite(folder, environment, (folder,), variables)
     yield Suite("sample of engine and transfers", environment, CHECKED_SAMPLE, variables)
 
 
-def split(suite: Suite) -> Iterator[Suite]:
-    """The suite of a folder as one suite per long file, and one of the other files."""
-    (folder,) = suite.paths
-    long = LONG_FILES.get(folder, ())
-    for file in long:
-        name = f"{suite.name}: {file.removeprefix('test_').removesuffix('.py')}"
-        yield replace(suite, name=name, paths=(f"{folder}/{file}",))
-    files = (file.relative_to(TESTS) for file in sorted((TESTS / folder).rglob("test_*.py")))
-    others = tuple(str(file) for file in files if not {*file.parts[1:]} & {*long})
-    yield replace(suite, paths=others)
+def engine_rows(suite: Suite) -> Iterator[Suite]:
+    """The suite of `tests/engine` as one per row of long files, and one of the others."""
+    rest = {file.name for file in (TESTS / "engine").glob("test_*.py")}
+    for row in LONG_ENGINE_FILES:
+        rest -= {*row}
+        name = f"{suite.name}: {row[0].removeprefix('test_').removesuffix('.py')}"
+        yield replace(suite, name=name, paths=tuple(f"engine/{file}" for file in row))
+    yield replace(suite, paths=tuple(f"engine/{file}" for file in sorted(rest)))
 
 
 def longest_first(chosen: list[Suite]) -> list[Suite]:
@@ -300,43 +320,55 @@ def ascend_sources(version: str) -> dict[str, str]:
     return {"KVEXT_ASCEND_SOURCES": str(folder)} if (folder / "vllm_ascend").is_dir() else {}
 
 
-def run(suite: Suite) -> Result:
-    """Run one suite."""
+def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
+    """Run one suite.
+
+    Args:
+        sockets: Of `preloaded`, by environment.
+    """
     report = suite.report
     report.unlink(missing_ok=True)
-    # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is
-    # what is tested.
-    command = [
-        str(ROOT / ".venv" / suite.environment / "bin" / "python"),
-        *("-I", "-m", "pytest", "--quiet"),
+    pytest = [
+        *("-m", "pytest", "--quiet"),
         *(f"--junitxml={report}", "--override-ini=junit_family=xunit1"),
         *(str(TESTS / path) for path in suite.paths),
     ]
     started_s = time.monotonic()
-    # Not in the checkout, so that neither do the processes which tests start import from it.
     # Two releases of vLLM that share a cache overwrite what the other one has found out about a
     # model, and every engine that starts finds it out again.
     cache = {"VLLM_CACHE_ROOT": str(ROOT / "out" / "cache" / suite.environment)}
+    environ = {**preloaded.ENVIRON, **os.environ, **cache, **suite.variables}
     # Into a file: a child that outlives the suite would keep a pipe open.
     log = report.with_suffix(".txt")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=REPORTS,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **cache, **suite.variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            process.wait(MAX_SUITE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            output.write(f"\nKilled after {MAX_SUITE_S} s.\n")
+    socket = sockets.get(suite.environment) if suite.imports_vllm else None
+    try:
+        # Not in the checkout, so that neither do the processes which tests start import from it.
+        if socket is not None:
+            environ[preloaded.VARIABLE] = socket
+            program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
+            exit_code = preloaded.run(socket, program, MAX_SUITE_S)
+        else:
+            # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package
+            # is what is tested.
+            python = str(ROOT / ".venv" / suite.environment / "bin" / "python")
+            with log.open("w") as output:
+                exit_code = subprocess.run(
+                    [python, "-I", *pytest],
+                    cwd=REPORTS,
+                    env=environ,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=MAX_SUITE_S,
+                    check=False,
+                ).returncode
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        exit_code = 1
+        with log.open("a") as output:
+            output.write(f"\n{error}\n")
     duration_s = time.monotonic() - started_s
     text = log.read_text(errors="replace")
     print(f"\n=== {suite.name}: {duration_s:.0f} s\n{text}", flush=True)
-    return read_report(report, process.returncode, duration_s)
+    return read_report(report, exit_code, duration_s)
 
 
 def read_report(report: Path, exit_code: int, duration_s: float) -> Result:
@@ -386,6 +418,7 @@ def main() -> int:
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--emulated-npu", action="store_true", help="what `make test-ascend` runs")
+    parser.add_argument("--long", action="store_true", help="all of the random cases")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
@@ -398,10 +431,21 @@ def main() -> int:
         known += emulated_npu_suites(options.upstream[:1], is_sample=True)
         known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
+    if options.long:
+        chosen = [replace(suite, variables=suite.variables | LONG) for suite in chosen]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()
-    with ThreadPoolExecutor(max_workers=num_processes) as executor:
-        running = {suite.name: executor.submit(run, suite) for suite in longest_first(chosen)}
+    with ExitStack() as stack:
+        sockets = {
+            name: stack.enter_context(
+                preloaded.served(ROOT / ".venv" / name / "bin" / "python", REPORTS / f"{name}.txt")
+            )
+            for name in {suite.environment for suite in chosen if suite.imports_vllm}
+        }
+        executor = stack.enter_context(ThreadPoolExecutor(max_workers=num_processes))
+        running = {
+            suite.name: executor.submit(run, suite, sockets) for suite in longest_first(chosen)
+        }
     results = {suite.name: running[suite.name].result() for suite in chosen}
     print_totals(results, time.monotonic() - started_s, num_processes)
     return 0 if results and all(result.is_green for result in results.values()) else 1

@@ -33,13 +33,13 @@ class BenchModel:
         return num_tokens * self.num_layers * self.kv_row_bytes
 
 
-def write_qwen3(folder: Path) -> None:
-    """Full attention in 16 layers."""
+def write_qwen3(folder: Path, num_layers: int = 16) -> None:
+    """Full attention in every layer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        num_hidden_layers=16,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=128,

@@ -51,7 +51,8 @@ class Copier {
     source_end_ = copy.source + copy.num_bytes;
     if (follows && copy.num_bytes <= kMostFollowingBytes) {
       move(copy);
-    } else if (copy.num_bytes >= kLeastStreamedCopyBytes && is_streaming_ && kernel_.stream_together) {
+    } else if (is_streaming_ && copy.num_bytes >= kLeastStreamedCopyBytes &&
+               copy.num_bytes <= kernel_.most_together_bytes) {
       cut(copy);
     } else if (copy.num_bytes > kMostWaitingBytes) {
       move(copy);
@@ -85,7 +86,7 @@ class Copier {
 
   void gather(const Copy& part) {
     gathered_[num_gathered_] = part;
-    if (++num_gathered_ == kMostTogether) exchange();
+    if (++num_gathered_ == kernel_.num_together) exchange();
   }
 
   // Copies the parts that have been fetched; those that have been gathered take their place.

@@ -13,17 +13,20 @@
 
 namespace kvext {
 
-// As many streams of lines as one core reads at a time without slowing down.
 constexpr size_t kMostTogether = 16;
 
 struct CopyKernel {
   std::string name;
   // Past the caches: visible to other threads only after fence().
   void (*stream)(uint8_t* destination, const uint8_t* source, size_t num_bytes);
-  // Up to kMostTogether copies past the caches, some lines of each in turn, while the sources of as
+  // Up to num_together copies past the caches, some lines of each in turn, while the sources of as
   // many later ones are fetched. Null where this gains nothing.
   void (*stream_together)(const Copy* copies, size_t num_copies, const Copy* later,
                           size_t num_later);
+  // As many streams of lines as one core reads at a time without slowing down.
+  size_t num_together;
+  // Longer copies gain nothing from others beside them.
+  int64_t most_together_bytes;
   void (*fence)();
 };
 

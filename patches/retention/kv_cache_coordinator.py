@@ -253,6 +253,8 @@ _of_caching = partial(
 _OF_SKIPPING = (
     f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
     f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
+    f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
+    f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
 )
 
 PATCHES = (
@@ -267,6 +269,7 @@ PATCHES = (
             f"{_MANAGERS}:SlidingWindowManager.find_longest_cache_hit",
             f"{_MANAGERS}:MambaManager.find_longest_cache_hit",
             f"{_MANAGERS}:SingleTypeKVCacheManager.cache_blocks",
+            f"{_MANAGERS}:MambaManager.cache_blocks",
         ),
         ascend=(
             f"{_ASCEND_COORDINATOR}.__init__",

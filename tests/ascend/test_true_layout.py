@@ -16,6 +16,7 @@ from ascend_geometry import BLOCK_SIZES, HIT_UNIT_TOKENS, planned_layout
 from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_retention
 from support.retention.reachability import Difference, Hits, UnderPressure
+from support.sample import IS_LONG
 from support.scheduler.block_manager import BlockManager
 from vllm.v1.request import Request
 
@@ -120,11 +121,11 @@ def retention() -> Iterator[None]:
 
 
 def lengths(block_size: int) -> Iterator[int]:
-    """Around every boundary of three units: at it, and up to one block of each size behind it."""
+    """Around boundaries of three units: at them, and up to one block of each size behind them."""
     sizes = BLOCK_SIZES[block_size]
     blocks = {0, sizes.c4_state, sizes.c128_state, sizes.window}
     distances = sorted({-1, *(block + extra for block in blocks for extra in (0, 1))})
-    for index in (1, 2, 3):
+    for index in (1, 2, 3) if IS_LONG else (1, 3):
         yield from (index * HIT_UNIT_TOKENS[block_size] + distance for distance in distances)
 
 

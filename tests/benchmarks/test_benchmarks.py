@@ -23,7 +23,7 @@ from blending.questions import Kind
 from blending.tiny import in_engine
 from blending.tiny.model import write_folder
 from common.cpu_engine import ENVIRON
-from common.models import MODELS
+from common.models import write_qwen3
 from common.processes import processes
 from holes import admission
 from holes.cells import ENDLESS_BYTES, Bench
@@ -82,6 +82,7 @@ class TestRetention:
 
     def test_runs_as_a_command(self, run: Run, tmp_path: Path) -> None:
         arguments = ["--layout", "gptoss", "--trace", "chat", "--pool", "0.3", "--scale", "0.05"]
+        arguments += ["--jobs", "1"]
         printed = run("retention/run.py", *arguments, "--variant", "dense", "--out", str(tmp_path))
         assert printed.count("hit ") == 2
         assert len(json.loads((tmp_path / "results.json").read_text())) == 2
@@ -190,7 +191,7 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
     assert full.answers[0].computed_tokens == len(prompt.tokens)
     # The sink and the question twice, and of each document a run of at most 4.
     assert 6 + 8 * 3 <= question.computed_tokens <= 6 + 8 * 4 and question.right == 1
-    MODELS["qwen3"].write(tmp_path / "qwen3")
+    write_qwen3(tmp_path / "qwen3", num_layers=2)
     texts = learned.make_texts(6, 3)
     with processes(1, environ) as process:
         process.submit(learned.start, learned.LEARNED, str(tmp_path / "qwen3"), texts).result()

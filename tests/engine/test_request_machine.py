@@ -39,7 +39,7 @@ from support.connector.paged_layouts import (
     paged,
 )
 from support.connector.scripted_transfers import TransferScript
-from support.sample import IS_SAMPLE, sampled
+from support.sample import IS_LONG, sampled
 from support.scheduler import layouts
 from support.scheduler.options import Drafter, EngineOptions
 from support.scheduler.token_stream import TokenStream
@@ -725,7 +725,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         met += ["stores that were answered"]
         rare = ["aborts of blended requests", "resets of blended requests"]
     rare += ["failed loads", "preemptions"]
-    if not IS_SAMPLE:
+    if IS_LONG:
         met += rare
     for _ in range(MAX_ROUNDS):
         run_round(LAYOUTS[is_blending])

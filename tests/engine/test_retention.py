@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from support.sample import IS_SAMPLE
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
-from support.scenarios.processes import ADAPTIVE, CPU, INTERVAL, PLUGIN_OFF, Plan, Serve
-from support.scenarios.retention import SYSTEM_PROMPT_TOKENS
+from support.scenarios.processes import (
+    ADAPTIVE,
+    CPU,
+    DENSE,
+    INTERVAL,
+    NO_PREFIX_CACHING,
+    PLUGIN_OFF,
+    LazyReports,
+    Plan,
+)
+from support.scenarios.retention import POOL_TOKENS, SYSTEM_PROMPT_TOKENS
 
 from vllm_ascend_kvext.features import DEFAULTS
 from vllm_ascend_kvext.settings import DISABLE_VARIABLE
@@ -22,6 +34,10 @@ SETTINGS = {"stock": PLUGIN_OFF, "unset": {}, **RETAINED}
 ON_EVERY_VERSION = ("stock", "interval 0", "adaptive")
 """The others start two more engines, and say nothing about the version that these do not."""
 
+SCENARIOS = ("chat", "storm", "corruption", "branches")
+ALL_DISABLED = {DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)}
+OWN_PROCESS = {INTERVAL: "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
 UNTOUCHED = ("first turn", "sent again", "second turn", "edited", "storm", "after the storm")
 CORRUPTED = ("window corrupted", "full corrupted")
 
@@ -33,24 +49,61 @@ def each_of(settings):
     return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
+def plan(model: Path, *scenarios: str, **engine: object) -> Plan:
+    pool = {"num_gpu_blocks_override": POOL_TOKENS // BLOCK_TOKENS}
+    return Plan(model, scenarios or SCENARIOS, "retention", pool | engine)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LazyReports:
+    """By setting, and others. What is right is ``uncached``: no plugin, no prefix caching."""
+    plans = {name: {name: plan(tiny_model)} for name in SETTINGS}
+    plans["stock"] |= {
+        "uncached": plan(tiny_model, **NO_PREFIX_CACHING),
+        "dense": plan(tiny_model, **DENSE),
+    }
+    if not IS_SAMPLE:
+        asynchronous = {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}
+        plans["interval 0"]["asynchronous"] = plan(tiny_model, "chat", "storm", **asynchronous)
+    return LazyReports(
+        tmp_path_factory,
+        [
+            *((environ, plans[name]) for name, environ in SETTINGS.items()),
+            (ALL_DISABLED, {"all disabled": plan(tiny_model)}),
+            (OWN_PROCESS, {"own process": plan(tiny_model, "chat")}),
+        ],
+    )
+
+
 @pytest.fixture(params=each_of(SETTINGS))
-def setting(request: pytest.FixtureRequest, serve: Serve) -> Served:
-    return serve(SETTINGS[request.param])
+def setting(request: pytest.FixtureRequest, served: LazyReports) -> Served:
+    return served[request.param]
 
 
 @pytest.fixture(params=each_of(RETAINED))
-def retained(request: pytest.FixtureRequest, serve: Serve) -> Served:
-    return serve(RETAINED[request.param])
+def retained(request: pytest.FixtureRequest, served: LazyReports) -> Served:
+    return served[request.param]
 
 
 @pytest.fixture
-def adaptive(serve: Serve) -> Served:
-    return serve(ADAPTIVE)
+def uncached(served: LazyReports) -> Served:
+    return served["uncached"]
 
 
 @pytest.fixture
-def latest_only(serve: Serve) -> Served:
-    return serve(RETAINED["interval 0"])
+def dense(served: LazyReports) -> Served:
+    """Stock prefix caching of every block."""
+    return served["dense"]
+
+
+@pytest.fixture
+def adaptive(served: LazyReports) -> Served:
+    return served["adaptive"]
+
+
+@pytest.fixture
+def latest_only(served: LazyReports) -> Served:
+    return served["interval 0"]
 
 
 def test_outputs_are_those_without_prefix_caching(setting: Served, uncached: Served) -> None:
@@ -109,10 +162,10 @@ def test_metrics_count(adaptive: Served) -> None:
     assert adaptive.report["prefix_cache_hits"] > 0
 
 
-def test_unset_means_stock(serve: Serve) -> None:
-    unset = serve({DISABLE_VARIABLE: ",".join(feature.name for feature in DEFAULTS)})
+def test_unset_means_stock(served: LazyReports) -> None:
+    unset = served["all disabled"]
     assert unset.report["wrapped"] == []
-    assert unset.report["asked"] == serve(PLUGIN_OFF).report["asked"]
+    assert unset.report["asked"] == served["stock"].report["asked"]
 
 
 def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:
@@ -120,28 +173,26 @@ def test_interval_wraps_the_core_once_asked_for(latest_only: Served) -> None:
 
 
 @pytest.mark.main_version
-def test_async_scheduler(serve, latest_only, uncached):
+def test_async_scheduler(served: LazyReports, latest_only: Served, uncached: Served) -> None:
     """The CPU platform switches async scheduling off; its scheduler can be had by name."""
-    served = serve(
-        {INTERVAL: "0"},
-        ("chat", "storm"),
-        scheduler_cls="vllm.v1.core.sched.async_scheduler.AsyncScheduler",
-    )
+    found = served["asynchronous"]
     for label in UNTOUCHED:
-        assert served.logprob_error(label, uncached) <= LOGPROB_TOLERANCE
+        assert found.logprob_error(label, uncached) <= LOGPROB_TOLERANCE
     for label in ("first turn", "sent again", "second turn", "edited"):
-        assert served.hit_tokens(label) == latest_only.hit_tokens(label)
+        assert found.hit_tokens(label) == latest_only.hit_tokens(label)
 
 
 @pytest.mark.main_version
-def test_engine_core_in_its_own_process(serve, latest_only, uncached):
-    served = serve({INTERVAL: "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, ("chat",))
+def test_engine_core_in_its_own_process(
+    served: LazyReports, latest_only: Served, uncached: Served
+) -> None:
+    found = served["own process"]
     assert any(
-        line.startswith("(EngineCore") and "retention" in line for line in served.log.splitlines()
+        line.startswith("(EngineCore") and "retention" in line for line in found.log.splitlines()
     )
-    for label in served.labels:
-        assert served.logprob_error(label, uncached) <= LOGPROB_TOLERANCE
-        assert served.hit_tokens(label) == latest_only.hit_tokens(label)
+    for label in found.labels:
+        assert found.logprob_error(label, uncached) <= LOGPROB_TOLERANCE
+        assert found.hit_tokens(label) == latest_only.hit_tokens(label)
 
 
 @pytest.mark.main_version

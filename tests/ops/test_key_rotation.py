@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.sample import sampled
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -228,7 +229,7 @@ def assert_turned(
         assert worst <= 0, f"{rotation} by {shift}: off by {worst} beyond rounding"
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=sampled(300), suppress_health_check=list(HealthCheck))
 @given(rotated_cases(), st.integers(1, 3), st.sampled_from((-1, 0, 1)))
 def test_keys_turn_and_nothing_else_changes(case: RotatedCase, num_threads, streaming) -> None:
     """A shift of zero keeps every bit, of what is no number, too."""

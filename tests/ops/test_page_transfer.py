@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest_mock import MockerFixture
+from support.sample import sampled
 from support.transfer.cases import (
     HOST_TO_PAGES,
     PAGES_TO_HOST,
@@ -38,7 +39,7 @@ from vllm_ascend_kvext.transfer.placement import CALLING_THREAD
 from vllm_ascend_kvext.transfer.pools import Pools
 from vllm_ascend_kvext.transfer.schema import Direction
 
-SLOW = settings(max_examples=300, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=sampled(300), suppress_health_check=list(HealthCheck))
 
 
 def tensors(memory: TransferMemory) -> tuple[Pools, torch.Tensor]:

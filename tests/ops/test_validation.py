@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.sample import sampled
 from support.transfer.cases import (
     HOST_ALIGNMENT_BYTES,
     HOST_TO_PAGES,
@@ -45,7 +46,7 @@ def refusal(
     return None
 
 
-QUICK = settings(max_examples=400, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=sampled(400), suppress_health_check=list(HealthCheck))
 Span = tuple[int, int]
 
 
@@ -155,7 +156,7 @@ def damages(draw: st.DrawFn, case: TransferCase) -> tuple[np.ndarray, np.ndarray
     return planes, runs
 
 
-@settings(QUICK, max_examples=1000)
+@settings(QUICK, max_examples=sampled(1000))
 @given(st.data(), cases(max_page_bytes=3000), st.booleans())
 def test_it_agrees_with_the_definition(
     data: st.DataObject, case: TransferCase, is_cut: bool

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case runs on the main version; on the others a part of the random ones is enough.
+"""How much of the tests runs: the random cases by half, but for ``make test-long``.
 
-``tools/run_tests.py`` sets the variable for all environments but that of the main version.
+On other versions than the main one, what says nothing about the version is left out.
+``tools/run_tests.py`` sets the variables.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import os
 
 IS_SAMPLE = os.environ.get("KVEXT_TESTS") == "sample"
+"""Whether this is another version than the main one."""
 
-LENGTH_STRIDE = 3 if IS_SAMPLE else 1
+IS_LONG = os.environ.get("KVEXT_CASES") == "all"
+
+LENGTH_STRIDE = 1 if IS_LONG else 3
 """Of lengths that are enumerated. Prime to the sizes of blocks, so that every remainder occurs."""
 
 
 def sampled(number: int) -> int:
     """How many of so many random cases to run."""
-    return -(-number // 2) if IS_SAMPLE else number
+    return number if IS_LONG else -(-number // 2)

@@ -42,7 +42,25 @@ def test_of_a_source_archive_the_package_is_unpacked_and_nothing_is_run(
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     folder = tmp_path / "unpacked"
     make_env.unpack_ascend(folder, "0.23.0.post1")
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
     assert found == {"vllm_ascend/__init__.py", "vllm_ascend/core/pool.py"}
     assert (folder / "vllm_ascend/core/pool.py").read_text() == "size = 3"
+    assert len(list(folder.rglob("*.pyc"))) == len(found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["links", "unpacked"]
+
+
+def test_packages_are_linked_with_their_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    make_env = importlib.import_module("make_env")
+    site_packages = property(lambda environment: environment.folder)
+    monkeypatch.setattr(make_env.Environment, "site_packages", site_packages)
+    source, target = tmp_path / "source", tmp_path / "target"
+    for path in ("vllm/core.py", "vllm/__pycache__/core.cpython-311.pyc", "vllm_ascend_kvext/a.py"):
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).touch()
+    target.mkdir()
+    make_env.link_packages(make_env.Environment(source), make_env.Environment(target))
+    linked = {str(path.relative_to(target)) for path in target.rglob("*.py*")}
+    assert linked == {"vllm/core.py", "vllm/__pycache__/core.cpython-311.pyc"}

@@ -57,7 +57,7 @@ def test_what_both_families_of_managers_have_runs_on_each(with_ascend: ModuleTyp
     for suite in with_ascend.suites(UPSTREAMS, pythons=[]):
         is_ascend = suite.variables.get("KVEXT_MANAGERS") == "ascend"
         files[is_ascend] |= set(files_of(suite.paths))
-    shared = set().union(*(files_of(paths) for paths in with_ascend.ON_ASCENDS_MANAGERS))
+    shared = set(files_of(with_ascend.ON_ASCENDS_MANAGERS))
     assert files[True] & files[False] == shared
     assert files[True] - shared == set((TESTS / "ascend").rglob("test_*.py"))
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ import pytest
 
 from support.scenarios.answers import Served
 from support.upstream_version import IS_SINCE_0_30
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+
+import preloaded
 
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
@@ -58,8 +63,14 @@ CPU = Platform(32 if IS_SINCE_0_30 else 16, ("-I",), ENGINE_ENVIRON)
 NPU = Platform(
     128,  # vLLM-Ascend takes no other for most models.
     (),
-    # A seed of late streams is to find sets in the same order again.
-    ENGINE_ENVIRON | {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"},
+    ENGINE_ENVIRON
+    | {
+        # A seed of late streams is to find sets in the same order again.
+        "PYTHONHASHSEED": "0",
+        # Set, it would have each process compile all that it imports.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    },
 )
 """The emulated one."""
 
@@ -117,10 +128,6 @@ def connector(**extra: Any) -> dict[str, Any]:
 def blending(**extra: Any) -> dict[str, Any]:
     """The same, with segments that may be reused approximately, and nothing else stored."""
     return connector(**{"store_policy": "never", "blending": True, **extra})
-
-
-Serve = Callable[..., Served]
-"""What a fixture ``serve`` is, which serves one plan."""
 
 
 class Reports(dict[str, Served]):
@@ -209,14 +216,22 @@ def run(
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
     }
-    finished = subprocess.run(
-        [sys.executable, *platform.flags, script, *arguments],
-        env={**inherited, **platform.environ, **environ},
-        cwd=working_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_MAX_S,
-        check=False,
-    )
-    return Ended(finished.returncode, finished.stdout)
+    command = [str(script), *arguments]
+    environ = {**inherited, **platform.environ, **environ}
+    folder = str(working_folder or Path.cwd())
+    socket = os.environ.get(preloaded.VARIABLE)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
+        if socket is not None and platform is CPU and not IS_V2_RUNNER:
+            program = preloaded.Program(command, environ, folder, log.name)
+            exit_code = preloaded.run(socket, program, _MAX_S)
+        else:
+            exit_code = subprocess.run(
+                [sys.executable, *platform.flags, *command],
+                env=environ,
+                cwd=folder,
+                stdout=log.fileno(),
+                stderr=subprocess.STDOUT,
+                timeout=_MAX_S,
+                check=False,
+            ).returncode
+        return Ended(exit_code, log.read())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tools/preloaded.py` runs a program as an interpreter of its own does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+REPORT = """
+import json, os, sys
+facts = [__name__, sys.argv[1:], dict(os.environ), os.getcwd(), "csv" in sys.modules]
+print(json.dumps(facts), flush=True)
+print("to the other stream", file=sys.stderr)
+sys.exit(3)
+"""
+SLEEP = """
+import multiprocessing, os, time
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    print(os.getpid(), child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[ModuleType]:
+    sys.path.append(str(TOOLS))
+    yield importlib.import_module("preloaded")
+    sys.path.remove(str(TOOLS))
+
+
+@pytest.fixture(scope="module")
+def socket(preloaded: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("preloaded") / "log.txt"
+    with preloaded.served(Path(sys.executable), log, ["csv", "no_such_module"]) as socket:
+        yield socket
+
+
+def program(preloaded: ModuleType, folder: Path, text: str, *arguments: str) -> tuple[str, ...]:
+    (folder / "script.py").write_text(text)
+    command = [str(folder / "script.py"), *arguments]
+    return preloaded.Program(command, {"CHOSEN": "1"}, str(folder), str(folder / "output"))
+
+
+def test_a_program_has_its_own_environment_and_folder(
+    preloaded: ModuleType, socket: str, tmp_path: Path
+) -> None:
+    assert preloaded.run(socket, program(preloaded, tmp_path, REPORT, "a", "b"), 60) == 3
+    report, other = (tmp_path / "output").read_text().splitlines()
+    assert json.loads(report) == ["__main__", ["a", "b"], {"CHOSEN": "1"}, str(tmp_path), True]
+    assert other == "to the other stream"
+
+
+def test_an_error_and_a_signal_are_exit_codes(
+    preloaded: ModuleType, socket: str, tmp_path: Path
+) -> None:
+    assert preloaded.run(socket, program(preloaded, tmp_path, "1 / 0"), 60) == 1
+    assert "ZeroDivisionError" in (tmp_path / "output").read_text()
+    text = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert preloaded.run(socket, program(preloaded, tmp_path, text), 60) == -signal.SIGKILL
+
+
+def test_a_module_runs_by_its_name(preloaded: ModuleType, socket: str, tmp_path: Path) -> None:
+    command = ["-m", "calendar", "2026", "11"]
+    chosen = preloaded.Program(command, {}, str(tmp_path), str(tmp_path / "output"))
+    assert preloaded.run(socket, chosen, 60) == 0
+    assert "November 2026" in (tmp_path / "output").read_text()
+
+
+def test_what_takes_too_long_is_killed_with_its_processes(
+    preloaded: ModuleType, socket: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TimeoutError):
+        preloaded.run(socket, program(preloaded, tmp_path, SLEEP), 3)
+    process_ids = [*map(int, (tmp_path / "output").read_text().split())]
+    assert len(process_ids) == 2
+    deadline_s = time.monotonic() + 30
+    while any(is_running(process_id) for process_id in process_ids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
