@@ -115,23 +115,20 @@ struct Interval {
   int64_t run;
 };
 
-Interval interval(const Transfer& transfer, int64_t plane_index, int64_t run_index) {
-  const Plane& plane = transfer.planes[plane_index];
-  const Run& run = transfer.runs[run_index];
-  const int64_t begin = first_byte(transfer, plane) + plane.region_offset_bytes +
-                        run.page * plane.page_stride_bytes + run.first_row * plane.row_bytes;
-  return {begin, begin + run.num_rows * plane.row_bytes, plane_index, run_index};
-}
-
 // The definition: every byte of every run of every plane.
 void refuse_overlap(const CheckedTransfer& checked) {
   const Transfer& transfer = checked.transfer();
   std::vector<Interval> intervals;
   for (const Group& group : checked.groups()) {
     for (int64_t i = 0; i < group.num_planes; ++i) {
-      const int64_t plane = checked.plane_order()[group.first_plane + i];
-      for (int64_t run = 0; run < group.num_runs; ++run) {
-        intervals.push_back(interval(transfer, plane, group.first_run + run));
+      const int64_t index = checked.plane_order()[group.first_plane + i];
+      const Plane& plane = transfer.planes[index];
+      const int64_t first = first_byte(transfer, plane) + plane.region_offset_bytes;
+      for (int64_t j = group.first_run; j < group.first_run + group.num_runs; ++j) {
+        const Run& run = transfer.runs[j];
+        const int64_t begin =
+            first + run.page * plane.page_stride_bytes + run.first_row * plane.row_bytes;
+        intervals.push_back({begin, begin + run.num_rows * plane.row_bytes, index, j});
       }
     }
   }
