@@ -65,7 +65,7 @@ def ascend_layouts() -> Layouts:
 def kind_bytes(layout: KVLayout, kinds: Container[GroupKind], holds_states: bool) -> int:
     """Bytes of some kinds of groups, alignment aside."""
     return sum(
-        group.row_bytes * len(kept_rows(group, CHUNK))
+        sum(plane.row_bytes for plane in group.planes) * len(kept_rows(group, CHUNK))
         for group in layout.groups
         if group.kind in kinds and group.holds_states is holds_states
     )

@@ -16,7 +16,6 @@
 #include "kvext/checked_transfer.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
-#include "kvext/placement.h"
 #include "kvext/rotation.h"
 
 namespace nb = nanobind;

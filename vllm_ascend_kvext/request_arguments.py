@@ -34,7 +34,7 @@ def read_argument(extra_args: Mapping[str, Any] | None, name: str) -> Any:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is a number of tokens and no truth value."""
+    """Whether a value is a whole number and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -194,7 +194,7 @@ def _read(key: str, environ: Mapping[str, str]) -> Any:
         return text if text.strip() else None
     if kind is not bool:
         return kind(_word(environ, name, default.value, [each.value for each in kind]))
-    return _word(environ, name, _digit(default), ["0", "1"]) == "1"
+    return _word(environ, name, "1" if default else "0", ["0", "1"]) == "1"
 
 
 # Those that are asked for while an engine runs.
@@ -204,10 +204,6 @@ parse_retention_interval: Callable[[Environ], str | None] = partial(_read, "rete
 parse_is_bundled: Callable[[Environ], bool] = partial(_read, "is_bundled")
 parse_uses_ascend_kernel: Callable[[Environ], bool] = partial(_read, "uses_ascend_kernel")
 parse_lmcache_keys: Callable[[Environ], Switch] = partial(_read, "lmcache_keys")
-
-
-def _digit(is_on: bool) -> str:
-    return "1" if is_on else "0"
 
 
 def _word(environ: Mapping[str, str], name: str, default: str, words: Collection[str]) -> str:

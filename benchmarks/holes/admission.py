@@ -219,7 +219,7 @@ def _measured_cost() -> Any:
     from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 
     cost = TransferCost()
-    cost.note_copies(1 << 30, 0.05)
+    cost.note_copies("load", 1 << 30, 0.05)
     cost.note_step(8192, 1.0)
     return cost
 

@@ -17,6 +17,7 @@ from host_tier.pages import pages_of
 from host_tier.serving import Serving
 from retention.layouts import BenchLayout, get_layout
 from retention.traces import Trace
+from support.connector.held import held_by
 
 from holes.results import Result, Row, Variant
 from holes.traces import trace_named
@@ -104,7 +105,7 @@ class Bench:
             result.held_bytes = tier.bytes_held
             result.stored_bytes = sum(tier.stored_bytes.values())
             result.refusals = {why.value: n for why, n in tier.refused_stores.items() if n}
-            result.num_leaks = side.num_references + len(side.held().pinned_ids)
+            result.num_leaks = side.references.num_references + len(held_by(side).pinned_ids)
         return result
 
 

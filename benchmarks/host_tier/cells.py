@@ -12,6 +12,7 @@ from retention.serving import DoesNotFitError
 from retention.suite import INFINITE, Cell
 from retention.traces import Trace, write_trace
 from retention.variants import installed
+from support.connector.held import held_by
 
 from host_tier.engine import Engine, HostMemory
 from host_tier.pages import pages_of
@@ -79,5 +80,5 @@ def _host_use(side: ConnectorScheduler, trace: Trace, outcome: Outcome) -> HostU
         computed_tokens=answered_tokens - outcome.shared_tokens,
         shortfalls={reason.value: count for reason, count in tier.shortfalls.items() if count},
         refusals={reason.value: count for reason, count in tier.refused_stores.items() if count},
-        num_leaks=side.num_references + len(side.held().pinned_ids),
+        num_leaks=side.references.num_references + len(held_by(side).pinned_ids),
     )

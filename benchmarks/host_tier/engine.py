@@ -82,7 +82,7 @@ class Engine:
         )
         self._worker = PlanningWorker(host.pages) if host else None
         if host is not None:
-            worker = WorkerLayout(host.pages, "", host.num_bytes)
+            worker = WorkerLayout(host.pages, host.num_bytes)
             self.scheduler.connector.set_xfer_handshake_metadata({0: KvextHandshake(worker)})
         self._elapsed_ns = 0
 

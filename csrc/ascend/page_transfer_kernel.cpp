@@ -28,7 +28,7 @@ class PageTransfer {
       while (task_index_ + 1 < num_tasks_ && FirstUnitOf(task_index_ + 1) <= unit) {
         ReadTask(task_index_ + 1);
       }
-      const int32_t num_pieces = FindPieces(unit - task_.first_unit);
+      const int32_t num_pieces = FindPieces(unit - task_[kTaskFirstUnit]);
       if (num_pieces > 0) {
         Move(num_pieces);
       }
@@ -36,18 +36,6 @@ class PageTransfer {
   }
 
  private:
-  struct Task {
-    int64_t first_unit;
-    int64_t first_run;
-    int64_t num_runs;
-    int64_t runs_per_unit;
-    int64_t tiles_per_run;
-    int64_t page_address;
-    int64_t page_stride;
-    int64_t row_bytes;
-    int64_t host_address;
-  };
-
   // What one run contributes to a unit: one range of bytes on either side.
   struct Piece {
     int64_t page_address;
@@ -60,43 +48,36 @@ class PageTransfer {
   }
 
   __aicore__ inline void ReadTask(int64_t index) {
-    const int64_t at = kHeaderColumns + index * kTaskColumns;
     task_index_ = index;
-    task_.first_unit = table_.GetValue(at + kTaskFirstUnit);
-    task_.first_run = table_.GetValue(at + kTaskFirstRun);
-    task_.num_runs = table_.GetValue(at + kTaskNumRuns);
-    task_.runs_per_unit = table_.GetValue(at + kTaskRunsPerUnit);
-    task_.tiles_per_run = table_.GetValue(at + kTaskTilesPerRun);
-    task_.page_address = table_.GetValue(at + kTaskPageAddress);
-    task_.page_stride = table_.GetValue(at + kTaskPageStride);
-    task_.row_bytes = table_.GetValue(at + kTaskRowBytes);
-    task_.host_address = table_.GetValue(at + kTaskHostAddress);
+    for (int64_t column = 0; column < kTaskColumns; ++column) {
+      task_[column] = table_.GetValue(kHeaderColumns + index * kTaskColumns + column);
+    }
   }
 
   // Fills pieces_ with the work of one unit of the task; none where all its runs are shorter.
   __aicore__ inline int32_t FindPieces(int64_t unit) {
-    const int64_t batch = unit / task_.tiles_per_run;
-    const int64_t tile_begin = (unit - batch * task_.tiles_per_run) * kTileBytes;
-    const int64_t first_run = batch * task_.runs_per_unit;
-    int64_t runs_end = first_run + task_.runs_per_unit;
-    if (runs_end > task_.num_runs) {
-      runs_end = task_.num_runs;
+    const int64_t batch = unit / task_[kTaskTilesPerRun];
+    const int64_t tile_begin = (unit - batch * task_[kTaskTilesPerRun]) * kTileBytes;
+    const int64_t first_run = batch * task_[kTaskRunsPerUnit];
+    int64_t runs_end = first_run + task_[kTaskRunsPerUnit];
+    if (runs_end > task_[kTaskNumRuns]) {
+      runs_end = task_[kTaskNumRuns];
     }
     const int64_t runs_at = kHeaderColumns + num_tasks_ * kTaskColumns;
     int32_t count = 0;
     for (int64_t run = first_run; run < runs_end; ++run) {
-      const int64_t at = runs_at + (task_.first_run + run) * kRunColumns;
+      const int64_t at = runs_at + (task_[kTaskFirstRun] + run) * kRunColumns;
       const int64_t bytes_left =
-          table_.GetValue(at + kRunNumRows) * task_.row_bytes - tile_begin;
+          table_.GetValue(at + kRunNumRows) * task_[kTaskRowBytes] - tile_begin;
       if (bytes_left <= 0) {
         continue;
       }
       Piece& piece = pieces_[count++];
-      piece.page_address = task_.page_address +
-                           table_.GetValue(at + kRunPage) * task_.page_stride +
-                           table_.GetValue(at + kRunFirstRow) * task_.row_bytes + tile_begin;
-      piece.host_address =
-          task_.host_address + table_.GetValue(at + kRunHostRow) * task_.row_bytes + tile_begin;
+      piece.page_address = task_[kTaskPageAddress] +
+                           table_.GetValue(at + kRunPage) * task_[kTaskPageStride] +
+                           table_.GetValue(at + kRunFirstRow) * task_[kTaskRowBytes] + tile_begin;
+      piece.host_address = task_[kTaskHostAddress] +
+                           table_.GetValue(at + kRunHostRow) * task_[kTaskRowBytes] + tile_begin;
       piece.num_bytes = static_cast<uint32_t>(bytes_left < kTileBytes ? bytes_left : kTileBytes);
     }
     return count;
@@ -154,7 +135,7 @@ class PageTransfer {
   int64_t num_units_ = 0;
   bool is_store_ = false;
   int64_t task_index_ = 0;
-  Task task_;
+  int64_t task_[kTaskColumns];
   Piece pieces_[kMaxRunsPerUnit];
 };
 

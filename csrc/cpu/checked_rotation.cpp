@@ -2,8 +2,6 @@
 // The one place that decides whether rotations are valid, and that turns positions into angles.
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <tuple>
 
 #include "kvext/rotation.h"
 #include "refusal.h"
@@ -154,9 +152,6 @@ CheckedRotation::CheckedRotation(const CheckedTransfer& checked, const KeyRotati
   check_frequencies(rotation);
   check_shifts(checked, rotation);
   const std::vector<int64_t> rows = rotations_of_planes(transfer, rotation);
-  // Layers are nearly always alike: their angles are computed once per shift.
-  std::map<std::tuple<int64_t, int64_t, int64_t>, size_t> of_angles;
-  std::vector<size_t> first_coefficients;
   for (const Group& group : checked.groups()) {
     for (int64_t place = group.first_plane; place < group.first_plane + group.num_planes; ++place) {
       const int64_t index = rows[checked.plane_order()[place]];
@@ -165,28 +160,20 @@ CheckedRotation::CheckedRotation(const CheckedTransfer& checked, const KeyRotati
       // Keys that stay where they are keep every bit.
       if (positions == 0) continue;
       const Rotation& row = rotation.rotations[index];
-      const auto [angles, is_new] = of_angles.try_emplace(
-          std::tuple(positions, row.first_frequency, row.num_pairs), coefficients_.size());
-      if (is_new) {
-        coefficients_.resize(coefficients_.size() + 2 * row.num_pairs);
-        float* const cosines = coefficients_.data() + angles->second;
+      std::vector<float>& angles = angles_[{positions, row.first_frequency, row.num_pairs}];
+      if (angles.empty()) {
+        angles.resize(2 * row.num_pairs);
         for (int64_t i = 0; i < row.num_pairs; ++i) {
           const double angle =
               static_cast<double>(positions) * rotation.frequencies[row.first_frequency + i];
-          cosines[i] = static_cast<float>(std::cos(angle));
-          cosines[row.num_pairs + i] = static_cast<float>(std::sin(angle));
+          angles[i] = static_cast<float>(std::cos(angle));
+          angles[row.num_pairs + i] = static_cast<float>(std::sin(angle));
         }
       }
       places_[place] = static_cast<int64_t>(head_rotations_.size());
-      first_coefficients.push_back(angles->second);
       head_rotations_.push_back({row.dtype, row.pair_style, row.head_bytes, row.offset_bytes,
-                                 row.num_pairs, nullptr, nullptr});
+                                 row.num_pairs, angles.data(), angles.data() + row.num_pairs});
     }
-  }
-  for (size_t i = 0; i < head_rotations_.size(); ++i) {
-    HeadRotation& head = head_rotations_[i];
-    head.cosines = coefficients_.data() + first_coefficients[i];
-    head.sines = head.cosines + head.num_pairs;
   }
 }
 

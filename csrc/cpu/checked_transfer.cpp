@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "destinations.h"
 #include "refusal.h"
@@ -92,12 +93,10 @@ void check_plane(const Transfer& transfer, int64_t index) {
 std::vector<int64_t> order_of_planes(const Transfer& transfer) {
   std::vector<int64_t> order(transfer.planes.num_rows);
   std::iota(order.begin(), order.end(), int64_t{0});
-  const auto is_before = [&](int64_t left, int64_t right) {
-    return transfer.planes[left].group < transfer.planes[right].group;
-  };
-  if (!std::is_sorted(order.begin(), order.end(), is_before)) {
-    std::stable_sort(order.begin(), order.end(), is_before);
-  }
+  put_in_order(order, [&](int64_t left, int64_t right) {
+    return std::tie(transfer.planes[left].group, left) <
+           std::tie(transfer.planes[right].group, right);
+  });
   return order;
 }
 
@@ -217,12 +216,9 @@ void check_host_extents(const Transfer& transfer, const std::vector<int64_t>& or
       extents.push_back({plane.host_offset_bytes, end, index});
     }
   }
-  const auto is_before = [](const Extent& left, const Extent& right) {
+  put_in_order(extents, [](const Extent& left, const Extent& right) {
     return left.begin < right.begin;
-  };
-  if (!std::is_sorted(extents.begin(), extents.end(), is_before)) {
-    std::sort(extents.begin(), extents.end(), is_before);
-  }
+  });
   for (size_t i = 1; i < extents.size(); ++i) {
     if (extents[i].begin < extents[i - 1].end) {
       refuse(cell("planes", extents[i].plane, "host_offset_bytes"),

@@ -22,6 +22,14 @@ inline bool streams(int64_t num_bytes, Streaming streaming) {
                                        : streaming == Streaming::kOn;
 }
 
+constexpr int64_t kLineBytes = 64;
+
+inline void fetch_lines(int64_t source, int64_t num_bytes) {
+  for (int64_t at = 0; at < num_bytes; at += kLineBytes) {
+    __builtin_prefetch(reinterpret_cast<const void*>(source + at), 0, 3);
+  }
+}
+
 // Copies may be done in any order. Those that are streamed are cut into parts, and several parts are
 // copied together while the next ones are fetched. Other short copies wait in a queue while their
 // sources come from memory: the CPU's own prefetching does not know where the next one begins.
@@ -54,7 +62,6 @@ class Copier {
   }
 
  private:
-  static constexpr int64_t kLineBytes = 64;
   // Shorter copies are streamed only where they fill whole lines: a line that is filled in part is
   // read first.
   static constexpr int64_t kLeastStreamedCopyBytes = 256;
@@ -93,19 +100,13 @@ class Copier {
   }
 
   void wait(const Copy& copy) {
-    fetch(copy);
+    fetch_lines(copy.source, std::min(copy.num_bytes, kFetchedBytes));
     while (num_waiting_ == kMostWaiting || waiting_bytes_ + copy.num_bytes > kMostWaitingBytes) {
       do_oldest();
     }
     waiting_[(oldest_ + num_waiting_) % kMostWaiting] = copy;
     ++num_waiting_;
     waiting_bytes_ += copy.num_bytes;
-  }
-
-  static void fetch(const Copy& copy) {
-    for (int64_t at = 0; at < kFetchedBytes && at < copy.num_bytes; at += kLineBytes) {
-      __builtin_prefetch(reinterpret_cast<const void*>(copy.source + at), 0, 3);
-    }
   }
 
   bool streams_well(const Copy& copy) const {

@@ -113,8 +113,11 @@ __attribute__((target("avx2"))) void stream_together_avx2(const Copy* copies, si
 
 void fence_stores() { _mm_sfence(); }
 
+#endif
+
 std::vector<CopyKernel> available_kernels() {
   std::vector<CopyKernel> kernels;
+#if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2")) {
     kernels.push_back(
@@ -125,15 +128,10 @@ std::vector<CopyKernel> available_kernels() {
     // more, and long pages are fastest alone. Sapphire Rapids is fastest so, whatever their length.
     if (__builtin_cpu_is("amd")) std::swap(kernels[0], kernels[1]);
   }
+#endif
   kernels.push_back({"memcpy", copy_plainly, nullptr, 0, 0, fence_nothing});
   return kernels;
 }
-
-#else
-
-std::vector<CopyKernel> available_kernels() { return {{"memcpy", copy_plainly, nullptr, 0, 0, fence_nothing}}; }
-
-#endif
 
 // When the library is loaded: a first use would leave a guard behind that a forked child waits for.
 const std::vector<CopyKernel> kKernels = available_kernels();

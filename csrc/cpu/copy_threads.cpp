@@ -41,6 +41,18 @@ std::vector<int> bind_to(const std::vector<int>& cpus) {
   return missing;
 }
 
+// Whether the calling thread may only run where the placement says.
+bool is_caller_placed(const Placement& placement) {
+  if (placement.niceness != 0) return false;
+  if (placement.cpus.empty()) return true;
+  cpu_set_t found;
+  if (pthread_getaffinity_np(pthread_self(), sizeof(found), &found) != 0) return false;
+  const cpu_set_t allowed = set_of(placement.cpus);
+  cpu_set_t both;
+  CPU_AND(&both, &found, &allowed);
+  return CPU_EQUAL(&both, &found);
+}
+
 // Lives on the caller's stack. Counts are guarded by the team's mutex.
 struct Job {
   const std::function<void(int64_t)>& task;
@@ -189,17 +201,6 @@ Team& team_of(const Placement& placement) {
 }
 
 }  // namespace
-
-bool is_caller_placed(const Placement& placement) {
-  if (placement.niceness != 0) return false;
-  if (placement.cpus.empty()) return true;
-  cpu_set_t found;
-  if (pthread_getaffinity_np(pthread_self(), sizeof(found), &found) != 0) return false;
-  const cpu_set_t allowed = set_of(placement.cpus);
-  cpu_set_t both;
-  CPU_AND(&both, &found, &allowed);
-  return CPU_EQUAL(&both, &found);
-}
 
 void require_cpus(const Placement& placement) {
   if (!placement.cpus.empty()) team_of(placement).require_cpus();

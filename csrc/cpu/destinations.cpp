@@ -12,14 +12,6 @@
 namespace kvext {
 namespace {
 
-// What is in order is not sorted.
-template <typename Item, typename IsBefore>
-void put_in_order(std::vector<Item>& items, IsBefore&& is_before) {
-  if (!std::is_sorted(items.begin(), items.end(), is_before)) {
-    std::sort(items.begin(), items.end(), is_before);
-  }
-}
-
 std::string range(int64_t begin, int64_t end) {
   return std::to_string(begin) + " to " + std::to_string(end - 1);
 }
@@ -64,10 +56,9 @@ bool are_rows_apart(const CheckedTransfer& checked, const std::vector<size_t>& s
       rows.push_back({run.page, run.first_row, run.first_row + run.num_rows, sets[index]});
     }
   }
-  const auto is_before = [](const Rows& left, const Rows& right) {
+  put_in_order(rows, [](const Rows& left, const Rows& right) {
     return std::tie(left.page, left.begin) < std::tie(right.page, right.begin);
-  };
-  put_in_order(rows, is_before);
+  });
   for (size_t i = 1; i < rows.size(); ++i) {
     if (rows[i].page != rows[i - 1].page) continue;
     if (rows[i].set != rows[i - 1].set || rows[i].begin < rows[i - 1].end) return false;
@@ -100,11 +91,10 @@ bool are_planes_apart(const CheckedTransfer& checked, const std::vector<size_t>&
            saturating_add(first, saturating_multiply(plane.num_pages, plane.page_stride_bytes))});
     }
   }
-  const auto is_before = [](const Region& left, const Region& right) {
+  put_in_order(regions, [](const Region& left, const Region& right) {
     return std::tie(left.first_byte, left.stride_bytes, left.set, left.begin) <
            std::tie(right.first_byte, right.stride_bytes, right.set, right.begin);
-  };
-  put_in_order(regions, is_before);
+  });
   int64_t pages_end = regions.empty() ? 0 : regions.front().pages_end;
   for (size_t i = 1; i < regions.size(); ++i) {
     const Region &before = regions[i - 1], &region = regions[i];
@@ -125,23 +115,20 @@ struct Interval {
   int64_t run;
 };
 
-Interval interval(const Transfer& transfer, int64_t plane_index, int64_t run_index) {
-  const Plane& plane = transfer.planes[plane_index];
-  const Run& run = transfer.runs[run_index];
-  const int64_t begin = first_byte(transfer, plane) + plane.region_offset_bytes +
-                        run.page * plane.page_stride_bytes + run.first_row * plane.row_bytes;
-  return {begin, begin + run.num_rows * plane.row_bytes, plane_index, run_index};
-}
-
 // The definition: every byte of every run of every plane.
 void refuse_overlap(const CheckedTransfer& checked) {
   const Transfer& transfer = checked.transfer();
   std::vector<Interval> intervals;
   for (const Group& group : checked.groups()) {
     for (int64_t i = 0; i < group.num_planes; ++i) {
-      const int64_t plane = checked.plane_order()[group.first_plane + i];
-      for (int64_t run = 0; run < group.num_runs; ++run) {
-        intervals.push_back(interval(transfer, plane, group.first_run + run));
+      const int64_t index = checked.plane_order()[group.first_plane + i];
+      const Plane& plane = transfer.planes[index];
+      const int64_t first = first_byte(transfer, plane) + plane.region_offset_bytes;
+      for (int64_t j = group.first_run; j < group.first_run + group.num_runs; ++j) {
+        const Run& run = transfer.runs[j];
+        const int64_t begin =
+            first + run.page * plane.page_stride_bytes + run.first_row * plane.row_bytes;
+        intervals.push_back({begin, begin + run.num_rows * plane.row_bytes, index, j});
       }
     }
   }

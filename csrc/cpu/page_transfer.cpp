@@ -5,8 +5,8 @@
 
 #include "copier.h"
 #include "copy_kernels.h"
+#include "copy_threads.h"
 #include "kvext/copies.h"
-#include "split_by_bytes.h"
 
 namespace kvext {
 

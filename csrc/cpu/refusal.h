@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic and wording of the validation.
+// Arithmetic, order and wording of the validation.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kvext/checked_transfer.h"
 
@@ -49,6 +51,14 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
                                                     const char* column, const char* remedy) {
   if (__builtin_expect(found < least, false)) {
     refuse_less(least, found, table, row, column, remedy);
+  }
+}
+
+// What is in order is not sorted.
+template <typename Item, typename IsBefore>
+void put_in_order(std::vector<Item>& items, IsBefore&& is_before) {
+  if (!std::is_sorted(items.begin(), items.end(), is_before)) {
+    std::sort(items.begin(), items.end(), is_before);
   }
 }
 

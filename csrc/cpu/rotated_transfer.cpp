@@ -2,11 +2,11 @@
 #include <algorithm>
 
 #include "copier.h"
+#include "copy_threads.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"
 #include "rotation_kernels.h"
-#include "split_by_bytes.h"
 
 namespace kvext {
 namespace {
@@ -28,26 +28,19 @@ class Rotator {
 
   // Of whole heads.
   void operator()(const Copy& copy, const HeadRotation& head) {
-    fetch(copy.source, std::min(copy.num_bytes, kAheadBytes));
+    fetch_lines(copy.source, std::min(copy.num_bytes, kAheadBytes));
     do_waiting();
     waiting_ = copy;
     head_ = &head;
   }
 
  private:
-  static constexpr int64_t kLineBytes = 64;
   // Rotated in the first-level cache, and then streamed to where it belongs. A little at a time: the
   // CPU computes the next heads while the stores of the last ones and the reads ahead are under way.
   static constexpr int64_t kAtOnceBytes = 1024;
   static constexpr int64_t kAheadBytes = 4096;
   // Of one head, at most: larger ones are not staged.
   static constexpr int64_t kStageBytes = 8192;
-
-  static void fetch(int64_t source, int64_t num_bytes) {
-    for (int64_t at = 0; at < num_bytes; at += kLineBytes) {
-      __builtin_prefetch(reinterpret_cast<const void*>(source + at), 0, 3);
-    }
-  }
 
   void do_waiting() {
     if (waiting_.num_bytes == 0) return;
@@ -61,8 +54,8 @@ class Rotator {
       const int64_t num_heads = num_bytes / head_->head_bytes;
       left = {left.source + num_bytes, left.destination + num_bytes, left.num_bytes - num_bytes};
       if (is_staged) {
-        fetch(left.source - num_bytes + kAheadBytes,
-              std::min(left.num_bytes + num_bytes - kAheadBytes, num_bytes));
+        fetch_lines(left.source - num_bytes + kAheadBytes,
+                    std::min(left.num_bytes + num_bytes - kAheadBytes, num_bytes));
         rotation_.rotate(stage_, source, num_heads, *head_);
         copying_.stream(destination, stage_, static_cast<size_t>(num_bytes));
       } else {

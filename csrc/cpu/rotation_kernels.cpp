@@ -222,8 +222,11 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) void rotate_av
   rotate_any(destination, source, num_heads, head);
 }
 
+#endif
+
 std::vector<RotationKernel> available_kernels() {
   std::vector<RotationKernel> kernels;
+#if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -231,15 +234,10 @@ std::vector<RotationKernel> available_kernels() {
     kernels.push_back({"avx512", rotate_avx512});
   }
   if (has_avx2) kernels.push_back({"avx2", rotate_avx2});
+#endif
   kernels.push_back({"plain", rotate_plain});
   return kernels;
 }
-
-#else
-
-std::vector<RotationKernel> available_kernels() { return {{"plain", rotate_plain}}; }
-
-#endif
 
 // When the library is loaded, as the kernels that copy.
 const std::vector<RotationKernel> kKernels = available_kernels();

@@ -21,12 +21,6 @@ Checkpoint::~Checkpoint() {
   }
 }
 
-std::size_t Checkpoint::num_run_blocks() const {
-  std::size_t num_blocks = 0;
-  for (const BlockIds& run : runs) num_blocks += run.size();
-  return num_blocks;
-}
-
 std::shared_ptr<Checkpoint> nearest_with_tail(const std::shared_ptr<Checkpoint>& node) {
   const std::shared_ptr<Checkpoint>* nearest = &node;
   for (int seen = 0; seen < kMostAncestors; ++seen) {

@@ -58,7 +58,6 @@ struct Checkpoint {
 
   bool is_root() const { return !parent; }
   bool has_tail() const { return !tail.empty(); }
-  std::size_t num_run_blocks() const;
 };
 
 /// The cached blocks of one request's prefixes.

@@ -123,7 +123,9 @@ double EvictionOrder::worth(Checkpoint& node) {
 double EvictionOrder::saved_per_block(Checkpoint& node) const {
   double num_blocks = tree_.needs_.share(node.tail);
   if (node.children.empty() && !node.num_requests) {
-    num_blocks += static_cast<double>(node.num_run_blocks());  // they go along
+    std::size_t num_run_blocks = 0;  // they go along
+    for (const BlockIds& run : node.runs) num_run_blocks += run.size();
+    num_blocks += static_cast<double>(num_run_blocks);
   }
   // Without full attention, a boundary may outlive those before it.
   while (!node.parent->is_in_tree) node.parent = node.parent->parent;

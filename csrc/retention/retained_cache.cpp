@@ -2,25 +2,40 @@
 #include "retained_cache.h"
 
 #include <cstring>
+#include <string_view>
 
 namespace kvext::retention {
+
+namespace {
+
+/// One hash of a list, for as long as the list has it.
+std::string_view hash_at(PyObject* hashes, std::int64_t index) {
+  PyObject* hash = PyList_GET_ITEM(hashes, index);
+  if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
+  return {PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash))};
+}
+
+std::vector<std::int64_t> tokens_of(const std::vector<Group>& groups) {
+  std::vector<std::int64_t> block_tokens;
+  for (const Group& group : groups) block_tokens.push_back(group.block_tokens);
+  return block_tokens;
+}
+
+}  // namespace
 
 nb::object GroupKeys::at(PyObject* hashes, std::int64_t block_index) const {
   const std::int64_t end = (block_index + 1) * hashes_per_block;
   const std::int64_t first = end - hashes_in_key;
-  Py_ssize_t num_bytes = static_cast<Py_ssize_t>(suffix.size());
-  for (std::int64_t index = first; index < end; ++index) {
-    PyObject* hash = PyList_GET_ITEM(hashes, index);
-    if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
-    num_bytes += PyBytes_GET_SIZE(hash);
-  }
-  nb::object key = nb::steal(PyBytes_FromStringAndSize(nullptr, num_bytes));
+  std::size_t num_bytes = suffix.size();
+  for (std::int64_t index = first; index < end; ++index) num_bytes += hash_at(hashes, index).size();
+  nb::object key =
+      nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));
   if (!key.is_valid()) nb::raise_python_error();
   char* target = PyBytes_AS_STRING(key.ptr());
   for (std::int64_t index = first; index < end; ++index) {
-    PyObject* hash = PyList_GET_ITEM(hashes, index);
-    std::memcpy(target, PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
-    target += PyBytes_GET_SIZE(hash);
+    const std::string_view hash = hash_at(hashes, index);
+    std::memcpy(target, hash.data(), hash.size());
+    target += hash.size();
   }
   std::memcpy(target, suffix.data(), suffix.size());
   return key;
@@ -75,7 +90,7 @@ RetainedCache::RetainedCache(nb::list block_list, nb::object head, nb::object ta
       sparse_groups(std::move(sparse)),
       full_groups(std::move(full)),
       has_events(events),
-      tree(blocks, std::move(head), std::move(tail), full_block_tokens(), geometry.unit_tokens) {}
+      tree(blocks, std::move(head), std::move(tail), tokens_of(full_groups), geometry.unit_tokens) {}
 
 std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens) const {
   const Group& group = full_groups.empty() ? sparse_groups.at(0) : full_groups[0];
@@ -84,9 +99,7 @@ std::string RetainedCache::prefix_key(PyObject* hashes, std::int64_t num_tokens)
   if (index < 0 || index >= PyList_GET_SIZE(hashes)) {
     throw std::out_of_range("prefix: expected a length that the request has hashes for.");
   }
-  PyObject* hash = PyList_GET_ITEM(hashes, index);
-  if (!PyBytes_Check(hash)) throw nb::type_error("block hashes: expected bytes.");
-  return std::string(PyBytes_AS_STRING(hash), static_cast<std::size_t>(PyBytes_GET_SIZE(hash)));
+  return std::string(hash_at(hashes, index));
 }
 
 std::vector<nb::handle> RetainedCache::held() const {
@@ -99,12 +112,6 @@ std::vector<nb::handle> RetainedCache::held() const {
     }
   }
   return objects;
-}
-
-std::vector<std::int64_t> RetainedCache::full_block_tokens() const {
-  std::vector<std::int64_t> block_tokens;
-  for (const Group& group : full_groups) block_tokens.push_back(group.block_tokens);
-  return block_tokens;
 }
 
 }  // namespace kvext::retention

@@ -81,9 +81,6 @@ struct RetainedCache {
   /// What it keeps alive of upstream's that leads to others: since vLLM 0.30 a block to its pool,
   /// which has this cache.
   std::vector<nb::handle> held() const;
-
- private:
-  std::vector<std::int64_t> full_block_tokens() const;
 };
 
 }  // namespace kvext::retention

@@ -234,11 +234,16 @@ std::int64_t RetainedRequest::before_skip(nb::handle retention, std::int64_t tot
   const std::int64_t first = boundary_tokens ? boundary_tokens : unit_tokens;
   if (first <= computed_tokens) {
     for (std::size_t index = 0; index < groups_.size(); ++index) {
-      const std::int64_t skipped = skipped_tokens(retention, index, computed_tokens);
-      const std::int64_t block_tokens = cache_.sparse_groups[index].block_tokens;
+      const Group& group = cache_.sparse_groups[index];
+      // A state is read where the last computed token left it, as by a window of 2 tokens.
+      const std::int64_t window_tokens = group.is_state ? 2 : group.window_tokens;
+      std::int64_t skipped = std::max<std::int64_t>(0, computed_tokens - window_tokens + 1);
+      if (!group.is_upstreams) {
+        skipped = nb::cast<std::int64_t>(retention.attr("skipped_tokens")(index, computed_tokens));
+      }
       for (std::int64_t tokens = first; tokens <= computed_tokens; tokens += unit_tokens) {
-        const Range run = geometry.tail(index, block_tokens, tokens);
-        if (run.start >= skipped / block_tokens) break;  // so do all that follow
+        const Range run = geometry.tail(index, group.block_tokens, tokens);
+        if (run.start >= skipped / group.block_tokens) break;  // so do all that follow
         hold(index, run, skipped);
       }
     }
@@ -571,16 +576,6 @@ std::int64_t RetainedRequest::find_next_event() const {
     next = std::min(next, (block + 1) * block_tokens);
   }
   return next;
-}
-
-std::int64_t RetainedRequest::skipped_tokens(nb::handle retention, std::size_t index,
-                                             std::int64_t computed_tokens) const {
-  const Group& group = cache_.sparse_groups[index];
-  if (!group.is_upstreams) {
-    return nb::cast<std::int64_t>(retention.attr("skipped_tokens")(index, computed_tokens));
-  }
-  if (group.is_state) return computed_tokens - 1;
-  return std::max<std::int64_t>(0, computed_tokens - group.window_tokens + 1);
 }
 
 }  // namespace kvext::retention

@@ -111,8 +111,6 @@ class RetainedRequest {
   void uncache_unreachable(nb::handle retention);
   void forget_uncomputed(std::int64_t computed_tokens);
   std::int64_t find_next_event() const;
-  std::int64_t skipped_tokens(nb::handle retention, std::size_t group,
-                              std::int64_t computed_tokens) const;
 
   RetainedCache& cache_;
   nb::object request_, request_id_;

@@ -64,7 +64,13 @@ def budget_of_holes(scheduler: Scheduler) -> tuple[int, int, int]:
 
 def add_rows(scheduler: Scheduler, output: SchedulerOutput, rows: Sequence[HoleRow]) -> None:
     """Have a step that has been planned compute these rows, ascending for each request, too."""
-    needs_list = _needs_lists(scheduler)
+    model_config = scheduler.vllm_config.model_config
+    # Where workers look at prompts, and do not only copy and count their tokens.
+    needs_list = (
+        scheduler.use_v2_model_runner
+        or model_config.uses_mrope
+        or bool(getattr(model_config, "uses_xdrope_dim", 0))  # vLLM 0.30 has no such models.
+    )
     # The same for all rows of a request, as the last one has it.
     last_rows = {row.request_id: row for row in rows}
     prompts = {
@@ -85,16 +91,6 @@ def _prompt_of(row: HoleRow, request: Request, needs_list: bool) -> Sequence[int
     probed = request.all_token_ids[-row.run.num_tokens :]
     prompt.extend([*probed, probed[-1]])
     return prompt
-
-
-def _needs_lists(scheduler: Scheduler) -> bool:
-    """Whether the workers look at prompts, and do not only copy and count their tokens."""
-    model_config = scheduler.vllm_config.model_config
-    return (
-        scheduler.use_v2_model_runner
-        or model_config.uses_mrope
-        or bool(getattr(model_config, "uses_xdrope_dim", 0))  # vLLM 0.30 has no such models.
-    )
 
 
 def _beginning_of(request: Request, num_tokens: int, needs_list: bool) -> MutableSequence[int]:

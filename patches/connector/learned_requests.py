@@ -51,7 +51,7 @@ class LearnedRequests:
             return
         left_tokens, left_rows, _ = budget_of_holes(scheduler)
         while left_tokens > 0 and left_rows > 0:
-            wanted = self._side.segments.take_wanted()
+            wanted = learning.take(self._side.segments.has_room)
             if wanted is None:
                 return
             request = _request_of(wanted, learning.sink_ids)

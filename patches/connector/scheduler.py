@@ -119,7 +119,8 @@ class ConnectedScheduler:
             self._mamba_block_aligned_split,
             self._update_waiting_for_remote_kv,
         ]
-        if _leaves_pages_alone(scheduler):
+        # Where new pages are not zeroed before workers can store what was in them.
+        if not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing):
             methods.append(self._preempt_request)
         else:
             logger.info(
@@ -155,7 +156,7 @@ class ConnectedScheduler:
         page_ids = wrapped()
         if not self._scheduler.needs_kv_cache_zeroing:
             return page_ids
-        return [*(page_ids or ()), *self._side.new_pages()] or None
+        return [*(page_ids or ()), *self._side.references.new_ids] or None
 
     def add_request(self, wrapped: Callable[[Request], None], request: Request) -> None:
         """Take note of a request's segments. The sink is put before one that is to be stored."""
@@ -181,7 +182,7 @@ class ConnectedScheduler:
         that are not requests, make that wrong.
         """
         counts = wrapped(running_request_id)
-        if self._side.row_ids or self._side.num_references:
+        if self._side.row_ids or self._side.references.num_references:
             return [0] * len(counts)
         return counts
 
@@ -358,7 +359,7 @@ def _require_recovery(scheduler: Scheduler) -> None:
 
 
 def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
-    manager = scheduler.kv_cache_manager
+    manager, config = scheduler.kv_cache_manager, scheduler.vllm_config
     return SchedulerView(
         requests=scheduler.requests,
         managers=manager.coordinator.single_type_managers,
@@ -368,22 +369,19 @@ def _view_of(scheduler: Scheduler, connector: KvextConnector) -> SchedulerView:
         enable_caching=manager.enable_caching,
         interval_tokens=interval_tokens_of(manager.coordinator),
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
-        num_steps_in_flight=_steps_in_flight(scheduler),
+        # Before 0.30, windows move on when a step is planned.
+        num_steps_in_flight=(
+            config.max_concurrent_batches if hasattr(config, "max_in_flight_tokens") else 1
+        ),
         num_running=lambda: len(scheduler.running),
         use_eagle=bool(manager.coordinator.eagle_group_ids),
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
         recomputes_failed_loads=scheduler.recompute_kv_load_failures,
         has_other_connectors=scheduler.connector is not connector,
         max_model_len=scheduler.max_model_len,
-        num_data_parallel=scheduler.vllm_config.parallel_config.data_parallel_size,
+        num_data_parallel=config.parallel_config.data_parallel_size,
         cached_blocks=partial(_cached_blocks, manager),
     )
-
-
-def _steps_in_flight(scheduler: Scheduler) -> int:
-    """Before 0.30, windows move on when a step is planned."""
-    config = scheduler.vllm_config
-    return config.max_concurrent_batches if hasattr(config, "max_in_flight_tokens") else 1
 
 
 def _cached_blocks(
@@ -404,11 +402,6 @@ def _cached_blocks(
             return None
         blocks.append(found[0])
     return blocks
-
-
-def _leaves_pages_alone(scheduler: Scheduler) -> bool:
-    """Whether new pages are not zeroed before workers can store what was in them."""
-    return not (scheduler.use_v2_model_runner and scheduler.needs_kv_cache_zeroing)
 
 
 _replaced = InstanceMethods()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
@@ -111,30 +112,35 @@ class RequestUpTo:
         return getattr(self._request, name)
 
 
-def split_by_use(
-    blocks: list[KVCacheBlock],
-) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-    """Blocks that are cached and blocks that are not, each in their order."""
+def free_by_use(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+    """Free cached blocks to the back of the queue, all others to its front, each in their order."""
     uncached = [block for block in blocks if block._block_hash is None]
-    if not uncached:
-        return blocks, []
-    return [block for block in blocks if block._block_hash is not None], uncached
+    if uncached:
+        blocks = [block for block in blocks if block._block_hash is not None]
+    if blocks:
+        pool.free_blocks(blocks)
+    if uncached:
+        pool.free_blocks(uncached, prepend=True)
 
 
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _TABLE = "vllm.v1.core.block_pool:BlockHashToBlockMap"
-_RETIRE_WHEN = "upstream's costs as little"
+
+faster = partial(
+    Patch,
+    kind=Kind.REPLACE,
+    feature="fast-prefix-cache",
+    vllm=BEFORE_0_30,
+    retire_when="upstream's costs as little",
+)
+"""A patch of this feature."""
 
 PATCHES = (
-    Patch(
+    faster(
         id="KVX-201",
         target=f"{_POOL}.get_new_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=take_new_blocks,
         why="Upstream calls a method for every block that it allocates.",
-        retire_when=_RETIRE_WHEN,
         relies_on=(
             f"{_POOL}._maybe_evict_cached_block",
             f"{_TABLE}.pop",

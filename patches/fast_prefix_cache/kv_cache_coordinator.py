@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.groups.model import GroupKind, window_pages
 from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
-from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import group_keys
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster, group_keys
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
     hit_unit_tokens,
     lookup_groups,
     tokens_per_block,
 )
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
@@ -90,16 +89,12 @@ _FINDERS = tuple(
 )
 
 PATCHES = tuple(
-    Patch(
+    faster(
         id=patch_id,
         target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=find_longest_common_hit,
         why="Upstream reads the group that needs everything first, and to its end, although what "
         "the others have lost often bounds the hit; and it goes through every block of the prompt.",
-        retire_when="upstream's costs as little",
         relies_on=(*relies_on, *_FINDERS),
         ascend=(
             "vllm_ascend.patch.platform.patch_mamba_manager:"

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster
 from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
 from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
@@ -164,16 +164,12 @@ _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _GROUP_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 
 PATCHES = (
-    Patch(
+    faster(
         id="KVX-232",
         target=f"{_MANAGER}.allocate_slots",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=allocate_what_changes,
         why="Upstream passes over all groups four times in every step of every request, although "
         "in most steps of a decode nothing changes.",
-        retire_when="upstream's costs as little",
         relies_on=(
             f"{_COORDINATOR}:KVCacheCoordinator.remove_skipped_blocks",
             f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
@@ -188,16 +184,12 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
     ),
-    Patch(
+    faster(
         id="KVX-233",
         target=f"{_MANAGER}.cache_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=cache_when_due,
         why="With asynchronous scheduling upstream passes over all groups once more at the end of "
         "every step of every request.",
-        retire_when="upstream's costs as little",
         relies_on=(f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",),
     ),
 )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     RequestUpTo,
     cache_run,
-    split_by_use,
+    faster,
+    free_by_use,
 )
 from vllm_ascend_kvext.patches.upstream import drop_nulls
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 from vllm_ascend_kvext.upstream_state import GroupManagerState
 
@@ -100,12 +100,7 @@ def skip_in_one_pass(
     leaving = blocks[start:stop]
     leaving.reverse()
     blocks[start:stop] = [null] * len(leaving)
-    pool = manager.block_pool
-    cached, uncached = split_by_use(leaving)
-    if cached:
-        pool.free_blocks(cached)
-    if uncached:
-        pool.free_blocks(uncached, prepend=True)
+    free_by_use(manager.block_pool, leaving)
 
 
 def free_window(
@@ -117,30 +112,21 @@ def free_window(
         manager._null_block.ref_cnt -= num_nulls
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
-        cached, uncached = split_by_use(blocks[::-1])
-        if cached:
-            manager.block_pool.free_blocks(cached)
-        if uncached:
-            manager.block_pool.free_blocks(uncached, prepend=True)
+        free_by_use(manager.block_pool, blocks[::-1])
     manager.num_cached_block.pop(request_id, None)
 
 
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 _BASE = f"{_MODULE}:SingleTypeKVCacheManager"
 _WINDOW = f"{_MODULE}:SlidingWindowManager"
-_RETIRE_WHEN = "upstream's costs as little"
 
 PATCHES = (
-    Patch(
+    faster(
         id="KVX-211",
         target=f"{_BASE}.cache_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=cache_by_runs,
         why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
         "and makes keys for every block up to the prompt's end.",
-        retire_when=_RETIRE_WHEN,
         relies_on=(
             "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
             "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
@@ -148,29 +134,21 @@ PATCHES = (
             "vllm.v1.core.kv_cache_utils:BlockHashListWithBlockSize._get_value_at",
         ),
     ),
-    Patch(
+    faster(
         id="KVX-212",
         target=f"{_BASE}.remove_skipped_blocks",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=skip_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window, and frees empty "
         "lists where none does.",
-        retire_when=_RETIRE_WHEN,
         relies_on=(f"{_WINDOW}.get_num_skipped_tokens",),
         ascend=(
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
     ),
-    Patch(
+    faster(
         id="KVX-214",
         target=f"{_WINDOW}.free",
-        kind=Kind.REPLACE,
-        feature="fast-prefix-cache",
-        vllm=BEFORE_0_30,
         wrapper=free_window,
         why="Upstream counts down a reference for each null block of a long request.",
-        retire_when=_RETIRE_WHEN,
     ),
 )

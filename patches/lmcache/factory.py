@@ -13,12 +13,12 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.lmcache.first_blocks import tell_first_blocks
-from vllm_ascend_kvext.lmcache.handshake import refused_registration, server_urls
+from vllm_ascend_kvext.lmcache import handshake
 from vllm_ascend_kvext.lmcache.object_names import config_fingerprint, object_name, require_name
 from vllm_ascend_kvext.lmcache.recovery import (
     refuse_other_chunks_of_scheduler,
@@ -26,7 +26,6 @@ from vllm_ascend_kvext.lmcache.recovery import (
 )
 from vllm_ascend_kvext.lmcache.token_blocks import counted_in_tokens
 from vllm_ascend_kvext.patches.lmcache import known_release
-from vllm_ascend_kvext.patches.lmcache.servers import ask_servers
 from vllm_ascend_kvext.patching.declaration import Patch
 from vllm_ascend_kvext.settings import Switch, parse_lmcache_keys
 
@@ -74,7 +73,7 @@ def _prepared_class(connector_class: Any) -> Any:
             super().__init__(own_config, role, kv_cache_config)
             if name != vllm_config.model_config.model:
                 require_name(self, name)
-            self._kvext_server_urls = server_urls(options)
+            self._kvext_server_urls = handshake.server_urls(options)
             if not known_release.is_as_read():
                 return
             if is_worker:
@@ -88,7 +87,7 @@ def _prepared_class(connector_class: Any) -> Any:
             try:
                 super().register_kv_caches(kv_caches)
             except ConnectionError as error:
-                raise refused_registration(
+                raise handshake.refused_registration(
                     self._kvext_server_urls, str(known_release.version())
                 ) from error
 
@@ -100,6 +99,78 @@ def _prepared_class(connector_class: Any) -> Any:
     # `MultiConnector` tells the reports of several connectors apart by the names of their classes.
     PreparedConnector.__name__ = PreparedConnector.__qualname__ = NAME
     return PreparedConnector
+
+
+def tell_first_blocks(request_trackers: Mapping[str, Any], scheduler_output: Any) -> None:
+    """Let LMCache's trackers know the blocks of every request that begins in a step.
+
+    `MultiConnector` tells a connector of no blocks unless that one loads the request
+    (``update_state_after_alloc``), and LMCache 0.5.6 counts on being told: it would take the blocks
+    of the next step for those of the first tokens, and store them under these. What vLLM schedules
+    has all blocks of a request that begins or goes on after a preemption. LMCache has not planned
+    the step yet.
+    """
+    for request_id, group_block_ids in _beginning(scheduler_output):
+        tracker = request_trackers.get(request_id)
+        if tracker is not None and not any(tracker.num_allocated_blocks().values()):
+            tracker.append_block_ids(tuple(map(list, group_block_ids)))
+
+
+def _beginning(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[int]]]]:
+    """Requests that begin or go on after a preemption, each with all its blocks by group."""
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.block_ids
+    cached = scheduler_output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return
+    for request_id, group_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if request_id in cached.resumed_req_ids and group_block_ids is not None:
+            yield request_id, group_block_ids
+
+
+def ask_servers(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, options: dict[str, Any], *, is_worker: bool
+) -> None:
+    """Refuse servers that do not fit, and set what the user has left open.
+
+    They are asked with LMCache's own client and its own reading of the specs.
+
+    Args:
+        kv_cache_config: Its groups count tokens.
+        options: ``kv_connector_extra_config`` of the connector. It gets the transfer mode, and how
+            long a worker waits when it starts, registers its pages and ends.
+
+    Raises:
+        LMCacheError: If a server is not there or does not fit.
+    """
+    if handshake.starts_its_server(options):
+        return
+    urls = handshake.server_urls(options)
+    if is_worker:
+        options.setdefault(handshake.TIMEOUT_KEY, handshake.REGISTRATION_LIMIT_S)
+        if len(urls) > 1:
+            return  # It uses that of its own host, and may not reach the others.
+    has_mode = is_worker and config.device_config.device_type == "cpu"
+    for url in urls:
+        handshake.require_listening(url)
+        try:
+            import zmq
+            from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
+            from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+        except ImportError:
+            return  # Another LMCache; its connector asks in its own way.
+        group_tokens = get_group_tokens_per_block(config, kv_cache_config)
+        with closing(RequestClientFactory.create(url, context=zmq.Context.instance())) as client:
+            chunk_tokens = handshake.require_same_release(client, url, str(known_release.version()))
+            handshake.require_whole_blocks(chunk_tokens, group_tokens, url)
+            if not has_mode:
+                continue
+            wanted = options.get(
+                handshake.TRANSFER_MODE_KEY, os.environ.get(handshake.TRANSFER_MODE_VARIABLE)
+            )
+            wanted = str(wanted or "auto").strip().lower()
+            if mode := handshake.choose_transfer_mode(client, url, wanted):
+                options[handshake.TRANSFER_MODE_KEY] = mode
 
 
 def _with_name_and_options(config: VllmConfig, name: str, options: dict[str, Any]) -> Any:
@@ -149,30 +220,26 @@ def _instruction_set(config: VllmConfig) -> str:
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 
-_WHY = (
-    "LMCache keys objects by the model's name, and engines with other KV cache groups read each "
-    "other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a server that "
-    "is absent or set up otherwise is noticed after five minutes."
-)
-_RETIRE_WHEN = "LMCache's keys have the layout, and its connector asks its server what it serves"
-_RELIES_ON = (
-    # Both sides get a config, and the scheduler's has the first spec of a bundle.
-    "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
-    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
-    # Makes an object of the class that it asks for. `MultiConnector` does the same; it is not read
-    # here, because its module imports prometheus_client before vLLM has set that up.
-    f"{_FACTORY}.create_connector",
-)
-
 PATCHES = (
     Patch(
         id="KVX-501",
         target=f"{_FACTORY}.get_connector_class",
         feature="lmcache",
         wrapper=get_connector_class,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
-        relies_on=_RELIES_ON,
+        why="LMCache keys objects by the model's name, and engines with other KV cache groups read "
+        "each other's; it takes the rows of vLLM-Ascend's compressed blocks for tokens; and a "
+        "server that is absent or set up otherwise is noticed after five minutes.",
+        retire_when="LMCache's keys have the layout, and its connector asks its server what it "
+        "serves",
+        relies_on=(
+            # Both sides get a config, and the scheduler's has the first spec of a bundle.
+            "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config",
+            "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+            # Makes an object of the class that it asks for. `MultiConnector` does the same; it is
+            # not read here, because its module imports prometheus_client before vLLM has set that
+            # up.
+            f"{_FACTORY}.create_connector",
+        ),
         lmcache=known_release.RELIED_ON,
     ),
 )

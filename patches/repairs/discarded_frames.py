@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Patch
@@ -26,32 +26,22 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-@dataclass(slots=True)
-class _Step:
-    """A planned step whose output has not been processed.
-
-    ``stale`` are the requests that it computes and that a reset has preempted since.
-    """
-
-    output: SchedulerOutput
-    stale: set[str] = field(default_factory=set)
-
-
 class StepsInFlight:
     """The steps of one scheduler whose outputs are still to come, the oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque()
+        # Each with the requests that it computes and that a reset has preempted since.
+        self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()
         self._prompt_logprobs: dict[str, Any] = {}
         """Of requests that were preempted before theirs were sent: workers make them once."""
 
     def plan(self, output: SchedulerOutput) -> None:
-        self._steps.append(_Step(output))
+        self._steps.append((output, set()))
 
     def note_reset(self, request_ids: set[str]) -> None:
         """Whatever is in flight for these requests is stale."""
-        for step in self._steps:
-            step.stale |= request_ids & step.output.num_scheduled_tokens.keys()
+        for output, stale in self._steps:
+            stale |= request_ids & output.num_scheduled_tokens.keys()
 
     def end(self, planned: SchedulerOutput) -> set[str]:
         """Forget a step, and those before it that never had an output.
@@ -59,11 +49,11 @@ class StepsInFlight:
         Returns:
             The requests that are stale in it.
         """
-        for index, step in enumerate(self._steps):
-            if step.output is planned:
+        for index, (output, stale) in enumerate(self._steps):
+            if output is planned:
                 for _ in range(index + 1):
                     self._steps.popleft()
-                return step.stale
+                return stale
         return set()
 
     def drop(self, stale: set[str], output: ModelRunnerOutput) -> None:
@@ -146,49 +136,40 @@ def _steps_of(scheduler: Scheduler) -> StepsInFlight | None:
     return state.steps_in_flight
 
 
-_FEATURE = "discarded-frames"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _LIFETIME = "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime"
 _BALANCE = "vllm_ascend.patch.platform.patch_balance_schedule:BalanceScheduler"
-_WHY = (
-    "A reset of the prefix cache under running requests drops one frame per placeholder in flight, "
-    "and a frame with drafts has several: sampled tokens are lost, and the request reads what "
-    "others have written."
+
+_of_reset = partial(
+    Patch,
+    feature="discarded-frames",
+    vllm=BEFORE_0_30,
+    why="A reset of the prefix cache under running requests drops one frame per placeholder in "
+    "flight, and a frame with drafts has several: sampled tokens are lost, and the request reads "
+    "what others have written.",
+    retire_when="vLLM >= 0.30, which drops stale outputs whole (pull requests 46066 and 48245)",
 )
-_RETIRE_WHEN = "vLLM >= 0.30, which drops stale outputs whole (pull requests 46066 and 48245)"
 
 PATCHES = (
-    Patch(
+    _of_reset(
         id="KVX-306",
         target=f"{_SCHEDULER}._update_after_schedule",
-        feature=_FEATURE,
-        vllm=BEFORE_0_30,
         wrapper=remember_step,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
         relies_on=(f"{_SCHEDULER}.schedule", f"{_ASYNC_SCHEDULER}._update_after_schedule"),
         ascend=(f"{_LIFETIME}:_patched_update_after_schedule", f"{_BALANCE}.schedule"),
     ),
-    Patch(
+    _of_reset(
         id="KVX-307",
         target=f"{_SCHEDULER}.update_from_output",
-        feature=_FEATURE,
-        vllm=BEFORE_0_30,
         wrapper=leave_out_stale_frames,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
         relies_on=(f"{_ASYNC_SCHEDULER}._update_request_with_output",),
         ascend=(f"{_LIFETIME}:_patched_update_from_output",),
     ),
-    Patch(
+    _of_reset(
         id="KVX-308",
         target=f"{_SCHEDULER}.reset_prefix_cache",
-        feature=_FEATURE,
-        vllm=BEFORE_0_30,
         wrapper=note_what_is_stale,
-        why=_WHY,
-        retire_when=_RETIRE_WHEN,
         relies_on=(f"{_SCHEDULER}._preempt_request",),
         ascend=(f"{_BALANCE}.reset_prefix_cache",),
     ),

@@ -188,6 +188,13 @@ def forget_checkpoints(wrapped: Callable[..., bool], block_pool: BlockPool) -> b
     return is_reset
 
 
+_OF_FREEING = (
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
+)
+
 PATCHES = (
     Patch(
         id="KVX-101",
@@ -207,12 +214,7 @@ PATCHES = (
         why="Blocks without a hash can never be hit; behind cached ones in the free queue they "
         "push those out.",
         retire_when="0.23 is not supported any more",
-        relies_on=(
-            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
-            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
-            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
-            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
-        ),
+        relies_on=_OF_FREEING,
         ascend=(
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_blocks",
             "vllm_ascend.patch.platform.patch_kv_cache_utils:_ascend_free_queue_append_n",
@@ -228,12 +230,7 @@ PATCHES = (
         why="Upstream frees blocks that can be hit and no checkpoint needs behind those that one "
         "needs.",
         retire_when="KVX-103 is",
-        relies_on=(
-            "vllm.v1.core.block_pool:BlockPool.evict_blocks",
-            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
-            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append",
-            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove",
-        ),
+        relies_on=_OF_FREEING,
     ),
     Patch(
         id="KVX-103",

@@ -7,6 +7,7 @@ Describes a coordinator, upstream's or vllm-ascend's, to `vllm_ascend_kvext.rete
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -240,20 +241,26 @@ _ASCEND_COORDINATOR = (
     "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
 )
 _ASCEND_MANAGERS = "vllm_ascend.core.single_type_kv_cache_manager"
-_CACHES_WHAT_CANNOT_HIT = (
-    "Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn or a "
-    "preempted request cannot hit, and on Ascend at boundaries that nothing can hit."
+_of_caching = partial(
+    Patch,
+    kind=Kind.REPLACE,
+    feature="retention",
+    wrapper=cache_tails,
+    why="Upstream caches tails at boundaries that an EAGLE group, an aligned prompt, a next turn "
+    "or a preempted request cannot hit, and on Ascend at boundaries that nothing can hit.",
+    retire_when="upstream derives what it keeps from its lookup",
+)
+_OF_SKIPPING = (
+    f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
+    f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
+    f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
+    f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
 )
 
 PATCHES = (
-    Patch(
+    _of_caching(
         id="KVX-121",
         target=f"{_MODULE}:KVCacheCoordinator.cache_blocks",
-        kind=Kind.REPLACE,
-        feature="retention",
-        wrapper=cache_tails,
-        why=_CACHES_WHAT_CANNOT_HIT,
-        retire_when="upstream derives what it keeps from its lookup",
         relies_on=(
             f"{_MODULE}:HybridKVCacheCoordinator.find_longest_cache_hit",
             f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
@@ -275,15 +282,7 @@ PATCHES = (
             "AscendMambaManager.find_longest_cache_hit",
         ),
     ),
-    Patch(
-        id="KVX-122",
-        target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks",
-        kind=Kind.REPLACE,
-        feature="retention",
-        wrapper=cache_tails,
-        why=_CACHES_WHAT_CANNOT_HIT,
-        retire_when="upstream derives what it keeps from its lookup",
-    ),
+    _of_caching(id="KVX-122", target=f"{_MODULE}:HybridKVCacheCoordinator.cache_blocks"),
     Patch(
         id="KVX-123",
         target=f"{_MODULE}:KVCacheCoordinator.remove_skipped_blocks",
@@ -295,12 +294,7 @@ PATCHES = (
         "window. And windows move past draft tokens in flight, which may be rejected (vLLM "
         "#47728); a block that is freed too early must not be the next one to be reallocated.",
         retire_when="0.23 is not supported any more",
-        relies_on=(
-            f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
-            f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
-            f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
-            f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
-        ),
+        relies_on=_OF_SKIPPING,
         ascend=(
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
@@ -314,12 +308,7 @@ PATCHES = (
         why="With EAGLE a boundary opens only after the first blocks of its tail have left the "
         "window; they must not be reallocated before.",
         retire_when="upstream derives what it keeps from its lookup",
-        relies_on=(
-            f"{_MANAGERS}:SingleTypeKVCacheManager.remove_skipped_blocks",
-            f"{_MANAGERS}:SlidingWindowManager.get_num_skipped_tokens",
-            f"{_MANAGERS}:MambaManager.remove_skipped_blocks",
-            f"{_MANAGERS}:MambaManager.get_num_skipped_tokens",
-        ),
+        relies_on=_OF_SKIPPING,
     ),
     Patch(
         id="KVX-124",

@@ -12,7 +12,6 @@
 #include <string>
 
 #include "csrc/runtime.h"
-#include "cores.h"
 #include "kernel_operator.h"
 #include "work_table.h"
 

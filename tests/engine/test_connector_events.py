@@ -13,7 +13,6 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from vllm_ascend_kvext.connector.common.events import TierEvents
-from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 from vllm_ascend_kvext.store.tier import HostTier
@@ -32,7 +31,7 @@ class Tier:
         self.tier = HostTier(
             num_places * PLACE_BYTES,
             TierGeometry(CHUNK_TOKENS, UNIT_TOKENS),
-            on_removed=self.events.removed,
+            on_removed=lambda entry, _: self.events.removed(entry),
         )
 
     def begin(self, request: Request, piece: Piece) -> Entry:
@@ -159,7 +158,7 @@ def test_tails_are_not_told(request_: Request) -> None:
     (stored,) = tier.events.take()
     tails = tier.store(request_, Piece.tails(16))
     assert tier.events.take() == []
-    tier.events.removed(tails, Removal.EVICTED)  # Their key is that of the rows.
+    tier.events.removed(tails)  # Their key is that of the rows.
     assert tier.events.take() == []
     tier.tier.clear()
     assert tier.events.take() == [BlockRemoved(block_hashes=stored.block_hashes, medium="CPU")]
@@ -182,10 +181,10 @@ def test_what_another_entry_still_ends_at_is_not_removed(request_: Request) -> N
     for entry in (short, long):
         events.stored(entry, prefix, request_)
     assert [event.block_size for event in events.take()] == [8, 16]
-    events.removed(short, Removal.REPLACED)
+    events.removed(short)
     assert events.take() == []
-    events.removed(short, Removal.REPLACED)
+    events.removed(short)
     assert events.take() == []
     for _ in range(2):
-        events.removed(long, Removal.EVICTED)
+        events.removed(long)
     assert events.take() == [removal_at(request_, 16)]

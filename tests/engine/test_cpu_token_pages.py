@@ -118,7 +118,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_rows(pages: CpuTokenPages, num_rows: int, first_row: int = 0) -> HostRows:
-    layout = SegmentLayout(tuple(plane.row_bytes for plane in pages.planes), "f")
+    layout = SegmentLayout(tuple(plane.row_bytes for plane in pages.planes))
     *offsets, end = layout.plane_offsets_bytes(num_rows)
     return HostRows(torch.full((end,), 0xA5, dtype=torch.uint8), offsets, first_row)
 

@@ -178,18 +178,18 @@ def test_a_wrong_signature_is_found(name: str, dtype: torch.dtype) -> None:
             check_rotation(module, wrong)
 
 
-def _off_by_one(right, rows, signature, dtype, shifts):
+def _off_by_one(module, right, rows, signature, dtype, shifts):
     return right(rows, signature, dtype, [shift + 1 for shift in shifts])
 
 
-def _factor_again(right, rows, signature, *others):
+def _factor_again(module, right, rows, signature, *others):
     """The attention factor is in stored keys: a difference of positions has none."""
     moved = right(rows, signature, *others)
-    moved[..., : signature.rotary_elements] *= signature.attention_factor
+    moved[..., : signature.rotary_elements] *= module.mscale
     return moved
 
 
-def _one_other(right, *others):
+def _one_other(module, right, *others):
     moved = right(*others)
     moved[-1, -1, -1, -1] += 1
     return moved
@@ -207,8 +207,8 @@ def _one_other(right, *others):
     ],
 )
 def test_keys_that_are_moved_wrongly_are_found(monkeypatch, wrong, name, message, dtype) -> None:
-    monkeypatch.setattr(rotation_check, "_moved", partial(wrong, rotation_check._moved))
     module = rope(name, dtype)
+    monkeypatch.setattr(rotation_check, "_moved", partial(wrong, module, rotation_check._moved))
     with pytest.raises(BlendingError, match=message):
         check_rotation(module, read_rotary_signature(module, dtype))
 

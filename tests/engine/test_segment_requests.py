@@ -31,7 +31,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
-from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.segments import segment_learning

@@ -65,7 +65,7 @@ def npu(mocker: MockerFixture) -> Iterator[mock.MagicMock]:
     yield npu
     npu.Event.return_value.query.return_value = True
     IN_FLIGHT.release_finished()
-    assert len(IN_FLIGHT) == 0
+    assert len(IN_FLIGHT._held) == 0
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_goes_to_the_current_stream_of_the_pools_device(
     npu.device.assert_called_once_with(OTHER_NPU.device)
     npu.Event.return_value.record.assert_called_once_with(npu.current_stream())
     # Pointer arrays live until that stream has passed.
-    assert len(copies.batches) == len(IN_FLIGHT) == 1
+    assert len(copies.batches) == len(IN_FLIGHT._held) == 1
     npu.Event.return_value.query.return_value = True
     IN_FLIGHT.release_finished()
-    assert len(IN_FLIGHT) == 0
+    assert len(IN_FLIGHT._held) == 0
 
 
 def test_what_is_wrong_or_nothing_is_not_enqueued(copies: Copies) -> None:
@@ -112,7 +112,7 @@ def test_what_is_wrong_or_nothing_is_not_enqueued(copies: Copies) -> None:
     runs[1, 1] = 4
     with pytest.raises(DescriptorError, match=r"runs\[1\]"):
         AscendDmaBackend().run(transfer._replace(runs=runs))
-    assert copies.batches == [] and len(IN_FLIGHT) == 0
+    assert copies.batches == [] and len(IN_FLIGHT._held) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_failure_of_the_operator_names_it_and_keeps_the_arrays(
     monkeypatch.setattr(copies, "swap_blocks_batch", fail)
     with pytest.raises(BackendError, match=r"swap_blocks_batch failed.*index 7"):
         AscendDmaBackend().run(transfer_of(CASE, TransferMemory.random(CASE)))
-    assert len(IN_FLIGHT) == 1
+    assert len(IN_FLIGHT._held) == 1
 
 
 def test_missing_operator_says_what_to_import(

@@ -13,6 +13,7 @@ from vllm_ascend_kvext.blending.device_token_pages import (
     runs_of,
 )
 from vllm_ascend_kvext.blending.token_rows import HostRows, TokenPlane
+from vllm_ascend_kvext.layout.model import Plane
 from vllm_ascend_kvext.transfer.schema import Direction, RowDtype
 
 
@@ -34,7 +35,10 @@ def test_rows_of_all_groups_are_one_transfer_which_is_waited_for() -> None:
     """The rows in host memory may be overwritten next."""
     calls = mock.Mock()
     planes = [
-        PlacedPlane(TokenPlane("a", group, 2, 8, RowDtype.FLOAT32, None), group, 96, stride, 32)
+        PlacedPlane(
+            TokenPlane("a", group, 2, 8, RowDtype.FLOAT32, None),
+            Plane("a", group, 96, stride, 32, 64, "float32", is_packed=False),
+        )
         for group, stride in ((1, 512), (0, 1024))
     ]
     pages = DeviceTokenPages(

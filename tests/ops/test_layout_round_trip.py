@@ -4,19 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from pytest_mock import MockerFixture
 from support.connector import paged_layouts
 from support.connector.paged_layouts import PagedLayout
-from support.connector.worker_configs import vllm_config as small_config
-from support.layout.fixtures import FIXTURES, attention_and_mamba, deepseek_v4, latent_rows
+from support.layout.fixtures import FIXTURES, deepseek_v4, latent_rows
 from support.layout.upstream_line import HAS_ONE_VIEW
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.model import GroupKind
-from vllm_ascend_kvext.layout.fingerprint import layout_fingerprint, worker_fingerprint
-from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
 
 
@@ -32,27 +27,6 @@ def test_groups_are_those_of_the_fixture(name: str) -> None:
 )
 def test_groups_of_small_pages_are_those_of_the_fixture(layout: PagedLayout) -> None:
     layout.make(16).check_groups()
-
-
-def test_layouts_have_different_fingerprints() -> None:
-    found = {
-        layout_fingerprint(make().layout(), model={}, parallel={}, page_format={})
-        for make in FIXTURES.values()
-    }
-    # Where a page is one row, only the kernels' format says how it was cut into blocks.
-    assert len(found) >= len(FIXTURES) - 1
-
-
-def test_states_of_another_dtype_have_another_fingerprint() -> None:
-    """Also where all states of a layer are one tensor of bytes (vLLM 0.30)."""
-    found = {
-        name
-        for group in attention_and_mamba().layout().groups
-        if group.holds_states
-        for plane in group.planes
-        for name in plane.dtype.split("+")
-    }
-    assert found == {"bfloat16", "float32"}
 
 
 def test_deepseek_v4_byte_for_byte() -> None:
@@ -109,43 +83,3 @@ def test_pages_of_tiled_scales_are_refused() -> None:
 
 def test_a_default_config_is_that_of_a_plain_worker() -> None:
     assert not read_nz_layers(VllmConfig(), {"a": None})
-
-
-@pytest.mark.parametrize(
-    ("cache_dtype", "environ", "changes"),
-    [
-        ("auto", {}, {}),
-        ("fp8_e5m2", {}, {"cache_dtype": "fp8_e5m2"}),
-        ("auto", {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, {"conv_state_layout": "DS"}),
-    ],
-)
-def test_the_page_format_is_read_from_upstreams_config(
-    mocker: MockerFixture, cache_dtype: str, environ: dict[str, str], changes: dict[str, str]
-) -> None:
-    made = mocker.patch("vllm_ascend_kvext.layout.fingerprint.layout_fingerprint")
-    vllm_config = VllmConfig()
-    vllm_config.cache_config.cache_dtype = cache_dtype
-    vllm_config.model_config = small_config().model_config
-    for name in ("MAMBA", "CPU_ATTN", "NOT_REGISTERED"):
-        layer = mocker.Mock()
-        layer.get_attn_backend.return_value.get_name.return_value = name
-        vllm_config.compilation_config.static_forward_context[name] = layer
-    worker_fingerprint(
-        vllm_config,
-        latent_rows().layout(),
-        layer_names=["MAMBA", "CPU_ATTN", "without a layer"],
-        has_nz_pages=True,
-        device_type="cpu",
-        instruction_set="amx",
-        states=StatePolicy.EXACT,
-        environ=environ,
-    )
-    assert made.call_args.kwargs["page_format"] == {
-        "device_type": "cpu",
-        "attention_backends": ["CPU_ATTN", "MAMBA"],
-        "instruction_set": "amx",
-        "cache_dtype": "bfloat16",
-        "conv_state_layout": get_conv_state_layout(),
-        "row_order": "NZ",
-        **changes,
-    }

@@ -211,8 +211,6 @@ def test_a_worker_says_how_tokens_lie(make_worker, arguments, window_tokens: int
     assert layout.segment_refusal == "" and layout.segments is not None
     assert layout.segments.row_bytes == (HEADS * HEAD * 4,) * 4
     assert layout.segments.window_tokens == window_tokens
-    assert len(layout.segments.fingerprint) == 64
-    assert layout.segments.fingerprint != layout.fingerprint
 
 
 def test_nothing_is_made_without_being_asked_for(make_worker) -> None:
@@ -220,14 +218,8 @@ def test_nothing_is_made_without_being_asked_for(make_worker) -> None:
     assert layout.segments is None and layout.segment_refusal == ""
 
 
-def test_what_makes_another_fingerprint(make_worker) -> None:
-    one, other = make_worker(), make_worker()
-    assert one.layout.segments == other.layout.segments
-    far = RotaryEmbedding(500_000.0)
-    turning = make_worker(model=small_model(far, far))
-    named = make_worker(model_name="another/model")
-    found = {each.layout.segments.fingerprint for each in (one, turning, named)}
-    assert len(found) == 3
+def test_workers_of_one_model_lay_tokens_out_alike(make_worker) -> None:
+    assert make_worker().layout.segments == make_worker().layout.segments
 
 
 class RaisingBackend(SmallBackend):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.token_rows import HostRows, Slots, TokenPlane
+from vllm_ascend_kvext.layout.model import Plane
 from vllm_ascend_kvext.transfer.page_transfer import page_transfer
 from vllm_ascend_kvext.transfer.placement import CopyPlacement
 from vllm_ascend_kvext.transfer.pools import Pools
@@ -21,13 +22,10 @@ from vllm_ascend_kvext.transfer.schema import DTYPE, Direction, Table
 
 
 class PlacedPlane(NamedTuple):
-    """A plane, and where it lies; see ``layout.model.Plane``."""
+    """A plane, and what was registered for it."""
 
     plane: TokenPlane
-    storage: int
-    base_bytes: int
-    page_stride_bytes: int
-    region_offset_bytes: int
+    registered: Plane
 
 
 class DeviceTokenPages:
@@ -77,10 +75,11 @@ class DeviceTokenPages:
     ) -> None:
         planes = [
             (
-                *(plane.group, *place, plane.row_bytes),
+                *(plane.group, place.storage, place.base_bytes, place.page_stride_bytes),
+                *(place.region_offset_bytes, plane.row_bytes),
                 *(self.tokens_per_page[plane.group], self.num_pages, offset_bytes),
             )
-            for (plane, *place), offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
+            for (plane, place), offset_bytes in zip(moved, rows.plane_offsets_bytes, strict=True)
         ]
         runs = [
             runs_of(group, slots[group], self.tokens_per_page[group], rows.first_row)

@@ -11,7 +11,6 @@ Angles are computed here in float64, without the transfer op. Knows neither page
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,7 +20,6 @@ import numpy.typing as npt
 
 from vllm_ascend_kvext.blending.rotary import RotarySignature
 from vllm_ascend_kvext.blending.rotation_check import HALF_UNITS
-from vllm_ascend_kvext.blending.token_rows import SegmentRows
 
 Numbers = npt.NDArray[np.float64]
 ReadRows = Callable[[Sequence[int]], Numbers]
@@ -41,29 +39,6 @@ _ANGLE_ERROR = 2.0**-23
 
 _SMALL_PART = 0.1
 """A part of a key that is shorter than this much of all of it is compared with this much."""
-
-
-class KeyGate:
-    """Checks the keys of stores until a check has passed or failed. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._is_settled = False
-        self._checking = threading.Lock()
-
-    def check(
-        self, check: Callable[[Sequence[SegmentRows]], str | None], rows: Sequence[SegmentRows]
-    ) -> str | None:
-        """Check all chunks of a store together: a small one has too few equal tokens.
-
-        Returns:
-            As `check_keys`; also None if an earlier store has settled it.
-        """
-        with self._checking:
-            if self._is_settled:
-                return None
-            found = check(rows)
-            self._is_settled = found is not None
-        return found
 
 
 def check_keys(

@@ -10,8 +10,6 @@ Imports no vLLM: modules are read as they are handed in.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,9 +36,8 @@ class RotarySignature:
 
     ``frequencies`` are radians per position, one per pair, scaled where the embedding is.
     ``head_elements`` are those of one head, of the whole row where heads share a latent; the
-    rotated part begins at ``offset_elements``. ``attention_factor`` is what the embedding has
-    multiplied it with (YaRN): in stored keys, so that a rotation must not apply it. Keys with
-    another one are other keys.
+    rotated part begins at ``offset_elements``. What the embedding has multiplied it with (YaRN's
+    attention factor) is in stored keys: a rotation must not apply it.
     """
 
     frequencies: tuple[float, ...]
@@ -48,7 +45,6 @@ class RotarySignature:
     head_elements: int
     offset_elements: int
     dtype: RowDtype
-    attention_factor: float = 1.0
 
     @property
     def rotary_elements(self) -> int:
@@ -68,19 +64,6 @@ class RotarySignature:
             return slice(first, end, 2), slice(first + 1, end, 2)
         half = first + len(self.frequencies)
         return slice(first, half), slice(half, end)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for keys that turn alike, and lie alike; 64 hexadecimal digits."""
-        facts = (
-            [frequency.hex() for frequency in self.frequencies],
-            self.pair_style.name,
-            self.head_elements,
-            self.offset_elements,
-            self.dtype.name,
-            float(self.attention_factor).hex(),
-        )
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +210,10 @@ def read_rotary_signature(
         )
     reader = READERS.get(name) or ASCEND_READERS.get(name)
     if reader is None:
+        known = ", ".join(sorted(each.rpartition(".")[2] for each in READERS))
         raise BlendingError(
-            f"{name}: expected one of {', '.join(sorted(_short(known) for known in READERS))}, "
-            "found a class whose angles are not known. Serve this model without blending."
+            f"{name}: expected one of {known}, found a class whose angles are not known. Serve "
+            "this model without blending."
         )
     frequencies = reader(module)
     if 2 * len(frequencies) != module.rotary_dim or module.rotary_dim > module.head_size:
@@ -244,7 +228,6 @@ def read_rotary_signature(
         head_elements=head_elements,
         offset_elements=offset_elements,
         dtype=row_dtype(dtype),
-        attention_factor=float(getattr(module, "mscale", 1.0)),
     )
 
 
@@ -276,7 +259,3 @@ def torch_dtype(dtype: RowDtype) -> torch.dtype:
 
 def _name(of: type) -> str:
     return f"{of.__module__}.{of.__qualname__}"
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]

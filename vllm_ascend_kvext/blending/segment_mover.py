@@ -215,8 +215,10 @@ class SegmentMover:
         """
         batch: list[_Staged] = []
         num_tokens, shifts = 0, dict[int, int]()
-        pairs = zip(rows, slots, strict=True)
-        for each, of_rows in sorted(pairs, key=lambda pair: _place_of(pair[0])):
+        pairs = list(zip(rows, slots, strict=True))
+        # Rows of one section with one shift are neighbours, and so are those of a segment.
+        pairs.sort(key=lambda pair: (pair[0].shift_tokens, pair[0].offset_bytes, pair[0].first_row))
+        for each, of_rows in pairs:
             first = 0
             while first < each.num_tokens:
                 shift = shifts.setdefault(each.offset_bytes, each.shift_tokens)
@@ -314,11 +316,6 @@ def _numbers(
     found = torch.from_numpy(memory.numpy()[offsets]).view(torch_dtype(plane.dtype))
     numbers: npt.NDArray[np.float64] = found.reshape(shape).double().numpy()
     return numbers
-
-
-def _place_of(rows: SegmentRows) -> tuple[int, int, int]:
-    """Rows of one section with one shift are neighbours, and so are those of a segment."""
-    return rows.shift_tokens, rows.offset_bytes, rows.first_row
 
 
 def _slots_of(batch: Sequence[_Staged]) -> Slots:

@@ -3,8 +3,8 @@
 
 Segments share the tier with prompts: its room, its order of eviction, its counters. Their keys are
 their own, where those of prompts are vLLM's, chained from block to block: a hash of everything that
-the stored rows depend on, which is the tokens up to a boundary, what they were computed behind, the
-model and its layout, and the salt. Moves no bytes.
+the rows of one engine depend on, which is the tokens up to a boundary, what they were computed
+behind, and the salt. Moves no bytes.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class SegmentPrefix:
         return self.packed_ids[first_tokens * width : end_tokens * width]
 
 
-def key_space(fingerprint: str, sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
+def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
     """What all segments have in common whose rows may stand for each other.
 
     A salt of None and an empty one are the same, as they are to vLLM.
     """
-    facts = ["segment", fingerprint, list(sink_ids), cache_salt or ""]
+    facts = ["segment", list(sink_ids), cache_salt or ""]
     return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
@@ -93,22 +93,19 @@ class SegmentStore:
     from their ends on like prompts.
     """
 
-    def __init__(
-        self, tier: HostTier, layout: SegmentLayout, fingerprint: str, sink_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, tier: HostTier, layout: SegmentLayout, sink_ids: Sequence[int]) -> None:
         self._tier = tier
         self._layout = layout
-        self.fingerprint = fingerprint
         self.sink_ids = tuple(sink_ids)
 
     def prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> SegmentPrefix:
         """The keys of a segment."""
-        space = key_space(self.fingerprint, self.sink_ids, cache_salt)
+        space = key_space(self.sink_ids, cache_salt)
         return SegmentPrefix(space, token_ids, self._tier.geometry.unit_tokens)
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         """The loaded spans of a segment that stands there, from its first token on, no gap."""
-        runs = self._tier.find_runs(prefix, prefix.num_tokens)
+        runs = self._tier.lookup(prefix).find_runs(prefix.num_tokens, 0)
         found: list[Span] = []
         if not runs or runs[0].first_tokens:
             return found
@@ -123,7 +120,7 @@ class SegmentStore:
 
     def is_missing(self, prefix: SegmentPrefix) -> bool:
         """Whether some of a segment is neither stored nor on its way."""
-        return bool(self._tier.missing_pieces(prefix, 0, prefix.num_tokens))
+        return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
         """Take places for what is missing of a segment: an entry for each piece, ascending.
@@ -132,7 +129,7 @@ class SegmentStore:
         """
         use = self._tier.next_use()
         entries: list[Entry] = []
-        for piece in self._tier.missing_pieces(prefix, 0, prefix.num_tokens):
+        for piece in self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_rows = min(piece.end_tokens, prefix.num_segment_tokens) - piece.first_tokens
             num_bytes = self._layout.num_bytes(num_rows)
             entry = self._tier.begin_store(prefix, piece, num_bytes, use)
@@ -161,10 +158,6 @@ class SegmentStore:
         first, end = self._range_of(prefix, entry)
         stored = StoredTokens(prefix.ids_of(first, end), end - first, len(self.sink_ids) + first)
         self._tier.finish_store(entry, stored)
-
-    def fail_store(self, entry: Entry) -> None:
-        """The store of an entry has ended, and what it wrote is worth nothing."""
-        self._tier.fail_store(entry)
 
     def _range_of(self, prefix: SegmentPrefix, entry: Entry) -> tuple[int, int]:
         """First and end token of an entry's rows, without what it was rounded up by."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.request_arguments import is_integer, read_argument, shown
-from vllm_ascend_kvext.token_range import TokenRange
+from vllm_ascend_kvext.token_range import TokenRange, without
 
 SEGMENTS_KEY = "kvext_segments"
 STORE_KEY = "kvext_store_segment"
@@ -172,11 +172,5 @@ def plan_blend(
             reused.append(run)
     if not reused:
         return None
-    return BlendPlan(tuple(reused), tuple(_between(exact_tokens, reused)))
-
-
-def _between(first_tokens: int, runs: Sequence[TokenRange]) -> Iterable[TokenRange]:
-    for run in runs:
-        if first_tokens < run.first_tokens:
-            yield TokenRange(first_tokens, run.first_tokens)
-        first_tokens = run.end_tokens
+    whole = TokenRange(exact_tokens, reused[-1].end_tokens)
+    return BlendPlan(tuple(reused), without([whole], reused))

@@ -58,23 +58,21 @@ class TokenPlane:
 class SegmentLayout:
     """How one worker lays out its tokens in sections: bytes of one token, by plane.
 
-    The fingerprint, hexadecimal digits, is equal where rows of one engine can be used by another:
-    model, dtypes, planes, and how keys turn. The largest sliding window counts the token that
-    reads; it is 0 if there is none.
+    The largest sliding window counts the token that reads; it is 0 if there is none.
     """
 
     row_bytes: tuple[int, ...]
-    fingerprint: str
     window_tokens: int = 0
 
     def plane_offsets_bytes(self, section_rows: int) -> list[int]:
         """Where the planes of a section begin, and, last, where it ends."""
-        sizes = [_aligned(row_bytes * section_rows) for row_bytes in self.row_bytes]
-        return list(accumulate(sizes, initial=0))
+        sizes = (row_bytes * section_rows for row_bytes in self.row_bytes)
+        aligned = (num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES for num_bytes in sizes)
+        return list(accumulate(aligned, initial=0))
 
     def num_bytes(self, section_rows: int) -> int:
         """Size of a section."""
-        return sum(_aligned(row_bytes * section_rows) for row_bytes in self.row_bytes)
+        return self.plane_offsets_bytes(section_rows)[-1]
 
 
 class SegmentRows(NamedTuple):
@@ -176,7 +174,3 @@ def slots_of(
     pages, in_page = np.divmod(np.arange(first_tokens, end_tokens, dtype=np.int64), tokens_per_page)
     slots: npt.NDArray[np.int64] = ids[pages - first_page] * tokens_per_page + in_page
     return slots
-
-
-def _aligned(num_bytes: int) -> int:
-    return num_bytes + -num_bytes % HOST_ALIGNMENT_BYTES

@@ -3,7 +3,7 @@
 
 A source fingerprint is a hash of a function's syntax tree; a patch is installed only where the
 functions that it counts on have the stored ones. It has nothing to do with the layout fingerprint
-of stored KV (`vllm_ascend_kvext.layout.fingerprint`), nor with the plan digest in the log.
+in the names of LMCache's objects, nor with the plan digest in the log.
 Reads files, without --sources what is installed; imports none of vLLM, vLLM-Ascend and LMCache.
 Of a release that is not stored, every function is listed that patches count on in the newest stored
 one: absent, different from all stored versions, or as in one of them. With --against, what differs
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_kvext import compat
-from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.commands.upstream_changes import changed_imports, diff, lost_names
 from vllm_ascend_kvext.compat import LMCACHE, VLLM, VLLM_ASCEND
 from vllm_ascend_kvext.errors import FingerprintError

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_ascend_kvext import __version__, activation, compat
 from vllm_ascend_kvext.activation import Activation
-from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.compat import Upstream
 from vllm_ascend_kvext.errors import KvextError
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES, with_requirements

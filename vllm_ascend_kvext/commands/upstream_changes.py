@@ -12,7 +12,7 @@ from difflib import unified_diff
 from pathlib import Path
 
 from vllm_ascend_kvext import compat, patches
-from vllm_ascend_kvext.commands.table import render_rows
+from vllm_ascend_kvext.commands import render_rows
 from vllm_ascend_kvext.errors import FingerprintError
 from vllm_ascend_kvext.patching.fingerprint import fingerprint_source, source_of
 

@@ -25,9 +25,6 @@ _OWN_RULES = {"RSWASpec"}
 """Base classes whose layers read other tokens than the class they derive from says: of a prompt all
 tokens, of an output the last."""
 
-_REPLICATED = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
-"""Base classes of specs whose one head is not split over tensor-parallel ranks."""
-
 _TOKENS_PER_ROW = ("tokens_per_state", "compress_ratio")
 """The name since vLLM 0.30, and the one before, which vLLM-Ascend's windows keep."""
 
@@ -114,24 +111,10 @@ def holds_states(spec: Any, layer_name: str) -> bool:
     return layer_name.endswith(_STATE_CACHE_SUFFIX)
 
 
-def is_replicated(spec: Any) -> bool:
-    """Whether every tensor-parallel rank caches the same: MLA, and the states of its compressors.
-
-    Their projections are not split (``vllm/models/deepseek_v4/compressor.py``: ``disable_tp``).
-    """
-    return not _REPLICATED.isdisjoint(_bases(spec))
-
-
-def state_dtypes_of(spec: Any) -> tuple[str, ...]:
-    """Of the tensors of a recurrent state; empty for everything else."""
-    dtypes = getattr(spec, "dtypes", ()) if kind_of(spec) is GroupKind.STATE else ()
-    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
 def min_page_bytes_of(spec: Any) -> int:
     """What of a page is not padding, at least."""
     page_bytes = int(spec.page_size_bytes)
-    if state_dtypes_of(spec):
+    if kind_of(spec) is GroupKind.STATE:
         return sum(
             math.prod(shape) * int(dtype.itemsize)
             for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)

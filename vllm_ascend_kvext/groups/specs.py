@@ -18,10 +18,8 @@ from vllm_ascend_kvext.groups.spec_attributes import (
     compress_ratio_of,
     config_rows_of,
     holds_states,
-    is_replicated,
     kind_of,
     min_page_bytes_of,
-    state_dtypes_of,
     tokens_per_page,
     window_tokens_of,
 )
@@ -40,8 +38,6 @@ class LayerSpec:
         config_rows: Rows per page that ``page_bytes`` makes; None if it does not say.
         num_kv_heads: 1 where heads do not matter.
         is_byte_typed: Whether its elements are bytes whose meaning only kernels know.
-        state_dtypes: Of a recurrence, whose states register a tensor each, or since vLLM 0.30 one
-            of bytes for all; else empty.
     """
 
     layer_name: str
@@ -57,8 +53,6 @@ class LayerSpec:
     config_rows: int | None
     num_kv_heads: int
     is_byte_typed: bool
-    state_dtypes: tuple[str, ...]
-    is_replicated: bool
 
     @property
     def where(self) -> str:
@@ -175,8 +169,6 @@ def _read_spec(layer_name: str, group: int, spec: Any) -> LayerSpec:
         config_rows=config_rows_of(spec),
         num_kv_heads=int(getattr(spec, "num_kv_heads", 1)),
         is_byte_typed=str(getattr(spec, "dtype", "")).endswith("uint8"),
-        state_dtypes=state_dtypes_of(spec),
-        is_replicated=is_replicated(spec),
     )
 
 

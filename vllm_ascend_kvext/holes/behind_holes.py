@@ -8,11 +8,16 @@ needs. So only the holes are computed.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_spans, with_holes
+from vllm_ascend_kvext.holes.load_plan import (
+    LoadPlan,
+    loaded_spans,
+    spans_within,
+    with_holes,
+)
 from vllm_ascend_kvext.store.entries import Entry
-from vllm_ascend_kvext.store.lookup import Hit, StoredRun
+from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange, without
 
@@ -32,12 +37,13 @@ def plan_behind_holes(
     after_tokens = hit.after_tokens
     if after_tokens % geometry.unit_tokens or hit.shortfall is None or not geometry.needs_rows:
         return None
-    runs = tier.find_runs(hit.prefix, num_tokens - 1, after_tokens)
+    lookup = tier.lookup(hit.prefix)
+    runs = lookup.find_runs(num_tokens - 1, after_tokens)
     if not runs or runs[-1].end_tokens <= hit.boundary_tokens:
         return None
     tails: dict[int, Entry] = {}
     if geometry.needs_tails:
-        found = tier.find_all_tails(hit.prefix, runs[-1].end_tokens, after_tokens)
+        found = lookup.find_all_tails(runs[-1].end_tokens, after_tokens)
         tails = {entry.piece.end_tokens: entry for entry in found}
     starts = sorted(tails) if geometry.needs_tails else None
     device = [TokenRange(0, after_tokens)] if after_tokens else []
@@ -48,7 +54,8 @@ def plan_behind_holes(
         return None
     boundary_tokens = end.first_tokens
     cached = without([TokenRange(0, num_tokens)], computed)
-    loaded = (span for run in _within(runs, cached) for span in loaded_spans(run.rows))
+    stored = (span for run in runs for span in loaded_spans(run.rows))
+    loaded = spans_within(stored, cached)
     begins = [hole.first_tokens for hole in holes]
     needed = {begin: tails[begin] for begin in (*begins, boundary_tokens) if begin in tails}
     spans = tuple(with_holes(after_tokens, loaded, boundary_tokens))
@@ -92,20 +99,3 @@ def plan_spans(
             first_tokens = computed.pop().first_tokens
         computed.append(TokenRange(first_tokens, hole.end_tokens))
     return tuple(computed)
-
-
-def _within(stored: Iterable[StoredRun], ranges: Sequence[TokenRange]) -> Iterator[StoredRun]:
-    """What of stored runs lies in some ranges. Both ascend; there may be thousands."""
-    num_behind = 0  # Ranges that end before what is looked at.
-    for run in stored:
-        while num_behind < len(ranges) and ranges[num_behind].end_tokens <= run.first_tokens:
-            num_behind += 1
-        for index in range(num_behind, len(ranges)):
-            begin, end = ranges[index]
-            if run.end_tokens <= begin:
-                break
-            if run.first_tokens < begin or end < run.end_tokens:
-                first_tokens, end_tokens, entries = run
-                yield StoredRun(max(first_tokens, begin), min(end_tokens, end), entries)
-            else:
-                yield run

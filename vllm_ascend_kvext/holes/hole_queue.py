@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks, WindowBlocks, WindowTables
+from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks, WindowTables
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 _NOWHERE = -1
@@ -94,13 +94,11 @@ class HoleQueue:
     """The holes of one engine's requests, those that were parked first in front.
 
     Attributes:
-        windows: Blocks for what holes read and write of windows; None if the model has none.
-        probe_blocks: Blocks for probes; None if there are no probes.
+        blocks: For probes, and for what holes read and write of windows.
         lacks_room: Whether a hole or a probe that could be computed had no room in the latest step.
     """
 
-    windows: WindowBlocks | None = None
-    probe_blocks: ProbeBlocks | None = None
+    blocks: HoleBlocks
     lacks_room: bool = False
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _filled: list[str] = field(default_factory=list)
@@ -111,22 +109,6 @@ class HoleQueue:
         """Requests that wait, or are filled and not yet taken."""
         return len(self._parked) + len(self._filled)
 
-    @property
-    def parked_ids(self) -> set[str]:
-        """Requests that wait for holes, a probe, or their load."""
-        return set(self._parked)
-
-    @property
-    def loaded_ids(self) -> set[str]:
-        """Those of them whose load has ended."""
-        return {request_id for request_id, parked in self._parked.items() if parked.is_loaded}
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        of_windows = self.windows.request_ids if self.windows is not None else ()
-        return {*self._parked, *of_windows}
-
     def begin(
         self, request_id: str, holes: Sequence[TokenRange], after_tokens: int
     ) -> list[WindowTables]:
@@ -136,11 +118,9 @@ class HoleQueue:
             By hole, and by KV cache group with windows: where the tails at its beginning are to be
             loaded. Nothing if there are no blocks for them: the load has to fail then.
         """
-        tables: list[WindowTables] | None = []
-        if self.windows is not None:
-            tables = self.windows.begin(request_id, [hole.first_tokens for hole in holes])
-            if after_tokens:
-                after_tokens = _NOWHERE  # The window before it is loaded.
+        tables = self.blocks.begin(request_id, [hole.first_tokens for hole in holes])
+        if after_tokens and self.blocks.has_windows:
+            after_tokens = _NOWHERE  # The window before it is loaded.
         if tables is None:
             return []
         self._parked[request_id] = _Parked(list(holes), after_tokens)
@@ -165,11 +145,9 @@ class HoleQueue:
             By KV cache group with windows: where windows are loaded and computed. None if there are
             no blocks for them: the load has to fail then.
         """
-        tables: WindowTables | None = {}
-        if self.windows is not None:
-            if after_tokens and not self.windows.is_held(request_id):
-                after_tokens = _NOWHERE  # The window before it is loaded.
-            tables = self.windows.begin_dense(request_id, first_tokens, own_ids)
+        if after_tokens and self.blocks.has_windows and not self.blocks.is_held(request_id):
+            after_tokens = _NOWHERE  # The window before it is loaded.
+        tables = self.blocks.begin_dense(request_id, first_tokens, own_ids)
         if tables is None:
             return None
         parked = _Parked(list(holes), after_tokens)
@@ -184,7 +162,7 @@ class HoleQueue:
 
         Only where a model has no windows, whose blocks were given when the load began.
         """
-        assert self.windows is None
+        assert not self.blocks.has_windows
         parked = self._parked.setdefault(request_id, _Parked([], _NOWHERE))
         parked.holes = list(union([*parked.holes, *holes]))
 
@@ -192,7 +170,7 @@ class HoleQueue:
         """A load has ended, well if it was not dropped before; whether its request has holes."""
         parked = self._parked.get(request_id)
         if parked is None:
-            self._drop_windows(request_id)
+            self.blocks.drop(request_id)
             return False
         parked.is_loaded = True
         return True
@@ -205,7 +183,7 @@ class HoleQueue:
         parked = self._parked.pop(request_id, None)
         if parked is not None and parked.is_loaded:
             self._filled.append(request_id)
-            self._drop_windows(request_id)
+            self.blocks.drop(request_id)
 
     def restart(self, request_id: str) -> bool:
         """Forget a request whose blocks are taken; False, and it stays, while it is loaded."""
@@ -213,22 +191,19 @@ class HoleQueue:
         if parked is None or not parked.is_loaded:
             return False
         del self._parked[request_id]
-        self._drop_windows(request_id)
+        self.blocks.drop(request_id)
         return True
 
     def end_step(self) -> list[str]:
         """The latest step was handed to the workers; returns requests that have all KV then."""
-        if self.windows is not None:
-            self.windows.end_step()
-        if self.probe_blocks is not None:
-            self.probe_blocks.end_step()
+        self.blocks.end_step()
         for request_id, parked in list(self._parked.items()):
             if parked.probe is not None and parked.probe.row_id:
                 self._note_wait(request_id, parked.probe)
             if parked.is_loaded and not parked.holes and parked.probe is None:
                 del self._parked[request_id]
                 self._filled.append(request_id)
-                self._drop_windows(request_id)
+                self.blocks.drop(request_id)
         filled, self._filled = self._filled, []
         return filled
 
@@ -270,8 +245,7 @@ class HoleQueue:
                 rows.append(HoleRow(request_id, row_id, run, window_ids, is_kept=is_kept))
                 parked.after_tokens = end_tokens
                 is_end_of_hole = end_tokens == hole.end_tokens
-                if self.windows is not None:
-                    self.windows.leave(request_id, end_tokens, is_end_of_hole)
+                self.blocks.leave(request_id, end_tokens, is_end_of_hole)
                 if not is_end_of_hole:
                     parked.holes[0] = TokenRange(end_tokens, hole.end_tokens)
                     break
@@ -320,10 +294,9 @@ class HoleQueue:
         self, request_id: str, probe: _Probe, num_tokens: int, other_ids: Collection[str]
     ) -> HoleRow | None:
         """None if there are no blocks."""
-        assert self.probe_blocks is not None
         run = TokenRange(probe.run.first_tokens, probe.run.first_tokens + num_tokens)
         window_ids = self._extend_windows(request_id, run)
-        behind_ids = self.probe_blocks.take(probe.num_pages, run.end_tokens)
+        behind_ids = self.blocks.take_probe(probe.num_pages, run.end_tokens)
         if window_ids is None or behind_ids is None:
             return None
         probe.row_id = self._new_row_id(request_id, other_ids)
@@ -355,13 +328,7 @@ class HoleQueue:
         self, request_id: str, run: TokenRange
     ) -> Mapping[int, Sequence[int]] | None:
         """None if there are no blocks."""
-        if self.windows is None:
-            return {}
-        tables = self.windows.extend(request_id, run)
+        tables = self.blocks.extend(request_id, run)
         if tables is None:
             return None
         return {group: table.all_block_ids for group, table in tables.items()}
-
-    def _drop_windows(self, request_id: str) -> None:
-        if self.windows is not None:
-            self.windows.drop(request_id)

@@ -13,7 +13,7 @@ Knows nothing of why a span is what it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -142,3 +142,19 @@ def with_holes(first_tokens: int, loaded: Iterable[Span], end_tokens: int) -> It
         first_tokens = span.end_tokens
     if first_tokens < end_tokens:
         yield Span(first_tokens, end_tokens, is_computed=True)
+
+
+def spans_within(spans: Iterable[Span], ranges: Sequence[TokenRange]) -> Iterator[Span]:
+    """What of loaded spans lies in some ranges. Both ascend, and are disjoint; may be thousands."""
+    num_behind = 0  # Ranges that end before what is looked at.
+    for span in spans:
+        while num_behind < len(ranges) and ranges[num_behind].end_tokens <= span.first_tokens:
+            num_behind += 1
+        for index in range(num_behind, len(ranges)):
+            run = ranges[index]
+            if span.end_tokens <= run.first_tokens:
+                break
+            first = max(span.first_tokens, run.first_tokens)
+            end = min(span.end_tokens, run.end_tokens)
+            entry_tokens = span.entry_tokens + first - span.first_tokens
+            yield Span(first, end, span.entry, entry_tokens)

@@ -9,15 +9,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.model import CacheGroup
 from vllm_ascend_kvext.groups.specs import LayerSpec, cache_group, read_layer_specs
-from vllm_ascend_kvext.layout.disjoint import OwnedRegion, check_disjoint
 from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup, Plane, RowAddressing
 from vllm_ascend_kvext.layout.regions import PageView, Region, find_axes, regions_of
 from vllm_ascend_kvext.layout.views import StorageTable, device_type_of, tensors_of
+
+
+class OwnedRegion(NamedTuple):
+    """A region, with the KV cache group and the layer it belongs to."""
+
+    group: int
+    layer_name: str
+    region: Region
 
 
 def build_layout(
@@ -199,7 +208,53 @@ def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
             row_bytes=region.row_bytes,
             dtype=region.dtype,
             is_packed=region.is_packed,
-            is_replicated=spec.is_replicated,
-            axes=region.axes,
         )
     return tuple(planes[region] for _, region in found)
+
+
+def check_disjoint(regions: Iterable[OwnedRegion], num_pages: int) -> None:
+    """Refuse planes that would write each other's bytes.
+
+    Planes of different groups may share bytes of equal page number, as in vllm-ascend's blobs:
+    block ids come from one pool, so that a page belongs to one group at a time. Every other shared
+    byte is refused, and so are regions of different page strides that lie over each other.
+
+    Every region is compared with all behind it in its storage, as arrays: half a second for the
+    10,000 regions of a hundred layers whose heads are apart.
+
+    Raises:
+        LayoutError: Naming both layers.
+    """
+    by_storage: dict[int, list[OwnedRegion]] = defaultdict(list)
+    for owned in regions:
+        if owned.region.num_bytes > owned.region.page_stride_bytes:
+            _refuse(owned, owned)
+        by_storage[owned.region.storage].append(owned)
+    for in_storage in by_storage.values():
+        in_storage.sort(key=lambda owned: owned.region.offset_bytes)
+        groups = np.array([owned.group for owned in in_storage])
+        offsets = np.array([owned.region.offset_bytes for owned in in_storage])
+        sizes = np.array([owned.region.num_bytes for owned in in_storage])
+        strides = np.array([owned.region.page_stride_bytes for owned in in_storage])
+        for index, owned in enumerate(in_storage):
+            stride = owned.region.page_stride_bytes
+            # Page `pages` of this region has the first byte of a page of the other, or it is the
+            # last before it.
+            pages, distance = np.divmod(offsets[index + 1 :] - offsets[index], stride)
+            overlaps = (distance < sizes[index]) & (pages < num_pages)
+            overlaps &= (pages > 0) | (groups[index + 1 :] == owned.group)
+            overlaps |= (distance + sizes[index + 1 :] > stride) & (pages + 1 < num_pages)
+            end_bytes = owned.region.end_bytes + (num_pages - 1) * stride
+            is_other_stride = strides[index + 1 :] != stride
+            overlaps[is_other_stride] = offsets[index + 1 :][is_other_stride] < end_bytes
+            if overlaps.any():
+                _refuse(owned, in_storage[index + 1 + int(overlaps.argmax())])
+
+
+def _refuse(one: OwnedRegion, other: OwnedRegion) -> None:
+    raise LayoutError(
+        f"layers {one.layer_name} and {other.layer_name} (KV cache groups {one.group}, "
+        f"{other.group}) share bytes of one storage: at {one.region.offset_bytes} and "
+        f"{other.region.offset_bytes}, {one.region.page_stride_bytes} and "
+        f"{other.region.page_stride_bytes} bytes per page; this layout is not supported"
+    )

@@ -55,12 +55,8 @@ class Plane:
 
     Attributes:
         storage: Index into the storages of the layout.
-        dtype: Of the registered tensor, for the fingerprint; several are joined with ``+``.
+        dtype: Of the registered tensor; several are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
-        is_replicated: Whether every tensor-parallel rank holds the same bytes (MLA), so that one
-            copy can serve all of them.
-        axes: Where a page is one row: number and size of the tensor's axes in it, by falling
-            stride. They are the order of the bytes in the row. Empty where it is not known.
     """
 
     layer_name: str
@@ -71,8 +67,6 @@ class Plane:
     row_bytes: int
     dtype: str
     is_packed: bool
-    is_replicated: bool = False
-    axes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +99,6 @@ class LayoutGroup:
     @property
     def rows_per_page(self) -> int:
         return self.tokens_per_page // self.tokens_per_row
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in all planes."""
-        return sum(plane.row_bytes for plane in self.planes)
 
     @property
     def is_snapshot(self) -> bool:

@@ -9,7 +9,7 @@ Cost grows with sections, planes and pages, never with tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter, not_
@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.layout.host_arrangement import HostArrangement
-from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
+from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, LayoutGroup, StatePolicy
 from vllm_ascend_kvext.layout.row_map import (
     MissingRows,
     RowMap,
@@ -27,7 +27,7 @@ from vllm_ascend_kvext.layout.row_map import (
     find_rows,
     missing_rows,
 )
-from vllm_ascend_kvext.layout.rows import RowsOf, kept_rows, needed_rows
+from vllm_ascend_kvext.layout.rows import kept_rows, needed_rows
 from vllm_ascend_kvext.layout.transfer_plan import BlockIds, PlacedChunk, TransferPlan
 from vllm_ascend_kvext.token_range import TokenRange
 from vllm_ascend_kvext.transfer.schema import DTYPE, PlaneColumn, RunColumn, Table
@@ -113,7 +113,10 @@ class TransferPlanner:
         return missing_rows(self._groups, needed, found, tokens.end_tokens)
 
     def _rows(
-        self, rows_of: RowsOf, tokens: TokenRange, groups: Collection[int] | None
+        self,
+        rows_of: Callable[[LayoutGroup, TokenRange, StatePolicy], range],
+        tokens: TokenRange,
+        groups: Collection[int] | None,
     ) -> list[range]:
         return [
             rows_of(group, tokens, self._states) if groups is None or index in groups else range(0)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from vllm_ascend_kvext.errors import LayoutError
+from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.groups.specs import LayerSpec
 from vllm_ascend_kvext.layout.model import RowAddressing
 from vllm_ascend_kvext.layout.views import TensorView
@@ -33,7 +34,6 @@ class Region:
     Attributes:
         num_rows: Rows per page.
         is_packed: Whether the one row is a page whose inside is not understood.
-        axes: See ``Plane``. Other axes do not make other bytes: layers may share a region.
     """
 
     storage: int
@@ -43,7 +43,6 @@ class Region:
     num_rows: int
     dtype: str
     is_packed: bool
-    axes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +75,8 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
     Raises:
         LayoutError: If no axis fits, or two do.
     """
-    if spec.state_dtypes:
+    is_state = spec.kind is GroupKind.STATE  # Each registers a tensor, or all of a layer one.
+    if is_state:
         candidates = [0] if view.shape and view.shape[0] == num_pages else []
     else:
         candidates = [axis for axis in _page_axes(view.shape) if view.shape[axis] % num_pages == 0]
@@ -89,7 +89,7 @@ def find_axes(view: TensorView, spec: LayerSpec, num_pages: int) -> PageView:
         )
     page_axis = candidates[0]
     blocks_per_page = view.shape[page_axis] // num_pages
-    if spec.state_dtypes:
+    if is_state:
         return PageView(view, page_axis, blocks_per_page, None, 1)
     token_axis, is_certain = _token_axis(view.shape, page_axis, blocks_per_page, spec)
     num_rows = view.shape[token_axis] * blocks_per_page
@@ -111,14 +111,12 @@ def regions_of(page: PageView, spec: LayerSpec, addressing: RowAddressing) -> li
                 f"{list(view.strides_bytes)} bytes, expected positive ones; register the tensor "
                 "itself instead of an expanded view"
             )
+    is_state = spec.kind is GroupKind.STATE
     is_addressed = addressing is RowAddressing.TOKENS and not (
-        spec.state_dtypes or spec.is_byte_typed or view.is_private_format or page.token_axis is None
+        is_state or spec.is_byte_typed or view.is_private_format or page.token_axis is None
     )
     regions = _rows_of_tokens(page) if is_addressed else None
-    regions = regions or _split(page, is_packed=not spec.state_dtypes)
-    if spec.state_dtypes and view.dtype == "int8":
-        # One tensor of bytes for all states: what they are is part of the fingerprint.
-        regions = [replace(region, dtype="+".join(spec.state_dtypes)) for region in regions]
+    regions = regions or _split(page, is_packed=not is_state)
     if len(regions) > _MAX_REGIONS:
         raise LayoutError(
             f"{spec.where}: a page of the tensor of shape {list(view.shape)} with strides "
@@ -175,18 +173,7 @@ def _split(page: PageView, *, is_packed: bool) -> list[Region]:
     view = page.view
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
-    return [
-        replace(_region(page, offset, num_bytes, 1, is_packed), axes=_axes_of_page(page))
-        for offset in _offsets(outer)
-    ]
-
-
-def _axes_of_page(page: PageView) -> tuple[tuple[int, int], ...]:
-    """Number and size of the axes in a page, by falling stride; kernel blocks have the pages'."""
-    shape, strides = list(page.view.shape), page.view.strides_bytes
-    shape[page.page_axis] = page.blocks_per_page
-    axes = (axis for axis, size in enumerate(shape) if size > 1)
-    return tuple((axis, shape[axis]) for axis in sorted(axes, key=lambda axis: -strides[axis]))
+    return [_region(page, offset, num_bytes, 1, is_packed) for offset in _offsets(outer)]
 
 
 def _axes_but(view: TensorView, *left_out: int) -> list[tuple[int, int]]:

@@ -8,15 +8,10 @@ to 9 and needs 4 to 9: from the first token of the page that 5 is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from vllm_ascend_kvext.errors import TokenRangeError
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.layout.model import LayoutGroup, StatePolicy
 from vllm_ascend_kvext.token_range import TokenRange
-
-RowsOf = Callable[[LayoutGroup, TokenRange, StatePolicy], range]
-"""`needed_rows` or `kept_rows`."""
 
 
 def needed_rows(

@@ -98,11 +98,8 @@ def tensors_of(entry: Any) -> Iterator[Any]:
 
 def device_type_of(kv_caches: Mapping[str, Any]) -> str:
     """``npu``, ``cpu`` and so on; raises `LayoutError` if tensors are on several types."""
-    types = {
-        str(tensor.device).partition(":")[0]
-        for entry in kv_caches.values()
-        for tensor in tensors_of(entry)
-    }
+    tensors = tensors_of([*kv_caches.values()])
+    types = {str(tensor.device).partition(":")[0] for tensor in tensors}
     if len(types) != 1:
         raise LayoutError(
             f"kv_caches: expected tensors of one device type, found {sorted(types) or 'none'}; "
@@ -118,11 +115,8 @@ def storage_tensors(layout: KVLayout, kv_caches: Mapping[str, Any]) -> tuple[Any
     """
     import torch
 
-    by_address = {
-        tensor.untyped_storage().data_ptr(): tensor
-        for entry in kv_caches.values()
-        for tensor in tensors_of(entry)
-    }
+    tensors = tensors_of([*kv_caches.values()])
+    by_address = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
     return tuple(
         torch.empty(0, dtype=torch.uint8, device=by_address[one.address].device).set_(
             by_address[one.address].untyped_storage()

@@ -87,14 +87,14 @@ def count_losses(demand: Demand, geometry: HitGeometry, stats: RetentionStats) -
     causes = {Origin.WANTED: LossCause.EVICTED, Origin.JUNCTION: LossCause.NEVER_KEPT}
     for tokens, reason in sorted(demand.boundaries.items()):
         if reason.origin in causes:
-            stats.lose(causes[reason.origin], tokens - above_tokens)
+            stats.lost_tokens[causes[reason.origin]] += tokens - above_tokens
             above_tokens = tokens
         stats.junctions_pinned += reason.origin is Origin.JUNCTION
         stats.hints_pinned += reason.origin is Origin.HINT
     computed_tokens = demand.shared.fewest
     aligned_tokens = computed_tokens // geometry.unit_tokens * geometry.unit_tokens
     if aligned_tokens > above_tokens:
-        stats.lose(LossCause.LOOK_AHEAD, aligned_tokens - above_tokens)
+        stats.lost_tokens[LossCause.LOOK_AHEAD] += aligned_tokens - above_tokens
         above_tokens = aligned_tokens
     if computed_tokens > above_tokens:
-        stats.lose(LossCause.GRANULARITY, computed_tokens - above_tokens)
+        stats.lost_tokens[LossCause.GRANULARITY] += computed_tokens - above_tokens

@@ -24,10 +24,6 @@ Plan = Mapping[int, Reason]
 _GRID = Reason(Origin.GRID)
 
 
-def _always(reason: Reason) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """What `VLLM_PREFIX_CACHE_RETENTION_INTERVAL` and `VLLM_ASCEND_KVEXT_RETENTION` mean.
@@ -58,7 +54,7 @@ class RetentionPolicy:
         num_prompt_tokens: int,
         hit_tokens: int = 0,
         demand: Plan | None = None,
-        is_worth_trying: Callable[[Reason], bool] = _always,
+        is_worth_trying: Callable[[Reason], bool] = lambda reason: True,
     ) -> dict[int, Reason]:
         """The boundaries of a request that are known when it is admitted.
 

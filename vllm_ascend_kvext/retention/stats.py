@@ -52,10 +52,6 @@ class RetentionStats(Reporting):
         ),
     ] = field(default_factory=partial(zeros, LossCause))
 
-    def lose(self, cause: LossCause, num_tokens: int) -> None:
-        """Count tokens that have to be computed again."""
-        self.lost_tokens[cause] += num_tokens
-
 
 METRICS = RetentionStats.metrics = MetricTable(RetentionStats)
 

@@ -40,8 +40,6 @@ class Arena:
         TierError: If it is less than 64.
     """
 
-    __slots__ = ("_begins", "_by_size", "_gaps", "_places", "capacity_bytes", "used_bytes")
-
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < ALIGNMENT_BYTES:
             raise TierError(

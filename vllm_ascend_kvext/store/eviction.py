@@ -81,22 +81,6 @@ class EvictionOrder:
         ends_first: Whether rows wait for what lies behind them.
     """
 
-    __slots__ = (
-        "_arena",
-        "_behind",
-        "_blocked",
-        "_ends",
-        "_ends_first",
-        "_geometry",
-        "_index",
-        "_latest",
-        "_latest_bytes",
-        "_places",
-        "_random",
-        "_recent_bytes",
-        "_reuse",
-    )
-
     def __init__(
         self, arena: Arena, index: Index, geometry: TierGeometry, reuse: Reuse, ends_first: bool
     ) -> None:

@@ -25,8 +25,6 @@ _Table = dict[bytes, list[Entry]]
 class Index:
     """Entries by kind and key."""
 
-    __slots__ = ("_stored", "_storing")
-
     def __init__(self) -> None:
         self._stored: dict[Kind, _Table] = {kind: {} for kind in Kind}
         self._storing: dict[Kind, _Table] = {kind: {} for kind in Kind}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a prefix is stored, and why not more.
+"""How much of a prefix is stored, why not more, and which pieces to store so that more is.
 
 Whoever reads a prefix walks back from a boundary: the entry that its key leads to begins at an
-earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk. Changes
-nothing. Takes time in proportion to the chunks of the prefix, and to the units of those chunks
-whose neighbour is there; looking for all tails, to the units of the range.
+earlier boundary of the same prefix, and so on. An entry never reaches into the next chunk: a chunk
+is stored as a whole, or in pieces that were added as the prompt grew, `MAX_PIECES` at most. Before
+it gets more it is stored once more, as one, and its pieces go. Changes nothing. Takes time in
+proportion to the chunks of the prefix, and to the units of those chunks whose neighbour is there;
+looking for all tails, to the units of the range.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vllm_ascend_kvext.store.entries import Entry, Kind
+from vllm_ascend_kvext.errors import TierError
+from vllm_ascend_kvext.store.entries import Entry, Kind, Piece
 from vllm_ascend_kvext.store.index import Index
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
+
+MAX_PIECES = 4
+"""Each piece costs a load one more section per group; storing a chunk again costs all its rows."""
 
 
 class Shortfall(enum.Enum):
@@ -233,6 +239,55 @@ class Lookup:
             else:
                 yield end_tokens, entry
                 end_tokens = entry.piece.first_tokens
+
+    def missing_pieces(self, first_tokens: int, end_tokens: int) -> list[Piece]:
+        """What to store so that rows can be read up to a boundary.
+
+        What is stored, or being stored, is left out.
+
+        Args:
+            first_tokens: Chunks that end at or before it are not looked at.
+        """
+        if not self.geometry.needs_rows:
+            return []
+        end_tokens = self._limit(end_tokens)
+        chunk_tokens = self.geometry.chunk_tokens
+        first_tokens -= first_tokens % chunk_tokens
+        pieces: list[Piece] = []
+        for chunk_first in range(first_tokens, end_tokens, chunk_tokens):
+            chunk_end = min(chunk_first + chunk_tokens, end_tokens)
+            gaps: list[Piece] = []
+            num_present, position = 0, chunk_first
+            for run in self.runs_of_chunk(chunk_first, chunk_end, with_storing=True):
+                if position < run.first_tokens:
+                    gaps.append(Piece.rows(position, run.first_tokens))
+                num_present += len(run.entries)
+                position = run.end_tokens
+            if position < chunk_end:
+                gaps.append(Piece.rows(position, chunk_end))
+            if gaps and num_present + len(gaps) > MAX_PIECES:
+                gaps = [Piece.rows(chunk_first, chunk_end)]
+            pieces += gaps
+        return pieces
+
+    def keys_of(self, piece: Piece) -> tuple[bytes, ...]:
+        """Of the boundaries at which a piece can be found, ascending.
+
+        Raises:
+            TierError: It is not cut at units, or reaches into a second chunk.
+        """
+        kind, first_tokens, end_tokens = piece
+        geometry, unit_tokens = self.geometry, self.geometry.unit_tokens
+        if first_tokens >= 0 and not (first_tokens % unit_tokens or end_tokens % unit_tokens):
+            if kind is Kind.TAILS and 0 < first_tokens == end_tokens:
+                return (self.prefix.key_at(end_tokens),)
+            if kind is Kind.ROWS and geometry.chunk_start(end_tokens) <= first_tokens < end_tokens:
+                return tuple(self.prefix.keys_at(self._boundaries(first_tokens, end_tokens)))
+        raise TierError(
+            f"host tier: expected rows within one chunk of {geometry.chunk_tokens} tokens, or "
+            f"tails at one boundary, cut at multiples of {unit_tokens}, found {piece}; store the "
+            "pieces that missing_pieces names"
+        )
 
     def _end_before(self, first_tokens: int, boundary_tokens: int, with_storing: bool) -> int:
         """Where the rows of a range end that lacks those before its last boundary.

@@ -20,7 +20,7 @@ long it has waited is its age, and ages are told apart by powers of two, as stag
 For each stage it is counted how long chunks waited in it, and how many were asked for then. The
 quotient is how likely the next use asks for such a chunk: its hazard. Chunks that still wait count,
 so that what never comes back is seen as well. What was evicted counts, too: else only what is kept
-anyway would be learned from. Chunks of different classes come back differently: see `class_of`.
+anyway would be learned from. Chunks of different classes come back differently: see `_Chunk`.
 
 Knows keys; knows nothing of entries and places.
 """
@@ -55,7 +55,8 @@ class _Chunk:
     """What is known of a chunk.
 
     Attributes:
-        origin: See `class_of`.
+        origin: What it was written behind: 0 for nothing that was known, 1 for a prompt that came
+            back for the first time, 2 for one that had done so before.
         asked_at: The latest use that asked for it.
         num_asked: How many requests asked for it, the first included.
     """
@@ -66,18 +67,8 @@ class _Chunk:
 
     @property
     def class_index(self) -> int:
-        return class_of(self.origin, self.num_asked)
-
-
-def class_of(origin: int, num_asked: int) -> int:
-    """Chunks of one class are expected to come back alike.
-
-    Args:
-        origin: What the chunk was written behind: 0 for nothing that was known, 1 for a prompt that
-            came back for the first time, 2 for one that had done so before.
-        num_asked: How many requests asked for it.
-    """
-    return origin * MAX_TIMES + min(num_asked, MAX_TIMES) - 1
+        """Chunks of one class are expected to come back alike."""
+        return self.origin * MAX_TIMES + min(self.num_asked, MAX_TIMES) - 1
 
 
 class Reuse:
@@ -94,18 +85,6 @@ class Reuse:
         densities: Hits per use, by class and stage, as learned last.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_cohorts",
-        "_max_keys",
-        "_num_asked",
-        "_num_requests",
-        "_num_since_learned",
-        "_waited",
-        "came_back",
-        "densities",
-    )
-
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self.clear()
@@ -120,9 +99,6 @@ class Reuse:
         self.came_back = _zeros()
         self._num_asked = self._num_requests = self._num_since_learned = 0
         self.densities: Table = [[1.0] * NUM_STAGES for _ in range(NUM_CLASSES)]
-
-    def __len__(self) -> int:
-        return len(self._chunks)
 
     def density(self, key: bytes, use: int, now: int) -> float:
         """Hits per use that are expected of a chunk from now on.

@@ -32,8 +32,6 @@ class StorePolicy(enum.Enum):
 class StoreChooser:
     """Applies a policy. Every call takes constant time."""
 
-    __slots__ = ("_seen", "policy")
-
     def __init__(
         self, policy: StorePolicy = StorePolicy.SECOND_TOUCH, remembered_keys: int = 1 << 18
     ) -> None:

@@ -8,7 +8,7 @@ A request, from its admission on::
     load = tier.begin_load(prefix, boundary, entries, use)      pins it
     tier.end_load(load, unreadable)                             once no worker reads it any more
 
-    for piece in tier.missing_pieces(prefix, first, end):       what it has computed
+    for piece in tier.lookup(prefix).missing_pieces(first, end):    what it has computed
         entry = tier.begin_store(prefix, piece, num_bytes, use)     or a Refusal
         tier.finish_store(entry, row_map)                       or fail_store, once no worker writes
 
@@ -27,8 +27,7 @@ from vllm_ascend_kvext.store.counters import Refusal, Removal, TierCounters
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Load, Piece
 from vllm_ascend_kvext.store.eviction import EvictionOrder
 from vllm_ascend_kvext.store.index import Index
-from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall, StoredRun
-from vllm_ascend_kvext.store.pieces import keys_of, missing_pieces
+from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.reuse import Reuse
 
@@ -69,6 +68,7 @@ class HostTier:
         self.geometry = geometry
         self.counters = TierCounters()
         self._arena = Arena(capacity_bytes)
+        self.capacity_bytes = self._arena.capacity_bytes
         self._index = Index()
         self._reuse = Reuse(remembered_keys)
         self._order = EvictionOrder(
@@ -79,10 +79,6 @@ class HostTier:
         self._on_removed = on_removed
         self._latest_use = 0
         self._num_entries = 0
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes
 
     def next_use(self) -> int:
         """A moment, later than those before, by which ages are told.
@@ -109,19 +105,11 @@ class HostTier:
 
     def look_up(self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0) -> Hit:
         """The last boundary within a limit at which a request can resume; changes nothing."""
-        return self._lookup(prefix).find_hit(self._lost, limit_tokens, after_tokens)
+        return self.lookup(prefix).find_hit(self._lost, limit_tokens, after_tokens)
 
-    def find_runs(
-        self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
-    ) -> list[StoredRun]:
-        """All stored rows in a range, with gaps between them; changes nothing."""
-        return self._lookup(prefix).find_runs(limit_tokens, after_tokens)
-
-    def find_all_tails(
-        self, prefix: Prefix, limit_tokens: int, after_tokens: int = 0
-    ) -> list[Entry]:
-        """All stored tails of a range of boundaries, ascending; changes nothing."""
-        return self._lookup(prefix).find_all_tails(limit_tokens, after_tokens)
+    def lookup(self, prefix: Prefix) -> Lookup:
+        """Finds all that is stored of a prefix, with gaps between; changes nothing."""
+        return Lookup(self._index, self.geometry, prefix)
 
     def begin_load(
         self, prefix: Prefix, boundary_tokens: int, entries: tuple[Entry, ...], use: int
@@ -175,24 +163,18 @@ class HostTier:
         if not self.geometry.needs_rows:
             return
         boundary = self.geometry.floor(min(upto_tokens, prefix.num_tokens))
-        for _, entry in self._lookup(prefix).walk_back(0, boundary, with_storing=True):
+        for _, entry in self.lookup(prefix).walk_back(0, boundary, with_storing=True):
             if entry.use >= use:
                 return
             entry.use = use
 
     # Stores.
 
-    def missing_pieces(self, prefix: Prefix, first_tokens: int, end_tokens: int) -> list[Piece]:
-        """What to store so that rows can be read up to a boundary; see ``pieces``."""
-        if not self.geometry.needs_rows:
-            return []
-        return missing_pieces(self._lookup(prefix), first_tokens, end_tokens)
-
     def present_tokens(self, prefix: Prefix, limit_tokens: int) -> int:
         """Up to which boundary the rows of a prefix are there, those being stored included."""
         if not self.geometry.needs_rows:
             return 0
-        return self._lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
+        return self.lookup(prefix).first_run(limit_tokens, 0, with_storing=True).end_tokens
 
     def begin_store(
         self, prefix: Prefix, piece: Piece, num_bytes: int, use: int
@@ -212,7 +194,7 @@ class HostTier:
         Raises:
             TierError: If a piece is not cut at units, or reaches into a second chunk.
         """
-        keys = keys_of(self.geometry, prefix, piece)
+        keys = self.lookup(prefix).keys_of(piece)
         refusal = self._why_not_needed(piece, keys[-1])
         if refusal is None and num_bytes > self.capacity_bytes:
             refusal = Refusal.NO_ROOM
@@ -288,9 +270,6 @@ class HostTier:
         for lost in self._lost.values():
             lost.clear()
         self._reuse.clear()
-
-    def _lookup(self, prefix: Prefix) -> Lookup:
-        return Lookup(self._index, self.geometry, prefix)
 
     def _why_not_needed(self, piece: Piece, key: bytes) -> Refusal | None:
         for find, refusal in (

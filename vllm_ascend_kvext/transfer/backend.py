@@ -26,10 +26,10 @@ class Transfer(NamedTuple):
     """
 
     pools: Table
-    planes: Table
-    runs: Table
     host_address: int
     host_bytes: int
+    planes: Table
+    runs: Table
     direction: Direction
     placement: CopyPlacement
     pool_tensors: tuple[torch.Tensor, ...]
@@ -38,14 +38,7 @@ class Transfer(NamedTuple):
     @property
     def descriptors(self) -> tuple[Table, int, int, Table, Table, Direction]:
         """The first arguments of the compiled module's functions."""
-        return (
-            self.pools,
-            self.host_address,
-            self.host_bytes,
-            self.planes,
-            self.runs,
-            self.direction,
-        )
+        return self[:6]
 
 
 class Backend(Protocol):

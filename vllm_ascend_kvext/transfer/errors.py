@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be wrong with a transfer."""
 
-from __future__ import annotations
-
 from vllm_ascend_kvext.errors import KvextError
 
 

@@ -65,10 +65,10 @@ def page_transfer(
     require_bytes("host", host)
     transfer = Transfer(
         pools.table,
-        planes,
-        runs,
         host.data_ptr(),
         host.numel(),
+        planes,
+        runs,
         direction,
         placement or CALLING_THREAD,
         pools.tensors,

@@ -3,7 +3,6 @@
 #include <string>
 #include <vector>
 
-#include "cores.h"
 #include "kernel_operator.h"
 #include "launcher.h"
 #include "work_table.h"

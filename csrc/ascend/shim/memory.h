@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memories of a simulated core, with a check on every access. A violation throws: the run ends
+// Simulated cores and their memories, with a check on every access. A violation throws: the run ends
 // with a message instead of a wrong byte.
 //
 // Limits are those of Atlas A2 and A3, from CANN's reference of DataCopyPad, TPipe and TQueBind.
@@ -182,6 +182,28 @@ inline Core& ThisCore() {
     Fail("shim: called outside a kernel");
   }
   return *current_core;
+}
+
+// One launch on a host: its cores, one after the other. Which is first makes no difference: what a
+// core reads no core writes, and a byte is written once. Throws Violation.
+template <typename Kernel>
+void RunCores(GlobalMemory& memory, uint32_t num_cores, Kernel kernel) {
+  struct Leave {
+    ~Leave() { current_core = nullptr; }
+  } leave;
+  for (uint32_t index = 0; index < num_cores; ++index) {
+    const auto core = std::make_unique<Core>();
+    core->memory = &memory;
+    core->index = index;
+    core->num_cores = num_cores;
+    current_core = core.get();
+    kernel();
+    for (const Buffer& buffer : core->buffers) {
+      if (buffer.stage != Stage::kFree) {
+        Fail("TQueBind: the kernel ends with a tensor in use");
+      }
+    }
+  }
 }
 
 }  // namespace kvext_shim

@@ -3,12 +3,34 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <vector>
 
 #include "kvext/checked_transfer.h"
-#include "kvext/placement.h"
 #include "kvext/rotation.h"
 
 namespace kvext {
+
+// Where copies run.
+struct Placement {
+  // Ascending, without repetition. Empty: wherever the thread that starts them may run.
+  std::vector<int> cpus;
+  // As of nice(2): 0 is the default, 19 gives way to everything.
+  int niceness = 0;
+
+  bool operator==(const Placement& other) const {
+    return cpus == other.cpus && niceness == other.niceness;
+  }
+};
+
+// Names the CPUs that the kernel does not give to this process.
+class PlacementError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Starts a thread there. Throws PlacementError where the kernel does not give all of the CPUs.
+void require_cpus(const Placement& placement);
 
 // Whether large copies write past the caches.
 enum class Streaming { kAuto = -1, kOff = 0, kOn = 1 };

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <tuple>
 #include <vector>
 
 #include "kvext/checked_transfer.h"
@@ -78,7 +80,9 @@ class CheckedRotation {
 
  private:
   const CheckedTransfer& transfer_;
-  std::vector<float> coefficients_;
+  // Cosines and sines by positions, first frequency and pairs. Layers are nearly always alike: they
+  // are computed once per shift.
+  std::map<std::tuple<int64_t, int64_t, int64_t>, std::vector<float>> angles_;
   std::vector<HeadRotation> head_rotations_;
   std::vector<int64_t> places_;  // in head_rotations_, or -1
 };

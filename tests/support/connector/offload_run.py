@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
+from support.connector.held import Held
 from support.connector.offload_workloads import OffloadWorkload
 from support.connector.simulated_engine import SimulatedEngine
 from support.installed import installed, retention_installed
 from support.retention.checkpoints import adaptive_chosen
 from support.scheduler.transcript import Step
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.connector.scheduler.request_state import Held
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 
 MAX_STEPS = 4000
@@ -109,7 +109,7 @@ def check_blocks(engine: SimulatedEngine) -> None:
         assert extra >= 0, f"{block} is held {held[block.block_id]} times by requests"
         assert (block.block_id in free) == (block.ref_cnt == 0), f"{block} is lost, or free in use"
         num_extra += extra
-    assert num_extra == engine.side.num_references
+    assert num_extra == engine.side.references.num_references
     assert pool.null_block.block_id not in free
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from vllm.v1.core.block_pool import BlockPool
 
+from support.connector.held import held_by
 from support.connector.worker_configs import AttentionLayer, vllm_config, worker_options
 from support.layout.reach import Reach
 from support.layout.truth import LayoutFixture, PagedTensor
@@ -225,8 +226,8 @@ class _Sides:
 
     def assert_idle(self) -> None:
         assert not self._side.has_transfers
-        assert not self._side.num_references
-        assert not self._side.held().pinned_ids
+        assert not self._side.references.num_references
+        assert not held_by(self._side).pinned_ids
         assert self._pool.get_num_free_blocks() == self._pool.num_gpu_blocks - 1
 
     def _free(self, request: Any) -> None:

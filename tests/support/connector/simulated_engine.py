@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from support.connector.blended_stream import BlendedStream
+from support.connector.held import Held, held_by
 from support.connector.page_contents import Digests, PageContents, Shifts, WrongBytesError
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import ScriptedTransfers, TransferScript
@@ -33,7 +34,6 @@ from support.scheduler.options import EngineOptions
 from vllm_ascend_kvext.connector import kvext_connector
 from vllm_ascend_kvext.connector.kvext_connector import KvextConnector
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
-from vllm_ascend_kvext.connector.scheduler.request_state import Held
 from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
@@ -248,7 +248,7 @@ class SimulatedEngine(SchedulerEngine):
     @property
     def held(self) -> Held:
         """What the scheduler side holds for requests."""
-        return self.side.held()
+        return held_by(self.side)
 
     @property
     def entries(self) -> list[Entry]:

@@ -141,10 +141,9 @@ class SimulatedSegments:
         del kv_caches
         return self.pages
 
-    def mover(self, worker_fingerprint: str, host: torch.Tensor) -> SimulatedMover:
+    def mover(self, host: torch.Tensor) -> SimulatedMover:
         layout = SegmentLayout(
             tuple(plane.row_bytes for plane in self.pages.planes),
-            worker_fingerprint,
             max(paged.reach.window_tokens for paged in self._fixture.tensors),
         )
         return SimulatedMover(self.pages, host, layout, self._transfers)

@@ -111,7 +111,7 @@ class Engine(scenarios_engine.Engine):
             return list(self.side.tier._entries.values())
         # The last token is computed: a block that it fills is of no use.
         full_tokens = (len(prompt) - 1) // self.block_tokens * self.block_tokens
-        runs = self.side.tier.find_runs(self.prefixes[tuple(prompt)], full_tokens)
+        runs = self.side.tier.lookup(self.prefixes[tuple(prompt)]).find_runs(full_tokens, 0)
         return [entry for run in runs for entry in run.entries]
 
     @contextmanager

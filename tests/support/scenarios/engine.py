@@ -293,9 +293,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         left = {"blocks": sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)}
         if self.has_connector:
-            from vllm_ascend_kvext.connector.scheduler.request_state import Held
+            from support.connector.held import Held, held_by
 
-            left |= {"held": self.side.held() != Held(), "transfers": self.side.has_transfers}
+            left |= {"held": held_by(self.side) != Held(), "transfers": self.side.has_transfers}
         return left
 
     def shutdown(self) -> None:

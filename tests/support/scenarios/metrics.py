@@ -49,4 +49,4 @@ def add_to_each(stats: RetentionStats) -> None:
     stats.junctions_hit += 5
     stats.hints_pinned += 6
     for num_tokens, cause in enumerate(LossCause, start=7):
-        stats.lose(cause, num_tokens)
+        stats.lost_tokens[cause] += num_tokens

@@ -104,7 +104,7 @@ class Engine(blending.Engine):
         choose = self.blending.choose
 
         def watched(request_id: str, scores: Any) -> Any:
-            scored = self.blending.scored(request_id)
+            scored = self.blending.questions.scored(request_id)
             runs = choose(request_id, scores)
             prompt = self.scheduler.requests[request_id].prompt_token_ids
             self._scores[tuple(prompt)] = {

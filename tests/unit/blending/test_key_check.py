@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -177,27 +176,3 @@ def test_positions_between_which_tokens_are_missing_are_turned_as_far() -> None:
 
 
 # Fingerprints of signatures.
-
-GLOBAL = RotarySignature((1.0, 0.1), PairStyle.HALVES, 8, 0, RowDtype.BFLOAT16)
-
-
-OTHERS = {
-    "frequencies": (1.0, float(np.nextafter(0.1, 1))),
-    "pair_style": PairStyle.NEIGHBOURS,
-    "dtype": RowDtype.FLOAT16,
-}
-
-
-def test_whatever_decides_keys_is_in_the_fingerprint() -> None:
-    found = {GLOBAL.fingerprint, replace(GLOBAL, frequencies=(0.1, 1.0)).fingerprint}
-    for name in (field.name for field in fields(GLOBAL)):
-        other = OTHERS.get(name) or getattr(GLOBAL, name) + 1
-        found.add(replace(GLOBAL, **{name: other}).fingerprint)
-    assert len(found) == 2 + len(fields(GLOBAL))
-
-
-def test_a_fingerprint_is_the_same_everywhere() -> None:
-    """Stored keys are found by it: change it only where they change."""
-    assert GLOBAL.fingerprint == (
-        "46dae749b18cbf1a63dcb9d1638cf67c27d3c6f754cc33b6c046542f8f0fbf5b"
-    )

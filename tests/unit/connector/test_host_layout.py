@@ -55,7 +55,7 @@ def test_pages_that_leave_are_those_of_one_tail_and_not_of_the_next() -> None:
 
 
 def worker(layout: KVLayout, host_bytes: int = 1024) -> WorkerLayout:
-    return WorkerLayout(layout, "f", host_bytes)
+    return WorkerLayout(layout, host_bytes)
 
 
 def test_workers_may_differ_in_addresses_only() -> None:

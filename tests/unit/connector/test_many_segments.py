@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
-from vllm_ascend_kvext.connector.segments.blended_requests import _cut
-from vllm_ascend_kvext.holes.load_plan import Span
+from vllm_ascend_kvext.holes.load_plan import Span, spans_within
 from vllm_ascend_kvext.token_range import TokenRange, without
 
 
@@ -35,7 +34,7 @@ class CountedPrefix(SegmentPrefix):
 def test_segments_are_not_compared_each_with_each() -> None:
     runs = CountedRuns(TokenRange(10 * number, 10 * number + 4) for number in range(10_000))
     found = [Span(run.first_tokens, run.end_tokens + 3) for run in runs]
-    cut = _cut(found, runs)
+    cut = spans_within(found, runs)
     left = without([TokenRange(run.first_tokens, run.end_tokens + 3) for run in runs], runs)
     assert [(rows.first_tokens, rows.end_tokens) for rows in cut] == runs
     assert left == tuple(TokenRange(run.end_tokens, run.end_tokens + 3) for run in runs)

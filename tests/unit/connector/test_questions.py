@@ -11,17 +11,17 @@ import pytest
 from pytest_mock import MockerFixture
 
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.scheduler.load_jobs import _joined
 from vllm_ascend_kvext.connector.segments import make_blending
+from vllm_ascend_kvext.connector.segments.blended_requests import Blending
 from vllm_ascend_kvext.connector.segments.questions import (
     MAX_PROBED_TOKENS,
     Questions,
 )
 from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, with_holes
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.token_range import TokenRange
@@ -101,16 +101,16 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
     logger = mocker.patch.object(make_blending, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
     engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1)
-    place = mocker.Mock(view=engine, layout=layout, holes=HoleQueue(), computes_holes=True)
+    place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
     options = ConnectorOptions(blending=True, blend_selector=Selector.QUESTION)
-    segments = SegmentLayout((64,), "f")
+    segments = SegmentLayout((64,))
     workers = [mocker.Mock(segments=segments, probe_refusal=each) for each in ("", refusal)]
-    make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
+    blending = make_blending.make_blending(place, options, NO_SEGMENT_TOKENS, workers)
     warnings = [call.args[0] % call.args[1:] for call in logger.warning.mock_calls]
     assert warnings == (
         [f"KvextConnector: blend_selector is heads: worker 1: {refusal}"] if refusal else []
     )
-    assert (place.holes.probe_blocks is None) == bool(refusal)
+    assert isinstance(blending, Blending) and (blending.questions is None) == bool(refusal)
 
 
 def test_the_first_pass_computes_what_is_in_no_segment_and_the_question() -> None:

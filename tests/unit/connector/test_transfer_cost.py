@@ -10,7 +10,7 @@ def measured() -> TransferCost:
     """1 ms per token, 1 MB/s, parked for 10 ms."""
     cost = TransferCost()
     cost.note_step(1000, 1.0)
-    cost.note_copies(1_000_000, 1.0)
+    cost.note_copies("load", 1_000_000, 1.0)
     cost.note_load(1_000_000, 1.01)
     return cost
 
@@ -35,10 +35,10 @@ def test_kv_goes_out_and_back_once_that_is_known_to_be_faster_than_computing() -
     assert not cost.pays_out_and_back(1, 1 << 20), "nothing is known"
     cost.note_step(1000, 1.0)
     assert not cost.pays_out_and_back(1, 1 << 20), "stores are not known"
-    cost.note_stores(1_000_000, 0.5)
+    cost.note_copies("store", 1_000_000, 0.5)
     assert cost.pays_out_and_back(100_000, 101)  # 50 ms each way
     assert not cost.pays_out_and_back(100_000, 99)
-    cost.note_copies(1_000_000, 1.0)
+    cost.note_copies("load", 1_000_000, 1.0)
     cost.note_load(1_000_000, 1.01)
     assert cost.pays_out_and_back(100_000, 161)  # 50 ms out, 100 ms and 10 ms back
     assert not cost.pays_out_and_back(100_000, 159)
@@ -56,6 +56,6 @@ def test_estimates_follow_what_is_measured() -> None:
     cost = measured()
     for _ in range(100):
         cost.note_step(1000, 4.0)
-        cost.note_copies(1_000_000, 0.5)
+        cost.note_copies("load", 1_000_000, 0.5)
     assert not cost.is_slower_than_computing(700_000, 91)  # 360 ms against 364 ms
     assert cost.is_slower_than_computing(700_000, 89)

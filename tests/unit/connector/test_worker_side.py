@@ -10,15 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY
 
 import pytest
 from support.connector.gates import Gate, until
 from support.connector.worker_configs import (
-    AttentionLayer,
-    parallel_config,
     vllm_config,
     worker_options,
 )
@@ -336,36 +333,6 @@ def test_a_worker_describes_itself(make: Make) -> None:
     described = worker.side.describe()
     assert described.layout == worker.pages.layout()
     assert described.host_bytes == 1 << 20
-    assert len(described.fingerprint) == 64
-
-
-@pytest.mark.parametrize(
-    ("part", "values"),
-    [
-        ("model_config", {"model": "other"}),
-        ("model_config", {"revision": "other"}),
-        ("model_config", {"quantization": "other"}),
-        ("model_config", {"dtype": "torch.float16"}),
-        ("cache_config", {"cache_dtype": "fp8_e5m2"}),
-        ("", {"speculative_config": SimpleNamespace(model="draft")}),
-        ("", {"parallel_config": parallel_config(tensor_parallel_size=2)}),
-        (
-            "compilation_config",
-            {"static_forward_context": {"model.layers.0.c4.attn": AttentionLayer()}},
-        ),
-    ],
-)
-def test_what_makes_another_fingerprint(part: str, values: dict[str, Any], make: Make) -> None:
-    config = vllm_config()
-    vars(getattr(config, part) if part else config).update(values)
-    made = {make(vllm_config=each).side.describe().fingerprint for each in (vllm_config(), config)}
-    assert len(made) == 2
-
-
-def test_ranks_have_one_fingerprint(make: Make) -> None:
-    ranks = [parallel_config(tensor_parallel_size=2, rank=rank) for rank in (1, 3)]
-    configs = [vllm_config(parallel_config=each) for each in ranks]
-    assert len({make(vllm_config=each).side.describe().fingerprint for each in configs}) == 1
 
 
 def test_cpus_that_nobody_has_are_refused(make: Make) -> None:

@@ -35,7 +35,6 @@ from vllm_ascend_kvext.groups.model import (
 from vllm_ascend_kvext.groups.spec_attributes import (
     config_rows_of,
     holds_states,
-    is_replicated,
     kind_of,
     tokens_per_page,
     tokens_per_page_of,
@@ -53,37 +52,35 @@ class StateSpec(MambaSpec):
 
 
 SPECS = [
-    # spec, kind, window_tokens, tokens_per_page, is_replicated; states are those of a kind
-    (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16, False),
-    (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16, False),
-    (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256, True),
-    (AscendMLAAttentionSpec(block_size=128, compress_ratio=128), GroupKind.FULL, 0, 16384, True),
-    (DeclaredMLASpec(block_size=512, tokens_per_state=4), GroupKind.FULL, 0, 512, True),
-    (DeclaredMLASpec(block_size=16384, tokens_per_state=128), GroupKind.FULL, 0, 16384, True),
-    (RSWASpec(block_size=16), GroupKind.OTHER, 0, 16, False),
-    (SlidingWindowSpec(block_size=16, sliding_window=9), GroupKind.WINDOW, 9, 16, False),
-    (SlidingWindowMLASpec(block_size=4, sliding_window=8), GroupKind.WINDOW, 8, 4, True),
+    # spec, kind, window_tokens, tokens_per_page; states are those of a kind
+    (FullAttentionSpec(block_size=16), GroupKind.FULL, 0, 16),
+    (FullAttentionSpec(block_size=16, sliding_window=9), GroupKind.FULL, 0, 16),
+    (MLAAttentionSpec(block_size=256, compress_ratio=4), GroupKind.FULL, 0, 256),
+    (AscendMLAAttentionSpec(block_size=128, compress_ratio=128), GroupKind.FULL, 0, 16384),
+    (DeclaredMLASpec(block_size=512, tokens_per_state=4), GroupKind.FULL, 0, 512),
+    (DeclaredMLASpec(block_size=16384, tokens_per_state=128), GroupKind.FULL, 0, 16384),
+    (RSWASpec(block_size=16), GroupKind.OTHER, 0, 16),
+    (SlidingWindowSpec(block_size=16, sliding_window=9), GroupKind.WINDOW, 9, 16),
+    (SlidingWindowMLASpec(block_size=4, sliding_window=8), GroupKind.WINDOW, 8, 4),
     (
         ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64),
         GroupKind.CHUNKED,
         64,
         16,
-        False,
     ),
-    (MambaSpec(block_size=32, shapes=(), dtypes=()), GroupKind.STATE, 0, 32, False),
-    (StateSpec(block_size=32), GroupKind.STATE, 0, 32, False),
-    (CrossAttentionSpec(block_size=16), GroupKind.OTHER, 0, 16, False),
+    (MambaSpec(block_size=32, shapes=(), dtypes=()), GroupKind.STATE, 0, 32),
+    (StateSpec(block_size=32), GroupKind.STATE, 0, 32),
+    (CrossAttentionSpec(block_size=16), GroupKind.OTHER, 0, 16),
 ]
 
 
-@pytest.mark.parametrize(("spec", "kind", "window_tokens", "page_tokens", "replicated"), SPECS)
+@pytest.mark.parametrize(("spec", "kind", "window_tokens", "page_tokens"), SPECS)
 def test_a_spec_says_which_tokens_its_layers_read(
-    spec: object, kind: GroupKind, window_tokens: int, page_tokens: int, replicated: bool
+    spec: object, kind: GroupKind, window_tokens: int, page_tokens: int
 ) -> None:
     assert kind_of(spec) is kind
     assert window_tokens_of(spec) == window_tokens
     assert tokens_per_page_of(spec) == page_tokens
-    assert is_replicated(spec) is replicated
     assert holds_states(spec, "0.attention") is (kind is GroupKind.STATE)
 
 

@@ -7,12 +7,13 @@ What they read and leave is checked by random lives of requests on vLLM's real s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
+from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
 from vllm_ascend_kvext.holes.hole_queue import MAX_PROBE_STEPS, HoleQueue, HoleRow, ProbePlan
-from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks, WindowBlocks
 from vllm_ascend_kvext.token_range import TokenRange
 
 MANY = 10_000
@@ -40,10 +41,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def allocate(self, num_blocks: int) -> list[Block]:
-        assert num_blocks <= len(self.free)
+    def allocate(self, num_blocks: int) -> Iterator[Block] | None:
+        if num_blocks > len(self.free):
+            return None
         taken, self.free = self.free[:num_blocks], self.free[num_blocks:]
-        return taken
+        return iter(taken)
 
     def take(self, blocks: list[Block]) -> None:
         self.free = [block for block in self.free if block not in blocks]
@@ -58,19 +60,23 @@ def pool() -> BlockPool:
     return BlockPool()
 
 
-def window_blocks(pool: BlockPool) -> WindowBlocks:
+def window_blocks(pool: BlockPool) -> HoleBlocks:
     def pages(boundary_tokens: int) -> dict[int, tuple[int, int]]:
         end_page = -(-boundary_tokens // PAGE_TOKENS)
         return {GROUP: (max(0, end_page - WINDOW_PAGES), end_page)}
 
-    return WindowBlocks(pool, pages, {0: PAGE_TOKENS, GROUP: PAGE_TOKENS})
+    return HoleBlocks(pool, pages, {0: PAGE_TOKENS, GROUP: PAGE_TOKENS})
+
+
+def no_windows(pool: BlockPool, tokens_per_page: dict[int, int]) -> HoleBlocks:
+    return HoleBlocks(pool, lambda _: {}, tokens_per_page)
 
 
 def parked(
     *holes: tuple[int, int], after_tokens: int = 0, pool: BlockPool | None = None
 ) -> HoleQueue:
     """A request that waits for its holes; of a model with windows if there is a pool."""
-    queue = HoleQueue(window_blocks(pool)) if pool else HoleQueue()
+    queue = HoleQueue(window_blocks(pool) if pool else no_windows(BlockPool(), {0: PAGE_TOKENS}))
     queue.begin("a", [TokenRange(*hole) for hole in holes], after_tokens)
     return queue
 
@@ -164,7 +170,7 @@ def test_request_that_ends_is_named_if_nothing_else_says_that_it_is_loaded(is_lo
 @pytest.fixture
 def probing(pool: BlockPool) -> HoleQueue:
     """With a request that has been loaded, and waits for its probe."""
-    queue = HoleQueue(probe_blocks=ProbeBlocks(pool, {0: PAGE_TOKENS}))
+    queue = HoleQueue(no_windows(pool, {0: PAGE_TOKENS}))
     assert queue.begin_dense("a", HOLES, 0, 0, OWN_IDS, PROBE) == {}
     assert rows(queue) == [] == queue.end_step()
     queue.note_load_ended("a")
@@ -235,13 +241,13 @@ def test_probe_without_room_or_answer_is_given_up(
 
 
 def test_probe_takes_pages_of_every_group(pool: BlockPool) -> None:
-    blocks = ProbeBlocks(pool, {0: 4, 1: 8})
-    assert blocks.take([5, 3], 26) == {0: [1, 2], 1: [3]}
-    assert blocks.take([5, 1], 20) == {0: [], 1: [4, 5]}
-    assert blocks.take([0, 9], 100) is None
-    assert len(blocks) == 5
+    blocks = no_windows(pool, {0: 4, 1: 8})
+    assert blocks.take_probe([5, 3], 26) == {0: [1, 2], 1: [3]}
+    assert blocks.take_probe([5, 1], 20) == {0: [], 1: [4, 5]}
+    assert blocks.take_probe([0, 9], 100) is None
+    assert pool.num_free == 15
     blocks.end_step()
-    assert (len(blocks), pool.num_free) == (0, 20)
+    assert pool.num_free == 20
 
 
 # Blocks of windows.
@@ -293,7 +299,7 @@ def test_only_the_hole_that_reads_no_window_is_computed_beside_the_load(
 def test_row_is_as_short_as_the_free_blocks_are_few(pool: BlockPool) -> None:
     queue = parked((0, 40), pool=pool)
     queue.begin("b", [TokenRange(0, 4)], 0)
-    held = pool.allocate(20)
+    held = list(pool.allocate(20))
     assert rows(queue) == []  # Later requests do not take what this one waits for.
     pool.release(held[17:])
     assert runs(queue) == [(0, 10)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_kvext.errors import LayoutError
-from vllm_ascend_kvext.layout.disjoint import OwnedRegion, check_disjoint
+from vllm_ascend_kvext.layout.build import OwnedRegion, check_disjoint
 from vllm_ascend_kvext.layout.regions import Region
 
 

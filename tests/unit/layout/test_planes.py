@@ -62,18 +62,13 @@ def build_one(spec: object, entry: object, addressing: RowAddressing | None = No
     return group
 
 
-def test_a_page_that_is_one_row_says_how_its_bytes_are_ordered() -> None:
-    """Tokens first, heads first, and two kernel blocks: as many bytes, in three orders."""
+def test_a_page_is_one_row_whatever_the_order_of_its_bytes() -> None:
+    """Tokens first, heads first, and two kernel blocks."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=8)
     heads_first = tensor(PAGES, 2, 32, 4, 8, order=(0, 1, 3, 2, 4))
     entries = [tensor(PAGES, 2, 32, 4, 8), heads_first, tensor(2 * PAGES, 2, 16, 4, 8)]
     planes = [build_one(spec, entry, RowAddressing.PAGES).planes[0] for entry in entries]
     assert {plane.row_bytes for plane in planes} == {4096}
-    assert [plane.axes for plane in planes] == [
-        ((1, 2), (2, 32), (3, 4), (4, 8)),
-        ((1, 2), (3, 4), (2, 32), (4, 8)),
-        ((0, 2), (1, 2), (2, 16), (3, 4), (4, 8)),
-    ]
 
 
 def test_rows_with_gaps_make_a_page_one_row() -> None:
@@ -241,7 +236,7 @@ def test_nz_pages_are_taken_whole() -> None:
     nz_layers = read_nz_layers(vllm_config(enable_kv_nz=True), LAYERS)
     (group,) = build_layout(LATENT_CONFIG, LAYERS, nz_layers).groups
     assert group.rows_per_page == 1 and group.tokens_per_row == NUM_TOKENS
-    assert group.row_bytes == 2 * NUM_TOKENS * 64
+    assert sum(plane.row_bytes for plane in group.planes) == 2 * NUM_TOKENS * 64
     assert all(plane.is_packed for plane in group.planes)
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.layout.fakes import FullAttentionSpec, config
 
 from vllm_ascend_kvext.errors import LMCacheError
+from vllm_ascend_kvext.lmcache import handshake
 from vllm_ascend_kvext.lmcache.handshake import (
     REGISTRATION_LIMIT_S,
     choose_transfer_mode,
@@ -25,7 +26,7 @@ from vllm_ascend_kvext.lmcache.handshake import (
     server_urls,
     starts_its_server,
 )
-from vllm_ascend_kvext.patches.lmcache import servers
+from vllm_ascend_kvext.patches.lmcache import factory
 
 URL = "tcp://host:1"
 LMCACHE, ENGINE = "lmcache_driven", "engine_driven"
@@ -181,7 +182,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     }
     for name, attributes in modules.items():
         monkeypatch.setitem(sys.modules, name, mock.Mock(**attributes))
-    monkeypatch.setattr(servers, "require_listening", lambda url: None)
+    monkeypatch.setattr(handshake, "require_listening", lambda url: None)
     monkeypatch.delenv("LMCACHE_MP_TRANSFER_MODE", raising=False)
     return client
 
@@ -190,7 +191,7 @@ def ask(options: dict[str, Any], *, is_worker: bool, device_type: str = "cpu") -
     """The options afterwards."""
     engine: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type))
     options = dict(options)
-    servers.ask_servers(engine, GROUPS, options, is_worker=is_worker)
+    factory.ask_servers(engine, GROUPS, options, is_worker=is_worker)
     return options
 
 

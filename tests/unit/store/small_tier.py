@@ -51,7 +51,7 @@ class SmallTier(HostTier):
     def store_prefix(self, text: str) -> None:
         """All rows of a text."""
         use = self.next_use()
-        for piece in self.missing_pieces(TextPrefix(text), 0, len(text)):
+        for piece in self.lookup(TextPrefix(text)).missing_pieces(0, len(text)):
             self.store(text, piece, use=use)
 
     def find(self, text: str) -> Hit:

@@ -70,14 +70,14 @@ def test_counts_are_those_of_looking_at_each_chunk(seed: int, max_keys: int) -> 
         plain.note_ended(keys[:num_asked], keys[num_asked:])
         assert reuse.waited(plain.now) == plain.waited
         assert reuse.came_back == plain.came_back
-        assert len(reuse) == len(plain.known) <= max_keys
+        assert len(reuse._chunks) == len(plain.known) <= max_keys
     for key in plain.known:
         index, stage = plain.place(key, plain.now + 1)
         assert reuse.density(key, 0, plain.now) == reuse.densities[index][stage]
     assert reuse.density(b"unknown", plain.now - 2, plain.now) == reuse.densities[0][1]
     assert len({density for row in reuse.densities for density in row}) > 5
     reuse.clear()
-    assert not len(reuse) and not any(map(any, [*reuse.waited(9), *reuse.came_back]))
+    assert not len(reuse._chunks) and not any(map(any, [*reuse.waited(9), *reuse.came_back]))
     assert {density for row in reuse.densities for density in row} == {1.0}
 
 

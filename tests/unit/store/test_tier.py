@@ -15,8 +15,7 @@ from vllm_ascend_kvext.holes.load_plan import plan_of_hit
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, EntryState, Kind, Piece
 from vllm_ascend_kvext.store.eviction import MAX_TRIED, NUM_SAMPLED, EvictionOrder, Worth
-from vllm_ascend_kvext.store.lookup import Shortfall
-from vllm_ascend_kvext.store.pieces import MAX_PIECES
+from vllm_ascend_kvext.store.lookup import MAX_PIECES, Shortfall
 from vllm_ascend_kvext.store.prefix import HashedPrefix, TierGeometry
 
 # What a lookup costs, and prefixes.
@@ -41,7 +40,7 @@ def test_a_lookup_asks_for_one_key_per_chunk() -> None:
     assert tier.look_up(CountingPrefix(text), len(text)).boundary_tokens == len(text)
     assert CountingPrefix.num_asked == num_chunks
     CountingPrefix.num_asked = 0
-    assert tier.find_runs(CountingPrefix("x" * len(text)), len(text)) == []
+    assert tier.lookup(CountingPrefix("x" * len(text))).find_runs(len(text), 0) == []
     assert CountingPrefix.num_asked == CHUNK_TOKENS // UNIT_TOKENS + num_chunks - 1
 
 
@@ -50,7 +49,7 @@ def test_a_chunk_in_too_many_pieces_is_stored_as_one_and_they_go() -> None:
     text = "abcdefghijkl"
     for index in range(MAX_PIECES):
         tier.store(text, Piece.rows(2 * index, 2 * index + 2))
-    assert tier.missing_pieces(TextPrefix(text), 0, 12) == [Piece.rows(0, 12)]
+    assert tier.lookup(TextPrefix(text)).missing_pieces(0, 12) == [Piece.rows(0, 12)]
     whole = tier.store(text, Piece.rows(0, 12))
     assert [entry.piece.end_tokens for entry, _ in tier.removed] == [2, 4, 6, 8]
     assert tier.counters.entries_held == 1
@@ -223,7 +222,7 @@ def test_a_long_mix_of_sizes_leaves_no_room_unused_and_refuses_nothing() -> None
         assert load is not None
         tier.end_load(load)
         entries = []
-        for piece in tier.missing_pieces(prefix, 0, prefix.num_tokens):
+        for piece in tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
             num_units = (piece.end_tokens - piece.first_tokens) // UNIT_TOKENS
             entries.append(tier.begin_store(prefix, piece, num_units * PLACE_BYTES, use))
         tails = Piece.tails(prefix.num_tokens)

@@ -109,7 +109,7 @@ class TierMachine(RuleBasedStateMachine):
         def those_with(kind: Kind, *states: EntryState) -> list[int]:
             return [end for end in boundaries if self.model.holding(kind, text[:end], states)]
 
-        tails = self.tier.find_all_tails(prefix, limit, after)
+        tails = self.tier.lookup(prefix).find_all_tails(limit, after)
         assert [entry.piece.end_tokens for entry in tails] == [
             boundary for boundary in those_with(Kind.TAILS, EntryState.STORED) if boundary >= after
         ]
@@ -167,7 +167,7 @@ class TierMachine(RuleBasedStateMachine):
         self, text: str, first: int, sizes: tuple[int, int], ends_at_once: bool
     ) -> None:
         prefix = TextPrefix(text)
-        pieces = self.tier.missing_pieces(prefix, first, len(text))
+        pieces = self.tier.lookup(prefix).missing_pieces(first, len(text))
         if self.geometry.needs_rows:
             self._check_missing(text, first, pieces)
         else:
@@ -250,7 +250,7 @@ class TierMachine(RuleBasedStateMachine):
 
         What follows without a gap is in the first of them, each chunk that is there is in one.
         """
-        runs = self.tier.find_runs(TextPrefix(text), limit, after)
+        runs = self.tier.lookup(TextPrefix(text)).find_runs(limit, after)
         assert all(one.end_tokens < other.first_tokens for one, other in pairwise(runs))
         for first, end, entries in runs:
             assert after <= first < end <= limit

@@ -7,7 +7,7 @@ request is preempted, moves its window on, or ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.upstream_types import BlockPool
@@ -22,8 +22,6 @@ class BlockReferences:
     Attributes:
         new_ids: Of the blocks that were allocated since somebody last cleared it, once a step.
     """
-
-    __slots__ = ("_pool", "new_ids", "num_references")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -40,12 +38,14 @@ class BlockReferences:
         self._pool.touch(blocks)
         self.num_references += len(blocks)
 
-    def allocate(self, num_blocks: int) -> Sequence[Any]:
-        """New blocks, held as if by `take`; the pool must have as many free ones."""
+    def allocate(self, num_blocks: int) -> Iterator[Any] | None:
+        """New blocks, held as if by `take`; None, and nothing is taken, if there are too few."""
+        if num_blocks > self.num_free:
+            return None
         blocks = self._pool.get_new_blocks(num_blocks)
         self.num_references += num_blocks
         self.new_ids += [block.block_id for block in blocks]
-        return blocks
+        return iter(blocks)
 
     def release(self, blocks: Sequence[Any]) -> None:
         """Let go of blocks that `take` was called for."""

@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry, Kind
 from vllm_ascend_kvext.store.prefix import Prefix
 
@@ -29,8 +28,6 @@ MEDIUM_CPU = "CPU"
 
 class TierEvents:
     """Collects events until vLLM takes them; nothing unless ``is_enabled``."""
-
-    __slots__ = ("_announced", "_events", "_is_enabled")
 
     def __init__(self, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
@@ -60,12 +57,11 @@ class TierEvents:
             )
         )
 
-    def removed(self, entry: Entry, removal: Removal) -> None:
-        """An entry is not there any more: a ``HostTier``'s ``on_removed``.
+    def removed(self, entry: Entry) -> None:
+        """An entry is not there any more. Routers are not told why.
 
         Says nothing while another entry ends at the same key, or if this one was not announced.
         """
-        del removal  # Routers are not told why.
         numbers = self._announced.get(entry.key)
         if numbers is None:
             return

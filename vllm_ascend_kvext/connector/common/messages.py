@@ -27,7 +27,6 @@ class WorkerLayout:
 
     Attributes:
         layout: Its pages; addresses in it are of no meaning to others.
-        fingerprint: See `layout_fingerprint`; ranks of one model differ.
         host_bytes: Size of its arena.
         segments: None if segments cannot be stored and placed; ``segment_refusal`` says why, where
             they were asked for.
@@ -35,7 +34,6 @@ class WorkerLayout:
     """
 
     layout: KVLayout
-    fingerprint: str
     host_bytes: int
     segments: SegmentLayout | None = None
     segment_refusal: str = ""

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import StatePolicy
+from vllm_ascend_kvext.request_arguments import is_integer
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 
 
@@ -52,17 +53,13 @@ class _Values(NamedTuple):
     words: tuple[str, ...] = ()
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_integer(value)
+    return isinstance(value, float) or is_integer(value)
 
 
 def _are_natural(value: Any) -> bool:
     is_list = isinstance(value, (list, tuple))
-    return is_list and all(_is_integer(each) and each >= 0 for each in value)
+    return is_list and all(is_integer(each) and each >= 0 for each in value)
 
 
 def _choice(choices: type[enum.Enum]) -> _Values:
@@ -94,10 +91,10 @@ _RATIO = _Values(
     float,
 )
 _POSITIVE_INTEGER = _Values(
-    "an integer of at least 1, without quotes", lambda value: _is_integer(value) and value > 0, int
+    "an integer of at least 1, without quotes", lambda value: is_integer(value) and value > 0, int
 )
 _NATURAL_NUMBER = _Values(
-    "an integer of at least 0, without quotes", lambda value: _is_integer(value) and value >= 0, int
+    "an integer of at least 0, without quotes", lambda value: is_integer(value) and value >= 0, int
 )
 _FLAG = _Values(
     "true or false",

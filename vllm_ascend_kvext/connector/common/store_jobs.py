@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.scheduler_view import Block
+from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
-
-_NULL_ID = 0
 
 Pages = dict[tuple[int, int], Block]
 """By KV cache group and page of the request."""
@@ -80,7 +79,7 @@ def table_parts(pages: Mapping[tuple[int, int], Block], num_groups: int) -> tupl
             continue
         first, end = min(of_group), max(of_group) + 1
         ids = [
-            of_group[page].block_id if page in of_group else _NULL_ID for page in range(first, end)
+            of_group[page].block_id if page in of_group else NULL_PAGE for page in range(first, end)
         ]
         parts.append(TablePart(first, tuple(ids)))
     return tuple(parts)

@@ -28,7 +28,7 @@ _END_STEPS = STEPS_END_AT | {Origin.PROMPT, Origin.LADDER}
 prompt, even if it ends with the prompt, or one block earlier with EAGLE and MTP."""
 
 _CHUNK = Reason(Origin.CHUNK)
-_NEVER = 1 << 60
+NEVER = 1 << 60
 
 _TRIALS = 16
 """Tails of one reason that are tried before their hits are looked at."""
@@ -103,7 +103,7 @@ class BoundaryPlanner:
 
     def next_after(self, plan: dict[int, Reason], tokens: int) -> int:
         """The next boundary that `crossed` may name; a very large number if there is none."""
-        following = min((each for each in plan if each > tokens), default=_NEVER)
+        following = min((each for each in plan if each > tokens), default=NEVER)
         return min(following, _next_multiple(self._policy.grid_tokens, tokens))
 
     def next_stop_after(self, plan: dict[int, Reason], tokens: int) -> int:
@@ -113,7 +113,7 @@ class BoundaryPlanner:
             A very large number if there is none.
         """
         asked = (each for each, reason in plan.items() if reason.origin in _END_STEPS)
-        following = min((each for each in asked if each > tokens), default=_NEVER)
+        following = min((each for each in asked if each > tokens), default=NEVER)
         return min(following, _next_multiple(self._policy.interval_tokens, tokens))
 
     def note_tried(self, reason: Reason) -> None:
@@ -142,7 +142,7 @@ class BoundaryPlanner:
 def _next_multiple(distance_tokens: int, after_tokens: int) -> int:
     """The next multiple of a distance; 0 has none."""
     if not distance_tokens:
-        return _NEVER
+        return NEVER
     return (after_tokens // distance_tokens + 1) * distance_tokens
 
 

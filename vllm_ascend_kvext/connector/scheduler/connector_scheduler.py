@@ -31,13 +31,13 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
 from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
 from vllm_ascend_kvext.connector.scheduler.loads import MAX_FAILED_LOADS, Loads
-from vllm_ascend_kvext.connector.scheduler.request_state import Held, RequestOffloadStates
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadStates
 from vllm_ascend_kvext.connector.scheduler.stores import Stores
 from vllm_ascend_kvext.connector.segments.make_blending import make_blending
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.segment_tokens import NO_SEGMENT_TOKENS, SegmentTokens
+from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
-from vllm_ascend_kvext.holes.window_blocks import WindowBlocks
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.tier import HostTier
@@ -82,6 +82,8 @@ class ConnectorScheduler:
 
     Attributes:
         computes_holes: Whether steps may compute rows that are not those of a scheduled request.
+        references: Keeps blocks from being reallocated. Its new ids are those of the step that is
+            being scheduled, for holes and probes.
         holes: Requests that wait for their holes, or for `end_hole_step`.
         row_ids: Rows of holes in the latest step; the next one tells the workers of their end.
     """
@@ -101,7 +103,7 @@ class ConnectorScheduler:
         )
         self._view = view
         self._clock = clock
-        self._references = BlockReferences(view.block_pool)
+        self.references = BlockReferences(view.block_pool)
         self._tokens_per_page = layout.tokens_per_page.values()
         refusal = _why_no_holes(view, layout, options.state_policy)
         self.computes_holes = options.hole_reuse and refusal is None
@@ -113,43 +115,30 @@ class ConnectorScheduler:
             on_removed=lambda *removed: self._stores.note_removed(*removed),
             evicts_ends_first=not self.computes_holes,
         )
-        windows = None
-        if self.computes_holes and layout.geometry.needs_tails:
-            windows = WindowBlocks(self._references, layout.window_pages, layout.tokens_per_page)
-        self.holes = HoleQueue(windows)
+        self.holes = HoleQueue(
+            HoleBlocks(self.references, layout.window_pages, layout.tokens_per_page)
+        )
         self.row_ids: set[str] = set()
-        self.counters = ConnectorCounters()
-        self.counters.tier = self.tier.counters
-        self.counters.capacity_bytes = self.tier.capacity_bytes
-        self._jobs = StoreJobs(self._references, len(workers))
-        self.segments = NoSegments()
-        if options.blending:
-            parts = SchedulerParts(
-                view,
-                layout,
-                self.tier,
-                self._references,
-                self._jobs,
-                self.holes,
-                self.computes_holes,
-                self.counters.blending,
-            )
-            self.segments = make_blending(parts, options, segment_tokens, workers)
-        self._loads = Loads(
+        self.counters = ConnectorCounters(
+            tier=self.tier.counters, capacity_bytes=self.tier.capacity_bytes
+        )
+        self._jobs = StoreJobs(self.references, len(workers))
+        parts = SchedulerParts(
             view,
-            self.tier,
             layout,
-            self.counters,
-            clock,
+            self.tier,
+            self.references,
+            self._jobs,
             self.holes,
             self.computes_holes,
-            self.segments,
-            loads_if_slower=options.load_if_slower,
+            self.counters,
         )
+        self.segments = NoSegments()
+        if options.blending:
+            self.segments = make_blending(parts, options, segment_tokens, workers)
+        self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
         self._room, self._cost = self._loads.room, self._loads.cost
-        self._stores = Stores(
-            view, self.tier, layout, options.store_policy, self._references, events, self._jobs
-        )
+        self._stores = Stores(parts, options.store_policy, events)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -193,45 +182,13 @@ class ConnectorScheduler:
             or self._swaps
         )
 
-    @property
-    def num_references(self) -> int:
-        """Blocks that are kept from being reallocated."""
-        return self._references.num_references
-
-    def held(self) -> Held:
-        """What is held for requests at this moment."""
-        states = self._states
-        loading = {each for each, state in states.items() if state.under_way is not None}
-        pinned = {each for each, state in states.items() if state.admission.pinned is not None}
-        return Held(
-            request_ids=frozenset(
-                states.keys()
-                | self.holes.request_ids
-                | self._room.request_ids
-                | self.segments.request_ids
-                | {new.request_id for new in self._new_holes}
-                | {job.request_id for job in self._step_loads}
-            ),
-            pinned_ids=frozenset(loading | pinned),
-            loading_ids=frozenset(loading),
-            hole_ids=frozenset(self.holes.parked_ids),
-            loaded_hole_ids=frozenset(self.holes.loaded_ids),
-            num_planned_stores=self._stores.num_planned + len(self._swaps),
-            num_stores=len(self._jobs),
-            num_referenced_blocks=self.num_references,
-            num_awaited_blocks=self.segments.num_expected_blocks,
-            num_begun_segments=self.segments.num_begun,
-        )
-
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
         if self.segments.has_to_wait(request):
             return None
-        may_load = not self.segments.is_segment(request.request_id)
-        state = self._states[request.request_id]
-        return self._loads.match(request, state, num_computed_tokens, may_load)
+        return self._loads.match(request, self._states[request.request_id], num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -261,10 +218,6 @@ class ConnectorScheduler:
     def pages_to_load(self) -> set[int]:
         """Block ids of the loads that begin in the step that is being scheduled."""
         return {page for job in self._step_loads for part in job.block_ids for page in part.ids}
-
-    def new_pages(self) -> list[int]:
-        """Block ids of what has been allocated for holes and probes of that step."""
-        return self._references.new_ids
 
     def next_stop_tokens(self, request: Request, computed_tokens: int) -> int:
         """Where a prefill step from there is to end, at the latest."""
@@ -302,7 +255,9 @@ class ConnectorScheduler:
             for manager in self._view.managers
         ]
         parts = tuple(TablePart(0, tuple(ids)) for ids in row.tables(block_ids))
-        return ProbeJob(row.row_id, row.run, self.segments.scored(row.request_id), parts)
+        assert self.segments.questions is not None
+        scored = self.segments.questions.scored(row.request_id)
+        return ProbeJob(row.row_id, row.run, scored, parts)
 
     def take_new_holes(self) -> list[NewHoles]:
         """Holes of loads that have begun, or left something out, since the last call."""
@@ -319,13 +274,13 @@ class ConnectorScheduler:
         now_s = self._clock()
         num_tokens = sum(num_scheduled_tokens.values()) + self._hole_tokens
         self._hole_tokens = 0  # Nobody asks for rows where no request has holes.
-        self._references.new_ids.clear()
+        self.references.new_ids.clear()
         if num_tokens:
             self._steps.append((now_s, num_tokens))
         for request_id in preempted_req_ids:
             state = self._states.get(request_id)
             if state is not None:
-                self._stores.release_held(state)
+                self._stores.release_held(state.progress)
             self.segments.preempted(request_id)
         segment_jobs = self._note_step(num_scheduled_tokens)
         self._leave_blocks_for_next_step(num_scheduled_tokens)
@@ -348,7 +303,7 @@ class ConnectorScheduler:
         pages = self._tokens_per_page
         # Each request may begin a page of each group.
         max_blocks = sum(left_tokens // each + len(num_scheduled_tokens) for each in pages)
-        if self._references.num_free >= max_blocks:
+        if self.references.num_free >= max_blocks:
             return
         num_blocks = 0
         for request_id, num_tokens in num_scheduled_tokens.items():
@@ -405,10 +360,8 @@ class ConnectorScheduler:
             self._measure_step()
         self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
         self.counters.add_traffic(results.traffic)
-        moved = results.traffic["load"]
-        self._cost.note_copies(moved.num_bytes, moved.seconds)
-        stored = results.traffic["store"]
-        self._cost.note_stores(stored.num_bytes, stored.seconds)
+        for direction, moved in results.traffic.items():
+            self._cost.note_copies(direction, moved.num_bytes, moved.seconds)
         for request_id in results.failed_loads | results.unreadable.keys():
             state = self._states.get(request_id)
             if state is not None and state.under_way is not None:
@@ -457,14 +410,14 @@ class ConnectorScheduler:
             job, is_whole = self._stores.swap_out(request, state)
             self._swaps += [job] if job is not None else []
             self.counters.swapped_requests += is_whole
-        self._stores.release_held(state)
+        self._stores.release_held(state.progress)
 
     # Resets and reports.
 
     def release_pages(self) -> None:
         """Let go of pages that no transfer reads yet: the prefix cache is going to be reset."""
         for state in self._states.values():
-            self._stores.release_held(state)
+            self._stores.release_held(state.progress)
         self.segments.release_all_held()
 
     def abandon_stores(self) -> None:

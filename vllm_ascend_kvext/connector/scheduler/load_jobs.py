@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from vllm_ascend_kvext.blending.segment_store import rows_to_load
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import HoleTails, LoadJob
+from vllm_ascend_kvext.holes.hole_blocks import WindowTables
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span
-from vllm_ascend_kvext.holes.window_blocks import WindowTables
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
 from vllm_ascend_kvext.store.entries import Entry

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
-from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import LoadJob
-from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.scheduler.load_jobs import LoadJobs
 from vllm_ascend_kvext.connector.scheduler.request_state import (
     Admission,
@@ -28,15 +26,13 @@ from vllm_ascend_kvext.connector.scheduler.request_state import (
 )
 from vllm_ascend_kvext.connector.scheduler.room import PoolRoom, Room
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.errors import ConnectorError
 from vllm_ascend_kvext.holes.behind_holes import plan_behind_holes
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal, why_no_holes
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue
+from vllm_ascend_kvext.holes.hole_blocks import WindowTables
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, plan_of_hit
-from vllm_ascend_kvext.holes.window_blocks import WindowTables
 from vllm_ascend_kvext.store.lookup import Hit
-from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange, union
 
 MIN_RUN_TOKENS = 64
@@ -61,8 +57,6 @@ class Loads:
 
     Args:
         clock: Seconds that only grow.
-        holes: Where holes wait to be computed.
-        computes_holes: Whether holes may be computed; if not, a load stops at the first one.
         loads_if_slower: Whether loads are made whatever they cost.
 
     Attributes:
@@ -71,26 +65,22 @@ class Loads:
 
     def __init__(
         self,
-        view: SchedulerView,
-        tier: HostTier,
-        layout: HostLayout,
-        counters: ConnectorCounters,
-        clock: Callable[[], float],
-        holes: HoleQueue,
-        computes_holes: bool,
+        parts: SchedulerParts,
         segments: NoSegments,
+        clock: Callable[[], float],
         loads_if_slower: bool,
     ) -> None:
-        self._view = view
-        self._tier = tier
-        self._layout = layout
-        self._jobs = LoadJobs(layout, len(view.managers))
-        self.room = PoolRoom(layout.all_groups, view)
+        self._view = parts.view
+        self._tier = parts.tier
+        self._layout = parts.layout
+        self._jobs = LoadJobs(parts.layout, len(parts.view.managers))
+        self.room = PoolRoom(parts.layout.all_groups, parts.view)
         self.cost = TransferCost(is_ignored=loads_if_slower)
-        self._counters = counters
+        self._counters = parts.counters
+        self._references = parts.references
         self._clock = clock
-        self._holes = holes
-        self._computes_holes = computes_holes
+        self._holes = parts.holes
+        self._computes_holes = parts.computes_holes
         self._segments = segments
         # What can be hit on the device once a load is there: its boundary, by its key.
         self._promised: dict[bytes, int] = {}
@@ -98,16 +88,9 @@ class Loads:
         self._lookups_in_vain = 0  # of the step that is being planned
 
     def match(
-        self,
-        request: Request,
-        state: RequestOffloadState,
-        num_computed_tokens: int,
-        may_load: bool = True,
+        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
     ) -> int | None:
         """How many tokens past those on the device can be loaded; pinned until `begin` or `forget`.
-
-        Args:
-            may_load: Whether anything may be loaded; always the same for one request.
 
         Returns:
             None if the answer has to wait: for the load of another request, or for room.
@@ -120,7 +103,9 @@ class Loads:
             return None
         admission.later = None
         self._segments.restart(request.request_id)
-        num_tokens = self._match(request, state, num_computed_tokens) if may_load else 0
+        num_tokens: int | None = 0
+        if not self._segments.is_segment(request.request_id):
+            num_tokens = self._match(request, state, num_computed_tokens)
         if num_tokens == 0 and self.room.of_other(request.num_tokens) is Room.LATER:
             admission.later = Later(num_computed_tokens, None)
             return None
@@ -137,7 +122,7 @@ class Loads:
             return self.room.of_other(request.num_tokens) is Room.LATER
         self.room.keep_turn(request.request_id)
         if later.free_blocks:
-            has_too_few = later.free_blocks > self.room.num_free
+            has_too_few = later.free_blocks > self._references.num_free
             return has_too_few and not self._has_waited_long(admission)
         return later.room_version == self.room.version or self.room.is_behind_other(
             request.request_id
@@ -223,21 +208,20 @@ class Loads:
         Returns:
             False if it is not there any more.
         """
-        windows = self._holes.windows
-        if windows is None or plan.is_exact or plan.exact_tokens in plan.tails:
+        blocks = self._holes.blocks
+        if not blocks.has_windows or plan.is_exact or plan.exact_tokens in plan.tails:
             return True
-        if windows.is_held(request.request_id):
+        if blocks.is_held(request.request_id):
             return True
         cached = self._segments.cached_windows(request, plan.exact_tokens)
         if cached is not None:
-            windows.hold(request.request_id, cached)
+            blocks.hold(request.request_id, cached)
         return cached is not None
 
     def end_step(self) -> None:
         """A step is planned: who has not begun in it is asked about again."""
         self._lookups_in_vain = 0
-        if self._holes.windows is not None:
-            self._holes.windows.release_held()
+        self._holes.blocks.release_held()
 
     def _with_segments(self, request: Request, admission: Admission, hit: Hit) -> LoadPlan | None:
         """The plan with segments behind a hit, if there are some, and it could have room."""
@@ -280,14 +264,14 @@ class Loads:
 
     def _too_few_blocks(self, request: Request, plan: LoadPlan) -> int:
         """Free blocks that a request and the windows of its holes need; 0 if there are enough."""
-        windows = self._holes.windows
+        blocks = self._holes.blocks
         has_tails = any(hole.first_tokens in plan.tails for hole in plan.holes)
-        if windows is None or (plan.is_exact and not has_tails):
+        if not blocks.has_windows or (plan.is_exact and not has_tails):
             return 0
         free_blocks = self.room.blocks_of_load(request.num_tokens, plan.boundary_tokens, plan.holes)
         if not plan.is_exact:
-            free_blocks += windows.num_blocks(plan.exact_tokens, plan.boundary_tokens)
-        return free_blocks if free_blocks > self.room.num_free else 0
+            free_blocks += blocks.num_blocks(plan.exact_tokens, plan.boundary_tokens)
+        return free_blocks if free_blocks > self._references.num_free else 0
 
     def _has_no_room(self, request: Request, admission: Admission, plan: LoadPlan) -> bool:
         """Whether holes wait in vain: blocks never suffice, or have been too few for long."""
@@ -356,8 +340,9 @@ class Loads:
         self, request: Request, plan: LoadPlan, block_ids: tuple[list[int], ...]
     ) -> WindowTables:
         """By KV cache group with windows; nothing where there are none, or no blocks for them."""
-        probe = self._segments.probe(request, plan)
-        if not plan.holes and self._holes.windows is None and probe is None:
+        questions = self._segments.questions
+        probe = None if questions is None else questions.begin(request, plan)
+        if not (plan.holes or self._holes.blocks.has_windows or probe):
             return {}
         dense = self._holes.begin_dense(
             request.request_id, plan.holes, plan.after_tokens, plan.exact_tokens, block_ids, probe
@@ -372,7 +357,7 @@ class Loads:
         """
         return (
             self._computes_holes
-            and self._holes.windows is None
+            and not self._holes.blocks.has_windows
             and self._view.recomputes_failed_loads
             and why_no_holes(request) is None
         )

@@ -148,34 +148,3 @@ class RequestOffloadStates(dict[str, RequestOffloadState]):
         state = self.get(request_id)
         if state is not None and state.has_ended and state.under_way is None:
             del self[request_id]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a scheduler side holds for requests at one moment: to find what leaks.
-
-    Attributes:
-        request_ids: Requests of which anything is remembered.
-        pinned_ids: Requests that pin entries of the tier.
-        loading_ids: Requests whose load is under way.
-        hole_ids: Requests some of whose holes are not computed.
-        loaded_hole_ids: Those of them whose load has ended: they wait for nothing else.
-        num_planned_stores: Stores of the step that is being planned.
-        num_stores: Stores that workers make.
-        num_referenced_blocks: Blocks that are kept from being reallocated. One that is referenced
-            twice counts twice.
-        num_awaited_blocks: Blocks that stores of segments will reference.
-        num_begun_segments: Segments that requests of our own compute, or that workers store for
-            them. Queued ones are not held for anybody.
-    """
-
-    request_ids: frozenset[str] = frozenset()
-    pinned_ids: frozenset[str] = frozenset()
-    loading_ids: frozenset[str] = frozenset()
-    hole_ids: frozenset[str] = frozenset()
-    loaded_hole_ids: frozenset[str] = frozenset()
-    num_planned_stores: int = 0
-    num_stores: int = 0
-    num_referenced_blocks: int = 0
-    num_awaited_blocks: int = 0
-    num_begun_segments: int = 0

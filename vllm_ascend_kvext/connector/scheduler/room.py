@@ -73,17 +73,6 @@ class PoolRoom:
     def num_parked(self) -> int:
         return len(self._parked)
 
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests that are parked, or wait for room."""
-        first_id = self._first_waiting_id
-        return {*self._parked, *([first_id] if first_id is not None else ())}
-
-    @property
-    def num_free(self) -> int:
-        """Free blocks of the pool."""
-        return self._view.block_pool.get_num_free_blocks()
-
     def blocks_of_load(self, num_tokens: int, boundary_tokens: int, holes: Holes = ()) -> int:
         """Blocks that a request takes at most when its load begins; arguments as of `of_load`."""
         return self._needs(num_tokens, boundary_tokens, holes).held
@@ -132,8 +121,8 @@ class PoolRoom:
         """
         if not self._parked or self._view.num_running():
             return Room.YES
-        needs = self._needs(num_tokens, 0)
-        return Room.YES if needs.missing <= self.num_free else Room.LATER
+        num_free = self._view.block_pool.get_num_free_blocks()
+        return Room.YES if self._needs(num_tokens, 0).missing <= num_free else Room.LATER
 
     def park(
         self, request_id: str, num_tokens: int, boundary_tokens: int, holes: Holes = ()

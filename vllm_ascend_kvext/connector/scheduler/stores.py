@@ -15,31 +15,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_kvext.connector.common.block_references import (
-    MAX_REFERENCED_SHARE,
-    BlockReferences,
-)
-from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
 from vllm_ascend_kvext.connector.common.messages import StoreJob
-from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
-from vllm_ascend_kvext.connector.common.store_jobs import Pages, StoreJobs, table_parts
-from vllm_ascend_kvext.connector.scheduler.boundaries import UNASKED, BoundaryPlanner
-from vllm_ascend_kvext.connector.scheduler.request_state import (
-    RequestOffloadState,
-    StoreProgress,
-)
+from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
+from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
+from vllm_ascend_kvext.connector.scheduler.boundaries import NEVER, UNASKED, BoundaryPlanner
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState, StoreProgress
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk
 from vllm_ascend_kvext.retention.reasons import Origin, Reason
 from vllm_ascend_kvext.store.counters import Refusal, Removal
 from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix
 from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
-from vllm_ascend_kvext.store.tier import HostTier
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
 
-_NEVER = 1 << 60
 _LATEST = Reason(Origin.LATEST)
 
 MAX_UNASKED_SHARE = 0.25
@@ -74,23 +66,15 @@ class Stores:
         num_planned: Jobs of this step.
     """
 
-    def __init__(
-        self,
-        view: SchedulerView,
-        tier: HostTier,
-        layout: HostLayout,
-        policy: StorePolicy,
-        references: BlockReferences,
-        events: TierEvents,
-        jobs: StoreJobs,
-    ) -> None:
-        self._view = view
-        self._tier = tier
-        self._layout = layout
-        self._references = references
+    def __init__(self, parts: SchedulerParts, policy: StorePolicy, events: TierEvents) -> None:
+        self._view = parts.view
+        self._tier = parts.tier
+        self._layout = layout = parts.layout
+        self._references = parts.references
         self._events = events
-        self._under_way = jobs
-        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, view.interval_tokens)
+        self._under_way = parts.jobs
+        interval_tokens = parts.view.interval_tokens
+        self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
         self._is_off = policy is StorePolicy.NEVER
         self._jobs: dict[str, _Job] = {}  # of this step
@@ -128,7 +112,7 @@ class Stores:
         """
         is_prefill = computed_tokens < request.num_prompt_tokens
         if self._is_off or not self._layout.has_states or not is_prefill:
-            return _NEVER
+            return NEVER
         progress = state.progress
         if progress is None or computed_tokens < progress.done_tokens:
             boundaries = self._plan(request, state, computed_tokens)
@@ -154,12 +138,13 @@ class Stores:
             self._tier.note_ended(self._view.prefix(request), prompt_tokens, boundary)
             if boundary > 0:
                 self._store_end(request, progress, boundary)
-        self._release_held(progress)
+        self.release_held(progress)
 
-    def release_held(self, state: RequestOffloadState) -> None:
+    def release_held(self, progress: StoreProgress | None) -> None:
         """Let go of the blocks that a request's stores hold: its block table goes."""
-        if state.progress is not None:
-            self._release_held(state.progress)
+        if progress is not None:
+            self._references.release(list(progress.held.values()))
+            progress.held, progress.held_tokens = {}, 0
 
     def leave_free(self, num_blocks: int, states: Sequence[RequestOffloadState]) -> None:
         """Let go of blocks that are held for running requests until so many blocks are free.
@@ -173,7 +158,7 @@ class Stores:
                 return
             num_held = len(state.progress.held) if state.progress is not None else 0
             if state is not states[-1] or len(states) == 1 or num_lacking <= num_held:
-                self.release_held(state)
+                self.release_held(state.progress)
 
     def swap_out(
         self, request: Request, state: RequestOffloadState
@@ -203,7 +188,7 @@ class Stores:
         """Host bytes of what `swap_out` would store."""
         prefix = self._view.prefix(request)
         boundary = self._last_boundary(request)
-        pieces = self._tier.missing_pieces(prefix, 0, boundary) if boundary else []
+        pieces = self._tier.lookup(prefix).missing_pieces(0, boundary) if boundary else []
         if boundary and self._layout.geometry.needs_tails:
             pieces.append(Piece.tails(boundary))
         return sum(self._layout.num_bytes(piece) for piece in pieces)
@@ -232,7 +217,7 @@ class Stores:
     def note_removed(self, entry: Entry, removal: Removal) -> None:
         """An entry is not there any more."""
         self.reasons.pop(entry.number, None)
-        self._events.removed(entry, removal)
+        self._events.removed(entry)
 
     # What is behind it.
 
@@ -270,7 +255,7 @@ class Stores:
 
     def _admit(self, request: Request, state: RequestOffloadState) -> StoreProgress:
         """A request begins, or begins again after its blocks were taken."""
-        self.release_held(state)
+        self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
         shared_tokens = self._shared_tokens(request)
@@ -293,7 +278,7 @@ class Stores:
         """A step takes a request past an event."""
         geometry = self._layout.geometry
         self._store_chunks(request, progress, computed_tokens)
-        next_tokens = _NEVER
+        next_tokens = NEVER
         if geometry.needs_rows:
             chunk_tokens = geometry.chunk_tokens
             next_tokens = computed_tokens - computed_tokens % chunk_tokens + chunk_tokens
@@ -373,8 +358,8 @@ class Stores:
         """Whether all rows before a boundary are stored, or going to be."""
         if not self._layout.geometry.needs_rows:
             return True
-        prefix = self._view.prefix(request)
-        for piece in self._tier.missing_pieces(prefix, progress.rows_tokens, upto_tokens):
+        lookup = self._tier.lookup(self._view.prefix(request))
+        for piece in lookup.missing_pieces(progress.rows_tokens, upto_tokens):
             if self._store(request, progress, piece, None, max_share) not in _THERE:
                 return False
             progress.rows_tokens = max(progress.rows_tokens, piece.end_tokens)
@@ -451,9 +436,5 @@ class Stores:
         blocks = self._blocks(request.request_id, progress, leaving)
         held: Pages = {key: block for key, block in blocks.items() if block is not None}
         self._references.take(list(held.values()))
-        self._release_held(progress)
+        self.release_held(progress)
         progress.held, progress.held_tokens = held, boundary_tokens
-
-    def _release_held(self, progress: StoreProgress) -> None:
-        self._references.release(list(progress.held.values()))
-        progress.held, progress.held_tokens = {}, 0

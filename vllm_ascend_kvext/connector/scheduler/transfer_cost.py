@@ -10,6 +10,8 @@ that has measured nothing cannot say for how long everybody would wait.
 
 from __future__ import annotations
 
+from vllm_ascend_kvext.connector.common.messages import Direction
+
 MIN_PREFILL_TOKENS = 64
 """A step with fewer tokens says more about its fixed cost than about prefill."""
 
@@ -25,22 +27,16 @@ class TransferCost:
 
     def __init__(self, is_ignored: bool = False) -> None:
         self.is_ignored = is_ignored
-        # Moving means; None before anything was measured.
-        self._s_per_byte: float | None = None
-        self._s_per_stored_byte: float | None = None
+        # Moving means; None, or not there, before anything was measured.
+        self._s_per_byte: dict[Direction, float] = {}
         self._s_per_token: float | None = None
         self._parked_s: float | None = None
 
-    def note_copies(self, num_bytes: int, seconds: float) -> None:
-        """Copies of loads took so long, all of them together."""
+    def note_copies(self, direction: Direction, num_bytes: int, seconds: float) -> None:
+        """Copies of loads, or of stores, took so long, all of them together."""
         if num_bytes > 0:
-            self._s_per_byte = _mean(self._s_per_byte, seconds / num_bytes)
-
-    def note_stores(self, num_bytes: int, seconds: float) -> None:
-        """Copies of stores took so long, all of them together."""
-        if num_bytes > 0:
-            per_byte = seconds / num_bytes
-            self._s_per_stored_byte = _mean(self._s_per_stored_byte, per_byte)
+            before = self._s_per_byte.get(direction)
+            self._s_per_byte[direction] = _mean(before, seconds / num_bytes)
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """From the step that began a load to the one that reported it, so much time passed."""
@@ -65,17 +61,17 @@ class TransferCost:
         """
         if self.is_ignored:
             return True
-        if self._s_per_token is None or self._s_per_stored_byte is None:
+        if self._s_per_token is None or "store" not in self._s_per_byte:
             return False
-        out_s = num_bytes * self._s_per_stored_byte
-        back_s = out_s if self._s_per_byte is None else self._load_s(num_bytes)
+        out_s = num_bytes * self._s_per_byte["store"]
+        back_s = self._load_s(num_bytes) if "load" in self._s_per_byte else out_s
         return out_s + back_s <= num_tokens * self._s_per_token
 
     def _load_s(self, num_bytes: int) -> float:
         return self._copy_s(num_bytes) + (self._parked_s or 0.0)
 
     def _copy_s(self, num_bytes: int) -> float:
-        return num_bytes * (self._s_per_byte or 0.0)
+        return num_bytes * self._s_per_byte.get("load", 0.0)
 
 
 def _mean(mean: float | None, sample: float) -> float:

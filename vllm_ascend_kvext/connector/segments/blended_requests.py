@@ -21,18 +21,16 @@ from vllm_ascend_kvext.blending.segments import (
     plan_blend,
     separated_segments,
 )
-from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
-from vllm_ascend_kvext.connector.common.messages import StoreJob
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request
-from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.questions import Questions
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
-from vllm_ascend_kvext.holes.hole_queue import ProbePlan
-from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, with_holes
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, spans_within, with_holes
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -88,8 +86,8 @@ class _State:
     is_refused: bool = False
 
 
-class Blending(NoSegments):
-    """The segments of one engine; what `NoSegments` says of each method holds here, too.
+class Blending(SegmentStores):
+    """The segments of one engine, stored and reused.
 
     Without ``questions`` nothing is compared, without ``learning`` only clients have segments
     computed. The keys of so many workers are to be compared.
@@ -110,15 +108,11 @@ class Blending(NoSegments):
         learning: SegmentLearning | None,
         num_workers: int,
     ) -> None:
-        self._view = parts.view
+        super().__init__(parts, store, learning)
         self._window_pages = parts.layout.window_pages
         self._needs_tails = bool(self._window_pages(0))
-        self._counters = parts.counters
-        self.store = store
         self.options = options
         self.questions = questions
-        self.learning = learning
-        self._stores = SegmentStores(parts, store, learning)
         self._key_checks_missing = num_workers
         self.keys_are_checked = False
         self.why_no_reuse = ""
@@ -127,7 +121,7 @@ class Blending(NoSegments):
     # Admission.
 
     def add_request(self, request: Request) -> None:
-        if self._stores.note_new(request):
+        if self._note_new(request):
             return
         token_ids = request.prompt_token_ids
         if token_ids is None or request.sampling_params is None:
@@ -159,14 +153,8 @@ class Blending(NoSegments):
             ]
             self.learning.note_seen(worth_storing, request.cache_salt, request._block_hasher)
 
-    def has_to_wait(self, request: Request) -> bool:
-        return self._stores.has_to_wait(request)
-
     def stores_prompt(self, request_id: str) -> bool:
-        return self._blended(request_id) is None and not self._stores.is_segment(request_id)
-
-    def is_segment(self, request_id: str) -> bool:
-        return self._stores.is_segment(request_id)
+        return self._blended(request_id) is None and not self.is_segment(request_id)
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         request_id = request.request_id
@@ -199,10 +187,10 @@ class Blending(NoSegments):
         plan = plan_blend(request.num_tokens, exact_tokens, candidates, self.options.min_tokens)
         if plan is None:
             return None
-        loaded = _cut(found, plan.reused)
+        loaded = list(spans_within(found, plan.reused))
         if self.questions is not None:
-            heads = (span._replace(is_computed=True) for span in _cut(found, plan.holes))
-            loaded = sorted((*loaded, *heads))
+            heads = spans_within(found, plan.holes)
+            loaded = sorted((*loaded, *(span._replace(is_computed=True) for span in heads)))
         exact = loaded_spans(hit.run.rows)
         behind = with_holes(exact_tokens, loaded, plan.resume_tokens)
         tails = {} if hit.tails is None else {exact_tokens: hit.tails}
@@ -252,9 +240,6 @@ class Blending(NoSegments):
             plan.exact_tokens, hit_tokens, reused_tokens, hashes, _known_tokens(request)
         )
 
-    def probe(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
-        return None if self.questions is None else self.questions.begin(request, plan)
-
     def restart(self, request_id: str) -> None:
         state = self._states.get(request_id)
         if state is not None and state.blended is not None:
@@ -268,20 +253,7 @@ class Blending(NoSegments):
         if self.questions is not None:
             self.questions.forget(request_id)
 
-    def take_wanted(self) -> WantedSegment | None:
-        return None if self.learning is None else self.learning.take(self._stores.has_room)
-
     # Steps.
-
-    def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
-        return self._stores.note_step(request, num_scheduled_tokens)
-
-    def preempted(self, request_id: str) -> None:
-        self._stores.preempted(request_id)
-
-    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
-        assert self.questions is not None
-        return self.questions.scored(request_id)
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         assert self.questions is not None
@@ -310,14 +282,14 @@ class Blending(NoSegments):
     def shared_tokens(self, request_id: str) -> int | None:
         """Behind it, KV is approximate, or that of a segment behind a sink of its own."""
         blended = self._blended(request_id)
-        return self._stores.shared_tokens(request_id) if blended is None else blended.exact_tokens
+        return super().shared_tokens(request_id) if blended is None else blended.exact_tokens
 
     def params(self, request: Request) -> Mapping[str, int] | None:
         """What is stored of a segment, or how a request is marked; None if all of it is exact.
 
         One that was preempted is marked as it was when it last answered with reused tokens.
         """
-        stored = self._stores.params(request.request_id)
+        stored = super().params(request)
         state = self._states.get(request.request_id, _State())
         blended = state.blended or state.answered
         if stored is not None or blended is None:
@@ -332,34 +304,16 @@ class Blending(NoSegments):
     # Ends.
 
     def forget(self, request_id: str) -> None:
-        self._stores.forget(request_id)
+        super().forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None and state.blended is not None:
             self._count(state.blended)
         if self.questions is not None:
             self.questions.forget(request_id)
 
-    def release_all_held(self) -> None:
-        self._stores.release_all_held()
-
     def clear(self) -> None:
         if self.learning is not None:
             self.learning.clear()
-
-    # What is held.
-
-    @property
-    def request_ids(self) -> set[str]:
-        questions = self.questions.request_ids if self.questions is not None else set()
-        return self._stores.request_ids.union(questions, self._states)
-
-    @property
-    def num_expected_blocks(self) -> int:
-        return self._stores.num_expected_blocks
-
-    @property
-    def num_begun(self) -> int:
-        return 0 if self.learning is None else self.learning.num_begun
 
     def _refuse(self, request_id: str, refusal: BlendRefusal) -> None:
         state = self._states.setdefault(request_id, _State())
@@ -380,21 +334,3 @@ class Blending(NoSegments):
 def _known_tokens(request: Request) -> int:
     """Tokens of a request, those that are being computed included."""
     return request.num_tokens + request.num_output_placeholders
-
-
-def _cut(found: Sequence[Span], runs: Sequence[TokenRange]) -> list[Span]:
-    """What of some spans lies in some runs. Both ascend, and are disjoint; may be thousands."""
-    cut = []
-    num_behind = 0  # Runs that end before what is looked at.
-    for span in found:
-        while num_behind < len(runs) and runs[num_behind].end_tokens <= span.first_tokens:
-            num_behind += 1
-        for index in range(num_behind, len(runs)):
-            run = runs[index]
-            if span.end_tokens <= run.first_tokens:
-                break
-            first = max(span.first_tokens, run.first_tokens)
-            end = min(span.end_tokens, run.end_tokens)
-            entry_tokens = span.entry_tokens + first - span.first_tokens
-            cut.append(Span(first, end, span.entry, entry_tokens))
-    return cut

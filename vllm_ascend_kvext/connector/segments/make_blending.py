@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, Schedul
 from vllm_ascend_kvext.connector.segments.questions import Questions
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens
-from vllm_ascend_kvext.holes.window_blocks import ProbeBlocks
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
 
@@ -36,9 +34,8 @@ def make_blending(
         logger.warning("KvextConnector: blending is off: %s.", refusal)
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
-    fingerprint = hashlib.sha256("".join(each.fingerprint for each in of_workers).encode())
     sink_ids = segment_tokens.sink_ids
-    store = SegmentStore(parts.tier, of_workers[0], fingerprint.hexdigest(), sink_ids)
+    store = SegmentStore(parts.tier, of_workers[0], sink_ids)
     window_tokens = max(each.window_tokens for each in of_workers)
     blend_options = BlendOptions(
         options.blend_head_tokens,
@@ -82,7 +79,7 @@ def _make_learning(parts: SchedulerParts, store: SegmentStore) -> SegmentLearnin
             view.num_data_parallel,
         )
         return None
-    return SegmentLearning(store, view.max_model_len, parts.counters)
+    return SegmentLearning(store, view.max_model_len, parts.counters.blending)
 
 
 def _make_questions(
@@ -97,5 +94,4 @@ def _make_questions(
                 "KvextConnector: blend_selector is heads: worker %d: %s", rank, worker.probe_refusal
             )
             return None
-    parts.holes.probe_blocks = ProbeBlocks(parts.references, parts.layout.tokens_per_page)
-    return Questions(parts.view, options.blend_ratio, parts.counters)
+    return Questions(parts.view, options.blend_ratio, parts.counters.blending)

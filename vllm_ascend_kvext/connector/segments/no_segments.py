@@ -2,7 +2,7 @@
 """What the scheduler side asks about segments, and the answers where none are reused.
 
 Which of the two an engine has is decided once, when its workers are known: this, or `Blending`,
-which answers all of it.
+which answers all of it, partly as `SegmentStores`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
+from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Block, Request, SchedulerView
 from vllm_ascend_kvext.connector.common.store_jobs import StoreJobs
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
-from vllm_ascend_kvext.holes.hole_queue import HoleQueue, ProbePlan
+from vllm_ascend_kvext.connector.segments.questions import Questions
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
@@ -26,7 +27,10 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 
 class SchedulerParts(NamedTuple):
-    """The parts of a scheduler side that segments use."""
+    """The parts of a scheduler side that loads, stores and segments share.
+
+    Without ``computes_holes``, no hole may be computed: a load stops at the first one.
+    """
 
     view: SchedulerView
     layout: HostLayout
@@ -35,7 +39,7 @@ class SchedulerParts(NamedTuple):
     jobs: StoreJobs
     holes: HoleQueue
     computes_holes: bool
-    counters: BlendCounters
+    counters: ConnectorCounters
 
 
 class NoSegments:
@@ -44,10 +48,12 @@ class NoSegments:
     Attributes:
         is_on: Whether segments are reused.
         learning: Has segments computed that no client has asked for; None if nothing does.
+        questions: Compares questions of requests with their segments; None if nothing does.
     """
 
     is_on = False
     learning: SegmentLearning | None = None
+    questions: Questions | None = None
 
     # Admission.
 
@@ -86,16 +92,12 @@ class NoSegments:
     def begin(self, request: Request, plan: LoadPlan) -> None:
         """A request has got blocks for a plan of `plan`."""
 
-    def probe(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
-        """How the question of a request is compared with its segments, if it is."""
-        return None
-
     def restart(self, request_id: str) -> None:
         """A request has lost its blocks, or its load has failed."""
 
-    def take_wanted(self) -> WantedSegment | None:
-        """A segment that is to be computed now; None if there is none, or it would have to wait."""
-        return None
+    def has_room(self, num_segment_tokens: int) -> bool:
+        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
+        return False
 
     # Steps.
 
@@ -108,10 +110,6 @@ class NoSegments:
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         """Workers have compared keys of equal tokens; see ``blending.key_check``."""
-
-    def scored(self, request_id: str) -> tuple[TokenRange, ...]:
-        """The tokens that the question of a request is compared with."""
-        return ()
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """What of a request is computed and not reused, as its question has it."""
@@ -137,20 +135,3 @@ class NoSegments:
 
     def clear(self) -> None:
         """What is stored is forgotten."""
-
-    # What is held; see ``Held``.
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        return set()
-
-    @property
-    def num_expected_blocks(self) -> int:
-        """Blocks that stores of segments hold, or will hold."""
-        return 0
-
-    @property
-    def num_begun(self) -> int:
-        """Segments that are being learned."""
-        return 0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_ascend_kvext.blending.question_selection import Scores, select_runs
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.connector.common.scheduler_view import Request, SchedulerView
 from vllm_ascend_kvext.holes.hole_queue import ProbePlan
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span
@@ -47,11 +47,6 @@ class Questions:
         self.ratio = ratio
         self._counters = counters
         self._compared: dict[str, _Compared] = {}
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests whose question has not been compared yet."""
-        return set(self._compared)
 
     def begin(self, request: Request, plan: LoadPlan) -> ProbePlan | None:
         """The first pass of a request that has blocks; None if its question is not looked at."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
-from vllm_ascend_kvext.connector.common.blend_counters import BlendCounters
+from vllm_ascend_kvext.connector.common.counters import BlendCounters
 from vllm_ascend_kvext.store.remembered_keys import RememberedKeys
 
 MAX_SEEN_SEGMENTS = 8192
@@ -55,10 +55,11 @@ class _Begun:
 
 
 class SegmentLearning:
-    """The segments that one engine learns; nothing is begun while ``is_held``."""
+    """The segments that one engine learns, behind ``sink_ids``; none is begun while ``is_held``."""
 
     def __init__(self, store: SegmentStore, max_model_len: int, counters: BlendCounters) -> None:
         self._store = store
+        self.sink_ids = store.sink_ids
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[bool](MAX_SEEN_SEGMENTS)
@@ -69,19 +70,9 @@ class SegmentLearning:
         self.is_held = False
 
     @property
-    def sink_ids(self) -> tuple[int, ...]:
-        """What segments are computed behind."""
-        return self._store.sink_ids
-
-    @property
     def has_queue(self) -> bool:
         """Whether segments wait to be computed."""
         return bool(self._queue)
-
-    @property
-    def num_begun(self) -> int:
-        """Segments that our own requests compute, or that workers store for them."""
-        return max(len(self._known) - len(self._queue), len(self._begun))
 
     @property
     def request_ids(self) -> list[str]:

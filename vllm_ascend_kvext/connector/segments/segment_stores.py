@@ -10,19 +10,19 @@ pages that leave its windows are held.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.blending.segments import is_to_be_stored
-from vllm_ascend_kvext.connector.common.blend_counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.block_references import MAX_REFERENCED_SHARE
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 from vllm_ascend_kvext.connector.common.messages import StoreJob
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
-from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.errors import SegmentError
@@ -52,46 +52,37 @@ class _Segment:
     expected_blocks: int = 0
 
 
-class SegmentStores:
-    """The stores of one engine, for clients and, if there is learning, for requests of its own."""
+class SegmentStores(NoSegments):
+    """The stores of one engine, for clients and, if there is learning, for requests of its own.
+
+    What `NoSegments` says of each method holds here, too.
+    """
 
     def __init__(
-        self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None = None
+        self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None
     ) -> None:
         self._view = parts.view
-        self._store = store
+        self._tier = parts.tier
+        self.store = store
         self._tokens_per_page = parts.layout.tokens_per_page
         self._window_groups = parts.layout.window_pages(0).keys()
         self._references = parts.references
         self._jobs = parts.jobs
-        self._counters = parts.counters
-        self._learning = learning
+        self._counters = parts.counters.blending
+        self.learning = learning
         self._segments: dict[str, _Segment] = {}  # by request
         self._num_expected_blocks = 0  # of all that are wanted or being stored
 
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests of which anything is remembered."""
-        learned = self._learning.request_ids if self._learning is not None else ()
-        return set(learned).union(self._segments)
-
-    @property
-    def num_expected_blocks(self) -> int:
-        """Blocks that stores of segments hold, or will hold."""
-        return self._num_expected_blocks
-
     def is_segment(self, request_id: str) -> bool:
-        """Whether the prompt of a request is one: it is not stored once more as a prompt."""
         segment = self._segments.get(request_id)
         return segment is not None and bool(segment.token_ids)
 
     def shared_tokens(self, request_id: str) -> int | None:
-        """Before which token the blocks of a request are for everyone; None if all of them are."""
-        num_tokens = len(self._store.sink_ids)
+        num_tokens = len(self.store.sink_ids)
         is_shared = self.is_segment(request_id) and num_tokens >= self._view.hash_block_size
         return num_tokens if is_shared else None
 
-    def note_new(self, request: Any) -> bool:
+    def _note_new(self, request: Any) -> bool:
         """A request has arrived; whether its prompt is a segment. The sink is put before one."""
         if request.sampling_params is None or request.prompt_token_ids is None:
             return False
@@ -110,10 +101,8 @@ class SegmentStores:
         return True
 
     def has_to_wait(self, request: Request) -> bool:
-        """Whether segments before this one hold so many pages that it might be refused.
-
-        Asked before a request is admitted. One that needs too many by itself does not wait.
-        """
+        # Segments before it hold so many pages that it might be refused. One that needs too many by
+        # itself does not wait.
         wanted = self._wanted(request.request_id)
         if wanted is None or wanted.expected_blocks:
             return False
@@ -124,7 +113,6 @@ class SegmentStores:
         return False
 
     def has_room(self, num_segment_tokens: int) -> bool:
-        """Whether a segment of so many tokens would not have to wait, if it was asked for now."""
         max_blocks = MAX_REFERENCED_SHARE * self._view.num_blocks / 2  # Others store, too.
         num_expected = self._num_expected_blocks
         return (
@@ -132,9 +120,8 @@ class SegmentStores:
             or num_expected + self._blocks_of_store(num_segment_tokens) <= max_blocks
         )
 
-    def params(self, request_id: str) -> dict[str, int] | None:
-        """What the response says of a request that was to store a segment."""
-        segment = self._segments.get(request_id)
+    def params(self, request: Request) -> Mapping[str, int] | None:
+        segment = self._segments.get(request.request_id)
         return None if segment is None else {"kvext_stored_tokens": segment.stored_tokens}
 
     def _wanted(self, request_id: str) -> _Segment | None:
@@ -143,31 +130,30 @@ class SegmentStores:
         return segment if segment is not None and segment.is_wanted else None
 
     def note_step(self, request: Request, num_scheduled_tokens: int) -> StoreJob | None:
-        """A request computes in the step that is being planned; what is stored after it."""
         wanted = self._wanted(request.request_id)
         if wanted is None:
             return None
         token_ids = wanted.token_ids
-        num_tokens = len(self._store.sink_ids) + len(token_ids)
+        num_tokens = len(self.store.sink_ids) + len(token_ids)
         computed_tokens = request.num_computed_tokens + num_scheduled_tokens
         if not self._hold_windows(request, wanted, min(computed_tokens, num_tokens)):
             self._give_up(request.request_id, wanted)
             return None
         if computed_tokens < num_tokens:
             return None
-        prefix = self._store.prefix(token_ids, request.cache_salt)
+        prefix = self.store.prefix(token_ids, request.cache_salt)
         pages = self._pages(request.request_id, wanted, num_tokens)
         new = [block for key, block in pages.items() if key not in wanted.held]
         if self._lacks_pages(pages, num_tokens) or self._has_too_many_references(len(new)):
             self._give_up(request.request_id, wanted)
             return None
-        entries = self._store.begin_store(prefix)
+        entries = self.store.begin_store(prefix)
         if isinstance(entries, Refusal):
             self._give_up(request.request_id, wanted)
             return None
         wanted.is_wanted, wanted.stored_tokens = False, len(token_ids)
-        if self._learning is not None:
-            self._learning.note_store(request.request_id, bool(entries))
+        if self.learning is not None:
+            self.learning.note_store(request.request_id, bool(entries))
         if not entries:
             self._let_go(wanted)
             return None
@@ -176,11 +162,10 @@ class SegmentStores:
         number = self._jobs.begin(
             blocks, partial(self._end, request.request_id, wanted, prefix, entries)
         )
-        rows = tuple(self._store.rows_of(prefix, entry, token_ids) for entry in entries)
+        rows = tuple(self.store.rows_of(prefix, entry, token_ids) for entry in entries)
         return StoreJob(number, (), table_parts(pages, len(self._view.managers)), rows)
 
     def preempted(self, request_id: str) -> None:
-        """A request begins again: its pages are gone."""
         wanted = self._wanted(request_id)
         if wanted is not None:
             wanted.num_preemptions += bool(wanted.held)
@@ -189,17 +174,15 @@ class SegmentStores:
                 self._give_up(request_id, wanted)
 
     def release_all_held(self) -> None:
-        """Let go of the pages that no store reads yet: they are not stored then."""
         for segment in self._segments.values():
             self._release(segment)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
         segment = self._segments.pop(request_id, None)
         if segment is not None and segment.is_wanted:
             self._let_go(segment)
-        if self._learning is not None:
-            self._learning.forget(request_id)
+        if self.learning is not None:
+            self.learning.forget(request_id)
 
     def _end(
         self,
@@ -213,15 +196,15 @@ class SegmentStores:
         self._expect_nothing(wanted)
         for entry in entries:
             if has_failed:
-                self._store.fail_store(entry)
+                self._tier.fail_store(entry)
             else:
-                self._store.finish_store(prefix, entry)
+                self.store.finish_store(prefix, entry)
         self._counters.stored_segments += not has_failed
-        if self._learning is not None:
-            self._learning.end_store(request_id, has_failed)
+        if self.learning is not None:
+            self.learning.end_store(request_id, has_failed)
 
     def _give_up(self, request_id: str, wanted: _Segment) -> None:
-        if self._learning is None or request_id not in self._learning.request_ids:
+        if self.learning is None or request_id not in self.learning.request_ids:
             self._counters.refusals[BlendRefusal.ROOM] += 1
         wanted.is_wanted = False
         self._let_go(wanted)
@@ -233,7 +216,7 @@ class SegmentStores:
 
     def _blocks_of_store(self, num_segment_tokens: int) -> int:
         """How many blocks of all KV cache groups the store of a segment holds."""
-        num_tokens = len(self._store.sink_ids) + num_segment_tokens
+        num_tokens = len(self.store.sink_ids) + num_segment_tokens
         return sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
 
     def _expect_nothing(self, wanted: _Segment) -> None:
@@ -269,7 +252,7 @@ class SegmentStores:
         refused = _Segment()
         if why_no_holes(request) is not None:
             return BlendRefusal.UNSUITED_REQUEST, refused
-        sink = list(self._store.sink_ids)
+        sink = list(self.store.sink_ids)
         prompt = list(request.prompt_token_ids)
         # A tokenizer may have put the beginning of the sequence there.
         has_sink = prompt[: len(sink)] == sink
@@ -298,7 +281,7 @@ class SegmentStores:
 
     def _lacks_pages(self, pages: Pages, num_tokens: int) -> bool:
         """Whether pages of windows have been let go of, for a reset of the prefix cache."""
-        sink_tokens = len(self._store.sink_ids)
+        sink_tokens = len(self.store.sink_ids)
         return any(
             (group, page) not in pages
             for group, tokens_per_page in self._tokens_per_page.items()

@@ -8,15 +8,16 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_ascend_kvext.blending.key_check import KeyGate
 from vllm_ascend_kvext.blending.segment_mover import SegmentMover
+from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import LoadJob, StoreJob
 from vllm_ascend_kvext.errors import ConnectorError, SegmentError
 from vllm_ascend_kvext.layout.model import NULL_PAGE, KVLayout, StatePolicy
@@ -89,7 +90,8 @@ class JobRunner:
         self.pools = pools
         self.fence = fence
         self.segments: SegmentMover | None = None
-        self._key_gate = KeyGate()
+        self._checking_keys = threading.Lock()
+        self._are_keys_settled = False
         self._states = states
         self._host = host
         self._placement = placement
@@ -113,8 +115,7 @@ class JobRunner:
             moved = self._move_all(job, plans, recorded)
             if not job.segments:
                 return moved
-            check = self._key_gate.check(self._mover().check_keys, job.segments)
-            return moved._replace(key_check=check)
+            return moved._replace(key_check=self._check_keys(job.segments))
         try:
             return self._move_all(job, plans, recorded)
         except Exception as error:
@@ -149,6 +150,17 @@ class JobRunner:
             recorded, lambda: of_segments.append(move(job.segments, job.block_ids))
         )
         return Moved(num_bytes + sum(of_segments), seconds)
+
+    def _check_keys(self, rows: Sequence[SegmentRows]) -> str | None:
+        """Check all chunks of a store together: a small one has too few equal tokens.
+
+        Returns:
+            As `SegmentMover.check_keys`; also None if an earlier store has settled it.
+        """
+        with self._checking_keys:
+            found = None if self._are_keys_settled else self._mover().check_keys(rows)
+            self._are_keys_settled |= found is not None
+        return found
 
     def _mover(self) -> SegmentMover:
         if self.segments is None:

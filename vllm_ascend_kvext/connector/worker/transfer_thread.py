@@ -9,6 +9,7 @@ job does is handed in.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -39,7 +40,6 @@ class TransferThread:
     ) -> None:
         self._run = run
         self._on_start = on_start
-        self._failures = _FailureLog()
         self._changed = threading.Condition()  # Guards all that follows.
         self._loads: deque[tuple[Job, object]] = deque()
         self._stores: deque[tuple[Job, object]] = deque()
@@ -47,6 +47,8 @@ class TransferThread:
         self._ended: list[tuple[Job, Moved | None]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._logged_at_s = -math.inf
+        self._num_unlogged = 0
 
     def submit(self, jobs: Iterable[Job], recorded: object) -> None:
         """Carry out jobs some time later, in order; after `shutdown` they fail at once."""
@@ -149,33 +151,26 @@ class TransferThread:
         try:
             moved = self._run(job, recorded)
             if moved.error is not None:
-                self._failures.add(job, moved.error, len(moved.unreadable))
+                self._log_failure(job, moved.error, len(moved.unreadable))
         except Exception as error:
-            self._failures.add(job, error)
+            self._log_failure(job, error)
         finally:
             with self._changed:
                 self._num_running -= 1
                 self._ended.append((job, moved))
                 self._changed.notify_all()
 
-
-class _FailureLog:
-    """Logs the first failure of a burst with its cause, and counts the others."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._logged_at_s: float | None = None
-        self._num_unlogged = 0
-
-    def add(self, job: Job, error: Exception, num_unreadable: int | None = None) -> None:
+    def _log_failure(self, job: Job, error: Exception, num_unreadable: int | None = None) -> None:
         """A job has failed, or a load has been made part by part.
+
+        The first failure of a burst is logged with its cause, the others are counted.
 
         Args:
             num_unreadable: Of its parts, which are left out; None if nothing of the job is there.
         """
         now_s = time.monotonic()
-        with self._lock:
-            if self._logged_at_s is not None and now_s - self._logged_at_s < _QUIET_S:
+        with self._changed:
+            if now_s - self._logged_at_s < _QUIET_S:
                 self._num_unlogged += 1
                 return
             self._logged_at_s = now_s

@@ -6,8 +6,6 @@ vLLM is not imported: its configuration is read by attributes.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -88,20 +86,16 @@ class WorkerSegments:
         ]
         return CpuTokenPages(layers, backend.write_rows)
 
-    def mover(self, worker_fingerprint: str, host: torch.Tensor) -> SegmentMover:
+    def mover(self, host: torch.Tensor) -> SegmentMover:
         """What moves tokens between the pages and a host buffer.
 
         Args:
-            worker_fingerprint: Of the layout.
             host: dtype: uint8, shape: [num_bytes].
         """
         windows = [group.window_tokens for group in self._group_of_layer.values()]
         windows += [keys.window_tokens for keys in self._keys.values()]
-        layout = SegmentLayout(
-            tuple(plane.row_bytes for plane in self.pages.planes),
-            segment_fingerprint(worker_fingerprint, self.pages),
-            max(windows),
-        )
+        row_bytes = tuple(plane.row_bytes for plane in self.pages.planes)
+        layout = SegmentLayout(row_bytes, max(windows))
         return SegmentMover(self.pages, host, layout, self._staging, self._placement)
 
     def probe(self, check_layer: int | None) -> QuestionProbe:
@@ -159,21 +153,6 @@ class WorkerSegments:
         return CpuLayer(name, group.kv_cache_group_id, key_cache, value_cache, keys.signature)
 
 
-def segment_fingerprint(worker_fingerprint: str, pages: TokenPages) -> str:
-    """Equal for workers one of which can use what the other has stored; 64 hexadecimal digits."""
-    planes = [
-        (
-            plane.layer_name,
-            plane.num_heads,
-            plane.head_elements,
-            plane.dtype.name,
-            None if plane.keys is None else plane.keys.fingerprint,
-        )
-        for plane in pages.planes
-    ]
-    return hashlib.sha256(json.dumps([worker_fingerprint, planes]).encode()).hexdigest()
-
-
 def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[PlacedPlane]:
     """The planes of a layer that registers keys and values, or latents and what is rotated."""
     found = [plane for plane in group.planes if plane.layer_name == name]
@@ -209,10 +188,7 @@ def placed_planes(name: str, keys: LayerKeys, group: LayoutGroup) -> list[Placed
                 signature.dtype,
                 signature if plane is found[0] else None,
             ),
-            plane.storage,
-            plane.base_bytes,
-            plane.page_stride_bytes,
-            plane.region_offset_bytes,
+            plane,
         )
         for plane in found
     ]

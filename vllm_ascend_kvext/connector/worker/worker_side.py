@@ -39,7 +39,6 @@ from vllm_ascend_kvext.connector.worker.transfer_thread import TransferThread
 from vllm_ascend_kvext.connector.worker.worker_segments import WorkerSegments
 from vllm_ascend_kvext.errors import ConnectorError, KvextError, LayoutError
 from vllm_ascend_kvext.layout.build import build_layout
-from vllm_ascend_kvext.layout.fingerprint import worker_fingerprint
 from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.views import storage_tensors
 from vllm_ascend_kvext.layout.worker_config import read_nz_layers
@@ -102,7 +101,6 @@ class WorkerSide:
         self._placement: CopyPlacement | None = None
         self._host: HostBuffer | None = None
         self._runner: JobRunner | None = None
-        self._fingerprint = ""
         self._stores_after_forward: tuple[StoreJob, ...] = ()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -132,19 +130,8 @@ class WorkerSide:
         device = tensors[0].device
         fence = fence_of(device)
         pools = Pools(tensors)
-        fingerprint = worker_fingerprint(
-            self._vllm_config,
-            layout,
-            layer_names=kv_caches.keys(),
-            has_nz_pages=bool(nz_layers),
-            device_type=device.type,
-            instruction_set=_instruction_set(device.type),
-            states=self._options.state_policy,
-            environ=os.environ,
-        )
-        placement = _placement(self._options, device.type)
-        host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
-        self._placement, self._host, self._fingerprint = placement, host, fingerprint
+        self._placement = placement = _placement(self._options, device.type)
+        self._host = host = HostBuffer.allocate(self._options.host_memory_bytes_per_worker, device)
         self._runner = JobRunner(
             layout, self._options.state_policy, pools, host.tensor, fence, placement, self._move
         )
@@ -166,7 +153,7 @@ class WorkerSide:
                 self._cpu_backend,
                 self._move,
             )
-            runner.segments = segments.mover(self._fingerprint, host)
+            runner.segments = segments.mover(host)
             self._segments = segments
         except Exception as error:
             self._segment_refusal = _refusal_of(error)
@@ -201,7 +188,6 @@ class WorkerSide:
         mover = self._runner.segments
         return WorkerLayout(
             self._runner.layout,
-            self._fingerprint,
             self._host.num_bytes,
             None if mover is None else mover.layout,
             self._segment_refusal,
@@ -244,8 +230,7 @@ class WorkerSide:
         """What has ended since the last call. Every job is reported once."""
         loads: set[str] = set()
         failed_pages: set[int] = set()
-        traffic: dict[Direction, Traffic] = {"store": Traffic(), "load": Traffic()}
-        results = WorkerOutput(traffic=traffic)
+        results = WorkerOutput()
         for job, moved in self._thread.take_ended():
             if isinstance(job, StoreJob):
                 results.stores_ended[job.number] = 1
@@ -262,7 +247,7 @@ class WorkerSide:
                     results.unreadable[job.request_id] = unreadable
             if moved is not None:
                 direction: Direction = "store" if isinstance(job, StoreJob) else "load"
-                traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
+                results.traffic[direction].add(Traffic(moved.num_bytes, moved.seconds, 1))
                 results.key_checks += moved.key_check == ""
                 results.key_check_failure = results.key_check_failure or moved.key_check or ""
         if self._probe is not None:
@@ -306,13 +291,6 @@ class WorkerSide:
         """
         if self._placement is not None:
             os.sched_setaffinity(0, self._placement.cpus)
-
-
-def _instruction_set(device_type: str) -> str:
-    """For which vLLM's CPU attention orders a page; of no meaning on devices."""
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability()) if device_type == "cpu" else ""
 
 
 def _transfer_op(environ: Mapping[str, str]) -> Move:

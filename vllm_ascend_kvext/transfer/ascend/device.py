@@ -44,9 +44,6 @@ class InFlight:
         self._held: list[tuple[Any, object]] = []
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def hold(self, what: object) -> None:
         """Hold ``what`` until all that the current stream has been given so far is done."""
         event = npu().Event()

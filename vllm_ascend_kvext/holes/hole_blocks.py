@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in which holes of models with windows are computed.
+"""Blocks in which holes of models with windows are computed, and tokens that are only looked at.
 
 A request that is parked has the blocks of its windows only before the place where it goes on. What
 a hole reads and writes of windows lies in blocks of its own, which are nobody else's and are not
@@ -24,18 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_ascend_kvext.layout.model import NULL_PAGE
 from vllm_ascend_kvext.token_range import TokenRange
-
-_NULL_ID = 0
 
 
 class Blocks(Protocol):
     """Where blocks come from, and go to."""
 
-    @property
-    def num_free(self) -> int: ...
-
-    def allocate(self, num_blocks: int) -> Sequence[Any]: ...
+    def allocate(self, num_blocks: int) -> Iterator[Any] | None: ...
 
     def take(self, blocks: Sequence[Any]) -> None: ...
 
@@ -66,20 +62,25 @@ class WindowTable:
     @property
     def all_block_ids(self) -> list[int]:
         """From the request's first page on."""
-        return [_NULL_ID] * self.first_page + list(self.block_ids)
+        return [NULL_PAGE] * self.first_page + list(self.block_ids)
 
 
 WindowTables = dict[int, WindowTable]
 """By KV cache group with windows."""
 
 
-class WindowBlocks:
-    """The blocks of all requests with holes of one engine.
+class HoleBlocks:
+    """The blocks of all requests with holes of one engine, beside their own.
+
+    They are nobody else's, but for what is held, and are not cached.
 
     Args:
         window_pages: First and end page that going on from a token reads, by KV cache group with
             windows.
         tokens_per_page: By KV cache group.
+
+    Attributes:
+        has_windows: Whether the model has some.
     """
 
     def __init__(
@@ -90,16 +91,12 @@ class WindowBlocks:
     ) -> None:
         self._blocks = blocks
         self.window_pages = window_pages
+        self.has_windows = bool(window_pages(0))
         self._tokens_per_page = tokens_per_page
         self._holes: dict[str, list[WindowTables]] = {}
         self._dense: dict[str, WindowTables] = {}
         self._held: dict[str, Mapping[int, Sequence[Any]]] = {}
         self._leaving: list[Any] = []
-
-    @property
-    def request_ids(self) -> set[str]:
-        """Requests that hold blocks, or cached ones until they begin."""
-        return {*self._holes, *self._dense, *self._held}
 
     def hold(self, request_id: str, cached: Mapping[int, Sequence[Any]]) -> None:
         """Keep cached blocks until `begin_dense`, or until `release_held`.
@@ -143,7 +140,7 @@ class WindowBlocks:
         ranges: dict[int, tuple[int, int]] = {}
         for group, (first_page, _) in self.window_pages(first_tokens).items():
             ids = own_ids[group]
-            first_own = next((page for page, own in enumerate(ids) if own != _NULL_ID), len(ids))
+            first_own = next((page for page, own in enumerate(ids) if own != NULL_PAGE), len(ids))
             ranges[group] = min(first_page, first_own), first_own
         held = self._held.pop(request_id, {})
         kept: dict[int, list[Any]] = {}
@@ -152,7 +149,7 @@ class WindowBlocks:
             kept[group] = blocks[: end - first]
             self._blocks.release(blocks[end - first :])
         num_blocks = sum(end - first - len(kept[group]) for group, (first, end) in ranges.items())
-        new = self._allocate(num_blocks)
+        new = self._blocks.allocate(num_blocks)
         if new is None:
             for blocks in kept.values():
                 self._blocks.release(blocks)
@@ -178,12 +175,14 @@ class WindowBlocks:
         """Take blocks for the tails at which the holes of a request begin.
 
         Returns:
-            By hole, tables of those blocks; None, and nothing is taken, if there are too few.
+            By hole, tables of those blocks, none of them without windows; None, and nothing is
+            taken, if there are too few.
         """
+        if not self.has_windows:
+            return []
         of_holes = [self.window_pages(tokens) for tokens in first_tokens]
-        new = self._allocate(
-            sum(end - first for pages in of_holes for first, end in pages.values())
-        )
+        num_blocks = sum(end - first for pages in of_holes for first, end in pages.values())
+        new = self._blocks.allocate(num_blocks)
         if new is None:
             return None
         self._holes[request_id] = [
@@ -201,14 +200,14 @@ class WindowBlocks:
         Returns:
             The hole's tables up to the row's end; None, and nothing is taken, if there are too few.
         """
-        if request_id in self._dense:
-            return self._dense[request_id]
+        if not self.has_windows or request_id in self._dense:
+            return self._dense.get(request_id, {})
         tables = self._holes[request_id][0]
         missing = {
             group: max(0, -(-run.end_tokens // self._tokens_per_page[group]) - table.end_page)
             for group, table in tables.items()
         }
-        new = self._allocate(sum(missing.values()))
+        new = self._blocks.allocate(sum(missing.values()))
         if new is None:
             return None
         for group, table in tables.items():
@@ -217,7 +216,7 @@ class WindowBlocks:
 
     def leave(self, request_id: str, end_tokens: int, is_end_of_hole: bool) -> None:
         """A row up to there is in the step that is being planned: what it leaves goes after it."""
-        if request_id in self._dense:
+        if not self.has_windows or request_id in self._dense:
             return
         tables = self._holes[request_id][0]
         if is_end_of_hole:
@@ -232,6 +231,24 @@ class WindowBlocks:
             del table.blocks[:num_blocks]
             table.first_page = first_page
 
+    def take_probe(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
+        """Take blocks behind a request's own up to a token; only the next step reads them.
+
+        Returns:
+            Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
+            are too few.
+        """
+        missing = {
+            group: max(0, -(-end_tokens // tokens) - num_pages[group])
+            for group, tokens in self._tokens_per_page.items()
+        }
+        new = self._blocks.allocate(sum(missing.values()))
+        if new is None:
+            return None
+        taken = {group: [next(new) for _ in range(count)] for group, count in missing.items()}
+        self._leaving += (block for blocks in taken.values() for block in blocks)
+        return {group: [block.block_id for block in blocks] for group, blocks in taken.items()}
+
     def end_step(self) -> None:
         """The latest step has been handed to the workers: what it left can be used by the next."""
         leaving, self._leaving = self._leaving, []
@@ -242,51 +259,3 @@ class WindowBlocks:
         for tables in (*self._holes.pop(request_id, ()), self._dense.pop(request_id, {})):
             for table in tables.values():
                 self._blocks.release(table.blocks)
-
-    def _allocate(self, num_blocks: int) -> Iterator[Any] | None:
-        """None, and nothing is taken, if there are too few."""
-        if num_blocks > self._blocks.num_free:
-            return None
-        return iter(self._blocks.allocate(num_blocks))
-
-
-class ProbeBlocks:
-    """Blocks behind a parked request's own, for tokens that are computed only to be looked at.
-
-    They are nobody else's and are not cached. What lies in them is read by their own step only.
-    """
-
-    def __init__(self, blocks: Blocks, tokens_per_page: Mapping[int, int]) -> None:
-        self._blocks = blocks
-        self._tokens_per_page = tokens_per_page
-        self._leaving: list[Any] = []
-
-    def __len__(self) -> int:
-        """Blocks that are held."""
-        return len(self._leaving)
-
-    def take(self, num_pages: Sequence[int], end_tokens: int) -> dict[int, list[int]] | None:
-        """Take blocks up to a token, until `end_step`.
-
-
-        Returns:
-            Block ids behind the request's, by KV cache group; None, and nothing is taken, if there
-            are too few.
-        """
-        missing = {
-            group: max(0, -(-end_tokens // tokens) - num_pages[group])
-            for group, tokens in self._tokens_per_page.items()
-        }
-        num_blocks = sum(missing.values())
-        if num_blocks > self._blocks.num_free:
-            return None
-        new = self._blocks.allocate(num_blocks) if num_blocks else []
-        self._leaving += new
-        ids = iter([block.block_id for block in new])
-        return {group: [next(ids) for _ in range(count)] for group, count in missing.items()}
-
-    def end_step(self) -> None:
-        """The latest step has been handed to the workers: its blocks can be used by the next."""
-        leaving, self._leaving = self._leaving, []
-        if leaving:
-            self._blocks.release(leaving)

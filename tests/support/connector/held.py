@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler side holds for requests at one moment: to find what leaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.segments.blended_requests import Blending
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is held; nothing by default.
+
+    Attributes:
+        request_ids: Requests of which anything is remembered.
+        pinned_ids: Requests that pin entries of the tier.
+        loading_ids: Requests whose load is under way.
+        hole_ids: Requests some of whose holes are not computed.
+        loaded_hole_ids: Those of them whose load has ended: they wait for nothing else.
+        num_planned_stores: Stores of the step that is being planned.
+        num_stores: Stores that workers make.
+        num_referenced_blocks: Blocks that are kept from being reallocated. One that is referenced
+            twice counts twice.
+        num_awaited_blocks: Blocks that stores of segments will reference.
+        num_begun_segments: Segments that requests of our own compute, or that workers store for
+            them. Queued ones are not held for anybody.
+    """
+
+    request_ids: frozenset[str] = frozenset()
+    pinned_ids: frozenset[str] = frozenset()
+    loading_ids: frozenset[str] = frozenset()
+    hole_ids: frozenset[str] = frozenset()
+    loaded_hole_ids: frozenset[str] = frozenset()
+    num_planned_stores: int = 0
+    num_stores: int = 0
+    num_referenced_blocks: int = 0
+    num_awaited_blocks: int = 0
+    num_begun_segments: int = 0
+
+
+def held_by(side: ConnectorScheduler) -> Held:
+    """What a scheduler side holds at this moment."""
+    states, parked, room = side._states, side.holes._parked, side._room
+    loading = {each for each, state in states.items() if state.under_way is not None}
+    pinned = {each for each, state in states.items() if state.admission.pinned is not None}
+    request_ids = {*states, *parked, *room._parked} | {room._first_waiting_id} - {None}
+    request_ids |= {new.request_id for new in side._new_holes}
+    request_ids |= {job.request_id for job in side._step_loads}
+    blocks = side.holes.blocks
+    request_ids |= {*blocks._holes, *blocks._dense, *blocks._held}
+    num_awaited_blocks = num_begun_segments = 0
+    if isinstance(blending := side.segments, Blending):
+        request_ids |= {*blending._states, *blending._segments}
+        num_awaited_blocks = blending._num_expected_blocks
+        if blending.questions is not None:
+            request_ids |= blending.questions._compared.keys()
+        if (learning := blending.learning) is not None:
+            request_ids.update(learning.request_ids)
+            num_known = len(learning._known) - len(learning._queue)
+            num_begun_segments = max(num_known, len(learning._begun))
+    return Held(
+        request_ids=frozenset(request_ids),
+        pinned_ids=frozenset(loading | pinned),
+        loading_ids=frozenset(loading),
+        hole_ids=frozenset(parked),
+        loaded_hole_ids=frozenset(each for each, hole in parked.items() if hole.is_loaded),
+        num_planned_stores=side._stores.num_planned + len(side._swaps),
+        num_stores=len(side._jobs),
+        num_referenced_blocks=side.references.num_references,
+        num_awaited_blocks=num_awaited_blocks,
+        num_begun_segments=num_begun_segments,
+    )
