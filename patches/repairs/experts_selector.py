@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm_ascend/ops/fused_moe/experts_selector.py``: which groups of experts are the best.
+"""``vllm_ascend/ops/fused_moe``: which groups of experts are the best.
 
 Where experts have a bias (``noaux_tc``: DeepSeek-V3), the two best of a group count. Where they
 have none (``group_limited_greedy``: DeepSeek-V2), the best one counts: see ``grouped_topk`` in
 vLLM's ``grouped_topk_router.py``. vLLM-Ascend's kernel is told to count two in both cases; its own
-choice without a kernel counts one. Importing the module here would import its operators too early.
+choice without a kernel counts one. Importing its modules here would import its operators too early.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind, Patch
 
 _MODULE = "vllm_ascend.ops.fused_moe.experts_selector"
 _FUSED, _NATIVE = "_select_experts_with_fusion_ops", "_native_select_experts"
@@ -44,6 +44,24 @@ def counts_best_only(call: Mapping[str, Any]) -> bool:
     )
 
 
+def leave_the_best_to_torch(
+    wrapped: Callable[..., bool], router: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """Say that the kernel cannot choose where only the best expert of a group counts."""
+    return wrapped(*args, **kwargs) and not (
+        router.use_grouped_topk
+        and router.e_score_correction_bias is None
+        and (router.topk_group or 1) < (router.num_expert_group or 1)
+    )
+
+
+_ROUTER = "vllm_ascend.ops.fused_moe.router"
+_WHY = (
+    "vLLM-Ascend chooses groups of experts by the sum of their two best, also for models that "
+    "choose them by the best one: other experts compute, and other tokens are sampled."
+)
+_RETIRE_WHEN = "vLLM-Ascend gives `group_select_mode=0` where experts have no bias"
+
 PATCHES = (
     Patch(
         id="KVX-129",
@@ -52,10 +70,24 @@ PATCHES = (
         feature="expert-groups",
         vllm=BEFORE_0_30,
         wrapper=choose_by_the_best,
-        why="vLLM-Ascend chooses groups of experts by the sum of their two best, also for models "
-        "that choose them by the best one: other experts compute, and other tokens are sampled.",
-        retire_when="vLLM-Ascend gives `group_select_mode=0` where experts have no bias",
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
         relies_on=(f"{_MODULE}:{_NATIVE}", f"{_MODULE}:select_experts"),
+        when_imported=True,
+    ),
+    Patch(
+        id="KVX-132",
+        target=f"{_ROUTER}.fused_topk_router:AscendFusedTopKRouter.is_fused_supported",
+        feature="expert-groups",
+        vllm=SINCE_0_30,
+        wrapper=leave_the_best_to_torch,
+        why=_WHY,
+        retire_when=_RETIRE_WHEN,
+        relies_on=(
+            f"{_ROUTER}.fused_topk_router:AscendFusedTopKRouter._compute_routing",
+            f"{_ROUTER}.grouped_topk_router:AscendGroupedTopKRouter._compute_routing",
+            f"{_ROUTER}.grouped_topk_router:AscendGroupedTopKRouter._native_grouped_topk",
+        ),
         when_imported=True,
     ),
 )

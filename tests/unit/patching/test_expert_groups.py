@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,3 +60,31 @@ def test_other_choices_are_left_to_the_kernel(
 ) -> None:
     assert choose(**CALL | other) == "fused"
     assert choose("states", **CALL | other) == "fused"
+
+
+GROUPED = {
+    "use_grouped_topk": True,
+    "e_score_correction_bias": None,
+    "topk_group": 2,
+    "num_expert_group": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_fused"),
+    [
+        ({}, False),
+        ({"e_score_correction_bias": "bias"}, True),
+        ({"use_grouped_topk": False}, True),
+        ({"topk_group": 4}, True),
+        ({"topk_group": None, "num_expert_group": None}, True),
+    ],
+)
+def test_a_router_leaves_the_best_expert_of_a_group_to_torch(
+    other: dict[str, Any], is_fused: bool
+) -> None:
+    """As of vLLM-Ascend 0.30, whose routers say what the kernel can do."""
+    router = SimpleNamespace(**GROUPED | other)
+    choose = experts_selector.leave_the_best_to_torch
+    assert choose(lambda states: True, router, "states") is is_fused
+    assert not choose(lambda states: False, router, "states")
