@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "cpu/copy_kernels.h"
-#include "cpu/rotation_kernels.h"
 #include "kvext/checked_transfer.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"

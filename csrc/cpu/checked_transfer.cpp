@@ -7,7 +7,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "destinations.h"
 #include "refusal.h"
 
 namespace kvext {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "destinations.h"
-
 #include <algorithm>
 #include <map>
 #include <numeric>

@@ -54,6 +54,11 @@ inline std::string cell(const char* table, int64_t row, const char* column) {
   }
 }
 
+// Whether a transfer writes a byte twice, of one whose ranges have been found valid. Both throw
+// DescriptorError.
+void refuse_host_rows_written_twice(const CheckedTransfer& checked);
+void refuse_pool_bytes_written_twice(const CheckedTransfer& checked);
+
 // What is in order is not sorted.
 template <typename Item, typename IsBefore>
 void put_in_order(std::vector<Item>& items, IsBefore&& is_before) {

@@ -6,7 +6,6 @@
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"
-#include "rotation_kernels.h"
 
 namespace kvext {
 namespace {

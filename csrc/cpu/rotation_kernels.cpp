@@ -2,9 +2,9 @@
 // One source for every instruction set: loops that compilers vectorise, compiled once per
 // instruction set. Conversions are integer arithmetic, because a compiler
 // knows half precision on some CPUs only.
-#include "rotation_kernels.h"
-
 #include <cstring>
+
+#include "kvext/rotation.h"
 
 namespace kvext {
 namespace {

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "../cpu/copier.h"
-#include "../cpu/rotation_kernels.h"
 #include "kvext/copies.h"
 #include "kvext/page_transfer.h"
 #include "kvext/rotation.h"

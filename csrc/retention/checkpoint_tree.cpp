@@ -165,11 +165,11 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
                                                    const std::shared_ptr<Checkpoint>& before) {
   std::shared_ptr<Checkpoint> parent = before;
   if (!block_tokens_.empty()) {
-    const Known known = find_deepest(prefix, boundary_tokens);
-    parent = known.node;
-    if (known.tokens < parent->boundary_tokens) {
+    const auto [deepest, known_tokens] = find_deepest(prefix, boundary_tokens);
+    parent = deepest;
+    if (known_tokens < parent->boundary_tokens) {
       // The path leaves the parent's runs, or ends, within them.
-      const std::int64_t cut_tokens = known.tokens / unit_tokens_ * unit_tokens_;
+      const std::int64_t cut_tokens = known_tokens / unit_tokens_ * unit_tokens_;
       if (cut_tokens > parent->parent->boundary_tokens) {
         const std::string cut_key = prefix.key(cut_tokens);
         const std::shared_ptr<Checkpoint> known_elsewhere = find(cut_key);
@@ -209,8 +209,8 @@ std::shared_ptr<Checkpoint> CheckpointTree::insert(const PrefixBlocks& prefix,
   return node;
 }
 
-CheckpointTree::Known CheckpointTree::find_deepest(const PrefixBlocks& prefix,
-                                                   std::int64_t upto_tokens) const {
+std::pair<std::shared_ptr<Checkpoint>, std::int64_t> CheckpointTree::find_deepest(
+    const PrefixBlocks& prefix, std::int64_t upto_tokens) const {
   // Bisects, for what is known of a path begins at the first token.
   const std::int64_t block_tokens = block_tokens_[0];
   Checkpoint* node = nullptr;

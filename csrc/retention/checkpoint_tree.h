@@ -18,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "eviction_order.h"
@@ -167,16 +168,13 @@ class CheckpointTree {
  private:
   friend class EvictionOrder;
 
-  struct Known {
-    std::shared_ptr<Checkpoint> node;
-    std::int64_t tokens;
-  };
-
   std::size_t evict(Checkpoint& node);
   std::shared_ptr<Checkpoint> insert(const PrefixBlocks& prefix, const std::string& key,
                                      std::int64_t boundary_tokens, const Reason& reason,
                                      const std::shared_ptr<Checkpoint>& before);
-  Known find_deepest(const PrefixBlocks& prefix, std::int64_t upto_tokens) const;
+  /// The last boundary in whose runs a path is known, and up to which token it is.
+  std::pair<std::shared_ptr<Checkpoint>, std::int64_t> find_deepest(
+      const PrefixBlocks& prefix, std::int64_t upto_tokens) const;
   Checkpoint* find_owner(const PrefixBlocks& prefix, std::int64_t block_index) const;
   std::shared_ptr<Checkpoint> split(Checkpoint& node, std::string key,
                                     std::int64_t boundary_tokens);

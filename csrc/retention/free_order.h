@@ -25,7 +25,6 @@ class BlockNeeds {
 
   std::int32_t operator[](BlockId id) const { return counts_[static_cast<std::size_t>(id)]; }
   std::int32_t& operator[](BlockId id) { return counts_[static_cast<std::size_t>(id)]; }
-  std::size_t size() const { return counts_.size(); }
   void clear() { counts_.assign(counts_.size(), 0); }
 
   /// Blocks of a tail, each divided among those that need it. Were a block that others need counted

@@ -141,19 +141,18 @@ std::int64_t RetainedRequest::admit(nb::handle key_table) {
       if (found) cache_.tree.refresh(cache_.blocks.fields().id(found));
     }
   }
-  if (hit_tokens) resume(prefix, hit_tokens);
-  return hit_tokens;
-}
-
-void RetainedRequest::resume(const Prefix& prefix, std::int64_t hit_tokens) {
+  if (!hit_tokens) return 0;
+  // It resumes there.
   std::shared_ptr<Checkpoint> node = cache_.tree.find(prefix.key(hit_tokens));
   if (!node || !cache_.tree.has_whole_tail(*node)) {
     // It was hit because of blocks that other boundaries need, or that were surplus.
     node = keep(prefix, hit_tokens, Reason{Origin::kOverlap, 0, 0});
   }
-  if (!node) return;
-  cache_.tree.use(*node);
-  move(node);
+  if (node) {
+    cache_.tree.use(*node);
+    move(node);
+  }
+  return hit_tokens;
 }
 
 std::vector<std::int64_t> RetainedRequest::find_shared(nb::handle key_table,

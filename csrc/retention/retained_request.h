@@ -102,7 +102,6 @@ class RetainedRequest {
                        bool is_last);
   std::vector<PlannedBoundary> lasting_boundaries(std::int64_t after_tokens,
                                                   std::int64_t upto_tokens);
-  void resume(const Prefix& prefix, std::int64_t hit_tokens);
   std::shared_ptr<Checkpoint> keep(const Prefix& prefix, std::int64_t tokens, Reason reason);
   void move(std::shared_ptr<Checkpoint> node);
   bool has_states(std::int64_t tokens) const;

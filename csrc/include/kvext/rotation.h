@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <map>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -63,6 +64,18 @@ struct HeadRotation {
   const float* cosines;  // num_pairs each
   const float* sines;
 };
+
+// A way to rotate keys, chosen for the CPU at hand when the library is loaded.
+struct RotationKernel {
+  std::string name;
+  // Moves num_heads heads that follow each other, and rotates them on the way; in float32 whatever
+  // their dtype. Neither side need be aligned; they have no byte in common.
+  void (*rotate)(uint8_t* destination, const uint8_t* source, int64_t num_heads,
+                 const HeadRotation& head);
+};
+
+// Best first; the last one is always "plain".
+const std::vector<RotationKernel>& rotation_kernels();
 
 // Refers to the transfer that it was made from, which must outlive it.
 class CheckedRotation {
