@@ -50,6 +50,7 @@ def test_an_example_prints_no_line_of_vllm(tmp_path: Path) -> None:
     assert "WARNING" in (tmp_path / "out" / "offload_hybrid.log").read_text()
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize("name", ["retention", "offload_hybrid", "holes"])
 def test_an_example_that_fails_names_the_log(tmp_path: Path, name: str) -> None:
     """vLLM ends when it is imported: in the process of the example, or in one that it starts."""
