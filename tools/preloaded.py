@@ -12,6 +12,7 @@ A program is asked for over the socket, see `run`; what asks has the same files.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing.connection import Client, Listener, wait
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ ENVIRON = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 """Read when torch is imported: so of all programs."""
 
 _MAX_START_S = 300.0
+_PR_SET_PDEATHSIG = 1
+"""Of Linux: `prctl(2)`. It does not hold for what is forked."""
 
 
 class Program(NamedTuple):
@@ -63,17 +66,25 @@ def run(socket: str, program: Program, timeout_s: float) -> int:
 
     Raises:
         TimeoutError: It has been killed, and all that it has started; or nobody answers.
+        EOFError: What runs it has been killed.
     """
-    deadline_s = time.monotonic() + _MAX_START_S
-    while not os.path.exists(socket):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{__file__} has not started: see its log")
-        time.sleep(0.1)
-    with Client(socket, "AF_UNIX") as connection:
+    with _connect(socket) as connection:
         connection.send(tuple(program))
         if not connection.poll(timeout_s):
             raise TimeoutError(f"killed after {timeout_s:.0f} s: {program.arguments}")
         return int(connection.recv())
+
+
+def _connect(socket: str) -> Connection:
+    """Wait until somebody listens: importing takes a while."""
+    deadline_s = time.monotonic() + _MAX_START_S
+    while True:
+        try:
+            return Client(socket, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"nobody listens at {socket}: see {__file__}'s log") from None
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -96,8 +107,9 @@ def served(python: Path, log: Path, imported: Sequence[str] = IMPORTED) -> Itera
 
 def main() -> None:
     address, *imported = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with whoever has started it
     for name in imported:
-        with suppress(ImportError):  # of another release of it
+        with suppress(Exception):  # of another release of it; whoever needs it will see
             import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
     listener = Listener(address, "AF_UNIX")

@@ -361,10 +361,10 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
                     timeout=MAX_SUITE_S,
                     check=False,
                 ).returncode
-    except (TimeoutError, subprocess.TimeoutExpired) as error:
+    except (OSError, EOFError, subprocess.TimeoutExpired) as error:
         exit_code = 1
         with log.open("a") as output:
-            output.write(f"\n{error}\n")
+            output.write(f"\n{type(error).__name__}: {error}\n")
     duration_s = time.monotonic() - started_s
     text = log.read_text(errors="replace")
     print(f"\n=== {suite.name}: {duration_s:.0f} s\n{text}", flush=True)
@@ -446,7 +446,10 @@ def main() -> int:
         running = {
             suite.name: executor.submit(run, suite, sockets) for suite in longest_first(chosen)
         }
-    results = {suite.name: running[suite.name].result() for suite in chosen}
+        try:
+            results = {suite.name: running[suite.name].result() for suite in chosen}
+        finally:  # Of an interrupt: what waits does not start any more.
+            executor.shutdown(wait=False, cancel_futures=True)
     print_totals(results, time.monotonic() - started_s, num_processes)
     return 0 if results and all(result.is_green for result in results.values()) else 1
 

@@ -48,10 +48,11 @@ def leave_the_best_to_torch(
     wrapped: Callable[..., bool], router: Any, *args: Any, **kwargs: Any
 ) -> bool:
     """Say that the kernel cannot choose where only the best expert of a group counts."""
+    num_groups = router.num_expert_group or 1
     return wrapped(*args, **kwargs) and not (
         router.use_grouped_topk
         and router.e_score_correction_bias is None
-        and (router.topk_group or 1) < (router.num_expert_group or 1)
+        and (router.topk_group or num_groups) < num_groups
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.scenarios import processes
 
 TOOLS = Path(__file__).parents[2] / "tools"
 REPORT = """
@@ -88,6 +89,34 @@ def test_what_takes_too_long_is_killed_with_its_processes(
     while any(is_running(process_id) for process_id in process_ids):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("is_preloaded", [True, False])
+def test_what_a_script_prints_is_returned(
+    is_preloaded: bool,
+    preloaded: ModuleType,
+    socket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(preloaded.VARIABLE, raising=False)
+    if is_preloaded:
+        monkeypatch.setenv(preloaded.VARIABLE, socket)
+    script = tmp_path / "script.py"
+    script.write_text(REPORT)
+    ended = processes.run(script, ["a"], {"CHOSEN": "1"})
+    assert ended.exit_code == 3
+    report, other = ended.log.splitlines()
+    assert json.loads(report)[1] == ["a"] and json.loads(report)[2]["CHOSEN"] == "1"
+    assert other == "to the other stream"
+
+
+def test_nobody_who_listens_is_waited_for(
+    preloaded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preloaded, "_MAX_START_S", 0.5)
+    with pytest.raises(TimeoutError, match="nobody listens"):
+        preloaded.run(str(tmp_path / "socket"), program(preloaded, tmp_path, REPORT), 60)
 
 
 def is_running(process_id: int) -> bool:

@@ -208,6 +208,7 @@ def _planes(found: Sequence[tuple[LayerSpec, Region]]) -> tuple[Plane, ...]:
             row_bytes=region.row_bytes,
             dtype=region.dtype,
             is_packed=region.is_packed,
+            axes=region.axes,
         )
     return tuple(planes[region] for _, region in found)
 

@@ -57,6 +57,8 @@ class Plane:
         storage: Index into the storages of the layout.
         dtype: Of the registered tensor; several are joined with ``+``.
         is_packed: Whether only the kernels of this platform know the order of bytes in a row.
+        axes: Where a page is one row: number and size of the tensor's axes in it, by falling
+            stride. They are the order of the bytes in the row. Empty where it is not known.
     """
 
     layer_name: str
@@ -67,6 +69,7 @@ class Plane:
     row_bytes: int
     dtype: str
     is_packed: bool
+    axes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

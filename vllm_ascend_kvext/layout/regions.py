@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from vllm_ascend_kvext.errors import LayoutError
 from vllm_ascend_kvext.groups.model import GroupKind
@@ -34,6 +34,7 @@ class Region:
     Attributes:
         num_rows: Rows per page.
         is_packed: Whether the one row is a page whose inside is not understood.
+        axes: See ``Plane``. Other axes do not make other bytes: layers may share a region.
     """
 
     storage: int
@@ -43,6 +44,7 @@ class Region:
     num_rows: int
     dtype: str
     is_packed: bool
+    axes: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +175,15 @@ def _split(page: PageView, *, is_packed: bool) -> list[Region]:
     view = page.view
     blocks = (page.blocks_per_page, view.strides_bytes[page.page_axis])
     num_bytes, outer = _dense([*_axes_but(view, page.page_axis), blocks], view.item_bytes)
-    return [_region(page, offset, num_bytes, 1, is_packed) for offset in _offsets(outer)]
+    # Of the axes in a page, by falling stride; kernel blocks have the pages'.
+    shape, strides = list(view.shape), view.strides_bytes
+    shape[page.page_axis] = page.blocks_per_page
+    falling = sorted(range(len(shape)), key=lambda axis: -strides[axis])
+    axes = tuple((axis, shape[axis]) for axis in falling if shape[axis] > 1)
+    return [
+        replace(_region(page, offset, num_bytes, 1, is_packed), axes=axes)
+        for offset in _offsets(outer)
+    ]
 
 
 def _axes_but(view: TensorView, *left_out: int) -> list[tuple[int, int]]:

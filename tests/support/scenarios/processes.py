@@ -234,4 +234,5 @@ def run(
                 timeout=_MAX_S,
                 check=False,
             ).returncode
+        log.seek(0)  # A program that inherits the file has moved on to its end.
         return Ended(exit_code, log.read())

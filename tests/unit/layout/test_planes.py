@@ -296,3 +296,15 @@ def test_ratios_in_one_group_need_the_entries_of_each() -> None:
     }
     (group,) = build(config(PAGES, {"a": c4, "b": c8}), caches).groups
     assert (group.rows_per_page, group.compress_ratio) == (1, 4)
+
+
+def test_pages_whose_inside_has_another_order_are_another_layout() -> None:
+    """As one row, a page has the same bytes whether tokens or heads come first in it."""
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD)
+    tokens_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD)
+    heads_first = tensor(PAGES, 2, TOKENS, HEADS, HEAD, order=(0, 1, 3, 2, 4))
+    planes = [
+        build(config(PAGES, (spec, "a")), {"a": each}, addressing=RowAddressing.PAGES).groups
+        for each in (tokens_first, tokens_first, heads_first)
+    ]
+    assert planes[0] == planes[1] != planes[2]

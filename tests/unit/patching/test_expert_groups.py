@@ -77,6 +77,7 @@ GROUPED = {
         ({"e_score_correction_bias": "bias"}, True),
         ({"use_grouped_topk": False}, True),
         ({"topk_group": 4}, True),
+        ({"topk_group": None}, True),
         ({"topk_group": None, "num_expert_group": None}, True),
     ],
 )
