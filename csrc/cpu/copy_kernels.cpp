@@ -125,7 +125,7 @@ std::vector<CopyKernel> available_kernels() {
     kernels.push_back({"avx2, longer turns", stream_avx2, stream_together_avx2<8, 512>, 8, 16384,
                        fence_stores});
     // Where destinations take turns of two lines, Zen 3 takes four times as long for pages of 4 KB and
-    // more, and long pages are fastest alone. Sapphire Rapids is fastest so, whatever their length.
+    // more, and long pages are fastest alone. A CPU with AVX-512 was fastest so, whatever their length.
     if (__builtin_cpu_is("amd")) std::swap(kernels[0], kernels[1]);
   }
 #endif
