@@ -75,6 +75,29 @@ def run(socket: str, program: Program, timeout_s: float) -> int:
         return int(connection.recv())
 
 
+def run_either_way(
+    program: Program, timeout_s: float, interpreter: Sequence[str], socket: str | None
+) -> int:
+    """As `run`; without a socket, in an interpreter of its own, which is a path and flags.
+
+    Raises:
+        TimeoutError: See `run`.
+        subprocess.TimeoutExpired: It has been killed.
+    """
+    if socket is not None:
+        return run(socket, program, timeout_s)
+    with open(program.output, "w") as output:
+        return subprocess.run(
+            [*interpreter, *program.arguments],
+            env=dict(program.environ),
+            cwd=program.folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            check=False,
+        ).returncode
+
+
 def _connect(socket: str) -> Connection:
     """Wait until somebody listens: importing takes a while."""
     deadline_s = time.monotonic() + _MAX_START_S

@@ -341,26 +341,15 @@ def run(suite: Suite, sockets: Mapping[str, str]) -> Result:
     # Into a file: a child that outlives the suite would keep a pipe open.
     log = report.with_suffix(".txt")
     socket = sockets.get(suite.environment) if suite.imports_vllm else None
+    if socket is not None:
+        environ[preloaded.VARIABLE] = socket
+    # Not in the checkout, so that neither do the processes which tests start import from it.
+    program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
+    # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package is what
+    # is tested.
+    interpreter = (str(ROOT / ".venv" / suite.environment / "bin" / "python"), "-I")
     try:
-        # Not in the checkout, so that neither do the processes which tests start import from it.
-        if socket is not None:
-            environ[preloaded.VARIABLE] = socket
-            program = preloaded.Program(pytest, environ, str(REPORTS), str(log))
-            exit_code = preloaded.run(socket, program, MAX_SUITE_S)
-        else:
-            # -I keeps the checkout, the user's packages and PYTHONPATH out: the installed package
-            # is what is tested.
-            python = str(ROOT / ".venv" / suite.environment / "bin" / "python")
-            with log.open("w") as output:
-                exit_code = subprocess.run(
-                    [python, "-I", *pytest],
-                    cwd=REPORTS,
-                    env=environ,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=MAX_SUITE_S,
-                    check=False,
-                ).returncode
+        exit_code = preloaded.run_either_way(program, MAX_SUITE_S, interpreter, socket)
     except (OSError, EOFError, subprocess.TimeoutExpired) as error:
         exit_code = 1
         with log.open("a") as output:

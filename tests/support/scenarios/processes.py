@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,23 +215,15 @@ def run(
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_ASCEND_KVEXT_", "VLLM_PREFIX_CACHE_"))
     }
-    command = [str(script), *arguments]
-    environ = {**inherited, **platform.environ, **environ}
-    folder = str(working_folder or Path.cwd())
-    socket = os.environ.get(preloaded.VARIABLE)
-    with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
-        if socket is not None and platform is CPU and not IS_V2_RUNNER:
-            program = preloaded.Program(command, environ, folder, log.name)
-            exit_code = preloaded.run(socket, program, _MAX_S)
-        else:
-            exit_code = subprocess.run(
-                [sys.executable, *platform.flags, *command],
-                env=environ,
-                cwd=folder,
-                stdout=log.fileno(),
-                stderr=subprocess.STDOUT,
-                timeout=_MAX_S,
-                check=False,
-            ).returncode
-        log.seek(0)  # A program that inherits the file has moved on to its end.
+    is_preloaded = platform is CPU and not IS_V2_RUNNER
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        program = preloaded.Program(
+            [str(script), *arguments],
+            {**inherited, **platform.environ, **environ},
+            str(working_folder or Path.cwd()),
+            log.name,
+        )
+        interpreter = (sys.executable, *platform.flags)
+        socket = os.environ.get(preloaded.VARIABLE) if is_preloaded else None
+        exit_code = preloaded.run_either_way(program, _MAX_S, interpreter, socket)
         return Ended(exit_code, log.read())
