@@ -179,10 +179,15 @@ $(foreach u,$(UPSTREAMS),$(eval $(call EMULATED_NPU_RULES,$(firstword $(subst :,
 	$(MAKE_ENV) plain $(@D)
 	@rm -f $@ && touch $@
 
-# Compiled once for all environments of this Python.
-.venv/wheel/.built: $(MAIN_ENV)/.made $(SOURCES)
+.venv/build/.made:
+	$(MAKE_ENV) plain $(@D)
+	$(MAKE_ENV) install $(@D) build
+	@rm -f $@ && touch $@
+
+# Compiled once for all environments of this Python, from the source distribution.
+.venv/wheel/.built: .venv/build/.made $(SOURCES)
 	rm -rf $(@D)
-	$(MAIN_PYTHON) -m pip --quiet wheel --no-deps --wheel-dir $(@D) .
+	.venv/build/bin/python -m build --quiet --outdir $(@D) .
 	@touch $@
 
 $(if $(filter $(PYTHON_VERSION),$(OTHER_PYTHONS)),.venv/python-$(PYTHON_VERSION)/.package): %/.package: %/.made .venv/wheel/.built

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where host memory has lost the middle of a prompt, shown on the real vLLM engine.
+"""Where host memory has lost parts of a prompt, shown on the real vLLM engine.
 
-Several long documents are asked about again and again. Neither the device nor host memory has room
-for all of them: sizes are chosen so that each question finds a part of its document. Read up to the
-first missing chunk, all behind it is computed again. With ``hole_reuse``, only what is missing is:
-the *holes*. The model is a tiny Gemma 3 without sliding windows and with random weights, so neither
-an accelerator nor a download is needed:
+Several long documents are asked about again and again. The device has room for one of them, host
+memory for all. Before each question, a few chunks leave host memory, chosen at random: by itself it
+keeps the beginnings of prompts longest, and loses parts between where transfers fail. Read up to
+the first missing chunk, all behind it is computed again. With ``hole_reuse``, only what is missing
+is: the *holes*. The model is a tiny Gemma 3 without sliding windows and with random weights, so
+neither an accelerator nor a download is needed:
 
     pip install "vllm-ascend-kvext[demo]"
     python examples/holes.py
@@ -34,6 +35,9 @@ NUM_QUESTIONS = 20
 NUM_PICTURED = 10
 """The last ones: before, caches are filled."""
 
+LOST_SHARE = 0.1
+"""Of all chunks, before each question."""
+
 INSTRUCTION_TOKENS = 256
 DOCUMENT_TOKENS = (1200, 2200)
 QUESTION_TOKENS = (40, 120)
@@ -41,8 +45,10 @@ QUESTION_TOKENS = (40, 120)
 DEVICE_BLOCKS = 101
 """Of 32 tokens, one of which vLLM keeps: room for little more than one prompt."""
 
-HOST_MEMORY_GIB = 0.006
-"""Room for about half of the documents."""
+HOST_MEMORY_GIB = 0.03
+"""Room for all documents, and all questions."""
+
+CHUNK_TOKENS = 128
 
 CONNECTOR = {
     "kv_connector": "KvextConnector",
@@ -51,7 +57,7 @@ CONNECTOR = {
 }
 HOST_TIER = {
     "host_memory_gib": HOST_MEMORY_GIB,
-    "chunk_tokens": 128,
+    "chunk_tokens": CHUNK_TOKENS,
     "store_policy": "all",
     # So small a model computes a chunk about as fast as it is loaded: this is not about that.
     "load_if_slower": True,
@@ -217,10 +223,23 @@ def serve(
         **engine,
     )
     ask(llm, "warm-up", [random_tokens(random.Random(1), 1000)])
-    observer = SpanObserver(llm.llm_engine.engine_core.engine_core.scheduler)
-    answers = [answer(llm, observer, question) for question in questions]
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    observer = SpanObserver(scheduler)
+    answers = []
+    for number, question in enumerate(questions):
+        if options is not None:
+            lose_chunks(scheduler.connector.scheduler_side.tier, seed=number)
+        answers.append(answer(llm, observer, question))
     llm.llm_engine.engine_core.shutdown()
     return answers
+
+
+def lose_chunks(tier: Any, seed: int) -> None:
+    """The same parts of all documents leave host memory, which ones `seed` says."""
+    rng = random.Random(seed)
+    num_chunks = BLOCK_TOKENS * DEVICE_BLOCKS // CHUNK_TOKENS
+    lost = {number for number in range(num_chunks) if rng.random() < LOST_SHARE}
+    tier.evict(lambda entry: entry.piece.first_tokens // CHUNK_TOKENS in lost)
 
 
 def answer(llm: Any, observer: SpanObserver, question: Question) -> Answer:

@@ -134,6 +134,14 @@ SAMPLE = {"KVEXT_TESTS": "sample"}
 LONG = {"KVEXT_CASES": "all"}
 """All of the random cases, and not half of them: `support.sample`."""
 
+UNIT_WITH_TORCH = (
+    "unit/connector/test_host_buffer.py",
+    "unit/connector/test_question_probe.py",
+    "unit/connector/test_worker_side.py",
+    "unit/transfer/test_compute_fence.py",
+)
+"""Of `tests/unit`: what skips tests where there is no torch."""
+
 CHECKED_SAMPLE = (
     "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",
     "engine/test_retention_scheduler.py::test_windows_outlive_drafts_in_flight",
@@ -193,11 +201,13 @@ def suites(
     main_vllm, _, main_ascend = upstreams[0].partition(":")
     main_environment = f"vllm-{main_vllm}"
     for python in pythons:
-        yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",), SAMPLE)
+        yield Suite(f"package alone, Python {python}", f"python-{python}", ("unit",))
     yield Suite("wheel", main_environment, ("packaging",))
     yield Suite("benchmarks", main_environment, ("benchmarks",))
     yield Suite("transfer op", main_environment, ("ops",), ascend_sources(main_ascend))
-    yield Suite(f"unit, vLLM {main_vllm}", main_environment, ("unit",))
+    is_alone = "{}.{}".format(*sys.version_info) in pythons
+    unit = UNIT_WITH_TORCH if is_alone else ("unit",)
+    yield Suite(f"unit, vLLM {main_vllm}", main_environment, unit)
     for ascend in compared_ascends:
         sources = ascend_sources(ascend)
         yield Suite(f"vLLM-Ascend {ascend}: sources", main_environment, COMPARED_SOURCES, sources)

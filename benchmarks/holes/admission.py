@@ -135,13 +135,15 @@ class HostLookup:
             _serve(engine, prompt)
         assert engine.side is not None
         self._side = engine.side
-        _lose(self._side.tier, missing)
+        tier = self._side.tier
+        chunk_tokens = tier.geometry.chunk_tokens
+        tier.evict(lambda entry: entry.piece.first_tokens // chunk_tokens in missing)
         loads = self._side._loads
         loads.cost = _measured_cost()
         loads._view = replace(loads._view, num_running=lambda: not is_idle)
         self._request = _request("second", prompt + [1] * QUESTION_TOKENS)
         engine.scheduler.requests["second"] = self._request
-        self.num_holes = self._check(len(prompt), missing, self._side.tier.geometry.chunk_tokens)
+        self.num_holes = self._check(len(prompt), missing, chunk_tokens)
 
     def time(self) -> tuple[float, float]:
         """Seconds of the first lookup, and of another while the request waits."""
@@ -203,15 +205,6 @@ def _serve(engine: Any, prompt: Tokens) -> None:
         is_last = request.num_computed_tokens >= len(prompt)
         sampled = {each: [1] if is_last else [] for each in output.num_scheduled_tokens}
         engine.finish_step(output, sampled)
-
-
-def _lose(tier: Any, missing: set[int]) -> None:
-    """Chunks of rows leave the tier."""
-    from vllm_ascend_kvext.store.counters import Removal
-
-    for entry in list(tier._entries.values()):
-        if entry.piece.first_tokens // tier.geometry.chunk_tokens in missing:
-            tier._remove(entry, Removal.EVICTED)
 
 
 def _measured_cost() -> Any:

@@ -71,14 +71,7 @@ class Engine(CpuEngine):
 
     def lose_chunks(self, numbers: Sequence[int]) -> None:
         """Chunks of rows leave host memory."""
-        from vllm_ascend_kvext.store.counters import Removal
-
-        tier = self.side.tier
-        for entry in list(tier._entries.values()):
-            piece = entry.piece
-            is_rows = piece.first_tokens < piece.end_tokens
-            if is_rows and piece.first_tokens // CHUNK_TOKENS in numbers:
-                tier._remove(entry, Removal.EVICTED)
+        self.side.tier.evict(lambda entry: entry.piece.first_tokens // CHUNK_TOKENS in numbers)
 
     def without_holes(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self.side._loads, "_computes_holes", False)

@@ -159,7 +159,7 @@ CASES = {
 }
 if "V2" in RUNNERS:
     CASES["V2 runner"] = Case(
-        ("full attention",), ALL, {**ADAPTIVE, **RUNNERS["V2"]}, check_features, connector()
+        MODELS, ALL, {**ADAPTIVE, **RUNNERS["V2"]}, check_features, connector()
     )
 CELLS = [
     (model, name)

@@ -37,6 +37,7 @@ from support.scenarios.processes import (
     CPU,
     NO_PREFIX_CACHING,
     PLUGIN_OFF,
+    TWO_CPUS,
     LazyReports,
     Plan,
     Reports,
@@ -113,7 +114,7 @@ def reports(model_folder: Models, tmp_path_factory: pytest.TempPathFactory) -> L
     """By setting. Two workers have a process with a CPU for each."""
     plans = {name: setting.plan(model_folder(setting.model)) for name, setting in SETTINGS.items()}
     of_two = {name: plans.pop(name) for name in [*plans] if name == TWO_WORKERS}
-    started = [({}, plans), ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, of_two)]
+    started = [({}, plans), (TWO_CPUS, of_two)]
     return LazyReports(tmp_path_factory, started)
 
 

@@ -27,6 +27,7 @@ from support.scenarios.processes import (
     IS_V2_RUNNER,
     NO_PREFIX_CACHING,
     PLUGIN_OFF,
+    TWO_CPUS,
     LazyReports,
     Plan,
 )
@@ -93,9 +94,20 @@ ADAPTIVE_SETTINGS = {
     "adaptive": Setting(("turns", "document")),
     "storm, adaptive": Setting(("storm",), engine=SMALL_POOL),
 }
+TWO_WORKERS_SETTINGS = {
+    f"two workers, {model}": Setting(
+        ("turns", "document", "holes"), model, STORE_ALL, {"tensor_parallel_size": 2}
+    )
+    for model in ("full", "one window")
+}
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
 if IS_V2_RUNNER:  # A step takes some times as long.
-    ALL_SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes")}
+    SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes", "holes, one window")}
+    for is_async in (True, False):
+        SETTINGS[f"asynchronous: {is_async}"] = Setting(
+            ("turns", "holes"), "full", STORE_ALL, {"async_scheduling": is_async}
+        )
+    ALL_SETTINGS = SETTINGS | TWO_WORKERS_SETTINGS
 
 
 def named(*names: str) -> list[Any]:
@@ -141,6 +153,7 @@ def reports(
         (PLUGIN_OFF, references),
         ({}, {name: plans[name] for name in plans if name in SETTINGS}),
         (ADAPTIVE, {name: plans[name] for name in plans if name in ADAPTIVE_SETTINGS}),
+        (TWO_CPUS, {name: plans[name] for name in plans if name in TWO_WORKERS_SETTINGS}),
     ]
     return LazyReports(tmp_path_factory, started)
 

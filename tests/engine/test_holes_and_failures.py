@@ -154,7 +154,7 @@ def serve_again(
     with engine_of(layout, offloading=values, is_async=is_async) as engine:
         serve(engine, plan_of("other", PROMPT[: len(PROMPT) // 3], max_tokens=1))
         serve(engine, plan_of("first", PROMPT, max_tokens=1))
-        engine.evict(missing)
+        engine.tier.evict(missing)
         fail_next(engine, *failing)
         counters = engine.side.counters
         computed = watch_computed(engine)
@@ -304,7 +304,7 @@ def test_a_load_writes_no_rows_of_others_into_a_hole_that_is_computed_beside_it(
     """The entry of another prompt has a row of this one too, but the run of it is too short."""
     with engine_of(FULL, offloading=offloading(FULL, chunk_tokens=128)) as engine:
         store_beside_another(engine)
-        engine.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
+        engine.tier.evict(lambda entry: entry.piece[1:] in [(0, 64), (80, 112)])
         engine.add_request(SECOND)
         (worker,) = engine.workers
         with mock.patch.object(worker.transfers, "end_some"):

@@ -535,7 +535,7 @@ class RequestMachine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0.1, 0.3]), seed=SEEDS)
     def evict(self, share: float, seed: int) -> None:
         rng = random.Random(seed)
-        self.engine.evict(lambda entry: rng.random() < share)
+        self.engine.tier.evict(lambda entry: rng.random() < share)
 
     @precondition(lambda self: self.engine.options.caching)
     @rule(share=st.sampled_from([0.2, 1.0]), seed=SEEDS)

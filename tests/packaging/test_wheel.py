@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel, made from the source distribution, where there is neither vLLM nor torch."""
+"""The wheel and the source distribution that ``make`` has built: the one from the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 import venv
 import zipfile
 from email.parser import Parser
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BUILT = ROOT / ".venv" / "wheel"
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
@@ -25,33 +25,14 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="session")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, as the build backend makes it."""
-    folder = tmp_path_factory.mktemp("sdist")
-    venv.create(folder / "builder", with_pip=True)
-    python = folder / "builder" / "bin" / "python"
-    backend = "scikit-build-core[pyproject]"
-    installed = run(python, "-I", *PIP, "install", backend, cwd=folder)
-    assert installed.returncode == 0, installed.stderr
-    script = f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
-    built = run(python, "-I", "-c", script, cwd=ROOT)
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.tar.gz")
+def sdist() -> Path:
+    (path,) = BUILT.glob("*.tar.gz")
     return path
 
 
 @pytest.fixture(scope="session")
-def wheel(
-    sdist: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    started_s = time.monotonic()
-    built = run(sys.executable, *PIP, "wheel", "--no-deps", "-w", folder, sdist, cwd=folder)
-    assert built.returncode == 0, built.stderr
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\nwheel built in {time.monotonic() - started_s:.0f} s")
-    (path,) = folder.glob("*.whl")
+def wheel() -> Path:
+    (path,) = BUILT.glob("*.whl")
     return path
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -74,7 +75,19 @@ def test_on_every_version_the_levels_that_need_vllm_run_and_on_all_but_one_as_a_
     assert [suite.paths for suite in suites if suite.environment == "python-3.12"] == [("unit",)]
     for suite in suites:
         is_sample = suite.variables.get("KVEXT_TESTS") == "sample"
-        assert is_sample == (suite.environment != "vllm-2.0"), suite.name
+        assert is_sample == (suite.environment == "vllm-1.0"), suite.name
+
+
+def test_what_has_run_without_torch_does_not_run_again_with_it(run_tests: ModuleType) -> None:
+    here = "{}.{}".format(*sys.version_info)
+    suites = run_tests.suites(UPSTREAMS, pythons=[here])
+    unit = [suite for suite in suites if suite.paths[0].startswith("unit")]
+    assert [suite.environment for suite in unit] == [f"python-{here}", "vllm-2.0"]
+    assert unit[0].paths == ("unit",)
+    needing = {
+        file for file in files_of(("unit",)) if "importorskip" + '("torch")' in file.read_text()
+    }
+    assert {*files_of(unit[1].paths)} == needing
 
 
 def test_the_checks_are_a_part_of_all_tests_on_the_main_version(run_tests: ModuleType) -> None:

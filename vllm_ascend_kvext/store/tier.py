@@ -260,6 +260,12 @@ class HostTier:
         if is_wanted:
             self._leave(entry, Shortfall.FAILED)
 
+    def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
+        """Entries that the caller chooses give way, for none other; none that a transfer uses."""
+        for entry in list(self._entries.values()):
+            if entry.is_evictable and is_chosen(entry):
+                self._remove(entry, Removal.EVICTED)
+
     def clear(self) -> None:
         """Forget everything. Places that a transfer uses are held until it ends."""
         for entry in list(self._entries.values()):

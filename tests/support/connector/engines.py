@@ -39,7 +39,7 @@ def engine_of(
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
     """Entries with rows of these tokens leave the tier."""
-    engine.evict(
+    engine.tier.evict(
         lambda entry: (
             entry.piece.kind is Kind.ROWS
             and any(

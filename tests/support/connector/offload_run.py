@@ -136,7 +136,7 @@ def evict_one(engine: SimulatedEngine, rng: random.Random) -> None:
         entries = [entry for entry in entries if entry.piece.kind is Kind.ROWS]
     if entries:
         chosen = rng.choice(entries)
-        engine.evict(lambda entry: entry is chosen)
+        engine.tier.evict(lambda entry: entry is chosen)
 
 
 def _abort_one(engine: SimulatedEngine, rng: random.Random, counts: Counter[str]) -> None:

@@ -38,7 +38,6 @@ from vllm_ascend_kvext.connector.worker import worker_side
 from vllm_ascend_kvext.connector.worker.worker_side import WorkerSide
 from vllm_ascend_kvext.layout.build import build_layout
 from vllm_ascend_kvext.patches.connector.core import drain_before_reset
-from vllm_ascend_kvext.store.counters import Removal
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.tier import HostTier
 
@@ -254,12 +253,6 @@ class SimulatedEngine(SchedulerEngine):
     def entries(self) -> list[Entry]:
         """What the tier has, or will have once a store has ended; the oldest first."""
         return list(self.tier._entries.values())
-
-    def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
-        """Entries leave the tier, whatever lies behind them; none that somebody reads or writes."""
-        for entry in self.entries:
-            if entry.is_evictable and is_chosen(entry):
-                self.tier._remove(entry, Removal.EVICTED)
 
     def reset(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `EngineCore.reset_prefix_cache` does."""

@@ -94,16 +94,18 @@ class Engine(scenarios_engine.Engine):
         """Evict what host memory has of these tokens, of any prompt or of one that was asked."""
         if not self.has_connector:
             return
-        from vllm_ascend_kvext.store.counters import Removal
+        entries = self._entries_of(prompt)
 
-        tier = self.side.tier
-        for entry in self._entries_of(prompt):
-            piece = entry.piece
-            is_rows = piece.first_tokens < piece.end_tokens
-            if is_rows and any(
-                piece.first_tokens < end and first < piece.end_tokens for first, end in lost
-            ):
-                tier._remove(entry, Removal.EVICTED)
+        def is_lost(entry: Any) -> bool:
+            _, first, end = entry.piece
+            is_rows = first < end
+            return (
+                is_rows
+                and entry in entries
+                and any(first < lost_end and lost_first < end for lost_first, lost_end in lost)
+            )
+
+        self.side.tier.evict(is_lost)
 
     def _entries_of(self, prompt: Tokens | None) -> list[Any]:
         """Entries of host memory: all of them, or those with rows of one prompt that was asked."""

@@ -24,6 +24,8 @@ import preloaded
 INTERVAL = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 PLUGIN_OFF = {"VLLM_ASCEND_KVEXT_MODE": "off"}
 ADAPTIVE = {"VLLM_ASCEND_KVEXT_RETENTION": "adaptive"}
+TWO_CPUS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""Of an engine with two workers."""
 NO_PREFIX_CACHING = {"enable_prefix_caching": False}
 DENSE: Mapping[str, Any] = {"prefix_cache_retention_interval": None} if IS_SINCE_0_30 else {}
 """Of an engine that caches every block: since vLLM 0.30 it is not the default."""

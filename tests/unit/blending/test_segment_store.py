@@ -85,8 +85,7 @@ def test_tokens_are_compared_and_not_only_their_hash(monkeypatch: pytest.MonkeyP
 def test_a_segment_begins_at_its_first_token() -> None:
     store = SmallStore()
     store.store(range(40))
-    entries = sorted(store.tier._entries.values(), key=lambda entry: entry.piece)
-    store.tier._remove(entries[0], next(iter(store.tier.counters.removed_entries)))
+    store.tier.evict(lambda entry: entry.piece.first_tokens == 0)
     assert store.found_tokens(range(40)) == 0
 
 

@@ -219,6 +219,15 @@ class TierMachine(RuleBasedStateMachine):
         for known in [each for each in self.model.entries if each.is_being_written]:
             self._end_store(known, True)
 
+    @rule(data=st.data())
+    def evict_one(self, data: st.DataObject) -> None:
+        if not self.model.entries:
+            return
+        chosen = data.draw(st.sampled_from(self.model.entries))
+        self.tier.evict(lambda entry: entry is chosen.entry)
+        assert [entry for entry, _ in self.removed] == [chosen.entry] * chosen.is_evictable
+        self._follow_removals({Removal.EVICTED})
+
     @rule(is_reset=st.sampled_from([False] * 9 + [True]))
     def clear(self, is_reset: bool) -> None:
         if not is_reset:
