@@ -11,6 +11,7 @@ from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster, group_keys
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
+    has_partial_hits,
     hit_unit_tokens,
     lookup_groups,
     tokens_per_block,
@@ -42,15 +43,19 @@ def find_longest_common_hit(
 
 def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     """The coordinator's groups; None if upstream has to look some of them up."""
+    managers = coordinator.single_type_managers
     num_ranks = getattr(coordinator, "dcp_world_size", 1) * getattr(
         coordinator, "pcp_world_size", 1
     )
-    if num_ranks > 1:
+    pool = coordinator.block_pool
+    is_pool_shared = all(manager.block_pool is pool for manager in managers)
+    if num_ranks > 1 or not is_pool_shared or has_partial_hits(coordinator):
         return None
     groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]
     is_known = known and len(known) == len(groups)
-    return Lookup.of(known, coordinator.block_pool.null_block) if is_known else None
+    finds_junctions = hasattr(coordinator, "get_replay_boundaries")
+    return Lookup.of(known, pool.null_block, finds_junctions) if is_known else None
 
 
 def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> LookupGroups | None:
@@ -73,6 +78,7 @@ def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> Look
         unit_blocks=unit_tokens // block_tokens,
         window_blocks=window_pages(window_tokens_of(group.spec), block_tokens),
         use_eagle=group.use_eagle,
+        margin_tokens=group.margin_tokens,
         group_ids=group.group_ids,
         keys=tuple(
             group_keys(coordinator.block_pool, group_id, block_tokens)

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster
-from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
+from vllm_ascend_kvext.patches.upstream import (
+    cache_unit_tokens,
+    has_partial_hits,
+    is_ascend,
+    tokens_per_block,
+)
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
 from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
@@ -102,8 +107,11 @@ def cache_when_due(
 def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
-    if not (is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR):
-        group_managers = ()  # someone else's
+    is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
+    # Since vLLM 0.30: the last tokens of a prompt are computed again.
+    is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
+    if not is_known or is_replayed or has_partial_hits(coordinator):
+        group_managers = ()
     groups = [_group(coordinator, group_manager) for group_manager in group_managers]
     known = tuple(group for group in groups if group is not None)
     has_states = any(_is_state(group_manager) for group_manager in group_managers)
@@ -129,10 +137,13 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
         return None
     block_tokens = tokens_per_block(coordinator, manager)
     window_tokens = manager.sliding_window if is_window else 0
+    window_tokens += getattr(manager, "extra_retained_tokens", 0)
     draft_blocks = 0
     if _is_state(manager):
         draft_blocks = manager.num_speculative_blocks
-        window_tokens = 2 + draft_blocks  # upstream waits for one draft token per block
+        window_tokens = 2
+        if not hasattr(coordinator, "get_replay_boundaries"):
+            window_tokens += draft_blocks  # vLLM 0.23 waits for one draft token per block
     limits = GroupLimits(
         block_tokens=block_tokens,
         window_tokens=window_tokens,
@@ -149,7 +160,9 @@ def _is_state(manager: SingleTypeKVCacheManager) -> bool:
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     kind = type(manager)
-    return kind is managers.MambaManager and kind.__module__ == managers.__name__
+    has_checkpoints = getattr(manager, "has_prefill_checkpoint_blocks", False)
+    is_upstreams = kind is managers.MambaManager and kind.__module__ == managers.__name__
+    return is_upstreams and not has_checkpoints
 
 
 def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:

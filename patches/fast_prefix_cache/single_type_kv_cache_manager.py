@@ -13,6 +13,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     free_by_use,
 )
 from vllm_ascend_kvext.patches.upstream import drop_nulls
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 from vllm_ascend_kvext.upstream_state import GroupManagerState
 
@@ -27,6 +28,7 @@ def cache_by_runs(
     request: Request,
     num_tokens: int,
     retention_interval: int | None = None,
+    **boundaries: Any,
 ) -> None:
     """Cache runs of blocks, without a flag for every block that is not cached."""
     request_id = request.request_id
@@ -41,13 +43,15 @@ def cache_by_runs(
         state.tail_rule = _tail_rule(manager)
     has_mask, rule = state.tail_rule
     is_upstreams = has_mask and (rule is None or retention_interval is not None)
-    if pool.enable_kv_cache_events or is_upstreams:
+    blocks = manager.req_to_blocks[request_id]
+    # Since vLLM 0.30 a block that is not full may have a hash, which gives way to another.
+    if pool.enable_kv_cache_events or is_upstreams or blocks[run.start]._block_hash is not None:
         # Upstream slices a request's hashes from each block on to the prompt's end.
         num_hashes = run.stop * block_tokens // pool.hash_block_size
-        return wrapped(RequestUpTo(request, num_hashes), num_tokens, retention_interval)
+        request = RequestUpTo(request, num_hashes)
+        return wrapped(request, num_tokens, retention_interval, **boundaries)
     hashes = request.block_hashes
     assert len(hashes) >= run.stop
-    blocks = manager.req_to_blocks[request_id]
     for kept in rule.runs(run) if rule is not None else [run]:
         cache_run(pool, hashes, blocks, kept, block_tokens, manager.kv_cache_group_id)
     manager.num_cached_block[request_id] = run.stop
@@ -66,7 +70,8 @@ def _tail_rule(manager: SingleTypeKVCacheManager) -> tuple[bool, TailRule | None
     if mask.__func__ is not SlidingWindowManager.reachable_block_mask.__func__:
         return True, None
     unit_tokens, block_tokens = manager.scheduler_block_size, manager.kv_cache_spec.block_size
-    if unit_tokens is None or block_tokens != manager.block_size:
+    unit_tokens = getattr(manager, "cache_hit_alignment_tokens", unit_tokens)  # since vLLM 0.30
+    if unit_tokens is None or unit_tokens % block_tokens or block_tokens != manager.block_size:
         return True, None
     ahead_blocks = int(manager.use_eagle)
     return True, TailRule(
@@ -110,10 +115,7 @@ def free_window(
     # Upstream counts down a reference for each of them.
     if num_nulls := drop_nulls(manager, request_id):
         manager._null_block.ref_cnt -= num_nulls
-    blocks = manager.req_to_blocks.pop(request_id, None)
-    if blocks:
-        free_by_use(manager.block_pool, blocks[::-1])
-    manager.num_cached_block.pop(request_id, None)
+    wrapped(request_id)
 
 
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
@@ -137,6 +139,7 @@ PATCHES = (
     faster(
         id="KVX-212",
         target=f"{_BASE}.remove_skipped_blocks",
+        vllm=BEFORE_0_30,
         wrapper=skip_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window, and frees empty "
         "lists where none does.",
@@ -145,10 +148,18 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
     ),
-    faster(
-        id="KVX-214",
-        target=f"{_WINDOW}.free",
-        wrapper=free_window,
-        why="Upstream counts down a reference for each null block of a long request.",
+    *(
+        faster(
+            id=patch_id,
+            target=f"{owner}.free",
+            kind=Kind.WRAP,
+            vllm=versions,
+            wrapper=free_window,
+            why="Upstream counts down a reference for each null block of a long request.",
+        )
+        for patch_id, owner, versions in (
+            ("KVX-214", _WINDOW, BEFORE_0_30),
+            ("KVX-219", _BASE, SINCE_0_30),
+        )
     ),
 )

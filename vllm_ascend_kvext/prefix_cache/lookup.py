@@ -24,8 +24,8 @@ from vllm_ascend_kvext.prefix_cache.search import (
     window_hit_blocks,
 )
 
-Hit = tuple[tuple[list[Any], ...], int]
-"""Blocks per group id, and the tokens of the hit."""
+Hit = tuple[Any, ...]
+"""Blocks per group id, the tokens of the hit, and since vLLM 0.30 how many more a group has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class LookupGroups:
         unit_blocks: A hit is a multiple of this many blocks.
         window_blocks: Blocks that a window reaches back.
         use_eagle: Whether one block past the hit has to be cached too (EAGLE, MTP).
+        margin_tokens: How far past a length it may be searched for.
         keys: Keys of each group, in the order of ``group_ids``.
     """
 
@@ -44,13 +45,9 @@ class LookupGroups:
     unit_blocks: int
     window_blocks: int
     use_eagle: bool
+    margin_tokens: int
     group_ids: tuple[int, ...]
     keys: tuple[GroupKeys, ...]
-
-    @property
-    def margin_tokens(self) -> int:
-        """How far past a length a group may search for the block that looks ahead."""
-        return self.block_tokens
 
     def blocks_within(self, hashes: Sequence[bytes], max_tokens: int) -> int:
         """Full blocks in ``max_tokens`` tokens, as far as there are hashes."""
@@ -111,6 +108,7 @@ class Lookup:
 
     Attributes:
         null: Stands for blocks that the hit does not need.
+        finds_junctions: Whether what one group has beyond the hit is counted (since vLLM 0.30).
         cheapest_first: All groups, first the one that reads everything, then the others by the
             cost of a key; empty where upstream's order has to be kept.
     """
@@ -118,10 +116,11 @@ class Lookup:
     groups: tuple[LookupGroups, ...]
     num_groups: int
     null: Any
+    finds_junctions: bool
     cheapest_first: tuple[LookupGroups, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[LookupGroups], null: Any) -> Lookup:
+    def of(cls, groups: Sequence[LookupGroups], null: Any, finds_junctions: bool) -> Lookup:
         num_groups = sum(len(group.group_ids) for group in groups)
         cheapest_first: tuple[LookupGroups, ...] = ()
         num_full = sum(group.kind is GroupKind.FULL for group in groups)
@@ -130,64 +129,77 @@ class Lookup:
             sparse = sorted(groups[1:], key=lambda group: group.keys[0].hashes_per_block)
             if sparse:
                 cheapest_first = (groups[0], *sparse)
-        return cls(tuple(groups), num_groups, null, cheapest_first)
+        return cls(tuple(groups), num_groups, null, finds_junctions, cheapest_first)
 
     def longest_hit(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
         """The longest hit up to ``max_tokens``."""
-        if self.cheapest_first:
-            return self._sparse_groups_first(get, hashes, max_tokens)
-        return self._in_upstream_order(get, hashes, max_tokens)
+        find = self._sparse_groups_first if self.cheapest_first else self._in_upstream_order
+        blocks, hit_tokens, longest_tokens = find(get, hashes, max_tokens)
+        if self.finds_junctions:
+            return blocks, hit_tokens, longest_tokens - hit_tokens
+        return blocks, hit_tokens
 
-    def _sparse_groups_first(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+    def _sparse_groups_first(
+        self, get: Get, hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[Any], ...], int, int]:
         """Without a block ahead the longest common hit does not depend on the order.
 
         The group that reads everything is the expensive one; it is read once, and only as far as
-        the others hit.
+        the others hit, unless it is to be known how far it goes.
         """
         full, *sparse = self.cheapest_first
         result: list[list[Any]] = [[] for _ in range(self.num_groups)]
         if max_tokens < full.block_tokens or get(full.keys[0].at(hashes, 0)) is None:
-            return tuple(result), 0
+            return tuple(result), 0, 0
         bound = full.blocks_within(hashes, max_tokens)
-        bound = upper_bound_blocks(get, full.keys[0], hashes, bound)
+        found = leading_blocks(get, full.keys, hashes, bound if self.finds_junctions else 0)
+        bound = len(found[0]) or upper_bound_blocks(get, full.keys[0], hashes, bound)
         max_tokens = min(max_tokens, bound * full.block_tokens)
-        found: list[list[Any]] = [[]]
+        longest_blocks = len(found[0]) // full.unit_blocks * full.unit_blocks
         hit_tokens = 0
         while max_tokens:
             hit_tokens = _common_tokens(sparse, get, hashes, max_tokens)
             max_blocks = hit_tokens // full.block_tokens
-            found = leading_blocks(get, full.keys, hashes, max_blocks)
-            if len(found[0]) == max_blocks:
+            if len(found[0]) < max_blocks:
+                found = leading_blocks(get, full.keys, hashes, max_blocks)
+            if len(found[0]) >= max_blocks:
                 break
             max_tokens = len(found[0]) // full.unit_blocks * full.unit_blocks * full.block_tokens
             hit_tokens = 0
         if hit_tokens:
             for group_id, blocks in zip(full.group_ids, found, strict=True):
-                result[group_id] = blocks
+                result[group_id] = blocks[: hit_tokens // full.block_tokens]
             for group in sparse:
                 count = hit_tokens // group.block_tokens
                 columns = group.sparse_blocks(get, hashes, count, False, self.null)
                 for group_id, blocks in zip(group.group_ids, columns, strict=True):
                     result[group_id] = blocks
-        return tuple(result), hit_tokens
+        return tuple(result), hit_tokens, longest_blocks * full.block_tokens
 
-    def _in_upstream_order(self, get: Get, hashes: Sequence[bytes], max_tokens: int) -> Hit:
+    def _in_upstream_order(
+        self, get: Get, hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[list[Any], ...], int, int]:
         """As upstream does: it matters in which order groups that look ahead are asked."""
         groups = self.groups
         result: list[list[Any]] = [[] for _ in range(self.num_groups)]
+        longest_tokens = 0
 
         def find(index: int, max_tokens: int, drops_block: bool) -> int:
+            nonlocal longest_tokens
             group = groups[index]
             columns = group.hit(get, hashes, max_tokens, drops_block, self.null)
             for group_id, blocks in zip(group.group_ids, columns, strict=True):
                 result[group_id] = blocks
-            return len(columns[0]) * group.block_tokens
+            found_tokens = len(columns[0]) * group.block_tokens
+            longest_tokens = max(longest_tokens, found_tokens)
+            return found_tokens
 
         hit_tokens = common_hit_tokens(groups, max_tokens, find)
-        if groups[0].kind is GroupKind.FULL:
-            for group_id in groups[0].group_ids:
-                del result[group_id][hit_tokens // groups[0].block_tokens :]
-        return tuple(result), hit_tokens
+        for group in groups if self.finds_junctions else groups[:1]:  # Before 0.30, a defect.
+            if group.kind is GroupKind.FULL:
+                for group_id in group.group_ids:
+                    del result[group_id][hit_tokens // group.block_tokens :]
+        return tuple(result), hit_tokens, longest_tokens
 
 
 def _common_tokens(

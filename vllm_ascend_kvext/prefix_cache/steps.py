@@ -78,7 +78,9 @@ class Steps:
         num_tokens = computed_tokens + num_new_tokens
         slot_tokens = min(num_tokens + lookahead_tokens, block_manager.max_model_len)
         if computed_tokens >= limits.next_skip_tokens:
-            self._skip(request_id, limits, computed_tokens)
+            # Since vLLM 0.30 windows wait for the steps in flight.
+            in_flight_tokens = getattr(request, "num_in_flight_tokens", 0)
+            self._skip(request_id, limits, max(0, computed_tokens - in_flight_tokens))
         new_blocks = block_manager.empty_kv_cache_blocks
         if slot_tokens >= limits.next_slot_tokens:
             new_blocks = self._allocate(request_id, limits, slot_tokens, num_tokens)
