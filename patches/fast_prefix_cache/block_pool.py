@@ -29,14 +29,14 @@ def take_new_blocks(
     blocks = queue.popleft_n(num_blocks)
     cache = pool.cached_block_hash_to_block._cache
     evict = pool._maybe_evict_cached_block
-    # Since vLLM 0.30 a block may have several hashes.
-    is_silent = not (pool.enable_kv_cache_events or getattr(pool, "cached_block_hashes_by_block", 0))
+    is_silent = not pool.enable_kv_cache_events
+    with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # since vLLM 0.30
     for block in blocks:
         assert not block.ref_cnt
         block.ref_cnt = 1
         key = block._block_hash
         if key is not None:
-            if is_silent and cache.get(key) is block:
+            if is_silent and cache.get(key) is block and block.block_id not in with_more_keys:
                 del cache[key]
                 block.reset_hash()
             else:

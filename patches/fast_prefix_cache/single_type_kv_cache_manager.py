@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
@@ -15,9 +16,10 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
 from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
-from vllm_ascend_kvext.upstream_state import GroupManagerState
+from vllm_ascend_kvext.upstream_state import GroupManagerState, PoolState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -93,28 +95,50 @@ def skip_in_one_pass(
         return
     blocks = manager.req_to_blocks[request_id]
     stop = min(skipped_tokens // manager.block_size, len(blocks))
-    null = manager._null_block
-    if not stop or blocks[stop - 1] is null:
+    if not stop or blocks[stop - 1] is manager._null_block:
         return
     if hasattr(wrapped, "__wrapped__"):
         # vllm-ascend 0.23.0 has windows wait for the steps in flight: fewer tokens, or the same.
         return wrapped(request_id, total_computed_tokens)
-    start = stop - 1
-    while start and blocks[start - 1] is not null:
+    _free_up_to(manager, blocks, 0, stop, partial(free_by_use, manager.block_pool))
+
+
+def remove_in_one_pass(
+    wrapped: Callable[..., None],
+    manager: SingleTypeKVCacheManager,
+    request_id: str,
+    first_block: int,
+    last_block: int,
+) -> None:
+    """Free the blocks that leave a window."""
+    blocks = manager.req_to_blocks.get(request_id, [])
+    stop = min(last_block, len(blocks))
+    _free_up_to(manager, blocks, first_block, stop, manager.block_pool.free_blocks)
+
+
+def _free_up_to(
+    manager: SingleTypeKVCacheManager,
+    blocks: list[KVCacheBlock],
+    first: int,
+    stop: int,
+    free: Callable[[list[KVCacheBlock]], None],
+) -> None:
+    """Put nulls in the place of blocks before ``stop``, back to ``first`` or a null."""
+    null, start = manager._null_block, stop
+    while start > first and blocks[start - 1] is not null:
         start -= 1
-    leaving = blocks[start:stop]
-    leaving.reverse()
-    blocks[start:stop] = [null] * len(leaving)
-    free_by_use(manager.block_pool, leaving)
+    if leaving := blocks[start:stop][::-1]:
+        blocks[start:stop] = [null] * len(leaving)
+        free(leaving)
 
 
 def free_window(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """Free a request's blocks without a look at the nulls before its window."""
-    # Upstream counts down a reference for each of them.
-    if num_nulls := drop_nulls(manager, request_id):
-        manager._null_block.ref_cnt -= num_nulls
+    num_nulls = drop_nulls(manager, request_id)
+    if PoolState.of(manager.block_pool).retained is None:
+        manager._null_block.ref_cnt -= num_nulls  # Upstream counts down one for each of them.
     wrapped(request_id)
 
 
@@ -148,6 +172,13 @@ PATCHES = (
             "vllm_ascend.patch.platform.patch_async_swa_kv_lifetime:_patched_remove_skipped_blocks",
         ),
     ),
+    faster(
+        id="KVX-219",
+        target=f"{_BASE}._remove_blocks_in_range",
+        vllm=SINCE_0_30,
+        wrapper=remove_in_one_pass,
+        why="Upstream compares all fields of each block that leaves a window.",
+    ),
     *(
         faster(
             id=patch_id,
@@ -159,7 +190,7 @@ PATCHES = (
         )
         for patch_id, owner, versions in (
             ("KVX-214", _WINDOW, BEFORE_0_30),
-            ("KVX-219", _BASE, SINCE_0_30),
+            ("KVX-210", _BASE, SINCE_0_30),
         )
     ),
 )

@@ -31,6 +31,7 @@ from support.scheduler.block_manager import (
 )
 from support.scheduler.block_manager import Layout as BlockLayout
 from support.scheduler.random_workloads import random_workloads, without_upstream_defects
+from support.scheduler.releases import CONFIGURES_RETENTION
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
@@ -61,6 +62,7 @@ SETTINGS = [
     Setting("dense-events", events=True),
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
+    Setting("upstream-0", events=False, units=0),
     Setting("upstream-2", events=False, units=2),
     Setting("adaptive-events", events=True, retains=True, is_adaptive=True),
 ]
@@ -73,9 +75,12 @@ def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
-    interval = None if setting.units is None else setting.units * workload.layout.unit_tokens
-    if not (setting.retains or workload.layout.has_window):
-        interval = None  # upstream refuses it
+    layout = workload.layout
+    interval = None if setting.units is None else setting.units * layout.unit_tokens
+    # Upstream refuses it for other models: before vLLM 0.30 unless this package retains.
+    is_taken = layout.has_mamba if CONFIGURES_RETENTION else setting.retains
+    if not (is_taken or layout.has_window):
+        interval = None
     features = [
         feature.name
         for feature in FEATURES
