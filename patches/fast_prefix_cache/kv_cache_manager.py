@@ -108,7 +108,7 @@ def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
     is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
-    # Since vLLM 0.30: the last tokens of a prompt are computed again.
+    # With an MTP drafter of several modules the last tokens are computed again (vLLM 0.30).
     is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
     if not is_known or is_replayed or has_partial_hits(coordinator):
         group_managers = ()
@@ -137,7 +137,6 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
         return None
     block_tokens = tokens_per_block(coordinator, manager)
     window_tokens = manager.sliding_window if is_window else 0
-    window_tokens += getattr(manager, "extra_retained_tokens", 0)
     draft_blocks = 0
     if _is_state(manager):
         draft_blocks = manager.num_speculative_blocks
