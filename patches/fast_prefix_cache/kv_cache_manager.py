@@ -187,6 +187,7 @@ PATCHES = (
             f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
             f"{_COORDINATOR}:KVCacheCoordinator.allocate_new_blocks",
             f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",
+            f"{_COORDINATOR}:HybridKVCacheCoordinator.cache_blocks",
             f"{_GROUP_MANAGER}.get_num_blocks_to_allocate",
             f"{_GROUP_MANAGER}.allocate_new_blocks",
             "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",

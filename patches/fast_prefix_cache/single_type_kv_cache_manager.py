@@ -154,6 +154,7 @@ PATCHES = (
         why="Upstream computes a flag for every block of a chunk to find the few that it caches, "
         "and makes keys for every block up to the prompt's end.",
         relies_on=(
+            f"{_WINDOW}.reachable_block_mask",
             "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
             "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
             "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id",
