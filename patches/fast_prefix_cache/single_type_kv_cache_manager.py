@@ -16,7 +16,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
 from vllm_ascend_kvext.patches.upstream import drop_nulls
 from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
-from vllm_ascend_kvext.upstream_state import GroupManagerState, PoolState
+from vllm_ascend_kvext.upstream_state import GroupManagerState
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -136,9 +136,8 @@ def free_window(
     wrapped: Callable[..., None], manager: SingleTypeKVCacheManager, request_id: str
 ) -> None:
     """Free a request's blocks without a look at the nulls before its window."""
-    num_nulls = drop_nulls(manager, request_id)
-    if PoolState.of(manager.block_pool).retained is None:
-        manager._null_block.ref_cnt -= num_nulls  # Upstream counts down one for each of them.
+    # Upstream counts down a reference for each of them.
+    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
     wrapped(request_id)
 
 
@@ -180,18 +179,12 @@ PATCHES = (
         wrapper=remove_in_one_pass,
         why="Upstream compares all fields of each block that leaves a window.",
     ),
-    *(
-        faster(
-            id=patch_id,
-            target=f"{owner}.free",
-            kind=Kind.WRAP,
-            vllm=versions,
-            wrapper=free_window,
-            why="Upstream counts down a reference for each null block of a long request.",
-        )
-        for patch_id, owner, versions in (
-            ("KVX-214", _WINDOW, BEFORE_0_30),
-            ("KVX-210", _BASE, SINCE_0_30),
-        )
+    faster(
+        id="KVX-214",
+        target=f"{_WINDOW}.free",
+        kind=Kind.WRAP,
+        vllm=BEFORE_0_30,
+        wrapper=free_window,
+        why="Upstream counts down a reference for each null block of a long request.",
     ),
 )
