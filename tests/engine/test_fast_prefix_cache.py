@@ -268,3 +268,13 @@ def _num_entries(manager: object) -> dict[str, int]:
         for name, value in vars(owner).items()
         if isinstance(value, (dict, list, set))
     }
+
+
+@pytest.mark.vllm(">=0.30")
+def test_whoever_reads_a_free_block_is_told_when_it_is_reallocated() -> None:
+    with installed("fast-prefix-cache"):
+        pool = BlockManager(DIRECT, num_blocks=4).pool
+        told: list[object] = []
+        pool.unpin_blocks(pool.get_new_blocks(3), told.append)
+        assert told == []
+        assert [id(block) for block in pool.get_new_blocks(3)] == [id(block) for block in told]
