@@ -132,7 +132,7 @@ SAMPLE = {"KVEXT_TESTS": "sample"}
 """No test that says nothing about the version: `support.sample`."""
 
 LONG = {"KVEXT_CASES": "all"}
-"""All of the random cases, and not half of them: `support.sample`."""
+"""Every test, and all of the random cases: `support.sample`."""
 
 UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
@@ -417,7 +417,7 @@ def main() -> int:
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--emulated-npu", action="store_true", help="what `make test-ascend` runs")
-    parser.add_argument("--long", action="store_true", help="all of the random cases")
+    parser.add_argument("--long", action="store_true", help="what `make test-long` runs")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
@@ -427,11 +427,11 @@ def main() -> int:
         known = [*emulated_npu_suites(options.upstream), *v2_runner_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python, options.compared_ascend)]
+        if options.long:
+            known = [replace(suite, variables=suite.variables | LONG) for suite in known]
         known += emulated_npu_suites(options.upstream[:1], is_sample=True)
         known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
-    if options.long:
-        chosen = [replace(suite, variables=suite.variables | LONG) for suite in chosen]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()
     with ExitStack() as stack:

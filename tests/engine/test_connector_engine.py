@@ -38,7 +38,7 @@ BLOCK_TOKENS = CPU.block_tokens
 class Setting(NamedTuple):
     """An engine with a connector, and what it is asked; see `Plan`.
 
-    One that ``is_main_only`` says nothing about other versions of vLLM.
+    One that ``is_main_only`` says little about other versions of vLLM.
     """
 
     scenarios: Sequence[str]
@@ -55,14 +55,18 @@ STORE_ALL = {"store_policy": "all"}
 SETTINGS = {
     "default": Setting(("turns", "document", "salts", "damage", "failures")),
     "no prefix caching": Setting(("turns", "document"), engine=NO_PREFIX_CACHING),
-    "storm, no prefix caching": Setting(("storm",), engine=NO_PREFIX_CACHING | SMALL_POOL),
-    "alternating": Setting(("turns", "damage"), "alternating"),
-    "three windows": Setting(("turns", "damage"), "three windows"),
+    "storm, no prefix caching": Setting(
+        ("storm",), engine=NO_PREFIX_CACHING | SMALL_POOL, is_main_only=True
+    ),
+    "alternating": Setting(("turns", "damage"), "alternating", is_main_only=True),
+    "three windows": Setting(("turns", "damage"), "three windows", is_main_only=True),
     "full": Setting(("turns", "damage"), "full"),
     "holes": Setting(("turns", "holes", "lone_holes"), "full", STORE_ALL),
     "holes, one window": Setting(("holes", "lone_holes"), options=STORE_ALL),
     "holes, three windows": Setting(("holes",), "three windows", STORE_ALL, is_main_only=True),
-    "holes, no prefix caching": Setting(("holes",), "full", STORE_ALL, NO_PREFIX_CACHING),
+    "holes, no prefix caching": Setting(
+        ("holes",), "full", STORE_ALL, NO_PREFIX_CACHING, is_main_only=True
+    ),
     "no hybrid manager": Setting(("turns",), engine={"disable_hybrid_kv_cache_manager": True}),
     "small host memory": Setting(
         ("eviction", "storm"),
@@ -76,6 +80,7 @@ SETTINGS = {
             "kv_transfer_config": CONNECTOR
             | {"kv_connector_module_path": "vllm_ascend_kvext.connector"}
         },
+        is_main_only=True,
     ),
     "one of several": Setting(
         ("turns",),
