@@ -94,6 +94,7 @@ QUICK_ON_EMULATED_NPU = (
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
     "test_blending.py",
+    "test_compressed_attention.py",
     "test_compressed_attention_operators.py",
     "test_features.py",
     "test_models.py",
