@@ -189,15 +189,20 @@ OF_TURNS = [floor(length + REPLY_TOKENS - 1) for length in PROMPT_LENGTHS]
 
 
 @pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
-def test_outputs_are_those_without_a_connector(setting: Served, reference: Served) -> None:
+def test_outputs_are_those_without_a_connector(
+    setting: Served, reference: Served, request: pytest.FixtureRequest
+) -> None:
     labels = [
         label
         for label in setting.labels
         if label not in DAMAGED and not label.startswith("hole left out")
     ]
     assert len(labels) > 1
-    # The first requests of an engine are computed in the reference's chunks.
-    setting.check_equal(reference, labels, lambda label: LOGPROB_TOLERANCE * (label != "cold"))
+    # The first requests of an engine are computed in the reference's chunks. Two workers add up in
+    # another order.
+    has_two = request.node.callspec.params["setting"] in TWO_WORKERS_SETTINGS
+    exact = () if has_two else ("cold",)
+    setting.check_equal(reference, labels, lambda label: LOGPROB_TOLERANCE * (label not in exact))
 
 
 @pytest.mark.parametrize("setting", named(*ALL_SETTINGS), indirect=True)
