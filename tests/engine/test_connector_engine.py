@@ -100,14 +100,13 @@ ADAPTIVE_SETTINGS = {
     "storm, adaptive": Setting(("storm",), engine=SMALL_POOL),
 }
 TWO_WORKERS_SETTINGS = {
-    f"two workers, {model}": Setting(
-        ("turns", "document", "holes"), model, STORE_ALL, {"tensor_parallel_size": 2}
+    "two workers": Setting(
+        ("turns", "document", "holes"), "full", STORE_ALL, {"tensor_parallel_size": 2}
     )
-    for model in ("full", "one window")
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
 if IS_V2_RUNNER:  # A step takes some times as long.
-    SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes", "holes, one window")}
+    SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes")}
     for is_async in (True, False):
         SETTINGS[f"asynchronous: {is_async}"] = Setting(
             ("turns", "holes"), "full", STORE_ALL, {"async_scheduling": is_async}
