@@ -130,7 +130,7 @@ ASCENDS_MANAGERS = {"KVEXT_MANAGERS": "ascend"}
 """vLLM-Ascend's patches are applied to the process, and stay: `support.family`."""
 
 SAMPLE = {"KVEXT_TESTS": "sample"}
-"""No test that says nothing about the version: `support.sample`."""
+"""No test that says little about the version: `support.sample`."""
 
 LONG = {"KVEXT_CASES": "all"}
 """Every test, and all of the random cases: `support.sample`."""
@@ -428,10 +428,10 @@ def main() -> int:
         known = [*emulated_npu_suites(options.upstream), *v2_runner_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python, options.compared_ascend)]
+        known += lmcache_suites(options.upstream, options.lmcache)
         if options.long:
             known = [replace(suite, variables=suite.variables | LONG) for suite in known]
         known += emulated_npu_suites(options.upstream[:1], is_sample=True)
-        known += lmcache_suites(options.upstream, options.lmcache)
     chosen = [suite for suite in known if options.only in suite.name]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()

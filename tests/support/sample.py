@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the tests runs: ``make test-long`` runs all.
+"""How much of the tests runs.
 
 ``make test`` runs half of the random cases. On other versions than the main one it leaves out what
-says little about the version. ``tools/run_tests.py`` sets the variables.
+says little about the version. ``make test-long`` leaves out neither.
+
+``tools/run_tests.py`` sets the variables.
 """
 
 from __future__ import annotations
