@@ -73,7 +73,7 @@ check: lint $(MAIN_ENV)/.package $(MAIN_ASCEND)/.unpacked ## Check style, types 
 test: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Run every test, on the other versions those that differ there (ONLY=text: some suites)
 	$(RUN_TESTS) --only "$(ONLY)"
 
-test-long: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## The same with all of the random cases, where `make test` runs half (ONLY=text: some suites)
+test-long: $(VLLM_PACKAGES) $(ASCEND_SOURCES) $(PYTHON_PACKAGES) $(EMULATED_NPU_ENV)/.package $(EMULATED_NPU_ENV)/.built ## Leave out nothing that a version has, and no random case (ONLY=text: some suites)
 	$(RUN_TESTS) --long --only "$(ONLY)"
 
 test-pythons: $(MAIN_ENV)/.package $(PYTHON_PACKAGES) ## Run the tests that need no vLLM, on every Python found

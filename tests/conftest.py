@@ -22,9 +22,7 @@ settings.load_profile("without deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "main_version: says nothing about other versions of Python or vLLM"
-    )
+    config.addinivalue_line("markers", "main_version: says little about other versions of vLLM")
     config.addinivalue_line(
         "markers",
         "own_managers: about what vLLM-Ascend's managers do not have, or have elsewhere",

@@ -90,6 +90,7 @@ QUICK_ON_EMULATED_NPU = (
 ON_OTHER_EMULATED_NPUS = (
     "test_backend.py",
     "test_blending.py",
+    "test_compressed_attention.py",
     "test_compressed_attention_operators.py",
     "test_features.py",
     "test_models.py",
@@ -125,10 +126,10 @@ ASCENDS_MANAGERS = {"KVEXT_MANAGERS": "ascend"}
 """vLLM-Ascend's patches are applied to the process, and stay: `support.family`."""
 
 SAMPLE = {"KVEXT_TESTS": "sample"}
-"""No test that says nothing about the version: `support.sample`."""
+"""No test that says little about the version: `support.sample`."""
 
 LONG = {"KVEXT_CASES": "all"}
-"""All of the random cases, and not half of them: `support.sample`."""
+"""Every test, and all of the random cases: `support.sample`."""
 
 UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
@@ -413,7 +414,7 @@ def main() -> int:
     parser.add_argument("--lmcache", default="", metavar="VERSION")
     parser.add_argument("--check", action="store_true", help="the short selection of `make check`")
     parser.add_argument("--emulated-npu", action="store_true", help="what `make test-ascend` runs")
-    parser.add_argument("--long", action="store_true", help="all of the random cases")
+    parser.add_argument("--long", action="store_true", help="what `make test-long` runs")
     parser.add_argument("--only", default="", help="suites whose name contains this text")
     options = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
@@ -423,11 +424,11 @@ def main() -> int:
         known = [*emulated_npu_suites(options.upstream), *v2_runner_suites(options.upstream)]
     else:
         known = [*suites(options.upstream, options.python, options.compared_ascend)]
-        known += emulated_npu_suites(options.upstream[:1], is_sample=True)
         known += lmcache_suites(options.upstream, options.lmcache)
+        if options.long:
+            known = [replace(suite, variables=suite.variables | LONG) for suite in known]
+        known += emulated_npu_suites(options.upstream[:1], is_sample=True)
     chosen = [suite for suite in known if options.only in suite.name]
-    if options.long:
-        chosen = [replace(suite, variables=suite.variables | LONG) for suite in chosen]
     num_processes = min(4, os.cpu_count() or 1)
     started_s = time.monotonic()
     with ExitStack() as stack:

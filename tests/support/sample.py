@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the tests runs: the random cases by half, but for ``make test-long``.
+"""How much of the tests runs.
 
-On other versions than the main one, what says nothing about the version is left out.
+``make test`` runs half of the random cases. On other versions than the main one it leaves out what
+says little about the version. ``make test-long`` leaves out neither.
+
 ``tools/run_tests.py`` sets the variables.
 """
 
@@ -9,10 +11,10 @@ from __future__ import annotations
 
 import os
 
-IS_SAMPLE = os.environ.get("KVEXT_TESTS") == "sample"
-"""Whether this is another version than the main one."""
-
 IS_LONG = os.environ.get("KVEXT_CASES") == "all"
+
+IS_SAMPLE = os.environ.get("KVEXT_TESTS") == "sample" and not IS_LONG
+"""Whether this is another version than the main one, and not all is to run on it."""
 
 LENGTH_STRIDE = 1 if IS_LONG else 3
 """Of lengths that are enumerated. Prime to the sizes of blocks, so that every remainder occurs."""

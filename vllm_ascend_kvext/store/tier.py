@@ -31,9 +31,6 @@ from vllm_ascend_kvext.store.lookup import Hit, Lookup, Lost, Shortfall
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.store.reuse import Reuse
 
-_NOWHERE = -1
-"""In place of an offset."""
-
 OnRemoved = Callable[[Entry, Removal], None]
 
 _SHORTFALLS = {
@@ -207,7 +204,7 @@ class HostTier:
             self._num_entries,
             piece,
             keys,
-            _NOWHERE,
+            -1,  # It has no place yet.
             self._arena.place_bytes(num_bytes),
             use,
             chunk_key=prefix.key_at(chunk_first + self.geometry.unit_tokens),

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from support.connector.lost_rows import holds_rows_of
 from support.connector.offload_workloads import offloading
 from support.connector.paged_layouts import PagedLayout
 from support.connector.scripted_transfers import TransferScript
 from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.store.entries import Kind
 
 
 @contextmanager
@@ -39,15 +39,7 @@ def engine_of(
 
 def make_holes(engine: SimulatedEngine, *holes: tuple[int, int]) -> None:
     """Entries with rows of these tokens leave the tier."""
-    engine.tier.evict(
-        lambda entry: (
-            entry.piece.kind is Kind.ROWS
-            and any(
-                entry.piece.first_tokens < end and first < entry.piece.end_tokens
-                for first, end in holes
-            )
-        )
-    )
+    engine.tier.evict(lambda entry: holds_rows_of(entry, holes))
 
 
 def plan_of(request_id: str, prompt: Iterable[int], max_tokens: int = 3) -> RequestPlan:

@@ -94,18 +94,10 @@ class Engine(scenarios_engine.Engine):
         """Evict what host memory has of these tokens, of any prompt or of one that was asked."""
         if not self.has_connector:
             return
-        entries = self._entries_of(prompt)
+        from support.connector.lost_rows import holds_rows_of
 
-        def is_lost(entry: Any) -> bool:
-            _, first, end = entry.piece
-            is_rows = first < end
-            return (
-                is_rows
-                and entry in entries
-                and any(first < lost_end and lost_first < end for lost_first, lost_end in lost)
-            )
-
-        self.side.tier.evict(is_lost)
+        lost_entries = {entry for entry in self._entries_of(prompt) if holds_rows_of(entry, lost)}
+        self.side.tier.evict(lost_entries.__contains__)
 
     def _entries_of(self, prompt: Tokens | None) -> list[Any]:
         """Entries of host memory: all of them, or those with rows of one prompt that was asked."""

@@ -31,6 +31,11 @@ COLLECTIVES = (
     "alltoall_base",
     "barrier",
 )
+OTHER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+"""What torch 2.13 calls on process groups, and gloo's function."""
 
 
 def _on_cpu(value: Any) -> Any:
@@ -66,10 +71,10 @@ class EmulatedHccl(dist.ProcessGroup):
         pass
 
 
-def _add(name: str) -> None:
+def _add(name: str, name_in_gloo: str) -> None:
     def collective(self: EmulatedHccl, *arguments: Any, opts: Any = None) -> Any:
         _emulator.synchronize_current_stream()
-        call: Callable[..., Any] = getattr(self._gloo, name)
+        call: Callable[..., Any] = getattr(self._gloo, name_in_gloo)
         given = [_on_cpu(argument) for argument in arguments if argument is not None]
         work = call(*given) if opts is None else call(*given, opts)
         work.wait()
@@ -79,7 +84,9 @@ def _add(name: str) -> None:
 
 
 for _name in COLLECTIVES:
-    _add(_name)
+    _add(_name, _name)
+for _name, _name_in_gloo in OTHER_NAMES.items():
+    _add(_name, _name_in_gloo)
 
 _groups: list[EmulatedHccl] = []
 """torch keeps no reference to the Python part of a process group."""

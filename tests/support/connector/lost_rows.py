@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entries of host memory hold rows of some tokens, for tests that take these away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm_ascend_kvext.store.entries import Entry, Kind
+
+
+def holds_rows_of(entry: Entry, ranges: Iterable[Sequence[int]]) -> bool:
+    """Whether an entry holds full-attention rows in one of some ranges: first and end tokens."""
+    piece = entry.piece
+    return piece.kind is Kind.ROWS and any(
+        piece.first_tokens < end and first < piece.end_tokens for first, end in ranges
+    )
