@@ -12,7 +12,6 @@ from vllm_ascend_kvext.groups.spec_attributes import kind_of, window_tokens_of
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster, group_keys
 from vllm_ascend_kvext.patches.upstream import (
     LookupGroup,
-    has_partial_hits,
     hit_unit_tokens,
     lookup_groups,
     tokens_per_block,
@@ -51,7 +50,7 @@ def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     )
     pool = coordinator.block_pool
     is_pool_shared = all(manager.block_pool is pool for manager in managers)
-    if num_ranks > 1 or not is_pool_shared or has_partial_hits(coordinator):
+    if num_ranks > 1 or not is_pool_shared:
         return None
     groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]

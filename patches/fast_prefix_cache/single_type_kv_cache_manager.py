@@ -14,7 +14,7 @@ from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import (
     free_by_use,
 )
 from vllm_ascend_kvext.patches.upstream import drop_nulls
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30, Kind
+from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, SINCE_0_30
 from vllm_ascend_kvext.prefix_cache.runs import TailRule
 from vllm_ascend_kvext.upstream_state import GroupManagerState
 
@@ -138,7 +138,10 @@ def free_window(
     """Free a request's blocks without a look at the nulls before its window."""
     # Upstream counts down a reference for each of them.
     manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
-    wrapped(request_id)
+    blocks = manager.req_to_blocks.pop(request_id, None)
+    if blocks:
+        free_by_use(manager.block_pool, blocks[::-1])
+    manager.num_cached_block.pop(request_id, None)
 
 
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
@@ -182,7 +185,6 @@ PATCHES = (
     faster(
         id="KVX-214",
         target=f"{_WINDOW}.free",
-        kind=Kind.WRAP,
         vllm=BEFORE_0_30,
         wrapper=free_window,
         why="Upstream counts down a reference for each null block of a long request.",

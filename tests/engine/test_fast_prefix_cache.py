@@ -35,6 +35,7 @@ from support.scheduler.releases import CONFIGURES_RETENTION
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
+from support.upstream_version import IS_SINCE_0_30
 
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
 from vllm_ascend_kvext.upstream_state import BlockManagerState
@@ -157,7 +158,8 @@ def left_by_calls(
         arguments: dict[str, int] = {"num_lookahead_tokens": num_drafts}
         if num_missing > 1:
             arguments = {}
-            num_new_tokens = min(num_missing, 16 if has_states else rng.randrange(1, 40))
+            max_new_tokens = 16 * rng.randrange(1, 3) if has_states else rng.randrange(1, 40)
+            num_new_tokens = min(num_missing, max_new_tokens)
         unusual = "" if has_states else rng.choice((*UNUSUAL, *[""] * 20))
         if unusual == "preempted":  # and comes back as a running one
             world.preempt(request)
@@ -179,6 +181,8 @@ def left_by_calls(
                 request.num_computed_tokens -= num_rejected
                 for _ in range(num_drafts - num_rejected):
                     request.append_output_token_ids(rng.randrange(2))
+            if IS_SINCE_0_30:  # windows and states wait for them
+                request.num_in_flight_tokens = rng.choice((0, num_new_tokens))
             if unusual == "step ends":  # of an asynchronous scheduler
                 manager.cache_blocks(request, request.num_computed_tokens)
         left.append(blocks_left(world))
@@ -229,6 +233,24 @@ def test_steps_of_states_leave_the_blocks_that_upstream_leaves(
 ) -> None:
     layout = BlockLayout((full(16), mamba(16, mode, num_drafts), *windows))
     check_same_left(layout, num_drafts, has_states=True)
+
+
+@pytest.mark.own_managers
+@pytest.mark.vllm(">=0.30")
+def test_hits_that_end_within_a_state_are_left_to_upstream() -> None:
+    found = []
+    for features in ((), ("fast-prefix-cache",)):
+        with installed(*features):
+            world = BlockManager(BlockLayout((full(4), mamba(8))), num_blocks=200)
+            request = world.request(range(44))
+            world.prefill(request, 44)
+            world.decode(request, range(44, 64))
+            hits = [world.hit_tokens(world.request(range(length))) for length in range(1, 60)]
+            found.append((hits, blocks_left(world)))
+    assert found[0] == found[1]
+    assert any(hit_tokens % 8 for hit_tokens in hits)
+    counts = BlockManagerState.of(world.manager).steps.counts
+    assert not counts.quiet + counts.partial
 
 
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
