@@ -137,7 +137,8 @@ def free_window(
 ) -> None:
     """Free a request's blocks without a look at the nulls before its window."""
     # Upstream counts down a reference for each of them.
-    manager._null_block.ref_cnt -= drop_nulls(manager, request_id)
+    if num_nulls := drop_nulls(manager, request_id):
+        manager._null_block.ref_cnt -= num_nulls
     blocks = manager.req_to_blocks.pop(request_id, None)
     if blocks:
         free_by_use(manager.block_pool, blocks[::-1])
