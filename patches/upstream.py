@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_ascend_kvext.groups.model import GroupKind
+from vllm_ascend_kvext.groups.spec_attributes import kind_of
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -77,15 +80,17 @@ def hashes_in_key(hashes_per_block: int) -> int:
 class LookupGroup(NamedTuple):
     """KV cache groups of one spec, which a coordinator looks up as one.
 
-    With ``use_eagle`` a hit drops the last block that it finds (EAGLE, MTP). One group that does
-    makes all those that share its spec do so. vLLM-Ascend 0.30 drops none where no connector loads
-    KV (``skips_eagle_block_drop``); its managers cache the block ahead all the same.
+    With ``use_eagle`` a hit drops the last block that it finds (EAGLE, MTP), for which the lookup
+    goes ``margin_tokens`` past a length. One group that does makes all those that share its spec do
+    so. vLLM-Ascend 0.30 drops none where no connector loads KV (``skips_eagle_block_drop``); its
+    managers cache the block ahead all the same.
     """
 
     spec: KVCacheSpec
     group_ids: tuple[int, ...]
     manager: SingleTypeKVCacheManager  # Of the first group.
     use_eagle: bool
+    margin_tokens: int
 
 
 def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
@@ -94,13 +99,19 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
     Groups whose blocks are never cached are not among them (``prefix_cacheable``).
     """
     managers, ahead = coordinator.single_type_managers, coordinator.eagle_group_ids
-    if not hasattr(coordinator, "attention_groups"):
-        (manager,) = managers
-        return (LookupGroup(manager.kv_cache_spec, (0,), manager, 0 in ahead),)
+    groups = getattr(coordinator, "attention_groups", ((managers[0].kv_cache_spec, (0,)),))
     drops = not getattr(coordinator, "skips_eagle_block_drop", False)
+    # Since vLLM 0.30 states follow EAGLE's boundary: a lookup of theirs looks at no block more.
+    states_follow = is_ascend(coordinator) or hasattr(coordinator, "get_replay_boundaries")
     return tuple(
-        LookupGroup(spec, tuple(ids), managers[ids[0]], drops and not ahead.isdisjoint(ids))
-        for spec, ids, *_ in coordinator.attention_groups
+        LookupGroup(
+            spec,
+            tuple(ids),
+            managers[ids[0]],
+            drops and not ahead.isdisjoint(ids),
+            0 if states_follow and kind_of(spec) is GroupKind.STATE else spec.block_size,
+        )
+        for spec, ids, *_ in groups
     )
 
 

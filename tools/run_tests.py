@@ -75,13 +75,9 @@ ON_ASCENDS_MANAGERS = (
 )
 """What runs once more where vLLM-Ascend has put its own managers in place."""
 
-NOT_ON_OTHER_VLLMS = (
-    "engine/test_decode_path.py",
-    "engine/test_fast_prefix_cache.py",
-    "engine/test_serve_lines.py",
-)
-"""What is not brought over to the other supported releases of vLLM: a feature that they lack, and
-a file whose servers are those of the main one."""
+NOT_ON_OTHER_VLLMS = ("engine/test_serve_lines.py",)
+"""What is not brought over to the other supported releases of vLLM: its servers are those of the
+main one."""
 
 QUICK_ON_EMULATED_NPU = (
     "test_backend.py",

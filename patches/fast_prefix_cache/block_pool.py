@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_kvext.patching.declaration import BEFORE_0_30, Kind, Patch
+from vllm_ascend_kvext.patches.upstream import hashes_in_key
+from vllm_ascend_kvext.patching.declaration import Kind, Patch
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
 from vllm_ascend_kvext.upstream_state import PoolState
 
@@ -22,20 +23,22 @@ def take_new_blocks(
 ) -> list[KVCacheBlock]:
     """Allocate blocks; only those that are cached cost more than a few assignments."""
     queue = pool.free_block_queue
-    if pool.metrics_collector or num_blocks > queue.num_free_blocks:
+    is_watched = pool.metrics_collector or getattr(pool, "_reuse_watchers", None)
+    if is_watched or num_blocks > queue.num_free_blocks:
         return wrapped(num_blocks)
     blocks = queue.popleft_n(num_blocks)
     cache = pool.cached_block_hash_to_block._cache
     evict = pool._maybe_evict_cached_block
     is_silent = not pool.enable_kv_cache_events
+    with_more_keys = getattr(pool, "cached_block_hashes_by_block", ())  # since vLLM 0.30
     for block in blocks:
         assert not block.ref_cnt
         block.ref_cnt = 1
         key = block._block_hash
         if key is not None:
-            if is_silent and cache.get(key) is block:
+            if is_silent and cache.get(key) is block and block.block_id not in with_more_keys:
                 del cache[key]
-                block._block_hash = None
+                block.reset_hash()
             else:
                 evict(block)
     return blocks
@@ -47,7 +50,7 @@ def group_keys(block_pool: BlockPool, group_id: int, block_tokens: int) -> Group
     keys = known.get((group_id, block_tokens))
     if keys is None:
         hashes_per_block = block_tokens // block_pool.hash_block_size
-        keys = GroupKeys.of_group(group_id, hashes_per_block)
+        keys = GroupKeys.of_group(group_id, hashes_per_block, hashes_in_key(hashes_per_block))
         known[group_id, block_tokens] = keys
     return keys
 
@@ -65,11 +68,16 @@ def cache_run(
     assert len(hashes) >= run.stop * keys.hashes_per_block
     table = pool.cached_block_hash_to_block
     cache = table._cache
+    has_lengths = hasattr(pool.null_block, "_block_hash_num_tokens")  # since vLLM 0.30
+    num_tokens = run.start * block_tokens
     for block, key in zip(blocks[run.start : run.stop], keys.of(hashes, run), strict=True):
+        num_tokens += block_tokens
         if block.is_null:
             continue
         assert block._block_hash is None
         block._block_hash = key
+        if has_lengths:
+            block._block_hash_num_tokens = num_tokens
         if key in cache:
             table.insert(key, block)
         else:
@@ -130,7 +138,6 @@ faster = partial(
     Patch,
     kind=Kind.REPLACE,
     feature="fast-prefix-cache",
-    vllm=BEFORE_0_30,
     retire_when="upstream's costs as little",
 )
 """A patch of this feature."""

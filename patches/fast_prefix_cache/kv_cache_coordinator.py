@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_kvext.groups.model import GroupKind, window_pages
@@ -15,6 +16,7 @@ from vllm_ascend_kvext.patches.upstream import (
     lookup_groups,
     tokens_per_block,
 )
+from vllm_ascend_kvext.patching.declaration import SINCE_0_30
 from vllm_ascend_kvext.prefix_cache.lookup import Hit, Lookup, LookupGroups
 from vllm_ascend_kvext.upstream_state import CoordinatorState
 
@@ -42,15 +44,20 @@ def find_longest_common_hit(
 
 def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
     """The coordinator's groups; None if upstream has to look some of them up."""
+    managers = coordinator.single_type_managers
     num_ranks = getattr(coordinator, "dcp_world_size", 1) * getattr(
         coordinator, "pcp_world_size", 1
     )
-    if num_ranks > 1:
+    pool = coordinator.block_pool
+    is_pool_shared = all(manager.block_pool is pool for manager in managers)
+    if num_ranks > 1 or not is_pool_shared:
         return None
     groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]
-    is_known = known and len(known) == len(groups)
-    return Lookup.of(known, coordinator.block_pool.null_block) if is_known else None
+    if len(known) < len(groups):
+        return None
+    finds_junctions = hasattr(coordinator, "get_replay_boundaries")
+    return Lookup(known, len(managers), pool.null_block, finds_junctions)
 
 
 def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> LookupGroups | None:
@@ -73,6 +80,7 @@ def _describe_group(coordinator: KVCacheCoordinator, group: LookupGroup) -> Look
         unit_blocks=unit_tokens // block_tokens,
         window_blocks=window_pages(window_tokens_of(group.spec), block_tokens),
         use_eagle=group.use_eagle,
+        margin_tokens=group.margin_tokens,
         group_ids=group.group_ids,
         keys=tuple(
             group_keys(coordinator.block_pool, group_id, block_tokens)
@@ -88,24 +96,39 @@ _FINDERS = tuple(
     for manager in ("FullAttentionManager", "SlidingWindowManager", "MambaManager")
 )
 
-PATCHES = tuple(
-    faster(
-        id=patch_id,
-        target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
-        wrapper=find_longest_common_hit,
-        why="Upstream reads the group that needs everything first, and to its end, although what "
-        "the others have lost often bounds the hit; and it goes through every block of the prompt.",
-        relies_on=(*relies_on, *_FINDERS),
-        ascend=(
-            "vllm_ascend.patch.platform.patch_mamba_manager:"
-            "AscendMambaManager.find_longest_cache_hit",
-        ),
-    )
-    for patch_id, coordinator, relies_on in (
-        (
-            *("KVX-221", "HybridKVCacheCoordinator"),
-            (f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",),
-        ),
-        ("KVX-222", "UnitaryKVCacheCoordinator", ()),
-    )
+_ASCEND_COORDINATOR = (
+    "vllm_ascend.patch.platform.patch_kv_cache_coordinator:AscendHybridKVCacheCoordinator"
+)
+
+_of_finding = partial(
+    faster,
+    wrapper=find_longest_common_hit,
+    why="Upstream calls functions for every block of the prompt, in every group.",
+)
+
+PATCHES = (
+    *(
+        _of_finding(
+            id=patch_id,
+            target=f"{_MODULE}:{coordinator}.find_longest_cache_hit",
+            relies_on=(*relies_on, *_FINDERS),
+            ascend=(
+                "vllm_ascend.patch.platform.patch_mamba_manager:"
+                "AscendMambaManager.find_longest_cache_hit",
+            ),
+        )
+        for patch_id, coordinator, relies_on in (
+            (
+                *("KVX-221", "HybridKVCacheCoordinator"),
+                (f"{_MODULE}:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",),
+            ),
+            ("KVX-222", "UnitaryKVCacheCoordinator", ()),
+        )
+    ),
+    _of_finding(
+        id="KVX-223",
+        target=f"{_ASCEND_COORDINATOR}.find_longest_cache_hit",
+        vllm=SINCE_0_30,
+        relies_on=(f"{_ASCEND_COORDINATOR}.verify_and_split_kv_cache_groups",),
+    ),
 )

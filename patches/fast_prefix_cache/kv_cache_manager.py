@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_kvext.patches.fast_prefix_cache.block_pool import faster
-from vllm_ascend_kvext.patches.upstream import cache_unit_tokens, is_ascend, tokens_per_block
+from vllm_ascend_kvext.patches.upstream import (
+    cache_unit_tokens,
+    has_partial_hits,
+    is_ascend,
+    tokens_per_block,
+)
 from vllm_ascend_kvext.prefix_cache.limits import GroupLimits
 from vllm_ascend_kvext.prefix_cache.steps import StepGroup, Steps
 from vllm_ascend_kvext.upstream_state import BlockManagerState, CoordinatorState, RequestState
@@ -102,8 +107,11 @@ def cache_when_due(
 def _describe(manager: KVCacheManager, does_partial_steps: bool) -> Steps:
     coordinator = manager.coordinator
     group_managers = coordinator.single_type_managers
-    if not (is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR):
-        group_managers = ()  # someone else's
+    is_known = is_ascend(coordinator) or type(coordinator).__module__ == _COORDINATOR
+    # With an MTP drafter of several modules the last tokens are computed again (vLLM 0.30).
+    is_replayed = getattr(coordinator, "num_reprefillable_tokens", 0)
+    if not is_known or is_replayed or has_partial_hits(coordinator):
+        group_managers = ()
     groups = [_group(coordinator, group_manager) for group_manager in group_managers]
     known = tuple(group for group in groups if group is not None)
     has_states = any(_is_state(group_manager) for group_manager in group_managers)
@@ -132,7 +140,9 @@ def _group(coordinator: KVCacheCoordinator, manager: SingleTypeKVCacheManager) -
     draft_blocks = 0
     if _is_state(manager):
         draft_blocks = manager.num_speculative_blocks
-        window_tokens = 2 + draft_blocks  # upstream waits for one draft token per block
+        window_tokens = 2
+        if not hasattr(coordinator, "get_replay_boundaries"):
+            window_tokens += draft_blocks  # vLLM 0.23 waits for one draft token per block
     limits = GroupLimits(
         block_tokens=block_tokens,
         window_tokens=window_tokens,
@@ -149,7 +159,9 @@ def _is_state(manager: SingleTypeKVCacheManager) -> bool:
     from vllm.v1.core import single_type_kv_cache_manager as managers
 
     kind = type(manager)
-    return kind is managers.MambaManager and kind.__module__ == managers.__name__
+    has_checkpoints = getattr(manager, "has_prefill_checkpoint_blocks", False)
+    is_upstreams = kind is managers.MambaManager and kind.__module__ == managers.__name__
+    return is_upstreams and not has_checkpoints
 
 
 def _is_compressed(manager: SingleTypeKVCacheManager) -> bool:
@@ -175,6 +187,7 @@ PATCHES = (
             f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
             f"{_COORDINATOR}:KVCacheCoordinator.allocate_new_blocks",
             f"{_COORDINATOR}:KVCacheCoordinator.cache_blocks",
+            f"{_COORDINATOR}:HybridKVCacheCoordinator.cache_blocks",
             f"{_GROUP_MANAGER}.get_num_blocks_to_allocate",
             f"{_GROUP_MANAGER}.allocate_new_blocks",
             "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",

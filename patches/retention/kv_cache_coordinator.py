@@ -18,7 +18,6 @@ from vllm_ascend_kvext.patches.upstream import (
     has_partial_hits,
     hashes_in_key,
     hit_unit_tokens,
-    is_ascend,
     lookup_groups,
     tokens_per_block,
 )
@@ -149,16 +148,12 @@ def describe_policy(policy: RetentionPolicy) -> str:
 def _group_geometry(coordinator: KVCacheCoordinator, group: LookupGroup) -> GroupGeometry:
     spec = group.spec
     kind = kind_of(spec)
-    # Since vLLM 0.30 states follow EAGLE's boundary: a lookup of theirs looks at no block more.
-    is_looked_past = kind in (GroupKind.FULL, GroupKind.WINDOW) or not (
-        is_ascend(coordinator) or hasattr(group.manager, "drop_eagle_checkpoint_block")
-    )
     return GroupGeometry(
         kind=kind,
         block_tokens=tokens_per_block(coordinator, group.manager),
         window_tokens=window_tokens_of(spec) if kind is GroupKind.WINDOW else 0,
         use_eagle=group.use_eagle,
-        margin_tokens=spec.block_size if is_looked_past else 0,
+        margin_tokens=group.margin_tokens,
         num_groups=len(group.group_ids),
     )
 

@@ -61,7 +61,7 @@ FORK = multiprocessing.get_context("fork")
 
 ENGINE = {
     "block_size": BLOCK_TOKENS,
-    "max_model_len": 1024,
+    "max_model_len": 896,
     "max_num_seqs": 5,
     "max_num_batched_tokens": 256,
 }

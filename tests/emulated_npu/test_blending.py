@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_plans import TOLERANCE, WRONG
+from emulated_plans import RUNNERS, TOLERANCE, WRONG
 from support.blending.oracle import Oracle
 from support.blending.served import MAX_TOKENS, expected_reuse, num_tokens, oracle_error
 from support.sample import IS_SAMPLE
@@ -33,14 +33,18 @@ EXACT = ("exact: long heads", "exact: in place")
 CONTROLS = ("wrong: not rotated", "wrong: swapped", "wrong: zeroed keys")
 
 
-@pytest.fixture(scope="module")
-def blended(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Reports:
+@pytest.fixture(scope="module", params=RUNNERS)
+def blended(
+    request: pytest.FixtureRequest,
+    folder_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Reports:
     engine = processes.blending(segment_separator=SEPARATOR, learn_segments=False) | POOL
     scenarios, options = ("orders", "exact", "controls"), {"heads": [HEAD_TOKENS]}
     plans = {
         model: Plan(folder_of(model), scenarios, "blending", engine, options) for model in MODELS
     }
-    return processes.serve(tmp_path_factory, plans, {}, NPU)
+    return processes.serve(tmp_path_factory, plans, RUNNERS[request.param], NPU)
 
 
 @pytest.mark.parametrize("model", MODELS)

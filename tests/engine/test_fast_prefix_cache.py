@@ -31,9 +31,11 @@ from support.scheduler.block_manager import (
 )
 from support.scheduler.block_manager import Layout as BlockLayout
 from support.scheduler.random_workloads import random_workloads, without_upstream_defects
+from support.scheduler.releases import CONFIGURES_RETENTION
 from support.scheduler.run import run
 from support.scheduler.transcript import Transcript, first_difference
 from support.scheduler.workload import Workload
+from support.upstream_version import IS_SINCE_0_30
 
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
 from vllm_ascend_kvext.upstream_state import BlockManagerState
@@ -61,6 +63,7 @@ SETTINGS = [
     Setting("dense-events", events=True),
     Setting("retention-0", events=False, units=0, retains=True),
     Setting("retention-2-events", events=True, units=2, retains=True),
+    Setting("upstream-0", events=False, units=0),
     Setting("upstream-2", events=False, units=2),
     Setting("adaptive-events", events=True, retains=True, is_adaptive=True),
 ]
@@ -73,9 +76,12 @@ def same_hashes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def transcript_of(workload: Workload, setting: Setting, is_fast: bool) -> Transcript:
-    interval = None if setting.units is None else setting.units * workload.layout.unit_tokens
-    if not (setting.retains or workload.layout.has_window):
-        interval = None  # upstream refuses it
+    layout = workload.layout
+    interval = None if setting.units is None else setting.units * layout.unit_tokens
+    # Upstream refuses it for other models: before vLLM 0.30 unless this package retains.
+    is_taken = layout.has_mamba if CONFIGURES_RETENTION else setting.retains
+    if not (is_taken or layout.has_window):
+        interval = None
     features = [
         feature.name
         for feature in FEATURES
@@ -152,7 +158,8 @@ def left_by_calls(
         arguments: dict[str, int] = {"num_lookahead_tokens": num_drafts}
         if num_missing > 1:
             arguments = {}
-            num_new_tokens = min(num_missing, 16 if has_states else rng.randrange(1, 40))
+            max_new_tokens = 16 * rng.randrange(1, 3) if has_states else rng.randrange(1, 40)
+            num_new_tokens = min(num_missing, max_new_tokens)
         unusual = "" if has_states else rng.choice((*UNUSUAL, *[""] * 20))
         if unusual == "preempted":  # and comes back as a running one
             world.preempt(request)
@@ -174,6 +181,8 @@ def left_by_calls(
                 request.num_computed_tokens -= num_rejected
                 for _ in range(num_drafts - num_rejected):
                     request.append_output_token_ids(rng.randrange(2))
+            if IS_SINCE_0_30:  # windows and states wait for them
+                request.num_in_flight_tokens = rng.choice((0, num_new_tokens))
             if unusual == "step ends":  # of an asynchronous scheduler
                 manager.cache_blocks(request, request.num_computed_tokens)
         left.append(blocks_left(world))
@@ -226,6 +235,24 @@ def test_steps_of_states_leave_the_blocks_that_upstream_leaves(
     check_same_left(layout, num_drafts, has_states=True)
 
 
+@pytest.mark.own_managers
+@pytest.mark.vllm(">=0.30")
+def test_hits_that_end_within_a_state_are_left_to_upstream() -> None:
+    found = []
+    for features in ((), ("fast-prefix-cache",)):
+        with installed(*features):
+            world = BlockManager(BlockLayout((full(4), mamba(8))), num_blocks=200)
+            request = world.request(range(44))
+            world.prefill(request, 44)
+            world.decode(request, range(44, 64))
+            hits = [world.hit_tokens(world.request(range(length))) for length in range(1, 60)]
+            found.append((hits, blocks_left(world)))
+    assert found[0] == found[1]
+    assert any(hit_tokens % 8 for hit_tokens in hits)
+    counts = BlockManagerState.of(world.manager).steps.counts
+    assert not counts.quiet + counts.partial
+
+
 @pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
 def test_keeps_nothing_of_requests_that_are_gone(enable_caching: bool) -> None:
     """Those that finish after their prompt, while preempted, and after some tokens."""
@@ -263,3 +290,13 @@ def _num_entries(manager: object) -> dict[str, int]:
         for name, value in vars(owner).items()
         if isinstance(value, (dict, list, set))
     }
+
+
+@pytest.mark.vllm(">=0.30")
+def test_whoever_reads_a_free_block_is_told_when_it_is_reallocated() -> None:
+    with installed("fast-prefix-cache"):
+        pool = BlockManager(DIRECT, num_blocks=4).pool
+        told: list[object] = []
+        pool.unpin_blocks(pool.get_new_blocks(3), told.append)
+        assert told == []
+        assert [id(block) for block in pool.get_new_blocks(3)] == [id(block) for block in told]

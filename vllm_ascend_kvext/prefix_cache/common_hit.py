@@ -37,6 +37,7 @@ def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Fi
     A group that looks ahead drops a block once per length, and again when another group has
     shortened that. One group alone, or one after a group that reads everything, is asked once.
     """
+    looks_ahead = any(group.use_eagle for group in groups)
     is_asked_once = len(groups) == 1 or (len(groups) == 2 and groups[0].kind is GroupKind.FULL)
     has_dropped: set[int] = set()
     is_first_round = True
@@ -55,6 +56,8 @@ def common_hit_tokens(groups: Sequence[SearchedGroup], max_tokens: int, find: Fi
             elif found_tokens < tokens:
                 has_dropped.clear()
             tokens = found_tokens
+            if is_first_round and index == 0 and not (tokens or looks_ahead):
+                return 0
         if tokens >= hit_tokens:
             return hit_tokens
         hit_tokens = tokens

@@ -2,7 +2,7 @@
 """The keys under which a group's blocks are cached, made of a request's hashes.
 
 A request is hashed once, at the smallest block size of all groups; the key of a larger block is all
-hashes that it spans, one after the other.
+hashes that it spans, one after the other, or since vLLM 0.30 the last of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ GROUP_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """The keys of one group: the hashes that a block spans, and the group id as ``suffix``."""
+    """The keys of one group: the last ``hashes_in_key`` hashes that a block spans, all or one, and
+    the group id as ``suffix``."""
 
     hashes_per_block: int
     suffix: bytes
+    hashes_in_key: int
 
     @classmethod
-    def of_group(cls, group_id: int, hashes_per_block: int) -> GroupKeys:
-        return cls(hashes_per_block, group_id.to_bytes(GROUP_ID_BYTES, "big"))
+    def of_group(cls, group_id: int, hashes_per_block: int, hashes_in_key: int = 0) -> GroupKeys:
+        """Without ``hashes_in_key``, all make the key."""
+        suffix = group_id.to_bytes(GROUP_ID_BYTES, "big")
+        return cls(hashes_per_block, suffix, hashes_in_key or hashes_per_block)
 
     def at(self, hashes: Sequence[bytes], block_index: int) -> bytes:
         """The key of one block.
@@ -30,19 +34,20 @@ class GroupKeys:
         Raises:
             IndexError: If the hashes do not reach to the end of the block.
         """
-        per_block = self.hashes_per_block
-        stop = (block_index + 1) * per_block
+        stop = (block_index + 1) * self.hashes_per_block
         last_hash = hashes[stop - 1]
-        if per_block == 1:
+        if self.hashes_in_key == 1:
             return last_hash + self.suffix
-        return b"".join(hashes[stop - per_block : stop]) + self.suffix
+        return b"".join(hashes[stop - self.hashes_per_block : stop]) + self.suffix
 
     def of(self, hashes: Sequence[bytes], blocks: range) -> list[bytes]:
         """The keys of several blocks, in their order; there has to be a hash for each."""
         suffix = self.suffix
         per_block = self.hashes_per_block
-        if per_block == 1:
-            return [hash_ + suffix for hash_ in hashes[_slice_of(blocks)]]
+        if self.hashes_in_key == 1:
+            first, stop = ((index + 1) * per_block - 1 for index in (blocks.start, blocks.stop))
+            lasts = hashes[_slice_of(range(first, stop, blocks.step * per_block))]
+            return [hash_ + suffix for hash_ in lasts]
         return [
             b"".join(hashes[index * per_block : (index + 1) * per_block]) + suffix
             for index in blocks

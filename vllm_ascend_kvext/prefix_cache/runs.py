@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """Where stock vLLM 0.23.0 keeps the tails of a sliding-window group, without an interval.
+    """Where stock vLLM keeps the tails of a sliding-window group, without an interval.
 
     A tail of ``need_blocks`` blocks ends ``ahead_blocks`` (0 or 1) past every ``unit_blocks``.
     """

@@ -76,24 +76,6 @@ def _first_missing(values: list[Any], start: int = 0) -> int | None:
     return next(index for index, value in enumerate(part, start) if value is None)
 
 
-def upper_bound_blocks(get: Get, keys: GroupKeys, hashes: Sequence[bytes], max_blocks: int) -> int:
-    """A bound on the leading blocks that are cached, from a few probes.
-
-    Exact where what is cached has no holes; elsewhere it is still a bound, because the block at
-    the bound is missing.
-    """
-    if max_blocks <= 0 or get(keys.at(hashes, max_blocks - 1)) is not None:
-        return max_blocks
-    low, high = 0, max_blocks - 1
-    while low < high:
-        middle = (low + high) // 2
-        if get(keys.at(hashes, middle)) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return high
-
-
 def window_end(
     get: Get,
     keys: Sequence[GroupKeys],

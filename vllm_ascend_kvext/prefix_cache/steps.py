@@ -78,7 +78,7 @@ class Steps:
         num_tokens = computed_tokens + num_new_tokens
         slot_tokens = min(num_tokens + lookahead_tokens, block_manager.max_model_len)
         if computed_tokens >= limits.next_skip_tokens:
-            self._skip(request_id, limits, computed_tokens)
+            self._skip(request_id, limits, _landed_tokens(request, computed_tokens))
         new_blocks = block_manager.empty_kv_cache_blocks
         if slot_tokens >= limits.next_slot_tokens:
             new_blocks = self._allocate(request_id, limits, slot_tokens, num_tokens)
@@ -107,7 +107,9 @@ class Steps:
                 for group in self.groups
             ],
             [
-                _next_skip_tokens(group, request_id, request.num_computed_tokens)
+                _next_skip_tokens(
+                    group, request_id, _landed_tokens(request, request.num_computed_tokens)
+                )
                 for group in self.groups
             ],
             self._next_cache_tokens(request),
@@ -161,6 +163,12 @@ class Steps:
             )
             for group in self.groups
         )
+
+
+def _landed_tokens(request: Any, computed_tokens: int) -> int:
+    """Since vLLM 0.30 windows and states wait for the steps in flight: what these compute is left
+    out."""
+    return max(0, computed_tokens - getattr(request, "num_in_flight_tokens", 0))
 
 
 def _next_skip_tokens(group: StepGroup, request_id: str, computed_tokens: int) -> int:

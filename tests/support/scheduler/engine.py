@@ -177,12 +177,21 @@ class SchedulerEngine:
 
     def _record(self, scheduler_output: Any, results: dict[int, Any]) -> Step:
         pool = self.block_pool
+        more_keys = getattr(pool, "cached_block_hashes_by_block", {})  # since vLLM 0.30
         self.last_events = [event for batch in self._event_batches for event in batch.events]
         self._event_batches.clear()
         return Step(
             **describe_schedule(scheduler_output),
             free_queue=tuple(b.block_id for b in pool.free_block_queue.get_all_free_blocks()),
-            blocks=tuple((b.ref_cnt, b.block_hash and b.block_hash.hex()) for b in pool.blocks),
+            blocks=tuple(
+                (
+                    b.ref_cnt,
+                    b.block_hash and b.block_hash.hex(),
+                    getattr(b, "block_hash_num_tokens", None),
+                    len(more_keys.get(b.block_id, ())),
+                )
+                for b in pool.blocks
+            ),
             events=tuple(map(repr, self.last_events)),
             outputs=tuple(
                 (output.request_id, tuple(output.new_token_ids), str(output.finish_reason))

@@ -31,7 +31,8 @@ class Step:
         finished: Ids of the requests the model runner is told to forget, sorted.
         num_common_prefix_blocks: One count per group.
         free_queue: Block ids, next to be allocated first.
-        blocks: Reference count and hash key (hexadecimal) of every block of the pool.
+        blocks: Reference count, hash key (hexadecimal) and how many tokens it stands for, where a
+            block says that, and number of further keys, of every block of the pool.
         events: KV cache events published in this step.
         outputs: New tokens and the reason to finish, per request.
     """
@@ -41,7 +42,7 @@ class Step:
     finished: tuple[str, ...]
     num_common_prefix_blocks: tuple[int, ...]
     free_queue: tuple[int, ...]
-    blocks: tuple[tuple[int, str | None], ...]
+    blocks: tuple[tuple[int, str | None, int | None, int], ...]
     events: tuple[str, ...]
     outputs: tuple[tuple[str, tuple[int, ...], str], ...]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.retention.lookup_model import look_up
+from unit.retention.lookup_model import hit_and_longest
 
 from vllm_ascend_kvext.groups.model import GroupKind
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
@@ -48,19 +48,20 @@ def described(group: GroupGeometry, group_ids: tuple[int, ...]) -> LookupGroups:
         unit_blocks=UNIT_TOKENS // group.block_tokens,
         window_blocks=-(-(group.window_tokens - 1) // group.block_tokens),
         use_eagle=group.use_eagle,
+        margin_tokens=group.margin_tokens,
         group_ids=group_ids,
         keys=tuple(GroupKeys.of_group(id, group.block_tokens) for id in group_ids),
     )
 
 
 @settings(max_examples=400)
-@given(caches(), st.integers(0, len(HASHES)) | st.integers(0, 2 * UNIT_TOKENS))
+@given(caches(), st.integers(0, len(HASHES)) | st.integers(0, 2 * UNIT_TOKENS), st.booleans())
 def test_the_longest_hit_is_that_of_a_search_block_by_block(
-    cache: list[tuple[GroupGeometry, list[set[int]]]], limit_tokens: int
+    cache: list[tuple[GroupGeometry, list[set[int]]]], limit_tokens: int, finds_junctions: bool
 ) -> None:
     groups: list[LookupGroups] = []
     table: dict[bytes, Any] = {}
-    num_ids = 0
+    num_ids = 1  # The first group is never cached.
     for geometry, columns in cache:
         group = described(geometry, tuple(range(num_ids, num_ids + len(columns))))
         for id, keys, column in zip(group.group_ids, group.keys, columns, strict=True):
@@ -68,10 +69,15 @@ def test_the_longest_hit_is_that_of_a_search_block_by_block(
             table |= {keys.at(HASHES, n): {7: (id, n), 8: 0} if n % 5 else (id, n) for n in column}
         groups.append(group)
         num_ids += len(columns)
-    blocks, hit_tokens = Lookup.of(groups, "null").longest_hit(table.get, HASHES, limit_tokens)
+    lookup = Lookup(groups, num_ids, "null", finds_junctions)
+    blocks, hit_tokens, *junction = lookup.longest_hit(table.get, HASHES, limit_tokens)
     geometries = tuple(geometry for geometry, _ in cache)
     cached = [set.intersection(*columns) for _, columns in cache]
-    assert hit_tokens == look_up(geometries, cached, limit_tokens, UNIT_TOKENS)
+    expected = hit_and_longest(geometries, cached, limit_tokens, UNIT_TOKENS)
+    assert (hit_tokens, *(hit_tokens + tokens for tokens in junction)) == (
+        expected if finds_junctions else expected[:1]
+    )
+    assert blocks[0] == [] and len(blocks) == num_ids
     for geometry, group in zip(geometries, groups, strict=True):
         first = 0
         if geometry.is_sparse and hit_tokens:

@@ -18,9 +18,9 @@ def ranges(draw: st.DrawFn, max_index: int) -> range:
     return part[:: -step if draw(st.booleans()) else step]
 
 
-@given(st.integers(1, 5), st.data())
-def test_keys_of_a_range_are_those_of_its_blocks(hashes_per_block, data):
-    keys = GroupKeys.of_group(3, hashes_per_block)
+@given(st.integers(1, 5), st.booleans(), st.data())
+def test_keys_of_a_range_are_those_of_its_blocks(hashes_per_block, is_last, data):
+    keys = GroupKeys.of_group(3, hashes_per_block, int(is_last))
     blocks = data.draw(ranges(len(HASHES) // hashes_per_block))
     assert keys.of(HASHES, blocks) == [keys.at(HASHES, index) for index in blocks]
 
@@ -28,6 +28,10 @@ def test_keys_of_a_range_are_those_of_its_blocks(hashes_per_block, data):
 def test_a_key_is_all_hashes_of_a_block_and_the_group_id():
     key = GroupKeys.of_group(258, 2).at(HASHES, 4)
     assert key == HASHES[8] + HASHES[9] + b"\0\0\1\2"
+
+
+def test_a_key_may_be_the_last_of_them():
+    assert GroupKeys.of_group(258, 2, hashes_in_key=1).at(HASHES, 4) == HASHES[9] + b"\0\0\1\2"
 
 
 def test_a_block_whose_hashes_are_not_there_has_no_key():

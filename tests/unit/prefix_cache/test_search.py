@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_kvext.prefix_cache.keys import GroupKeys
-from vllm_ascend_kvext.prefix_cache.search import upper_bound_blocks, window_end
+from vllm_ascend_kvext.prefix_cache.search import window_end
 
 COLUMNS = st.one_of(
     st.lists(st.sampled_from(values), max_size=90)
@@ -47,18 +47,3 @@ def test_a_window_that_is_lost_costs_one_probe_per_window(need, unit, num_blocks
     assert window_end(table.get, [table.keys], table.hashes, num_blocks, need, unit, 0) == 0
     stride = -(-need // unit) * unit
     assert len(table.probes) <= num_blocks // stride + need + 1
-
-
-@given(COLUMNS)
-def test_upper_bound_is_never_too_low(column):
-    table = CountingTable(column)
-    bound = upper_bound_blocks(table.get, table.keys, table.hashes, len(column))
-    assert [*column, False].index(False) <= bound <= len(column)
-
-
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_upper_bound_is_exact_without_holes(num_cached, num_lost):
-    table = CountingTable([True] * num_cached + [False] * num_lost)
-    bound = upper_bound_blocks(table.get, table.keys, table.hashes, num_cached + num_lost)
-    assert bound == num_cached
-    assert len(table.probes) <= 11

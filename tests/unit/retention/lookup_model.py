@@ -61,7 +61,14 @@ def look_up(
     groups: tuple[GroupGeometry, ...], cached: Cached, limit_tokens: int, unit_tokens: int
 ) -> int:
     """Tokens that a lookup limited to ``limit_tokens`` hits."""
-    hit, verified, done = limit_tokens, set(), set()
+    return hit_and_longest(groups, cached, limit_tokens, unit_tokens)[0]
+
+
+def hit_and_longest(
+    groups: tuple[GroupGeometry, ...], cached: Cached, limit_tokens: int, unit_tokens: int
+) -> tuple[int, int]:
+    """Tokens that a lookup hits, and the most that some group offers on the way there."""
+    hit, longest, verified, done = limit_tokens, 0, set(), set()
     while True:
         candidate = hit
         for index, group in enumerate(groups):
@@ -78,10 +85,11 @@ def look_up(
             elif found_tokens < candidate:
                 verified.clear()
             candidate = found_tokens
+            longest = max(longest, candidate)
             if group.kind is GroupKind.FULL:
                 done.add(index)
         if candidate >= hit:
-            return hit
+            return hit, longest
         hit = candidate
         if len(groups) == 2 and groups[0].kind is GroupKind.FULL:
-            return hit
+            return hit, longest
