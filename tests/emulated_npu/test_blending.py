@@ -6,7 +6,7 @@ Keys are turned by the angles of vLLM-Ascend's own rotary classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,17 @@ def blended(
     plans = {
         model: Plan(folder_of(model), scenarios, "blending", engine, options) for model in MODELS
     }
-    return processes.serve(tmp_path_factory, plans, RUNNERS[request.param], NPU)
+    return serve_each(tmp_path_factory, plans, RUNNERS[request.param])
+
+
+def serve_each(
+    tmp_path_factory: pytest.TempPathFactory, plans: Mapping[str, Plan], environ: Mapping[str, str]
+) -> Reports:
+    """Each in its own process: its first engine decides whether vLLM-Ascend expects experts."""
+    reports = Reports()
+    for model, plan in plans.items():
+        reports |= processes.serve(tmp_path_factory, {model: plan}, environ, NPU)
+    return reports
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -91,6 +101,6 @@ def test_what_is_in_place_is_exact(
         }
         engine, options = POOL | NO_PREFIX_CACHING, {"prompts": prompts}
         plans[model] = Plan(folder_of(model), ["plain"], "blending", engine, options)
-    plain = processes.serve(tmp_path_factory, plans, PLUGIN_OFF, NPU)
+    plain = serve_each(tmp_path_factory, plans, PLUGIN_OFF)
     for model in MODELS:
         blended[model].check_equal(plain[model], EXACT, TOLERANCE)
