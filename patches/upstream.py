@@ -99,7 +99,10 @@ def lookup_groups(coordinator: KVCacheCoordinator) -> tuple[LookupGroup, ...]:
     Groups whose blocks are never cached are not among them (``prefix_cacheable``).
     """
     managers, ahead = coordinator.single_type_managers, coordinator.eagle_group_ids
-    groups = getattr(coordinator, "attention_groups", ((managers[0].kv_cache_spec, (0,)),))
+    groups = getattr(coordinator, "attention_groups", None)
+    if groups is None:
+        (manager,) = managers
+        groups = ((manager.kv_cache_spec, (0,)),)
     drops = not getattr(coordinator, "skips_eagle_block_drop", False)
     # Since vLLM 0.30 states follow EAGLE's boundary: a lookup of theirs looks at no block more.
     states_follow = is_ascend(coordinator) or hasattr(coordinator, "get_replay_boundaries")

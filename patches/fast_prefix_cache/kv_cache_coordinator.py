@@ -54,7 +54,7 @@ def _describe(coordinator: KVCacheCoordinator) -> Lookup | None:
         return None
     groups = [_describe_group(coordinator, group) for group in lookup_groups(coordinator)]
     known = [group for group in groups if group is not None]
-    if len(known) < len(groups):
+    if not known or len(known) < len(groups):
         return None
     finds_junctions = hasattr(coordinator, "get_replay_boundaries")
     return Lookup(known, len(managers), pool.null_block, finds_junctions)

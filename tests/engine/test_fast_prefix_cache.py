@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from pytest_mock import MockerFixture
 from support import family
 from support.installed import installed
 from support.retention.checkpoints import adaptive_chosen
@@ -38,6 +39,9 @@ from support.scheduler.workload import Workload
 from support.upstream_version import IS_SINCE_0_30
 
 from vllm_ascend_kvext.features import FAST_PREFIX_CACHE, FEATURES
+from vllm_ascend_kvext.patches.fast_prefix_cache.kv_cache_coordinator import (
+    find_longest_common_hit,
+)
 from vllm_ascend_kvext.upstream_state import BlockManagerState
 
 NUM_SEEDS = sampled(5)
@@ -290,6 +294,13 @@ def _num_entries(manager: object) -> dict[str, int]:
         for name, value in vars(owner).items()
         if isinstance(value, (dict, list, set))
     }
+
+
+def test_a_model_of_which_nothing_is_cached_is_left_to_upstream(mocker: MockerFixture) -> None:
+    coordinator = BlockManager(DIRECT, num_blocks=4).manager.coordinator
+    mocker.patch.object(coordinator, "attention_groups", ())
+    upstreams = mocker.Mock(return_value="what upstream finds")
+    assert find_longest_common_hit(upstreams, coordinator, [], 64) == "what upstream finds"
 
 
 @pytest.mark.vllm(">=0.30")

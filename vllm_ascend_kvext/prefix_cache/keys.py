@@ -15,8 +15,7 @@ GROUP_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """The keys of one group: the last ``hashes_in_key`` hashes that a block spans, all or one, and
-    the group id as ``suffix``."""
+    """Of one group: the last ``hashes_in_key`` hashes of a block, all or one, and the group id."""
 
     hashes_per_block: int
     suffix: bytes

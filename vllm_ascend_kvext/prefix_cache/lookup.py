@@ -116,6 +116,5 @@ class Lookup:
             if group.kind is GroupKind.FULL:
                 for group_id in group.group_ids:
                     del result[group_id][hit_tokens // group.block_tokens :]
-        if self.finds_junctions:
-            return tuple(result), hit_tokens, longest_tokens - hit_tokens
-        return tuple(result), hit_tokens
+        hit = tuple(result), hit_tokens
+        return (*hit, longest_tokens - hit_tokens) if self.finds_junctions else hit

@@ -166,8 +166,7 @@ class Steps:
 
 
 def _landed_tokens(request: Any, computed_tokens: int) -> int:
-    """Since vLLM 0.30 windows and states wait for the steps in flight: what these compute is left
-    out."""
+    """Without what steps in flight compute: since vLLM 0.30 windows and states wait for them."""
     return max(0, computed_tokens - getattr(request, "num_in_flight_tokens", 0))
 
 
