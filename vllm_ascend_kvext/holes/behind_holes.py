@@ -10,12 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from vllm_ascend_kvext.holes.load_plan import (
-    LoadPlan,
-    loaded_spans,
-    spans_within,
-    with_holes,
-)
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_spans, spans_within, with_holes
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier

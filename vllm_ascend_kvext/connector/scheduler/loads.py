@@ -148,9 +148,7 @@ class Loads:
         if self._still_waits(admission, num_computed_tokens):
             return None
         admission.shortfall = None
-        if request.skip_reading_prefix_cache:
-            return 0
-        if state.num_failed_loads >= MAX_FAILED_LOADS:
+        if request.skip_reading_prefix_cache or state.num_failed_loads >= MAX_FAILED_LOADS:
             return 0
         if self._lookups_in_vain >= MAX_LOOKUPS_IN_VAIN:
             return None
