@@ -83,7 +83,9 @@ class StoredRun(NamedTuple):
         rows = []
         run_tokens, end_tokens, entries = self
         for entry in reversed(entries):
-            first_tokens = max(entry.piece.first_tokens, run_tokens)
+            first_tokens = entry.piece.first_tokens
+            if first_tokens < run_tokens:
+                first_tokens = run_tokens
             if first_tokens < end_tokens:
                 rows.append(StoredRows(entry, first_tokens, end_tokens))
                 end_tokens = first_tokens
@@ -297,7 +299,9 @@ class Lookup:
         One slice of keys takes less time than a question per boundary.
         """
         upto = self.index.upto_present if with_storing else self.index.upto_stored
-        boundaries = self._boundaries(first_tokens, boundary_tokens - self.geometry.unit_tokens)
+        unit_tokens = self.geometry.unit_tokens
+        first = first_tokens - first_tokens % unit_tokens + unit_tokens
+        boundaries = range(first, boundary_tokens, unit_tokens)
         num_before = upto(Kind.ROWS, self.prefix.keys_at(boundaries))
         return boundaries[num_before - 1] if num_before else first_tokens
 
@@ -307,8 +311,7 @@ class Lookup:
     def _boundaries(self, after_tokens: int, upto_tokens: int) -> range:
         """Those behind a token, up to a boundary."""
         unit_tokens = self.geometry.unit_tokens
-        first = after_tokens - after_tokens % unit_tokens + unit_tokens
-        return range(first, upto_tokens + 1, unit_tokens)
+        return range(self.geometry.floor(after_tokens) + unit_tokens, upto_tokens + 1, unit_tokens)
 
     def _why_lost(
         self, lost: Mapping[Kind, Lost], kind: Kind, boundaries: range

@@ -170,7 +170,7 @@ class Loads:
                 return 0
             if self._waits_for_other(admission, plan):
                 return None
-            if self._takes_longer(plan):
+            if not plan.holes and self._takes_longer(plan):  # With holes, that was asked.
                 # It is asked about in every step while it waits.
                 self._counters.too_dear_loads += not admission.is_slower
                 admission.is_slower = True
