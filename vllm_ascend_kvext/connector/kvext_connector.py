@@ -28,7 +28,7 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import parse_options
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions, parse_options
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
 from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+    from vllm_ascend_kvext.shared_tier.names import Identity
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -128,6 +131,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self._events = TierEvents(has_events)
             self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
+            self._identity_of = _identity_of(vllm_config, options)
         else:
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
@@ -165,6 +169,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.options,
             self._events,
             segment_tokens=self._segment_tokens,
+            identity_of=self._identity_of,
         )
         self._on_ready(self.scheduler_side)
 
@@ -198,7 +203,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         jobs = self.scheduler_side.build_connector_meta(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        if jobs.loads or jobs.probes:
+        if jobs.loads or jobs.probes or jobs.shared:
             # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
             # loads are to go on beside the forward, and probes look into it.
             scheduler_output.has_sync_kv_loads = True
@@ -304,6 +309,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.worker_side is not None:
             self.worker_side.shutdown()
+        if self.scheduler_side is not None:
+            self.scheduler_side.shutdown()
 
     # Both sides.
 
@@ -332,6 +339,18 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _worker(self) -> WorkerSide:
         assert self.worker_side is not None, "vLLM calls this on workers only"
         return self.worker_side
+
+
+def _identity_of(
+    vllm_config: VllmConfig, options: ConnectorOptions
+) -> Callable[[HostLayout, list[WorkerLayout]], Identity] | None:
+    """What tells the engine's KV from that of others, once its layout is known."""
+    if options.shared_tier is None:
+        return None
+    from vllm_ascend_kvext.connector.common.engine_identity import engine_identity, hash_canary
+
+    canary = hash_canary(vllm_config)
+    return lambda layout, workers: engine_identity(vllm_config, layout, workers, canary)
 
 
 def _jobs_of(metadata: KVConnectorMetadata) -> ConnectorMetadata:

@@ -252,10 +252,23 @@ class HostTier:
         Raises:
             TierError: If it is not being stored.
         """
-        is_wanted = self._end_store(entry)
+        self._give_up(entry, Shortfall.FAILED)
         self.counters.failed_stores += 1
-        if is_wanted:
-            self._leave(entry, Shortfall.FAILED)
+
+    def abandon_store(self, entry: Entry) -> None:
+        """The same of bytes that came from elsewhere and are not there: no store has failed."""
+        self._give_up(entry)
+
+    def _give_up(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
+        if self._end_store(entry):
+            self._leave(entry, shortfall)
+
+    def pin(self, entry: Entry) -> Load | None:
+        """Keep a stored entry until `end_load`, for somebody who reads it; renews nothing."""
+        if entry.state is not EntryState.STORED:
+            return None
+        entry.num_pins += 1
+        return Load((entry,))
 
     def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
         """Entries that the caller chooses give way, for none other; none that a transfer uses."""

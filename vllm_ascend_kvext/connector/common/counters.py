@@ -85,6 +85,63 @@ class BlendCounters:
     ] = field(default_factory=partial(zeros, BlendRefusal))
 
 
+class SharedEvent(enum.Enum):
+    """What has become of a request that the shared tier might have had something for."""
+
+    FOUND = "found"
+    """Some of its prompt is got."""
+
+    ABSENT = "absent"
+    """Nothing that host memory lacks is there."""
+
+    LATE = "late"
+    """The answer took too long."""
+
+    GIVEN_UP = "given_up"
+    """What was found did not come in time."""
+
+    TOO_DEAR = "too_dear"
+    """Computing was estimated to be faster."""
+
+    PAUSED = "paused"
+    """Nobody is asked for a while, after late answers or a failure."""
+
+
+class SharedFailure(enum.Enum):
+    """Why an object was not moved."""
+
+    GET_ABSENT = "get_absent"
+    GET_BROKEN = "get_broken"
+    GET_UNREACHABLE = "get_unreachable"
+    PUT_UNREACHABLE = "put_unreachable"
+    PUT_BUSY = "put_busy"
+    """So many bytes were on their way that it was not tried."""
+
+
+@dataclass(slots=True)
+class SharedCounters:
+    """What was asked of the shared tier, and moved; all zeros without one."""
+
+    requests: Annotated[
+        dict[SharedEvent, int],
+        Counted("Requests that asked the shared tier, or might have, by result.", "result"),
+    ] = field(default_factory=partial(zeros, SharedEvent))
+    bytes: Annotated[
+        dict[Direction, int],
+        Counted("Bytes got from the shared tier (load), and put, by all workers.", "direction"),
+    ] = field(default_factory=_zeros_by_direction)
+    seconds: Annotated[
+        dict[Direction, float],
+        Counted("Time that this took, summed over workers.", "direction"),
+    ] = field(default_factory=_zeros_by_direction)
+    failures: Annotated[
+        dict[SharedFailure, int],
+        Counted("Objects that were not got, or not put, by reason.", "reason"),
+    ] = field(default_factory=partial(zeros, SharedFailure))
+    hit_tokens: Annotated[int, Counted("Prompt tokens whose rows were got.")] = 0
+    lookup_seconds: Annotated[float, Counted("Time that lookups took, on their thread.")] = 0.0
+
+
 @dataclass(slots=True)
 class ConnectorCounters(Reporting):
     """The counters of one engine. Whoever counts adds to the attributes; they never go down.
@@ -138,6 +195,7 @@ class ConnectorCounters(Reporting):
         int, Counted("Preempted requests whose KV went to host memory.")
     ] = 0
     blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
+    shared: Annotated[SharedCounters, "shared_"] = field(default_factory=SharedCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
     capacity_bytes: Annotated[
         int, Counted("Host memory that there is for entries on each worker.", is_gauge=True)

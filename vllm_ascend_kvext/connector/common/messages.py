@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
@@ -17,6 +17,9 @@ from vllm_ascend_kvext.layout.model import KVLayout
 from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
 Direction = Literal["store", "load"]
 
@@ -31,6 +34,7 @@ class WorkerLayout:
         segments: None if segments cannot be stored and placed; ``segment_refusal`` says why, where
             they were asked for.
         probe_refusal: Why it cannot compare a question with segments; empty if it can.
+        device: What orders the bytes of its pages, where a shared tier has to know that.
     """
 
     layout: KVLayout
@@ -38,6 +42,7 @@ class WorkerLayout:
     segments: SegmentLayout | None = None
     segment_refusal: str = ""
     probe_refusal: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,17 @@ class ProbeJob:
     block_ids: tuple[TablePart, ...]
 
 
+class SharedJobs(NamedTuple):
+    """Objects that every worker gets from the shared tier, and puts there, by number.
+
+    Numbers are unique in the engine. ``namespace`` is that of the engine, the same in all steps.
+    """
+
+    namespace: str
+    gets: tuple[tuple[int, SharedObject], ...]
+    puts: tuple[tuple[int, SharedObject], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorMetadata:
     """What the workers do in one step.
@@ -134,6 +150,7 @@ class ConnectorMetadata:
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
         probes: Rows that the step computes, and whose scores are wanted.
+        shared: Begin with the step; None if there are none.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -142,6 +159,7 @@ class ConnectorMetadata:
     has_forward: bool = False
     wants_stats: bool = False
     probes: tuple[ProbeJob, ...] = ()
+    shared: SharedJobs | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +174,31 @@ class Traffic:
         self.num_bytes += other.num_bytes
         self.seconds += other.seconds
         self.transfers += other.transfers
+
+
+@dataclass(slots=True)
+class SharedOutput:
+    """What workers report of the shared tier.
+
+    Attributes:
+        ended: By number, the answer of each worker on which a job has ended.
+        got_bytes: What has come since the last report, of objects that have not ended, too.
+        traffic: Of gets ("load") and puts ("store") that ended well.
+    """
+
+    ended: dict[int, list[Answer]] = field(default_factory=dict)
+    got_bytes: int = 0
+    traffic: Mapping[Direction, Traffic] = field(
+        default_factory=lambda: {"store": Traffic(), "load": Traffic()}
+    )
+
+    def add(self, other: SharedOutput) -> None:
+        """Join the report of another worker."""
+        for number, answers in other.ended.items():
+            self.ended.setdefault(number, []).extend(answers)
+        self.got_bytes += other.got_bytes
+        for direction, traffic in other.traffic.items():
+            self.traffic[direction].add(traffic)
 
 
 @dataclass(slots=True)
@@ -175,6 +218,7 @@ class WorkerOutput:
         key_check_failure: The first that were not; empty if there are none.
         scores: Of the probes of the step, by row: of all tokens that are scored, one after the
             other, summed over workers. None if some worker has none.
+        shared: None if there is nothing to report of the shared tier.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
@@ -188,6 +232,7 @@ class WorkerOutput:
     key_checks: int = 0
     key_check_failure: str = ""
     scores: dict[str, Scores | None] = field(default_factory=dict)
+    shared: SharedOutput | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -197,6 +242,7 @@ class WorkerOutput:
             or self.failed_loads
             or self.unreadable
             or self.scores
+            or self.shared is not None
             or self.traffic["load"].transfers
         )
 
@@ -216,3 +262,6 @@ class WorkerOutput:
         for row_id, scores in other.scores.items():
             own = self.scores.get(row_id)
             self.scores[row_id] = None if own is None or scores is None else own + scores
+        if self.shared is not None and other.shared is not None:
+            self.shared.add(other.shared)
+        self.shared = self.shared or other.shared

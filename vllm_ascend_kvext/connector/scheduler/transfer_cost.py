@@ -32,6 +32,11 @@ class TransferCost:
         self._s_per_token: float | None = None
         self._parked_s: float | None = None
 
+    @property
+    def s_per_token(self) -> float | None:
+        """Of prefill; None before it was measured, or where costs are ignored."""
+        return None if self.is_ignored else self._s_per_token
+
     def note_copies(self, direction: Direction, num_bytes: int, seconds: float) -> None:
         """Copies of loads, or of stores, took so long, all of them together."""
         if num_bytes > 0:

@@ -51,6 +51,9 @@ from vllm_ascend_kvext.transfer.pools import Pools
 if TYPE_CHECKING:
     import torch
 
+    from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+    from vllm_ascend_kvext.shared_tier.protocol import SharedTier
+
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
@@ -102,6 +105,7 @@ class WorkerSide:
         self._host: HostBuffer | None = None
         self._runner: JobRunner | None = None
         self._stores_after_forward: tuple[StoreJob, ...] = ()
+        self._shared: SharedTransfers | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
@@ -137,6 +141,21 @@ class WorkerSide:
         )
         if self._options.blending:
             self._make_segments(self._runner, kv_caches, host.tensor)
+        if self._options.shared_tier:
+            from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+
+            self._shared = SharedTransfers(self._shared_tier, self._move_to_copy_cpus)
+
+    def _shared_tier(self, namespace: str) -> SharedTier:
+        """This worker's part of the shared tier."""
+        from vllm_ascend_kvext.shared_tier.protocol import tier_of
+
+        assert self._host is not None and self._options.shared_tier is not None
+        rank = int(self._vllm_config.parallel_config.rank)
+        capacity_bytes = self._options.shared_tier_bytes
+        tier = tier_of(self._options.shared_tier, capacity_bytes, namespace, rank)
+        tier.register(memoryview(self._host.tensor.numpy()))
+        return tier
 
     def _make_segments(
         self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
@@ -192,6 +211,7 @@ class WorkerSide:
             None if mover is None else mover.layout,
             self._segment_refusal,
             self._probe_refusal,
+            _device_name(self._runner.pools.tensors[0].device) if self._shared else "",
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
@@ -213,6 +233,8 @@ class WorkerSide:
             self._probe.begin_step(jobs.probes)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
+        if jobs.shared is not None and self._shared is not None:
+            self._shared.submit(jobs.shared)
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
@@ -224,7 +246,8 @@ class WorkerSide:
 
         For steps that compute nothing: vLLM would ask again at once.
         """
-        self._thread.wait_for_end(timeout_s)
+        if self._shared is None or not self._shared.wait_for_end(timeout_s):
+            self._thread.wait_for_end(timeout_s)
 
     def end_step(self) -> EndedJobs:
         """What has ended since the last call. Every job is reported once."""
@@ -252,6 +275,8 @@ class WorkerSide:
                 results.key_check_failure = results.key_check_failure or moved.key_check or ""
         if self._probe is not None:
             results.scores = self._probe.end_step()
+        if self._shared is not None:
+            results.shared = self._shared.take_output()
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:
@@ -265,6 +290,8 @@ class WorkerSide:
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""
         self._thread.shutdown()
+        if self._shared is not None:
+            self._shared.shutdown()
         if self._probe is not None:
             self._probe.shutdown()
         if self._runner is not None and self._runner.segments is not None:
@@ -314,6 +341,15 @@ def _refusal_of(error: Exception) -> str:
         return str(error)
     logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
     return f"{type(error).__name__}: {error}. Serve this model without blending, and report it."
+
+
+def _device_name(device: torch.device) -> str:
+    """What decides the order of bytes in pages that only kernels understand."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    return str(getattr(torch, device.type).get_device_name(device))
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:
