@@ -29,7 +29,7 @@ from support.scheduler.options import _model_config
 from support.scheduler.workload import RequestPlan
 
 from vllm_ascend_kvext.connector.common.counters import SharedEvent, SharedFailure
-from vllm_ascend_kvext.connector.scheduler import shared_lookups, shared_side
+from vllm_ascend_kvext.connector.scheduler import loads, shared_lookups, shared_side
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
 from vllm_ascend_kvext.shared_tier.files import FilesTier
@@ -79,8 +79,8 @@ def hit_tokens(engine: SimulatedEngine, *plans: RequestPlan) -> int:
     return engine.side.counters.hit_tokens - before
 
 
-def floor(layout: PagedLayout, num_tokens: int) -> int:
-    return num_tokens // layout.unit_tokens * layout.unit_tokens
+def floor(engine: SimulatedEngine, num_tokens: int) -> int:
+    return engine.tier.geometry.floor(num_tokens)
 
 
 def store_in(folder: Path, layout: PagedLayout, *prompts: Sequence[int], **options: Any) -> None:
@@ -108,12 +108,12 @@ def test_another_engine_hits_what_one_has_stored(
     with engine_of(
         layout, offloading=sharing(layout, tmp_path), num_workers=num_workers
     ) as engine:
-        assert hit_tokens(engine, plan_of("a", prompt)) == floor(layout, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
         shared = engine.side.counters.shared
         assert shared.requests[SharedEvent.FOUND] == 1
         assert shared.bytes["load"] > 0 and not any(shared.failures.values())
         # Now host memory has it, and nobody is asked.
-        assert hit_tokens(engine, plan_of("b", prompt)) == floor(layout, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
         assert sum(shared.requests.values()) == 1
 
 
@@ -139,7 +139,7 @@ def test_several_requests_at_once_share_what_is_got(tmp_path: Path) -> None:
     num_bytes = sum(path.stat().st_size for path in objects(tmp_path))
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         plans = [plan_of(str(number), prompt) for number in range(4)]
-        assert hit_tokens(engine, *plans) == 4 * floor(FULL, len(prompt) - 1)
+        assert hit_tokens(engine, *plans) == 4 * floor(engine, len(prompt) - 1)
         assert engine.side.counters.shared.bytes["load"] < num_bytes
 
 
@@ -151,7 +151,7 @@ def test_engines_share_at_the_same_time(tmp_path: Path) -> None:
             engines = (one, other) if seed % 2 else (other, one)
             assert hit_tokens(engines[0], plan_of(f"a{seed}", prompt)) == 0
             found = hit_tokens(engines[1], plan_of(f"b{seed}", prompt))
-            assert found == floor(FULL, len(prompt) - 1)
+            assert found == floor(one, len(prompt) - 1)
 
 
 def test_only_what_is_used_a_second_time_is_put(tmp_path: Path) -> None:
@@ -163,18 +163,21 @@ def test_only_what_is_used_a_second_time_is_put(tmp_path: Path) -> None:
         serve(engine, plan_of("second", prompt))
         assert objects(tmp_path)
     with engine_of(FULL, offloading=options) as engine:
-        assert hit_tokens(engine, plan_of("a", prompt)) == floor(FULL, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
         assert hit_tokens(engine, plan_of("b", prompt_of(FULL, 2))) == 0
 
 
-def test_what_stands_behind_a_lost_object_is_got(tmp_path: Path) -> None:
+def test_what_stands_behind_a_lost_object_is_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
     prompt = prompt_of(FULL, 1, 12)
     chunk = 2 * FULL.unit_tokens
     store_in(tmp_path, FULL, prompt)
     (lost,) = tmp_path.glob(f"kvext1/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
     lost.unlink()
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        assert hit_tokens(engine, plan_of("a", prompt)) == floor(FULL, len(prompt) - 1) - chunk
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
 
 
 # Engines that do not meet.
@@ -197,9 +200,6 @@ def test_a_salt_and_an_adapter_do_not_meet(tmp_path: Path) -> None:
             [path for path in objects(tmp_path) if path.stat().st_mtime > time.time() + 1]
         )
         assert hit_tokens(engine, plan_of("plain", prompt)) > 0
-
-
-DIFFERENT: dict[str, Callable[[SimulatedEngine], None] | dict[str, Any]] = {}
 
 
 def test_other_weights_under_the_same_path_do_not_meet(
@@ -356,10 +356,10 @@ def test_damaged_objects_are_computed(
     with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
         found = hit_tokens(engine, plan_of("a", prompt))
         assert share < 1 or found == 0
-        assert hit_tokens(engine, plan_of("b", prompt)) == floor(layout, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
     with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
         # What was broken is put again by the one that has computed it.
-        assert hit_tokens(engine, plan_of("a", prompt)) == floor(layout, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
 
 
 def test_a_folder_that_vanishes_stops_nobody(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_folder_that_vanishes_stops_nobody(tmp_path: Path) -> None:
     with engine_of(FULL, offloading=sharing(FULL, folder)) as engine:
         shutil.rmtree(folder)
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
-        assert hit_tokens(engine, plan_of("b", prompt)) == floor(FULL, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
 
 
 class Slow:

@@ -47,7 +47,7 @@ def differences(one: Identity, other: Identity) -> list[str]:
     for part in sorted(one.keys() | other.keys()):
         values = [json.dumps(each.get(part), sort_keys=True) for each in (one, other)]
         if values[0] != values[1]:
-            is_short = max(map(len, values)) <= 80
+            is_short = max(map(len, values)) <= 40
             found.append(f"{part} ({values[0]} here, {values[1]} there)" if is_short else part)
     return found
 

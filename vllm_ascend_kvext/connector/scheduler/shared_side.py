@@ -109,7 +109,7 @@ class SharedSide:
         self._puts: list[tuple[int, SharedObject]] = []
         # By number; those that nobody waits for any more are not among them.
         self._awaited: dict[int, _Got] = {}
-        self._number_of: dict[Entry | None, int] = {}
+        self._number_of: dict[Entry | None, int] = {}  # None is never a key.
         self._get_numbers: set[int] = set()
         self._num_late = 0
         self._paused_until_s = self._puts_paused_until_s = 0.0
@@ -175,8 +175,7 @@ class SharedSide:
         while first < limit:
             end = min(geometry.chunk_end(first), limit)
             entry = lookup.index.present(Kind.ROWS, prefix.key_at(end))
-            if entry in self._number_of:
-                known.awaited.add(self._number_of[entry])
+            known.awaited |= self._numbers_of(entry)
             spans.append(Span(first, end, entry is not None or not geometry.needs_rows))
             first = end
         tails_tokens = 0
@@ -187,8 +186,7 @@ class SharedSide:
             num_before = lookup.index.upto_present(Kind.TAILS, prefix.keys_at(boundaries))
             tails_tokens = boundaries[num_before - 1] if num_before else 0
             tails = lookup.index.present(Kind.TAILS, prefix.key_at(tails_tokens or begin))
-            if tails in self._number_of:
-                known.awaited.add(self._number_of[tails])
+            known.awaited |= self._numbers_of(tails)
         if all(span.is_in_host for span in spans) and tails_tokens == (
             limit if geometry.needs_tails else 0
         ):
@@ -199,6 +197,10 @@ class SharedSide:
         return Question(
             prefix, geometry, tuple(spans), after_tokens, tails_tokens, self._computes_holes
         )
+
+    def _numbers_of(self, entry: Entry | None) -> set[int]:
+        """The number of the get that fills an entry, if there is one."""
+        return {self._number_of[entry]} if entry in self._number_of else set()
 
     def _note_late(self) -> None:
         self._counters.requests[SharedEvent.LATE] += 1
@@ -235,6 +237,9 @@ class SharedSide:
             piece = each.piece._replace(end_tokens=end)
             entry = self._tier.begin_store(prefix, piece, num_bytes, use)
             if isinstance(entry, Refusal):
+                if entry is Refusal.BEING_STORED:  # By another request's get, most likely.
+                    index = self._tier.lookup(prefix).index
+                    known.awaited |= self._numbers_of(index.storing(piece.kind, prefix.key_at(end)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
