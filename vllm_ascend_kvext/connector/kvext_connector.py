@@ -28,10 +28,13 @@ from vllm_ascend_kvext.connector.common.messages import (
     WorkerLayout,
     WorkerOutput,
 )
-from vllm_ascend_kvext.connector.common.options import ConnectorOptions, parse_options
+from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import (
+    ConnectorScheduler,
+    IdentityOf,
+)
 from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
@@ -49,9 +52,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from vllm_ascend_kvext.connector.common.host_layout import HostLayout
-    from vllm_ascend_kvext.shared_tier.names import Identity
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -126,12 +126,16 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._view: SchedulerView | None = None
         self._on_ready: Callable[[ConnectorScheduler], object] | None = None
         self._has_warned = False
+        self._identity_of: IdentityOf | None = None
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self._events = TierEvents(has_events)
             self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
-            self._identity_of = _identity_of(vllm_config, options)
+            if options.shared_tier:
+                from vllm_ascend_kvext.connector.common import engine_identity
+
+                self._identity_of = engine_identity.identity_of(vllm_config)
         else:
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
@@ -203,7 +207,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         jobs = self.scheduler_side.build_connector_meta(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        if jobs.loads or jobs.probes or jobs.shared:
+        if jobs.loads or jobs.probes or jobs.gets:
             # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
             # loads are to go on beside the forward, and probes look into it.
             scheduler_output.has_sync_kv_loads = True
@@ -309,8 +313,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.worker_side is not None:
             self.worker_side.shutdown()
-        if self.scheduler_side is not None:
-            self.scheduler_side.shutdown()
+        if self.scheduler_side is not None and self.scheduler_side.shared is not None:
+            self.scheduler_side.shared.shutdown()
 
     # Both sides.
 
@@ -339,18 +343,6 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _worker(self) -> WorkerSide:
         assert self.worker_side is not None, "vLLM calls this on workers only"
         return self.worker_side
-
-
-def _identity_of(
-    vllm_config: VllmConfig, options: ConnectorOptions
-) -> Callable[[HostLayout, list[WorkerLayout]], Identity] | None:
-    """What tells the engine's KV from that of others, once its layout is known."""
-    if options.shared_tier is None:
-        return None
-    from vllm_ascend_kvext.connector.common.engine_identity import engine_identity, hash_canary
-
-    canary = hash_canary(vllm_config)
-    return lambda layout, workers: engine_identity(vllm_config, layout, workers, canary)
 
 
 def _jobs_of(metadata: KVConnectorMetadata) -> ConnectorMetadata:

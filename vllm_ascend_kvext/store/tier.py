@@ -252,19 +252,16 @@ class HostTier:
         Raises:
             TierError: If it is not being stored.
         """
-        self._give_up(entry, Shortfall.FAILED)
+        self.abandon_store(entry, Shortfall.FAILED)
         self.counters.failed_stores += 1
 
-    def abandon_store(self, entry: Entry) -> None:
-        """The same of bytes that came from elsewhere and are not there: no store has failed."""
-        self._give_up(entry)
-
-    def _give_up(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
+    def abandon_store(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
+        """The same where no store has failed: what was to come from elsewhere did not."""
         if self._end_store(entry):
             self._leave(entry, shortfall)
 
     def pin(self, entry: Entry) -> Load | None:
-        """Keep a stored entry until `end_load`, for somebody who reads it; renews nothing."""
+        """Keep an entry until `end_load`, and renew nothing; None if it is not stored."""
         if entry.state is not EntryState.STORED:
             return None
         entry.num_pins += 1

@@ -17,7 +17,9 @@ from vllm_ascend_kvext.counted import Counted, MetricTable, Reporting, zeros
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import TierCounters
 
-_zeros_by_direction = partial(zeros, ("store", "load"))
+_zeros_by_direction = partial(zeros, ("store", "load", "get", "put"))
+_SHARED_RESULTS = ("found", "absent", "late", "given_up", "too_dear", "paused")
+_SHARED_FAILURES = ("get_absent", "get_broken", "get_unreachable", "put_unreachable", "put_busy")
 
 
 class BlendRefusal(enum.Enum):
@@ -85,63 +87,6 @@ class BlendCounters:
     ] = field(default_factory=partial(zeros, BlendRefusal))
 
 
-class SharedEvent(enum.Enum):
-    """What has become of a request that the shared tier might have had something for."""
-
-    FOUND = "found"
-    """Some of its prompt is got."""
-
-    ABSENT = "absent"
-    """Nothing that host memory lacks is there."""
-
-    LATE = "late"
-    """The answer took too long."""
-
-    GIVEN_UP = "given_up"
-    """What was found did not come in time."""
-
-    TOO_DEAR = "too_dear"
-    """Computing was estimated to be faster."""
-
-    PAUSED = "paused"
-    """Nobody is asked for a while, after late answers or a failure."""
-
-
-class SharedFailure(enum.Enum):
-    """Why an object was not moved."""
-
-    GET_ABSENT = "get_absent"
-    GET_BROKEN = "get_broken"
-    GET_UNREACHABLE = "get_unreachable"
-    PUT_UNREACHABLE = "put_unreachable"
-    PUT_BUSY = "put_busy"
-    """So many bytes were on their way that it was not tried."""
-
-
-@dataclass(slots=True)
-class SharedCounters:
-    """What was asked of the shared tier, and moved; all zeros without one."""
-
-    requests: Annotated[
-        dict[SharedEvent, int],
-        Counted("Requests that asked the shared tier, or might have, by result.", "result"),
-    ] = field(default_factory=partial(zeros, SharedEvent))
-    bytes: Annotated[
-        dict[Direction, int],
-        Counted("Bytes got from the shared tier (load), and put, by all workers.", "direction"),
-    ] = field(default_factory=_zeros_by_direction)
-    seconds: Annotated[
-        dict[Direction, float],
-        Counted("Time that this took, summed over workers.", "direction"),
-    ] = field(default_factory=_zeros_by_direction)
-    failures: Annotated[
-        dict[SharedFailure, int],
-        Counted("Objects that were not got, or not put, by reason.", "reason"),
-    ] = field(default_factory=partial(zeros, SharedFailure))
-    hit_tokens: Annotated[int, Counted("Prompt tokens whose rows were got.")] = 0
-    lookup_seconds: Annotated[float, Counted("Time that lookups took, on their thread.")] = 0.0
-
-
 @dataclass(slots=True)
 class ConnectorCounters(Reporting):
     """The counters of one engine. Whoever counts adds to the attributes; they never go down.
@@ -152,7 +97,7 @@ class ConnectorCounters(Reporting):
     transfer_bytes: Annotated[
         dict[Direction, int],
         Counted(
-            "Bytes copied to and from host memory, by all workers.",
+            "Bytes copied to and from host memory, by all workers; get, put: a shared tier.",
             "direction",
             name="transfer_bytes",
         ),
@@ -194,8 +139,26 @@ class ConnectorCounters(Reporting):
     swapped_requests: Annotated[
         int, Counted("Preempted requests whose KV went to host memory.")
     ] = 0
+    shared_requests: Annotated[
+        dict[str, int],
+        Counted(
+            "Requests that asked the shared tier, or might have, by result.",
+            "result",
+            name="shared_requests",
+        ),
+    ] = field(default_factory=partial(zeros, _SHARED_RESULTS))
+    shared_failures: Annotated[
+        dict[str, int],
+        Counted("Objects not got or put, by reason.", "reason", name="shared_failures"),
+    ] = field(default_factory=partial(zeros, _SHARED_FAILURES))
+    shared_tokens: Annotated[
+        int, Counted("Tokens whose rows came from the shared tier.", name="shared_tokens")
+    ] = 0
+    shared_lookup_seconds: Annotated[
+        float,
+        Counted("Time that lookups in it took, beside the engine.", name="shared_lookup_seconds"),
+    ] = 0.0
     blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
-    shared: Annotated[SharedCounters, "shared_"] = field(default_factory=SharedCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
     capacity_bytes: Annotated[
         int, Counted("Host memory that there is for entries on each worker.", is_gauge=True)

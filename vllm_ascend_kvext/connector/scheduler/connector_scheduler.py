@@ -40,8 +40,6 @@ from vllm_ascend_kvext.holes.hole_blocks import HoleBlocks
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue, HoleRow
 from vllm_ascend_kvext.layout.model import StatePolicy
 from vllm_ascend_kvext.layout.transfer_plan import TablePart
-from vllm_ascend_kvext.store.counters import Removal
-from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -50,13 +48,12 @@ if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
     from vllm_ascend_kvext.shared_tier.names import Identity
 
+IdentityOf = Callable[[HostLayout, Sequence[WorkerLayout]], "Identity"]
+
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 _STATS_EVERY_S = 1.0
 """How often workers are asked for statistics only so that the scheduler side's travel with them."""
-
-_IDLE_WAIT_S = 0.001
-"""A step that computes nothing waits so long for answers of a shared tier, rather than spin."""
 
 MAX_STEPS_IN_FLIGHT = 64
 """Beyond it, some have ended without a word: their time is not measured."""
@@ -81,7 +78,7 @@ class ConnectorScheduler:
         workers: By rank.
         clock: Seconds that only grow.
         segment_tokens: What stands before and between segments, with ``blending``.
-        identity_of: The identity of an engine with this layout, for a shared tier.
+        identity_of: Of an engine with such pages; with ``shared_tier``.
 
     Raises:
         ConnectorError: If workers differ, or options do not fit the engine.
@@ -104,7 +101,7 @@ class ConnectorScheduler:
         events: TierEvents,
         clock: Callable[[], float] = time.monotonic,
         segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
-        identity_of: Callable[[HostLayout, list[WorkerLayout]], Identity] | None = None,
+        identity_of: IdentityOf | None = None,
     ) -> None:
         worker = common_layout(workers)
         layout = HostLayout(
@@ -121,7 +118,7 @@ class ConnectorScheduler:
         self.tier = HostTier(
             worker.host_bytes,
             layout.geometry,
-            on_removed=lambda *removed: self._note_removed(*removed),
+            on_removed=lambda *removed: self._stores.note_removed(*removed),
             evicts_ends_first=not self.computes_holes,
         )
         self.holes = HoleQueue(
@@ -147,15 +144,13 @@ class ConnectorScheduler:
             self.segments = make_blending(parts, options, segment_tokens, workers)
         self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
         self._room, self._cost = self._loads.room, self._loads.cost
-        self._shared: SharedSide | None = None
+        self.shared: SharedSide | None = None
         if options.shared_tier and identity_of is not None:
-            from vllm_ascend_kvext.connector.scheduler.make_shared import make_shared
+            from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
 
-            identity = identity_of(layout, list(workers))
-            self._shared = make_shared(
-                parts, options, identity, len(workers), self._cost, events, clock
-            )
-        self._stores = Stores(parts, options.store_policy, events, self._shared)
+            identity = identity_of(layout, workers)
+            self.shared = SharedSide(parts, options, identity, self._cost, events, clock)
+        self._stores = Stores(parts, options.store_policy, events, self.shared)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -183,16 +178,10 @@ class ConnectorScheduler:
         if not self.segments.is_on:
             _warn_if_no_prompt_can_hit(view, min_prompt_tokens)
 
-    def _note_removed(self, entry: Entry, removal: Removal) -> None:
-        self._stores.note_removed(entry, removal)
-        if self._shared is not None:
-            self._shared.note_removed(entry)
-
     @property
     def has_work(self) -> bool:
         """Whether steps are needed: to end transfers and rows, and to report the last of them."""
-        has_work = self._has_news or self.has_transfers or bool(self.row_ids)
-        return has_work or (self._shared is not None and self._shared.has_work)
+        return self._has_news or self.has_transfers or bool(self.row_ids)
 
     @property
     def has_transfers(self) -> bool:
@@ -212,8 +201,9 @@ class ConnectorScheduler:
         if self.segments.has_to_wait(request):
             return None
         state = self._states[request.request_id]
-        if self._shared is not None and not self.segments.is_segment(request.request_id):
-            if self._shared.has_to_wait(request, state, num_computed_tokens):
+        if self.shared is not None and not self.segments.is_segment(request.request_id):
+            state.shared = self.shared.ask_once(request, state.shared, num_computed_tokens)
+            if self.shared.has_to_wait(request, state.shared):
                 return None
         return self._loads.match(request, state, num_computed_tokens)
 
@@ -322,10 +312,8 @@ class ConnectorScheduler:
             self._next_stats_s = now_s + _STATS_EVERY_S
         jobs = (*self._stores.take_jobs(), *segment_jobs)
         probes, self._probes = tuple(self._probes), []
-        shared = None
-        if self._shared is not None:
-            shared = self._shared.take_jobs(bool(num_tokens), _IDLE_WAIT_S)
-        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes, shared)
+        shared = () if self.shared is None else self.shared.take_jobs(may_wait=not num_tokens)
+        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes, *shared)
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let go of blocks held for stores where the requests of this step may lack them."""
@@ -372,8 +360,6 @@ class ConnectorScheduler:
         """
         if results is not None:
             self._note_results(results)
-        if self._shared is not None:
-            self._shared.note_results(None if results is None else results.shared)
         with_holes = set()
         for request_id in finished_recving:
             state = self._states.get(request_id)
@@ -390,9 +376,7 @@ class ConnectorScheduler:
     def _note_results(self, results: WorkerOutput) -> None:
         if results.has_forward:
             self._measure_step()
-        self._has_news |= bool(
-            results.stores_ended or results.traffic["load"].transfers or results.shared
-        )
+        self._has_news |= bool(results.stores_ended or results.traffic["load"].transfers)
         self.counters.add_traffic(results.traffic)
         for direction, moved in results.traffic.items():
             self._cost.note_copies(direction, moved.num_bytes, moved.seconds)
@@ -403,6 +387,8 @@ class ConnectorScheduler:
                 state.under_way.unreadable |= results.unreadable.get(request_id, set())
         for number, num_workers in results.stores_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_stores)
+        if self.shared is not None:
+            self.shared.note_results(results)
         self.segments.note_key_checks(results.key_checks, results.key_check_failure)
         for row_id, scores in results.scores.items():
             self._end_probe(row_id, scores)
@@ -465,13 +451,8 @@ class ConnectorScheduler:
         self.tier.clear()
         self._stores.chooser.clear()
         self.segments.clear()
-        if self._shared is not None:
-            self._shared.turn_off()
-
-    def shutdown(self) -> None:
-        """Nothing is asked any more."""
-        if self._shared is not None:
-            self._shared.shutdown()
+        if self.shared is not None:
+            self.shared.turn_off()
 
     def _measure_step(self) -> None:
         """Steps end in the order in which they were planned."""

@@ -122,7 +122,7 @@ class RequestOffloadState:
         planned: While it is not admitted: where it is to begin, at which boundaries tails will be
             stored then, and why.
         progress: What is stored of it; None before it computes.
-        shared: What the shared tier was asked for it, by `SharedSide`.
+        shared: What the shared tier was asked for it; None before that.
         has_ended: Whether the request is gone, and only its load is not.
     """
 

@@ -32,11 +32,6 @@ class TransferCost:
         self._s_per_token: float | None = None
         self._parked_s: float | None = None
 
-    @property
-    def s_per_token(self) -> float | None:
-        """Of prefill; None before it was measured, or where costs are ignored."""
-        return None if self.is_ignored else self._s_per_token
-
     def note_copies(self, direction: Direction, num_bytes: int, seconds: float) -> None:
         """Copies of loads, or of stores, took so long, all of them together."""
         if num_bytes > 0:
@@ -58,6 +53,16 @@ class TransferCost:
         if self.is_ignored or self._s_per_token is None:
             return False
         return self._load_s(num_bytes) > num_tokens * self._s_per_token
+
+    def compute_s(self, num_tokens: int) -> float | None:
+        """How long computing so many tokens takes; None if that is not known, or ignored."""
+        if self.is_ignored or self._s_per_token is None:
+            return None
+        return num_tokens * self._s_per_token
+
+    def get_s(self, num_bytes: int) -> float:
+        """How long getting so many bytes from the shared tier takes; 0 if that is not known."""
+        return num_bytes * self._s_per_byte.get("get", 0.0)
 
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether storing and loading so many bytes is faster than computing so many tokens.

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
-    from vllm_ascend_kvext.shared_tier.protocol import SharedTier
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -144,18 +143,8 @@ class WorkerSide:
         if self._options.shared_tier:
             from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 
-            self._shared = SharedTransfers(self._shared_tier, self._move_to_copy_cpus)
-
-    def _shared_tier(self, namespace: str) -> SharedTier:
-        """This worker's part of the shared tier."""
-        from vllm_ascend_kvext.shared_tier.protocol import tier_of
-
-        assert self._host is not None and self._options.shared_tier is not None
-        rank = int(self._vllm_config.parallel_config.rank)
-        capacity_bytes = self._options.shared_tier_bytes
-        tier = tier_of(self._options.shared_tier, capacity_bytes, namespace, rank)
-        tier.register(memoryview(self._host.tensor.numpy()))
-        return tier
+            rank = self._vllm_config.parallel_config.rank
+            self._shared = SharedTransfers(self._options, rank, host, self._move_to_copy_cpus)
 
     def _make_segments(
         self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
@@ -211,7 +200,7 @@ class WorkerSide:
             None if mover is None else mover.layout,
             self._segment_refusal,
             self._probe_refusal,
-            _device_name(self._runner.pools.tensors[0].device) if self._shared else "",
+            _device_name(self._runner.pools.tensors[0].device),
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
@@ -233,8 +222,8 @@ class WorkerSide:
             self._probe.begin_step(jobs.probes)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
-        if jobs.shared is not None and self._shared is not None:
-            self._shared.submit(jobs.shared)
+        if self._shared is not None:
+            self._shared.submit(jobs.gets, jobs.puts)
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
@@ -276,7 +265,7 @@ class WorkerSide:
         if self._probe is not None:
             results.scores = self._probe.end_step()
         if self._shared is not None:
-            results.shared = self._shared.take_output()
+            results.add(self._shared.take_output())
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:
@@ -344,11 +333,10 @@ def _refusal_of(error: Exception) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """What decides the order of bytes in pages that only kernels understand."""
     import torch
 
     if device.type == "cpu":
-        return torch.backends.cpu.get_cpu_capability()
+        return str(torch.backends.cpu.get_cpu_capability())
     return str(getattr(torch, device.type).get_device_name(device))
 
 
