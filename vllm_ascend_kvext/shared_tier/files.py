@@ -70,17 +70,21 @@ class FilesTier:
     Args:
         url: ``file:///path`` of a folder; it is made, for its owner only, if its parent exists.
         capacity_bytes: Of the folder. None: half of the file system.
+        makes_folder: Whether a folder that is not there is made.
 
     Raises:
         SettingsError: If the folder cannot be used, or others could write to it.
     """
 
-    def __init__(self, url: str, capacity_bytes: int | None, rank: int) -> None:
+    def __init__(
+        self, url: str, capacity_bytes: int | None, rank: int, makes_folder: bool = True
+    ) -> None:
         self._folder = folder_of(url)
         self.root = os.path.join(self._folder, VERSION_FOLDER)
         self._rank = f"r{rank}"
         try:
-            self._make_folders(self.root)
+            if makes_folder:
+                self._make_folders(self.root)
             mode = os.stat(self.root).st_mode
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("this user cannot read and write it")

@@ -18,7 +18,7 @@ from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import TierCounters
 
 _zeros_by_direction = partial(zeros, ("store", "load", "get", "put"))
-_SHARED_RESULTS = ("found", "absent", "late", "given_up", "too_dear", "paused")
+_SHARED_RESULTS = ("found", "absent", "late", "given_up", "paused")
 _SHARED_FAILURES = ("get_absent", "get_broken", "get_unreachable", "put_unreachable", "put_busy")
 
 

@@ -267,8 +267,6 @@ class SharedSide:
         result = "found" if asked.found else "absent"
         if asked.found and self._clock() < self._paused_until_s:
             result = "paused"
-        elif asked.found and self._takes_longer(sum(sizes), num_tokens):
-            result = "too_dear"
         self._counters.shared_requests[result] += 1
         if result != "found":
             return
@@ -318,12 +316,6 @@ class SharedSide:
             self._is_put.add(entry.number)
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
             self._events.stored(entry, prefix, request)
-
-    def _takes_longer(self, num_bytes: int, num_tokens: int) -> bool:
-        """Whether computing is faster than getting, behind what is on its way already."""
-        queued_bytes = sum(each.num_bytes for each in self._awaited.values())
-        compute_s = self._cost.compute_s(num_tokens)
-        return compute_s is not None and self._cost.get_s(num_bytes + queued_bytes) > compute_s
 
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""

@@ -60,10 +60,6 @@ class TransferCost:
             return None
         return num_tokens * self._s_per_token
 
-    def get_s(self, num_bytes: int) -> float:
-        """How long getting so many bytes from the shared tier takes; 0 if that is not known."""
-        return num_bytes * self._s_per_byte.get("get", 0.0)
-
     def pays_out_and_back(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether storing and loading so many bytes is faster than computing so many tokens.
 
