@@ -198,7 +198,7 @@ def test_engines_that_differ_do_not_meet(first: Served, sharing: Sharing, other:
     arguments, said = OTHERS[other]
     served = sharing.serve(**arguments)
     assert served.hit_tokens("shared") == [0] * len(HITS)
-    assert own(served, "shared_requests.found") == 0
+    assert own(served, "transfer_bytes.get") == 0
     assert f"differs in: {said}" in served.log.replace("groups; ", "")
 
 
@@ -214,7 +214,8 @@ def until(condition: Callable[[], bool], engine: subprocess.Popen[bytes]) -> Non
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
-    how: signal.Signals, model_folder: Callable[[str], Path],
+    how: signal.Signals,
+    model_folder: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """It has put some of what the other asks for, and is in the middle of more."""

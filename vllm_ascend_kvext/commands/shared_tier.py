@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``status --shared-tier`` says of a tier: whether it works, whose KV it has, how full it is."""
+"""What ``status --shared-tier`` says of a tier: whether it works, what it has, how full it is."""
 
 from __future__ import annotations
 

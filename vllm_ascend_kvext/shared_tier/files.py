@@ -35,11 +35,9 @@ logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
 
 _BLOCK_BYTES = 1 << 20
-"""Read, or written, and hashed in blocks that stay in a CPU's cache between the two."""
+"""Moved and hashed in blocks that stay in a CPU's cache between the two."""
 
-_TRAILER = struct.Struct("<8sIQ16s")
-"""Magic, version, bytes of the entry, hash of the name; then 32 bytes of checksum."""
-_MAGIC = b"KVEXTOBJ"
+_TRAILER, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
 TRAILER_BYTES = _TRAILER.size + 32
 
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
@@ -48,20 +46,7 @@ _COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
 """The folder is counted when such a part of the capacity was put, or so long ago."""
 _UNFINISHED_S = 600.0
 """A file that nobody has renamed for so long belongs to a writer that was killed."""
-_QUIET_S = 10.0
-"""After an error was logged, others are not for so long."""
-
-
-def folder_of(url: str) -> str:
-    """The folder of ``file:///path``.
-
-    Raises:
-        SettingsError: If it is something else.
-    """
-    scheme, _, path = url.partition("://")
-    if scheme != "file" or not path.startswith("/"):
-        raise SettingsError(f"shared_tier: expected file:///path of a folder, found {url!r}.")
-    return path
+_QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
 class FilesTier:
@@ -79,7 +64,9 @@ class FilesTier:
     def __init__(
         self, url: str, capacity_bytes: int | None, rank: int, makes_folder: bool = True
     ) -> None:
-        self._folder = folder_of(url)
+        if not url.startswith("file:///"):
+            raise SettingsError(f"shared_tier: expected file:///path of a folder, found {url!r}.")
+        self._folder = os.path.normpath(url.removeprefix("file://"))
         self.root = os.path.join(self._folder, VERSION_FOLDER)
         self._rank = f"r{rank}"
         try:
@@ -117,12 +104,11 @@ class FilesTier:
         return [self._target(self._path(name)) for name in names]
 
     def _target(self, path: str) -> str:
-        if not os.path.exists(path):
-            return ""
-        try:
-            return os.path.basename(os.readlink(path) if os.path.islink(path) else path)
-        except OSError:
-            return ""
+        name = os.path.basename(path)
+        with contextlib.suppress(OSError):
+            if os.path.exists(path):  # For a link: what it leads to.
+                return os.path.basename(os.readlink(path)) if name.startswith("N") else name
+        return ""
 
     def forget(self, names: Sequence[str]) -> None:
         for name in names:
@@ -148,7 +134,7 @@ class FilesTier:
 
     @contextlib.contextmanager
     def _renamed_to(self, path: str) -> Iterator[str]:
-        """Another name, for what is to get this one when it is finished."""
+        """A name for what gets this one when it is finished."""
         self._make_folders(os.path.dirname(path))
         unfinished = f"{path}.{os.getpid()}.{threading.get_ident()}.{next(self._numbers)}"
         try:

@@ -23,8 +23,6 @@ class Answer(enum.Enum):
     """Got and verified; or it is there."""
 
     ABSENT = "absent"
-    """There is no such object, or it has just gone."""
-
     BROKEN = "broken"
     """Bytes, length or name are not those that were put. It is forgotten."""
 
@@ -49,10 +47,10 @@ class SharedObject(NamedTuple):
 
 
 class SharedTier(Protocol):
-    """A tier, as one rank of an engine uses it; made by its backend.
+    """A tier, as one rank of an engine uses it. Threads may share it.
 
     Every call is one batch, takes as long as it takes, and raises nothing: threads make them for
-    which nobody waits. Threads may share a tier.
+    which nobody waits.
     """
 
     def register(self, memory: memoryview) -> None:
@@ -70,9 +68,9 @@ class SharedTier(Protocol):
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
-        """Bring objects. After anything but WHOLE, their places hold anything.
+        """Bring objects; ``on_bytes`` is told of bytes as they come.
 
-        ``on_bytes`` is told of bytes as they come.
+        After anything but WHOLE, their places hold anything.
         """
 
     def forget(self, names: Sequence[str]) -> None:

@@ -10,33 +10,27 @@ from collections.abc import Callable
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
+Call = Callable[[], object]
+
 
 class TierThread:
-    """Calls functions one after the other, in a daemon thread that starts with the first.
+    """Makes calls one after the other, in a daemon thread; ``on_start`` is the first."""
 
-    Args:
-        on_start: Called in the thread before the first.
-    """
+    def __init__(self, name: str, on_start: Call = lambda: None) -> None:
+        self._thread = threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True)
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
 
-    def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
-        self._name = name
-        self._on_start = on_start
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, call: Callable[[], None]) -> None:
-        """Call a function some time later."""
+    def submit(self, call: Call) -> None:
+        """Make a call some time later. The first one starts the thread."""
         self._calls.put(call)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
         """End the thread behind what was submitted; does not wait for it."""
         self._calls.put(None)
 
-    def _serve(self) -> None:
-        call: Callable[[], None] | None = self._on_start
+    def _serve(self, call: Call | None) -> None:
         while call is not None:
             try:
                 call()

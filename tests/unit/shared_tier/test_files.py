@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
-from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below, folder_of
+from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
 NUM_BYTES = 3 << 10
@@ -282,11 +282,16 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
         Engine(shared)
 
 
+def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        FilesTier(f"file://{tmp_path}/a/b/", None, 0)
+    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext1"
+
+
 @pytest.mark.parametrize("url", ["", "/tmp", "file:", "file://host/path", "http://a/b", "file://"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(SettingsError, match="expected file:///path"):
-        folder_of(url)
-    assert folder_of("file:///a/b c") == "/a/b c"
+        FilesTier(url, None, 0)
 
 
 # Capacity.

@@ -95,7 +95,9 @@ def test_what_is_no_weights_does_not_matter(model: Path) -> None:
     assert weights_identity(model) == before
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, (20).to_bytes(8, "little") + b"x" * 20])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\xff" * 8, (20).to_bytes(8, "little") + b"x" * 20]
+)
 def test_weights_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.safetensors").write_bytes(content)

@@ -208,9 +208,8 @@ class ConnectorOptions:
     CPUs of the process that the model does not run on."""
 
     shared_tier: Annotated[str | None, _FOLDER_URL] = None
-    """Where KV is kept that engines share, and that outlives them: `file:///path` of a folder. What
-    is used a second time is put there (with `store_policy=all`: everything), and what host memory
-    lacks is got from there. See `docs/shared_tier.md`. Unset: nowhere."""
+    """Where KV is kept that engines share and that outlives them: `file:///path` of a folder. See
+    `docs/shared_tier.md`. Unset: nowhere."""
 
     shared_tier_bytes: Annotated[int | None, _POSITIVE_INTEGER] = None
     """With `shared_tier`: what the folder may hold, of all engines together. Unset: half of the

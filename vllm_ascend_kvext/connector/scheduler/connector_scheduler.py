@@ -201,10 +201,12 @@ class ConnectorScheduler:
         if self.segments.has_to_wait(request):
             return None
         state = self._states[request.request_id]
-        if self.shared is not None and not self.segments.is_segment(request.request_id):
-            state.shared = self.shared.ask_once(request, state.shared, num_computed_tokens)
-            if self.shared.has_to_wait(request, state.shared):
-                return None
+        if (
+            self.shared is not None
+            and not self.segments.is_segment(request.request_id)
+            and self.shared.has_to_wait(request, state, num_computed_tokens)
+        ):
+            return None
         return self._loads.match(request, state, num_computed_tokens)
 
     def update_state_after_alloc(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's part of a shared tier: what is asked, got into host memory, and put.
 
-    a request arrives     ask_once, has_to_wait ── found ── entries are got ──> as if stored here
+    a request arrives     has_to_wait ── asked ── found ── entries are got ──> as if stored here
     it computes           note_begun ── what it uses a second time is put
     a step                take_jobs ──> the workers ──> note_results
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
@@ -155,32 +156,20 @@ class SharedSide:
 
     # Asking.
 
-    def ask_once(
-        self, request: Request, known: SharedRequest | None, num_computed_tokens: int
-    ) -> SharedRequest:
-        """Ask for what neither the device nor host memory has of a request's prompt."""
-        if known is not None:
-            return known
-        known = SharedRequest()
+    def has_to_wait(
+        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
+    ) -> bool:
+        """Whether to look at a request later: something is asked, or got, for its prompt."""
         if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
-            return known  # vLLM knows an adapter by its name only.
-        question = self._question(request, known, num_computed_tokens)
-        if question is None:
-            return known
-        if self._clock() < self._paused_until_s or self._is_late():
-            self._counters.shared_requests["paused"] += 1
-            return known
-        known.asked = self._last_asked = _Asked(question)
-        self._thread.submit(partial(self._answer, known.asked))
-        return known
-
-    def has_to_wait(self, request: Request, known: SharedRequest) -> bool:
-        """Whether to look at a request later. Begins the gets of what was found."""
-        asked = known.asked
-        if asked is not None:
-            if asked.is_answered.is_set():
-                self._counters.shared_lookup_seconds += asked.seconds
-                self._begin_gets(request, known, asked)
+            return False  # vLLM knows an adapter by its name only.
+        known = state.shared
+        if known is None:  # It is asked once.
+            known = state.shared = SharedRequest()
+            self._ask(request, known, num_computed_tokens)
+        if known.asked is not None:
+            if known.asked.is_answered.is_set():
+                self._counters.shared_lookup_seconds += known.asked.seconds
+                self._begin_gets(request, known, known.asked)
             elif self._is_late():
                 self._counters.shared_requests["late"] += 1
                 self._pause("an answer takes too long")
@@ -188,6 +177,16 @@ class SharedSide:
                 return True
             known.asked = None
         return not known.awaited.isdisjoint(self._awaited)
+
+    def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
+        question = self._question(request, known, num_computed_tokens)
+        if question is None:
+            return
+        if self._clock() < self._paused_until_s or self._is_late():
+            self._counters.shared_requests["paused"] += 1
+            return
+        known.asked = self._last_asked = _Asked(question)
+        self._thread.submit(partial(self._answer, known.asked))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
         """What to ask; None if there is nothing to get. Notes gets of others that are of use."""
@@ -261,53 +260,38 @@ class SharedSide:
 
     def _begin_gets(self, request: Request, known: SharedRequest, asked: _Asked) -> None:
         """Take places in host memory for what was found, and have the workers fill them."""
-        sizes = [self._parts.layout.num_bytes(each.piece) for each in asked.found]
-        saved = [each.end_tokens - each.piece.first_tokens for each in asked.found]
-        num_tokens = sum(saved) or asked.question.tokens.num_tokens
-        result = "found" if asked.found else "absent"
-        if asked.found and self._clock() < self._paused_until_s:
-            result = "paused"
-        self._counters.shared_requests[result] += 1
-        if result != "found":
-            return
-        use, prefix = self._tier.next_use(), asked.question.prefix
+        layout, prefix, use = self._parts.layout, asked.question.prefix, self._tier.next_use()
         index = self._tier.lookup(prefix).index
-        for each, num_bytes, saved_tokens in zip(asked.found, sizes, saved, strict=True):
-            piece = each.piece._replace(end_tokens=each.end_tokens)
-            entry = self._tier.begin_store(prefix, piece, num_bytes, use)
+        is_paused = self._clock() < self._paused_until_s
+        for name, piece, end_tokens in () if is_paused else asked.found:
+            num_bytes = layout.num_bytes(piece)
+            shared_piece = piece._replace(end_tokens=end_tokens)
+            entry = self._tier.begin_store(prefix, shared_piece, num_bytes, use)
             if isinstance(entry, Refusal):
-                self._await(known, index.storing(piece.kind, prefix.key_at(piece.end_tokens)))
+                self._await(known, index.storing(piece.kind, prefix.key_at(end_tokens)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            row_map = self._row_map(each)
+            row_map = layout.row_map(piece)
+            if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
+                row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
             on_end = partial(self._end_get, entry, row_map, prefix, request)
             number = self._parts.jobs.begin((), on_end)
-            name = f"{self._namespace}/{each.name}"
-            self._gets.append(SharedObject(number, name, entry.offset_bytes, num_bytes))
+            what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
+            self._gets.append(what)
             if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = 0
             # Without its tails, rows are of no use.
-            self._awaited[number] = _Get(num_bytes, saved_tokens or num_tokens)
+            num_tokens = end_tokens - piece.first_tokens or asked.question.tokens.num_tokens
+            self._awaited[number] = _Get(num_bytes, num_tokens)
             self._number_of[entry] = number
             known.awaited.add(number)
-
-    def _row_map(self, found: FoundObject) -> RowMap:
-        """What of an object is the request's: rows behind are of another prompt."""
-        row_map = self._parts.layout.row_map(found.piece)
-        if found.end_tokens == found.piece.end_tokens:
-            return row_map
-        first_tokens = found.piece.first_tokens
-        return self._parts.layout.rows_within(row_map, first_tokens, found.end_tokens)
+        result = "found" if known.awaited else "paused" if is_paused else "absent"
+        self._counters.shared_requests[result] += 1
 
     def _end_get(
-        self,
-        entry: Entry,
-        row_map: RowMap,
-        prefix: Prefix,
-        request: Request,
-        has_failed: bool,
+        self, entry: Entry, row_map: RowMap, prefix: Prefix, request: Request, has_failed: bool
     ) -> None:
         self._awaited.pop(self._number_of.pop(entry), None)
         if has_failed:
