@@ -14,17 +14,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.connector.engines import engine_of, plan_of
-from support.connector.offload_run import check_nothing_is_left, serve
-from support.connector.offload_workloads import offloading, tokens
+from support.connector.offload_run import check_nothing_is_left, run_offloading, serve
+from support.connector.offload_workloads import EngineKind, offloading, random_offload, tokens
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
 from support.connector.simulated_engine import SimulatedEngine
+from support.sample import sampled
 from support.scheduler.options import _model_config
 from support.scheduler.workload import RequestPlan
 
@@ -32,7 +35,7 @@ from vllm_ascend_kvext.connector.scheduler import loads, shared_side
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.store.entries import Kind
 
 pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
@@ -57,10 +60,13 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def weights() -> Iterator[Path]:
-    path = Path(_model_config("LlamaForCausalLM", 1024).model) / "model.safetensors"
-    write_weights(path, b"\1" * 64)
-    yield path
-    path.unlink()
+    names = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+    paths = [Path(_model_config(name, 1024).model) / "model.safetensors" for name in names]
+    for path in paths:
+        write_weights(path, b"\1" * 64)
+    yield paths[-1]
+    for path in paths:
+        path.unlink()
 
 
 def write_weights(path: Path, content: bytes) -> None:
@@ -304,8 +310,6 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     path.unlink()
     tier = FilesTier(f"file://{folder}", None, rank)
     tier.register(memoryview(bytearray(content)))
-    from vllm_ascend_kvext.shared_tier.protocol import SharedObject
-
     what = SharedObject(0, f"{namespace}/{name}", 0, len(content))
     assert tier.put([what]) == [Answer.WHOLE]
 
@@ -511,6 +515,98 @@ def test_what_is_evicted_between_lookup_and_get_is_computed(
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
         assert engine.side.counters.shared_failures["get_absent"] > 0
+
+
+# A soak: two engines after each other on one folder, with faults all the time.
+
+CAPACITY_BYTES = 1 << 19
+
+
+class Faults:
+    """What goes wrong with files, now and then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random("faults")
+        self.counts: Counter[str] = Counter()
+        self._is_on = threading.Lock()
+        get, put = FilesTier._get, FilesTier._put
+
+        def faulty_get(tier: FilesTier, each: SharedObject, on_bytes: Any) -> Answer:
+            self.damage(Path(tier._path(each.name)))
+            answer = Answer.UNREACHABLE if self.happens("get fails") else get(tier, each, on_bytes)
+            self.counts[answer.value] += 1
+            return answer
+
+        def faulty_put(tier: FilesTier, each: SharedObject) -> Answer:
+            if self.happens("put fails"):
+                return Answer.UNREACHABLE
+            self.counts["puts"] += 1
+            return put(tier, each)
+
+        monkeypatch.setattr(FilesTier, "_get", faulty_get)
+        monkeypatch.setattr(FilesTier, "_put", faulty_put)
+
+    def happens(self, name: str, share: float = 0.05) -> bool:
+        with self._is_on:
+            does_happen = self.rng.random() < share
+            self.counts[name] += does_happen
+        return does_happen
+
+    def damage(self, path: Path) -> None:
+        if not path.exists():
+            return
+        if self.happens("flipped"):
+            data = bytearray(path.read_bytes())
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+            path.write_bytes(data)
+        elif self.happens("cut"):
+            os.truncate(path, self.rng.randrange(path.stat().st_size))
+        elif self.happens("vanished"):
+            path.unlink()
+
+
+@pytest.fixture(scope="module")
+def soaked() -> Counter[str]:
+    """What has happened in all runs of the soak."""
+    return Counter()
+
+
+@pytest.mark.parametrize("kind", EngineKind, ids=lambda kind: kind.value)
+@every_layout
+def test_random_requests(
+    layout: PagedLayout,
+    kind: EngineKind,
+    soaked: Counter[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Right bytes, right outputs, and nothing left, whatever becomes of the files."""
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+    monkeypatch.setattr(shared_side, "PAUSE_S", 0.005)
+    faults = Faults(monkeypatch)
+    for seed in range(sampled(3)):
+        folder = tmp_path / str(seed)
+        workload = random_offload(layout, f"shared/{seed}", 15, kind)
+        reset_share = workload.reset_share if seed else 0
+        shared = {"shared_tier": f"file://{folder}", "shared_tier_bytes": CAPACITY_BYTES}
+        options = replace(
+            workload.options, offloading={**(workload.options.offloading or {}), **shared}
+        )
+        for number in range(2):
+            workload = workload._replace(name=f"{number}", options=options, reset_share=reset_share)
+            counts = run_offloading(workload).counts
+            soaked["requests"] += counts["requests"]
+            soaked["hit requests"] += counts["hit requests"]
+        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext1")))
+        assert taken <= CAPACITY_BYTES
+    soaked.update(faults.counts)
+
+
+def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
+    if soaked["requests"] < 30 * len(LAYOUTS + STATE_LAYOUTS) * len(EngineKind):
+        pytest.skip("only a part of the soak has run")
+    named = ("whole", "absent", "broken", "unreachable", "puts", "put fails", "get fails")
+    assert {name for name in (*named, "flipped", "cut", "vanished") if not soaked[name]} == set()
 
 
 # Without the option.

@@ -37,6 +37,9 @@ VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
 _BLOCK_BYTES = 1 << 20
 """Moved and hashed in blocks that stay in a CPU's cache between the two."""
 
+_BLOCK_OF_DISK_BYTES = 1 << 12
+"""Up to so much more than its bytes a file takes, most likely."""
+
 _TRAILER, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
 TRAILER_BYTES = _TRAILER.size + 32
 
@@ -122,7 +125,7 @@ class FilesTier:
         path = self._path(each.name)
         try:
             if not os.path.exists(path):
-                if not self._make_room(each.num_bytes):
+                if not self._make_room(each.num_bytes + _BLOCK_OF_DISK_BYTES):
                     return Answer.UNREACHABLE
                 with self._renamed_to(path) as unfinished:
                     self._write(unfinished, each)
