@@ -140,8 +140,19 @@ def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
     other = shared + prompt_of(layout, 2, 4)
     with engine_of(layout, offloading=sharing(layout, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", other)) == len(shared)
-        # What was got up to there only is not taken for the whole chunk.
         assert hit_tokens(engine, plan_of("b", prompt)) >= len(shared)
+
+
+def test_of_a_chunk_of_another_prompt_only_the_shared_rows_are_loaded(tmp_path: Path) -> None:
+    unit = FULL.unit_tokens
+    prompt = prompt_of(FULL, 1, 8)
+    store_in(tmp_path, FULL, prompt)
+    other = [*prompt[: 5 * unit], *prompt_of(FULL, 2, 4)]
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", other)) == 5 * unit
+        # Now the rest of that chunk is stored, too: both are read.
+        assert hit_tokens(engine, plan_of("b", other)) == floor(engine, len(other) - 1)
+        assert hit_tokens(engine, plan_of("c", prompt)) == floor(engine, len(prompt) - 1)
 
 
 def test_several_requests_at_once_share_what_is_got(tmp_path: Path) -> None:
@@ -194,29 +205,30 @@ def test_what_stands_behind_a_lost_object_is_got(
 # Engines that do not meet.
 
 
-def test_a_salt_and_an_adapter_do_not_meet(tmp_path: Path) -> None:
+def test_a_salt_does_not_meet(tmp_path: Path) -> None:
     prompt = tuple(prompt_of(FULL, 1))
     store_in(tmp_path, FULL, prompt)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
-        for name, values in {"salted": {"cache_salt": "x"}, "adapted": {"adapter": "a1"}}.items():
-            plan = RequestPlan(
-                request_id=name, arrival_step=0, prompt=prompt, max_tokens=3, **values
-            )
-            assert hit_tokens(engine, plan) == 0
-        files_before = len(objects(tmp_path))
-        assert (
-            hit_tokens(
-                engine,
-                RequestPlan(
-                    request_id="again", arrival_step=0, prompt=prompt, max_tokens=3, adapter="a1"
-                ),
-            )
-            > 0
+        salted = RequestPlan(
+            request_id="a", arrival_step=0, prompt=prompt, max_tokens=3, cache_salt="x"
         )
-        assert len(objects(tmp_path)) == files_before + len(
-            [path for path in objects(tmp_path) if path.stat().st_mtime > time.time() + 1]
-        )
+        assert hit_tokens(engine, salted) == 0
         assert hit_tokens(engine, plan_of("plain", prompt)) > 0
+
+
+def test_requests_with_an_adapter_are_neither_put_nor_asked_for(tmp_path: Path) -> None:
+    """vLLM knows an adapter by its name only."""
+    prompt = tuple(prompt_of(FULL, 1))
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        for name in ("a", "b"):
+            plan = RequestPlan(
+                request_id=name, arrival_step=0, prompt=prompt, max_tokens=3, adapter="adapter-1"
+            )
+            assert hit_tokens(engine, plan) == (
+                floor(engine, len(prompt) - 1) if name == "b" else 0
+            )
+        assert sum(engine.side.counters.shared_requests.values()) == 0
+        assert objects(tmp_path) == []
 
 
 def test_other_weights_under_the_same_path_do_not_meet(
@@ -463,6 +475,25 @@ def test_a_put_that_hangs_holds_little_and_delays_nothing(
         check_nothing_is_left(engine)
 
 
+def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would have it, and overwrite the bytes before they are read."""
+    prompt = prompt_of(FULL, 1)
+    slow = Slow(monkeypatch, "put")
+    options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
+    monkeypatch.setattr(shared_side, "MAX_PUT_SHARE", 0.5)
+    with engine_of(FULL, offloading=options) as engine:
+        for seed in range(1, 10):
+            timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed)))
+            while engine.side._stores._under_way and slow.num_calls == 0:
+                engine.step()
+            engine.tier.evict(lambda entry: True)
+        slow.gate.set()
+        serve(engine)
+        check_nothing_is_left(engine)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+
+
 def test_a_put_that_fails_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,13 +643,13 @@ def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
 # Without the option.
 
 
-def test_without_the_option_nothing_of_it_is_imported() -> None:
+def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
     code = """
 import sys, threading
 from vllm_ascend_kvext.connector import kvext_connector
 assert not [name for name in sys.modules if "shared_" in name and "kvext" in name], sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_without_the_option_there_is_no_thread() -> None:

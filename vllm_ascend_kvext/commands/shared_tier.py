@@ -39,13 +39,13 @@ def _contents(tier: FilesTier) -> Iterator[str]:
         namespace = os.path.relpath(path, tier.root).partition(os.sep)[0]
         sizes[namespace] += taken_bytes
         counts[namespace] += 1
-    free_bytes = os.statvfs(tier.root)
-    free_gb = free_bytes.f_bavail * free_bytes.f_frsize / 1e9
-    yield f"holds {sum(sizes.values()) / 1e9:.3f} GB; the file system has {free_gb:.3f} GB left"
+    space = os.statvfs(tier.root)
+    free_gb = space.f_bavail * space.f_frsize / 1e9
+    yield f"holds {sizes.total() / 1e9:.3f} GB; the file system has {free_gb:.3f} GB left"
     engines = engines_below(tier.root)
-    for name in sorted(engines, key=lambda each: -sizes[each]):
+    names = sorted(engines, key=lambda each: -sizes[each])
+    for name in names:
         yield f"  name space {name}: {counts[name]} objects, {sizes[name] / 1e9:.3f} GB"
-    first, *others = sorted(engines, key=lambda each: -sizes[each]) or [""]
-    for other in others:
-        apart = "; ".join(differences(engines[first], engines[other]))
-        yield f"  {first} ('here') and {other} ('there') do not meet: {apart}"
+    for other in names[1:]:
+        apart = "; ".join(differences(engines[names[0]], engines[other]))
+        yield f"  {names[0]} ('here') and {other} ('there') do not meet: {apart}"

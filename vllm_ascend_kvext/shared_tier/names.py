@@ -63,18 +63,13 @@ def piece_of(name: str) -> Piece:
 
 def describe_engine(root: str, namespace: str, identity: Identity) -> None:
     """Leave a file in a folder that says what a name space stands for."""
-    path = os.path.join(root, namespace, _ENGINE_FILE)
-    unfinished = f"{path}.{os.getpid()}"
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(os.path.dirname(path), 0o700)
-    with contextlib.suppress(OSError):
-        with open(unfinished, "w", encoding="utf-8", opener=_for_owner) as file:
-            json.dump(identity, file, indent=1, sort_keys=True)
-        os.replace(unfinished, path)
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    folder = Path(root, namespace)
+    unfinished = folder / f"{_ENGINE_FILE}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # It is for readers only.
+        folder.mkdir(0o700, exist_ok=True)
+        unfinished.touch(0o600)
+        unfinished.write_text(json.dumps(identity, indent=1, sort_keys=True), encoding="utf-8")
+        unfinished.replace(folder / _ENGINE_FILE)
 
 
 def engines_below(root: str) -> dict[str, Identity]:

@@ -13,20 +13,13 @@ from vllm_ascend_kvext.store.lookup import MAX_PIECES
 from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
 from vllm_ascend_kvext.token_range import TokenRange, union, without
 
-_MAX_TAILS_ASKED, _TAILS_OF_A_BATCH = 4096, 64
-"""Boundaries at which tails are asked for, the last ones first."""
+_MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
 
 Exist = Callable[[Sequence[str]], list[str]]
 
 
 class FoundObject(NamedTuple):
-    """An object with something of the prompt.
-
-    Attributes:
-        piece: All that it has.
-        end_tokens: Up to where that is the prompt's: less than all where the prompt parts from the
-            one that was put.
-    """
+    """An object with a piece, which is the prompt's up to ``end_tokens``: where they part."""
 
     name: str
     piece: Piece
@@ -107,7 +100,7 @@ def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[Fou
     """The last tails before a boundary, if they are behind those that host memory has."""
     unit_tokens = question.geometry.unit_tokens
     begin = question.geometry.floor(max(question.tokens.first_tokens, question.tails_tokens))
-    boundaries = range(begin + unit_tokens, end_tokens + 1, unit_tokens)[::-1][:_MAX_TAILS_ASKED]
+    boundaries = range(begin + unit_tokens, end_tokens + 1, unit_tokens)[::-1][:_MAX_TAILS]
     for number in range(0, len(boundaries), _TAILS_OF_A_BATCH):
         batch = boundaries[number : number + _TAILS_OF_A_BATCH]
         names = [object_name(Piece.tails(each), question.prefix.key_at(each)) for each in batch]

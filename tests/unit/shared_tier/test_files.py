@@ -382,7 +382,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(
     unfinished: list[Path] = []
     for delay_s in (0.01, 0.02, 0.03, 0.05):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=tmp_path
         )
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
         threading.Event().wait(delay_s)

@@ -49,23 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
-MAX_LOOKUP_S = 0.05
-"""A request goes on without an answer that takes longer."""
-
-MAX_STALL_S = 0.2
-"""When so long nothing has come of what requests wait for, they go on without."""
-
-MAX_UNKNOWN_S = 2.0
-"""So long requests wait for what comes while nobody knows what computing costs."""
-
-PAUSE_S = 5.0
-"""For so long a tier that is slow, or has failed, is left alone."""
-
-MAX_PUT_SHARE = 1 / 8
-"""Of host memory: what may be pinned because it is being put."""
-
-_IDLE_WAIT_S = 0.001
-"""A step that computes nothing waits so long for an answer, rather than spin."""
+MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
+MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
+MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs.
+PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
+MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
+_IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +77,7 @@ class SharedRequest:
 
 
 class _Get(NamedTuple):
-    """What workers get for requests that wait: what it takes, and what it saves."""
+    """What an object that is waited for takes, and what it saves."""
 
     num_bytes: int
     num_tokens: int
@@ -96,9 +85,6 @@ class _Get(NamedTuple):
 
 class SharedSide:
     """The shared tier of one engine, as its scheduler uses it.
-
-    Args:
-        clock: Seconds that only grow.
 
     Raises:
         SettingsError: If the tier of the options cannot be used.
@@ -195,35 +181,29 @@ class SharedSide:
         if limit <= after:
             return None
         index = self._tier.lookup(prefix).index
-        missing = []
-        chunk_tokens = geometry.chunk_tokens
-        ends = range(geometry.chunk_end(after), limit + chunk_tokens, chunk_tokens)
-        for end in ends if geometry.needs_rows else ():
-            chunk = TokenRange(max(after, end - chunk_tokens), min(end, limit))
-            entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
-            self._await(known, entry)
-            if entry is None:
-                missing.append(chunk)
-        tails_tokens = limit if not geometry.needs_tails else 0
+        chunk_tokens, unit_tokens = geometry.chunk_tokens, geometry.unit_tokens
+        missing: list[TokenRange] = []
+        tails_tokens = limit
+        if geometry.needs_rows:
+            for end in range(geometry.chunk_end(after), limit + chunk_tokens, chunk_tokens):
+                chunk = TokenRange(max(after, end - chunk_tokens), min(end, limit))
+                entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
+                self._await(known, entry)
+                missing += [] if entry else [chunk]
         if geometry.needs_tails:
-            begin = geometry.floor(after) + geometry.unit_tokens
-            boundaries = range(begin, limit + 1, geometry.unit_tokens)
+            boundaries = range(geometry.floor(after) + unit_tokens, limit + 1, unit_tokens)
             num_before = index.upto_present(Kind.TAILS, prefix.keys_at(boundaries))
+            tails_tokens = boundaries[num_before - 1] if num_before else 0
             if num_before:
-                tails_tokens = boundaries[num_before - 1]
                 self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
         if not missing and tails_tokens == limit:
             return None
         # Hashes that nobody changes while the thread reads them.
         hashes = tuple(prefix.hashes[: limit // prefix.tokens_per_hash])
-        return Question(
-            HashedPrefix(hashes, prefix.tokens_per_hash),
-            geometry,
-            TokenRange(after, limit),
-            tuple(missing),
-            tails_tokens,
-            self._parts.computes_holes,
-        )
+        prefix = HashedPrefix(hashes, prefix.tokens_per_hash)
+        goes_on = self._parts.computes_holes
+        tokens = TokenRange(after, limit)
+        return Question(prefix, geometry, tokens, tuple(missing), tails_tokens, goes_on)
 
     def _await(self, known: SharedRequest, entry: Entry | None) -> None:
         """Have a request wait for an entry, if it is being got."""
@@ -372,11 +352,7 @@ class SharedSide:
     # Steps.
 
     def take_jobs(self, may_wait: bool) -> tuple[tuple[SharedObject, ...], ...]:
-        """What the workers get, and put, from this step on.
-
-        Args:
-            may_wait: Whether the step computes nothing.
-        """
+        """What the workers get, and put, from this step on; it ``may_wait`` if it is idle."""
         if may_wait:
             self._check_patience()
             if self._last_asked is not None:

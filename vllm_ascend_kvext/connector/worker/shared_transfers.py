@@ -26,9 +26,6 @@ MAX_QUEUED_S = 5.0
 class SharedTransfers:
     """Moves objects between the tier of the options and the memory of one worker.
 
-    Args:
-        on_start: Called in each thread before anything else.
-
     Raises:
         SettingsError: If the tier cannot be used.
     """
@@ -47,16 +44,15 @@ class SharedTransfers:
 
     def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
         """Move objects some time later, each kind in its order."""
-        now_s = time.monotonic()
-        directions: tuple[tuple[Direction, TierThread, Iterable[SharedObject]], ...] = (
-            ("get", self._gets, gets),
-            ("put", self._puts, puts),
-        )
-        for direction, thread, objects in directions:
-            for each in objects:
-                with self._changed:
-                    self._num_left += 1
-                thread.submit(partial(self._move, direction, each, now_s))
+        for each in gets:
+            self._submit(self._gets, "get", each)
+        for each in puts:
+            self._submit(self._puts, "put", each)
+
+    def _submit(self, thread: TierThread, direction: Direction, what: SharedObject) -> None:
+        with self._changed:
+            self._num_left += 1
+        thread.submit(partial(self._move, direction, what, time.monotonic()))
 
     def take_output(self) -> WorkerOutput:
         """What has ended, and come, since the last call."""

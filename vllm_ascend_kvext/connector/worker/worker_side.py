@@ -200,7 +200,7 @@ class WorkerSide:
             None if mover is None else mover.layout,
             self._segment_refusal,
             self._probe_refusal,
-            _device_name(self._runner.pools.tensors[0].device),
+            "" if self._shared is None else _device_name(self._runner.pools.tensors[0].device),
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
