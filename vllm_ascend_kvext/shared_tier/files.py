@@ -161,12 +161,16 @@ class FilesTier:
 
     def _link(self, note: str, path: str) -> None:
         """Let a note lead to an object, unless it leads to one that begins no later."""
-        link = self._path(note)
-        known = self._target(link)
-        if known and _first_tokens(known) <= _first_tokens(os.path.basename(path)):
-            return
-        with self._renamed_to(link) as unfinished:
-            os.symlink(os.path.relpath(path, os.path.dirname(link)), unfinished)
+        link, name = self._path(note), os.path.basename(path)
+        target = os.path.join("..", "..", "objects", name[-2:], name)
+        try:
+            self._make_folders(os.path.dirname(link))
+            os.symlink(target, link)
+        except FileExistsError:
+            known = self._target(link)
+            if not known or _first_tokens(known) > _first_tokens(name):
+                with self._renamed_to(link) as unfinished:
+                    os.symlink(target, unfinished)
 
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]

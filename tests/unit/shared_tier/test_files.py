@@ -477,4 +477,4 @@ TestFilesAgainstDict = FilesAgainstDict.TestCase
 def _no_threads_left() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

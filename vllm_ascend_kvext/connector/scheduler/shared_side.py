@@ -25,16 +25,8 @@ from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadSt
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
+from vllm_ascend_kvext.shared_tier import names
 from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.names import (
-    Identity,
-    describe_engine,
-    differences,
-    engines_below,
-    namespace_of,
-    note_name,
-    object_name,
-)
 from vllm_ascend_kvext.shared_tier.protocol import SharedObject
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
@@ -94,7 +86,7 @@ class SharedSide:
         self,
         parts: SchedulerParts,
         options: ConnectorOptions,
-        identity: Identity,
+        identity: names.Identity,
         cost: TransferCost,
         events: TierEvents,
         clock: Callable[[], float],
@@ -108,7 +100,7 @@ class SharedSide:
         self._events = events
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
-        self._namespace = namespace_of(identity)
+        self._namespace = names.namespace_of(identity)
         self._shared = FilesTier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
@@ -126,13 +118,13 @@ class SharedSide:
         self._is_put: set[int] = set()  # Entries that are there, or on their way, by number.
         self._is_off = False
 
-    def _introduce(self, url: str, identity: Identity) -> None:
+    def _introduce(self, url: str, identity: names.Identity) -> None:
         """Say with whom the engine shares; to others, too."""
-        engines = engines_below(self._shared.root)
-        describe_engine(self._shared.root, self._namespace, identity)
+        engines = names.engines_below(self._shared.root)
+        names.describe_engine(self._shared.root, self._namespace, identity)
         logger.info("Shared tier %s: the name space is %s.", url, self._namespace)
         if engines and self._namespace not in engines:
-            apart = min((differences(identity, each) for each in engines.values()), key=len)
+            apart = min((names.differences(identity, each) for each in engines.values()), key=len)
             logger.warning(
                 "Shared tier %s: nothing in it was put by engines like this one. The most similar "
                 "of %d differs in: %s. `python -m vllm_ascend_kvext status --shared-tier %s` "
@@ -221,8 +213,8 @@ class SharedSide:
             self._running = None
             asked.is_answered.set()
 
-    def _exist(self, names: Sequence[str]) -> list[str]:
-        return self._shared.exist([f"{self._namespace}/{name}" for name in names])
+    def _exist(self, asked: Sequence[str]) -> list[str]:
+        return self._shared.exist([f"{self._namespace}/{name}" for name in asked])
 
     def _is_late(self) -> bool:
         """Whether the thread is at a question for too long: all behind it would wait, too."""
@@ -335,8 +327,8 @@ class SharedSide:
         load = self._tier.pin(entry)
         if load is None:
             return
-        notes = tuple(map(note_name, entry.keys)) if entry.piece.kind is Kind.ROWS else ()
-        name = f"{self._namespace}/{object_name(entry.piece, entry.key)}"
+        notes = tuple(map(names.note_name, entry.keys)) if entry.piece.kind is Kind.ROWS else ()
+        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key)}"
         number = self._parts.jobs.begin((), partial(self._end_put, entry, load, num_bytes))
         self._puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += num_bytes
