@@ -68,9 +68,18 @@ class StatusReport:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--patches", action="store_true", help="list every patch, too")
+    parser.add_argument(
+        "--shared-tier", metavar="URL", help="show this shared tier instead; it is 0 if it works"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.shared_tier is not None:
+        from vllm_ascend_kvext.commands import shared_tier
+
+        is_well, lines = shared_tier.describe(arguments.shared_tier)
+        print("\n".join(lines))
+        return 0 if is_well else _VERDICTS.index(FAILED)
     # vLLM logs to standard output, which is for the report.
     with contextlib.redirect_stdout(sys.stderr):
         report = diagnose()

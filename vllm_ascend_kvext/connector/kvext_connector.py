@@ -31,7 +31,10 @@ from vllm_ascend_kvext.connector.common.messages import (
 from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.common.scheduler_view import SchedulerView
 from vllm_ascend_kvext.connector.common.stats import KvextPromMetrics, KvextStats
-from vllm_ascend_kvext.connector.scheduler.connector_scheduler import ConnectorScheduler
+from vllm_ascend_kvext.connector.scheduler.connector_scheduler import (
+    ConnectorScheduler,
+    IdentityOf,
+)
 from vllm_ascend_kvext.connector.segments.segment_tokens import segment_tokens_of
 from vllm_ascend_kvext.connector.worker.cpu_backend import CpuBackend
 from vllm_ascend_kvext.connector.worker.worker_side import EndedJobs, WorkerSide
@@ -123,11 +126,16 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._view: SchedulerView | None = None
         self._on_ready: Callable[[ConnectorScheduler], object] | None = None
         self._has_warned = False
+        self._identity_of: IdentityOf | None = None
         if role is KVConnectorRole.SCHEDULER:
             events_config = vllm_config.kv_events_config
             has_events = events_config is not None and events_config.enable_kv_cache_events
             self._events = TierEvents(has_events)
             self._segment_tokens = segment_tokens_of(vllm_config.model_config, options)
+            if options.shared_tier:
+                from vllm_ascend_kvext.connector.common import engine_identity
+
+                self._identity_of = engine_identity.identity_of(vllm_config)
         else:
             self.worker_side = WorkerSide(
                 vllm_config, kv_cache_config, options, cpu_backend=CpuBackend(vllm_config)
@@ -165,6 +173,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.options,
             self._events,
             segment_tokens=self._segment_tokens,
+            identity_of=self._identity_of,
         )
         self._on_ready(self.scheduler_side)
 
@@ -198,7 +207,7 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         jobs = self.scheduler_side.build_connector_meta(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        if jobs.loads or jobs.probes:
+        if jobs.loads or jobs.probes or jobs.gets:
             # vLLM >= 0.30 calls `start_load_kv` after the forward unless the step needs it before:
             # loads are to go on beside the forward, and probes look into it.
             scheduler_output.has_sync_kv_loads = True
@@ -304,6 +313,8 @@ class KvextConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self.worker_side is not None:
             self.worker_side.shutdown()
+        if self.scheduler_side is not None and self.scheduler_side.shared is not None:
+            self.scheduler_side.shared.shutdown()
 
     # Both sides.
 

@@ -252,10 +252,20 @@ class HostTier:
         Raises:
             TierError: If it is not being stored.
         """
-        is_wanted = self._end_store(entry)
+        self.abandon_store(entry, Shortfall.FAILED)
         self.counters.failed_stores += 1
-        if is_wanted:
-            self._leave(entry, Shortfall.FAILED)
+
+    def abandon_store(self, entry: Entry, shortfall: Shortfall | None = None) -> None:
+        """The same where no store has failed: what was to come from elsewhere did not."""
+        if self._end_store(entry):
+            self._leave(entry, shortfall)
+
+    def pin(self, entry: Entry) -> Load | None:
+        """Keep an entry until `end_load`, and renew nothing; None if it is not stored."""
+        if entry.state is not EntryState.STORED:
+            return None
+        entry.num_pins += 1
+        return Load((entry,))
 
     def evict(self, is_chosen: Callable[[Entry], bool]) -> None:
         """Entries that the caller chooses give way, for none other; none that a transfer uses."""

@@ -339,6 +339,36 @@ def lone_holes(engine: Engine) -> None:
         engine.reset(is_host_too=True)
 
 
+SHARED_LENGTHS = (300, 777, 65)
+SHARED_TOKENS = 500
+"""Of the second prompt: where another parts from it, in the middle of a chunk."""
+
+
+@scenario
+def shared(engine: Engine) -> None:
+    """What other engines may have put into a shared tier; this one puts it, too."""
+    rng = random.Random("shared")
+    prompts = [random_tokens(rng, length) for length in SHARED_LENGTHS]
+    engine.ask("shared", prompts)
+    engine.finish()
+    engine.ask("shared, again", prompts)
+    engine.finish()
+    parting = [*prompts[1][:SHARED_TOKENS], *random_tokens(rng, 100)]
+    engine.ask("shared, parting", [parting])
+    engine.finish()
+    engine.ask("shared, salted", [Prompt(prompts[0], cache_salt="x")])
+    engine.finish()
+
+
+@scenario
+def shared_for_long(engine: Engine) -> None:
+    """The same, and then more and more, until the process is killed."""
+    shared(engine)
+    rng = random.Random("for long")
+    while True:
+        engine.ask("for long", [random_tokens(rng, 1024) for _ in range(4)], reply_tokens=1)
+
+
 @cache
 def let_layers_have_windows() -> None:
     """Gemma 3 has one window for all layers; a config with ``windows_tokens`` has one for each."""

@@ -74,6 +74,12 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
             *("1,,2", "5,3-1", "0-999999999", "123456", "1 2", "0x1", "٣"),
         ),
     ),
+    "shared_tier": (
+        "unset",
+        [("file:///a/b", "file:///a/b")],
+        ("", "/a/b", "file://a/b", "http:///a", 1, True, ["file:///a"]),
+    ),
+    "shared_tier_bytes": ("unset", [(1 << 40, 1 << 40)], (0, -1, True, "1", 1.0)),
 }
 
 

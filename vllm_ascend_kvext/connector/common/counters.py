@@ -17,7 +17,9 @@ from vllm_ascend_kvext.counted import Counted, MetricTable, Reporting, zeros
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
 from vllm_ascend_kvext.store.counters import TierCounters
 
-_zeros_by_direction = partial(zeros, ("store", "load"))
+_zeros_by_direction = partial(zeros, ("store", "load", "get", "put"))
+_SHARED_RESULTS = ("found", "absent", "late", "given_up", "paused")
+_SHARED_FAILURES = ("get_absent", "get_broken", "get_unreachable", "put_unreachable", "put_busy")
 
 
 class BlendRefusal(enum.Enum):
@@ -95,7 +97,7 @@ class ConnectorCounters(Reporting):
     transfer_bytes: Annotated[
         dict[Direction, int],
         Counted(
-            "Bytes copied to and from host memory, by all workers.",
+            "Bytes copied to and from host memory, by all workers; get, put: a shared tier.",
             "direction",
             name="transfer_bytes",
         ),
@@ -137,6 +139,25 @@ class ConnectorCounters(Reporting):
     swapped_requests: Annotated[
         int, Counted("Preempted requests whose KV went to host memory.")
     ] = 0
+    shared_requests: Annotated[
+        dict[str, int],
+        Counted(
+            "Requests that asked the shared tier, or might have, by result.",
+            "result",
+            name="shared_requests",
+        ),
+    ] = field(default_factory=partial(zeros, _SHARED_RESULTS))
+    shared_failures: Annotated[
+        dict[str, int],
+        Counted("Objects not got or put, by reason.", "reason", name="shared_failures"),
+    ] = field(default_factory=partial(zeros, _SHARED_FAILURES))
+    shared_tokens: Annotated[
+        int, Counted("Tokens whose rows came from the shared tier.", name="shared_tokens")
+    ] = 0
+    shared_lookup_seconds: Annotated[
+        float,
+        Counted("Time that lookups in it took, beside the engine.", name="shared_lookup_seconds"),
+    ] = 0.0
     blending: Annotated[BlendCounters, "blend_"] = field(default_factory=BlendCounters)
     tier: Annotated[TierCounters, "host_"] = field(default_factory=TierCounters)
     capacity_bytes: Annotated[

@@ -7,9 +7,10 @@ by the scheduler side, so that all workers do the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vllm_ascend_kvext.blending.question_selection import Scores
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
@@ -18,7 +19,11 @@ from vllm_ascend_kvext.layout.row_map import StoredChunk
 from vllm_ascend_kvext.layout.transfer_plan import PlacedChunk, TablePart
 from vllm_ascend_kvext.token_range import TokenRange
 
-Direction = Literal["store", "load"]
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+
+Direction = Literal["store", "load", "get", "put"]
+"""Pages to host memory and back; and from the shared tier to host memory, and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class WorkerLayout:
         segments: None if segments cannot be stored and placed; ``segment_refusal`` says why, where
             they were asked for.
         probe_refusal: Why it cannot compare a question with segments; empty if it can.
+        device: What decides the order of bytes in pages that only kernels understand.
     """
 
     layout: KVLayout
@@ -38,6 +44,7 @@ class WorkerLayout:
     segments: SegmentLayout | None = None
     segment_refusal: str = ""
     probe_refusal: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,8 @@ class ConnectorMetadata:
         has_forward: Whether the step computes anything.
         wants_stats: Whether workers are to send statistics, even empty ones.
         probes: Rows that the step computes, and whose scores are wanted.
+        gets: Objects of the shared tier, which every worker brings into host memory.
+        puts: Those which every worker puts there. Numbers are those of stores.
     """
 
     stores_before: tuple[StoreJob, ...] = ()
@@ -142,6 +151,8 @@ class ConnectorMetadata:
     has_forward: bool = False
     wants_stats: bool = False
     probes: tuple[ProbeJob, ...] = ()
+    gets: tuple[SharedObject, ...] = ()
+    puts: tuple[SharedObject, ...] = ()
 
 
 @dataclass(slots=True)
@@ -163,7 +174,7 @@ class WorkerOutput:
     """What workers report after a step.
 
     Attributes:
-        stores_ended: By number: on how many workers a store has ended, well or not.
+        stores_ended: By number: on how many workers a store, get or put has ended, well or not.
         failed_stores: Numbers of those of them that failed on some worker.
         failed_loads: Requests whose load failed on some worker. All loads that have ended are
             reported to vLLM.
@@ -175,19 +186,23 @@ class WorkerOutput:
         key_check_failure: The first that were not; empty if there are none.
         scores: Of the probes of the step, by row: of all tokens that are scored, one after the
             other, summed over workers. None if some worker has none.
+        got_bytes: What has come from the shared tier, summed over workers.
+        shared_failures: Gets and puts that failed on some worker, by kind.
     """
 
     stores_ended: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     failed_loads: set[str] = field(default_factory=set)
     unreadable: dict[str, set[int]] = field(default_factory=dict)
-    traffic: Mapping[Direction, Traffic] = field(
+    traffic: dict[Direction, Traffic] = field(
         default_factory=lambda: {"store": Traffic(), "load": Traffic()}
     )
     has_forward: bool = False
     key_checks: int = 0
     key_check_failure: str = ""
     scores: dict[str, Scores | None] = field(default_factory=dict)
+    got_bytes: int = 0
+    shared_failures: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
@@ -197,6 +212,7 @@ class WorkerOutput:
             or self.failed_loads
             or self.unreadable
             or self.scores
+            or self.got_bytes
             or self.traffic["load"].transfers
         )
 
@@ -209,10 +225,13 @@ class WorkerOutput:
         for request_id, places in other.unreadable.items():
             self.unreadable.setdefault(request_id, set()).update(places)
         for direction, traffic in other.traffic.items():
-            self.traffic[direction].add(traffic)
+            self.traffic.setdefault(direction, Traffic()).add(traffic)
         self.key_checks += other.key_checks
         self.key_check_failure = self.key_check_failure or other.key_check_failure
         # Every worker reports every probe of the step.
         for row_id, scores in other.scores.items():
             own = self.scores.get(row_id)
             self.scores[row_id] = None if own is None or scores is None else own + scores
+        self.got_bytes += other.got_bytes
+        if other.shared_failures:
+            self.shared_failures = Counter(self.shared_failures) + Counter(other.shared_failures)

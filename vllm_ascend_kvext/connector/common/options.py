@@ -112,6 +112,11 @@ _SEPARATOR = _Values(
     lambda value: bool(value) and _SINK.accepts(value),
     _SINK.make,
 )
+_FOLDER_URL = _Values(
+    "file:///path of a folder",
+    lambda value: isinstance(value, str) and value.startswith("file:///"),
+    str,
+)
 _CPUS = _Values(
     'numbers of CPUs, as a list such as [2, 3] or as a text such as "0-3,8"',
     lambda value: bool(_cpu_numbers(value)),
@@ -202,6 +207,14 @@ class ConnectorOptions:
     """The CPUs that copies run on: a list such as `[2, 3]`, or a text such as `"0-3,8"`. Unset:
     CPUs of the process that the model does not run on."""
 
+    shared_tier: Annotated[str | None, _FOLDER_URL] = None
+    """Where KV is kept that engines share and that outlives them: `file:///path` of a folder. See
+    `docs/shared_tier.md`. Unset: nowhere."""
+
+    shared_tier_bytes: Annotated[int | None, _POSITIVE_INTEGER] = None
+    """With `shared_tier`: what the folder may hold, of all engines together. Unset: half of the
+    file system."""
+
     @property
     def host_memory_bytes_per_worker(self) -> int:
         """The size of each worker's host buffer."""
@@ -267,6 +280,13 @@ def parse_options(extra_config: Mapping[str, Any], world_size: int) -> Connector
             True,
             "hole_reuse, by which the tokens between segments are computed",
             "Set hole_reuse to true, or leave blending out.",
+        )
+    if options.shared_tier and options.state_policy is StatePolicy.SKIP:
+        raise _wrong(
+            "shared_tier",
+            options.shared_tier,
+            "state_policy=exact: other engines would take what is approximate for exact",
+            "Set state_policy to exact, or leave shared_tier out.",
         )
     if not options.host_memory_bytes_per_worker:
         raise _wrong(

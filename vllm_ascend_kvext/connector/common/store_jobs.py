@@ -30,7 +30,7 @@ class StoreJobs:
 
     def __init__(self, references: BlockReferences, num_workers: int) -> None:
         self._references = references
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._under_way: dict[int, _UnderWay] = {}
         self._num_begun = 0
 
@@ -46,7 +46,7 @@ class StoreJobs:
             on_end: Called then with whether it has failed.
         """
         self._num_begun += 1
-        self._under_way[self._num_begun] = _UnderWay(blocks, on_end, self._num_workers)
+        self._under_way[self._num_begun] = _UnderWay(blocks, on_end, self.num_workers)
         return self._num_begun
 
     def end(self, number: int, num_workers: int, has_failed: bool) -> None:

@@ -45,6 +45,10 @@ from vllm_ascend_kvext.token_range import TokenRange
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
+    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+    from vllm_ascend_kvext.shared_tier.names import Identity
+
+IdentityOf = Callable[[HostLayout, Sequence[WorkerLayout]], "Identity"]
 
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
@@ -74,6 +78,7 @@ class ConnectorScheduler:
         workers: By rank.
         clock: Seconds that only grow.
         segment_tokens: What stands before and between segments, with ``blending``.
+        identity_of: Of an engine with such pages; with ``shared_tier``.
 
     Raises:
         ConnectorError: If workers differ, or options do not fit the engine.
@@ -96,6 +101,7 @@ class ConnectorScheduler:
         events: TierEvents,
         clock: Callable[[], float] = time.monotonic,
         segment_tokens: SegmentTokens = NO_SEGMENT_TOKENS,
+        identity_of: IdentityOf | None = None,
     ) -> None:
         worker = common_layout(workers)
         layout = HostLayout(
@@ -138,7 +144,13 @@ class ConnectorScheduler:
             self.segments = make_blending(parts, options, segment_tokens, workers)
         self._loads = Loads(parts, self.segments, clock, options.load_if_slower)
         self._room, self._cost = self._loads.room, self._loads.cost
-        self._stores = Stores(parts, options.store_policy, events)
+        self.shared: SharedSide | None = None
+        if options.shared_tier and identity_of is not None:
+            from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
+
+            identity = identity_of(layout, workers)
+            self.shared = SharedSide(parts, options, identity, self._cost, events, clock)
+        self._stores = Stores(parts, options.store_policy, events, self.shared)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
         self._swaps: list[StoreJob] = []
@@ -188,7 +200,14 @@ class ConnectorScheduler:
         """Tokens past those on the device that can be loaded; None to be asked again later."""
         if self.segments.has_to_wait(request):
             return None
-        return self._loads.match(request, self._states[request.request_id], num_computed_tokens)
+        state = self._states[request.request_id]
+        if (
+            self.shared is not None
+            and not self.segments.is_segment(request.request_id)
+            and self.shared.has_to_wait(request, state, num_computed_tokens)
+        ):
+            return None
+        return self._loads.match(request, state, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -295,7 +314,8 @@ class ConnectorScheduler:
             self._next_stats_s = now_s + _STATS_EVERY_S
         jobs = (*self._stores.take_jobs(), *segment_jobs)
         probes, self._probes = tuple(self._probes), []
-        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes)
+        shared = () if self.shared is None else self.shared.take_jobs(may_wait=not num_tokens)
+        return ConnectorMetadata(swaps, loads, jobs, bool(num_tokens), wants_stats, probes, *shared)
 
     def _leave_blocks_for_next_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """Let go of blocks held for stores where the requests of this step may lack them."""
@@ -369,6 +389,8 @@ class ConnectorScheduler:
                 state.under_way.unreadable |= results.unreadable.get(request_id, set())
         for number, num_workers in results.stores_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_stores)
+        if self.shared is not None:
+            self.shared.note_results(results)
         self.segments.note_key_checks(results.key_checks, results.key_check_failure)
         for row_id, scores in results.scores.items():
             self._end_probe(row_id, scores)
@@ -431,6 +453,8 @@ class ConnectorScheduler:
         self.tier.clear()
         self._stores.chooser.clear()
         self.segments.clear()
+        if self.shared is not None:
+            self.shared.turn_off()
 
     def _measure_step(self) -> None:
         """Steps end in the order in which they were planned."""

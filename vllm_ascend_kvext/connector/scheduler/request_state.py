@@ -8,7 +8,7 @@ way. `Loads` writes all of it but ``planned`` and ``progress``, which `Stores` w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_kvext.connector.common.store_jobs import Pages
 from vllm_ascend_kvext.holes.eligibility import HoleRefusal
@@ -16,6 +16,9 @@ from vllm_ascend_kvext.holes.load_plan import LoadPlan
 from vllm_ascend_kvext.retention.reasons import Reason
 from vllm_ascend_kvext.store.entries import EntryState, Load
 from vllm_ascend_kvext.store.lookup import Shortfall
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedRequest
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class RequestOffloadState:
         planned: While it is not admitted: where it is to begin, at which boundaries tails will be
             stored then, and why.
         progress: What is stored of it; None before it computes.
+        shared: What the shared tier was asked for it; None before that.
         has_ended: Whether the request is gone, and only its load is not.
     """
 
@@ -128,6 +132,7 @@ class RequestOffloadState:
     num_failed_loads: int = 0
     planned: tuple[int, dict[int, Reason]] | None = None
     progress: StoreProgress | None = None
+    shared: SharedRequest | None = None
     has_ended: bool = False
 
 

@@ -31,6 +31,7 @@ from vllm_ascend_kvext.store.store_policy import StoreChooser, StorePolicy
 
 if TYPE_CHECKING:
     from vllm_ascend_kvext.connector.common.events import TierEvents
+    from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
 
 _LATEST = Reason(Origin.LATEST)
 
@@ -66,13 +67,20 @@ class Stores:
         num_planned: Jobs of this step.
     """
 
-    def __init__(self, parts: SchedulerParts, policy: StorePolicy, events: TierEvents) -> None:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        policy: StorePolicy,
+        events: TierEvents,
+        shared: SharedSide | None = None,
+    ) -> None:
         self._view = parts.view
         self._tier = parts.tier
         self._layout = layout = parts.layout
         self._references = parts.references
         self._events = events
         self._under_way = parts.jobs
+        self._shared = shared
         interval_tokens = parts.view.interval_tokens
         self.planner = BoundaryPlanner(layout.groups, layout.unit_tokens, interval_tokens)
         self.chooser = StoreChooser(policy)
@@ -218,6 +226,8 @@ class Stores:
         """An entry is not there any more."""
         self.reasons.pop(entry.number, None)
         self._events.removed(entry)
+        if self._shared is not None:
+            self._shared.note_removed(entry)
 
     # What is behind it.
 
@@ -232,6 +242,8 @@ class Stores:
                 self._tier.fail_store(entry)
             elif self._tier.finish_store(entry, self._layout.row_map(entry.piece)):
                 self._events.stored(entry, prefix, request)
+                if self._shared is not None:
+                    self._shared.note_stored(entry, request)
                 continue
             self.reasons.pop(entry.number, None)
 
@@ -258,6 +270,8 @@ class Stores:
         self.release_held(state.progress)
         self.planner.report_hints(request)
         computed_tokens = request.num_computed_tokens
+        if self._shared is not None:
+            self._shared.note_begun(request, computed_tokens)
         shared_tokens = self._shared_tokens(request)
         boundaries = self._plan(request, state, computed_tokens, shared_tokens)
         state.planned = None

@@ -51,6 +51,8 @@ from vllm_ascend_kvext.transfer.pools import Pools
 if TYPE_CHECKING:
     import torch
 
+    from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+
 logger = logging.getLogger("vllm.ascend_kvext.connector")
 
 
@@ -102,6 +104,7 @@ class WorkerSide:
         self._host: HostBuffer | None = None
         self._runner: JobRunner | None = None
         self._stores_after_forward: tuple[StoreJob, ...] = ()
+        self._shared: SharedTransfers | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take note of the tensors that hold the pages, and allocate host memory for them.
@@ -137,6 +140,11 @@ class WorkerSide:
         )
         if self._options.blending:
             self._make_segments(self._runner, kv_caches, host.tensor)
+        if self._options.shared_tier:
+            from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+
+            rank = self._vllm_config.parallel_config.rank
+            self._shared = SharedTransfers(self._options, rank, host, self._move_to_copy_cpus)
 
     def _make_segments(
         self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
@@ -192,6 +200,7 @@ class WorkerSide:
             None if mover is None else mover.layout,
             self._segment_refusal,
             self._probe_refusal,
+            "" if self._shared is None else _device_name(self._runner.pools.tensors[0].device),
         )
 
     def run_before_step(self, jobs: ConnectorMetadata) -> None:
@@ -213,6 +222,8 @@ class WorkerSide:
             self._probe.begin_step(jobs.probes)
         self._stores_after_forward = jobs.stores if jobs.has_forward else ()
         self._submit(jobs.loads if jobs.has_forward else (*jobs.loads, *jobs.stores))
+        if self._shared is not None:
+            self._shared.submit(jobs.gets, jobs.puts)
 
     def end_of_forward(self) -> None:
         """Begin the stores of the step whose forward is enqueued; nothing if there is none."""
@@ -224,7 +235,8 @@ class WorkerSide:
 
         For steps that compute nothing: vLLM would ask again at once.
         """
-        self._thread.wait_for_end(timeout_s)
+        if self._shared is None or not self._shared.wait_for_end(timeout_s):
+            self._thread.wait_for_end(timeout_s)
 
     def end_step(self) -> EndedJobs:
         """What has ended since the last call. Every job is reported once."""
@@ -252,6 +264,8 @@ class WorkerSide:
                 results.key_check_failure = results.key_check_failure or moved.key_check or ""
         if self._probe is not None:
             results.scores = self._probe.end_step()
+        if self._shared is not None:
+            results.add(self._shared.take_output())
         return EndedJobs(frozenset(loads), frozenset(failed_pages), results)
 
     def end_transfers(self) -> None:
@@ -265,6 +279,8 @@ class WorkerSide:
     def shutdown(self) -> None:
         """End the thread: waits for what is running, and what is queued fails. Idempotent."""
         self._thread.shutdown()
+        if self._shared is not None:
+            self._shared.shutdown()
         if self._probe is not None:
             self._probe.shutdown()
         if self._runner is not None and self._runner.segments is not None:
@@ -314,6 +330,14 @@ def _refusal_of(error: Exception) -> str:
         return str(error)
     logger.warning("Segments: what this model or its pages are is not understood", exc_info=error)
     return f"{type(error).__name__}: {error}. Serve this model without blending, and report it."
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return str(torch.backends.cpu.get_cpu_capability())
+    return str(getattr(torch, device.type).get_device_name(device))
 
 
 def _require_same(registered: KVLayout, found: KVLayout) -> None:

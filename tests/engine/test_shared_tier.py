@@ -1,0 +1,668 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that share a folder, on vLLM's real scheduler, with real pages and without a model.
+
+Every byte that attention would read is compared, so that a wrong object shows where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.connector.engines import engine_of, plan_of
+from support.connector.offload_run import check_nothing_is_left, run_offloading, serve
+from support.connector.offload_workloads import EngineKind, offloading, random_offload, tokens
+from support.connector.page_contents import WrongBytesError
+from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
+from support.connector.simulated_engine import SimulatedEngine
+from support.sample import sampled
+from support.scheduler.options import _model_config
+from support.scheduler.workload import RequestPlan
+
+from vllm_ascend_kvext.connector.scheduler import loads, shared_side
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+from vllm_ascend_kvext.store.entries import Kind
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+
+every_layout = pytest.mark.parametrize(
+    "layout", LAYOUTS + STATE_LAYOUTS, ids=lambda layout: layout.name
+)
+
+
+@pytest.fixture(autouse=True)
+def _equal_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no tier that hangs."""
+    if "hangs" not in request.node.name:
+        monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
+        monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+
+
+@pytest.fixture
+def weights() -> Iterator[Path]:
+    names = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+    paths = [Path(_model_config(name, 1024).model) / "model.safetensors" for name in names]
+    for path in paths:
+        write_weights(path, b"\1" * 64)
+    yield paths[-1]
+    for path in paths:
+        path.unlink()
+
+
+def write_weights(path: Path, content: bytes) -> None:
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}
+    ).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+
+
+def sharing(layout: PagedLayout, folder: Path, **values: Any) -> dict[str, Any]:
+    return offloading(layout, shared_tier=f"file://{folder}", **values)
+
+
+def prompt_of(layout: PagedLayout, seed: object, num_units: int = 6) -> list[int]:
+    rng = random.Random(str(seed))
+    return tokens(rng, num_units * layout.unit_tokens + 3)
+
+
+def hit_tokens(engine: SimulatedEngine, *plans: RequestPlan) -> int:
+    before = engine.side.counters.hit_tokens
+    serve(engine, *plans)
+    check_nothing_is_left(engine)
+    return engine.side.counters.hit_tokens - before
+
+
+def floor(engine: SimulatedEngine, num_tokens: int) -> int:
+    return engine.tier.geometry.floor(num_tokens)
+
+
+def store_in(folder: Path, layout: PagedLayout, *prompts: Sequence[int], **options: Any) -> None:
+    """Have an engine compute prompts, put what it has, and end."""
+    with engine_of(layout, offloading=sharing(layout, folder), **options) as engine:
+        for number, prompt in enumerate(prompts):
+            serve(engine, plan_of(f"stored-{number}", prompt))
+        assert not any(engine.side.counters.shared_failures.values())
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kvext1/*/*/objects/*/*"))
+
+
+# What one engine stores, another hits.
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@every_layout
+def test_another_engine_hits_what_one_has_stored(
+    layout: PagedLayout, num_workers: int, tmp_path: Path
+) -> None:
+    prompt = prompt_of(layout, 1)
+    store_in(tmp_path, layout, prompt, num_workers=num_workers)
+    with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=num_workers) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+        counters = engine.side.counters
+        assert counters.shared_requests["found"] == 1
+        assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
+        # Now host memory has it, and nobody is asked.
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
+        assert sum(counters.shared_requests.values()) == 1
+
+
+@every_layout
+def test_a_prompt_that_parts_within_a_chunk_hits_to_the_last_unit(
+    layout: PagedLayout, tmp_path: Path
+) -> None:
+    """With windows or states: to where a tail was left; the prompt before ended there."""
+    unit = layout.unit_tokens
+    prompt = prompt_of(layout, 1, 8)
+    shared = prompt[: 5 * unit]  # A chunk has two units.
+    store_in(tmp_path, layout, [*shared, 1], prompt)
+    other = shared + prompt_of(layout, 2, 4)
+    with engine_of(layout, offloading=sharing(layout, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", other)) == len(shared)
+        assert hit_tokens(engine, plan_of("b", prompt)) >= len(shared)
+
+
+def test_of_a_chunk_of_another_prompt_only_the_shared_rows_are_loaded(tmp_path: Path) -> None:
+    unit = FULL.unit_tokens
+    prompt = prompt_of(FULL, 1, 8)
+    store_in(tmp_path, FULL, prompt)
+    other = [*prompt[: 5 * unit], *prompt_of(FULL, 2, 4)]
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", other)) == 5 * unit
+        # Now the rest of that chunk is stored, too: both are read.
+        assert hit_tokens(engine, plan_of("b", other)) == floor(engine, len(other) - 1)
+        assert hit_tokens(engine, plan_of("c", prompt)) == floor(engine, len(prompt) - 1)
+
+
+def test_several_requests_at_once_share_what_is_got(tmp_path: Path) -> None:
+    prompt = prompt_of(FULL, 1, 12)
+    store_in(tmp_path, FULL, prompt)
+    num_bytes = sum(path.stat().st_size for path in objects(tmp_path))
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        plans = [plan_of(str(number), prompt) for number in range(4)]
+        assert hit_tokens(engine, *plans) == 4 * floor(engine, len(prompt) - 1)
+        assert engine.side.counters.transfer_bytes["get"] < num_bytes
+
+
+def test_engines_share_at_the_same_time(tmp_path: Path) -> None:
+    options = sharing(FULL, tmp_path)
+    with engine_of(FULL, offloading=options) as one, engine_of(FULL, offloading=options) as other:
+        for seed in range(4):
+            prompt = prompt_of(FULL, seed)
+            engines = (one, other) if seed % 2 else (other, one)
+            assert hit_tokens(engines[0], plan_of(f"a{seed}", prompt)) == 0
+            found = hit_tokens(engines[1], plan_of(f"b{seed}", prompt))
+            assert found == floor(one, len(prompt) - 1)
+
+
+def test_only_what_is_used_a_second_time_is_put(tmp_path: Path) -> None:
+    prompt = prompt_of(FULL, 1)
+    options = sharing(FULL, tmp_path, store_policy="second_touch")
+    with engine_of(FULL, offloading=options) as engine:
+        serve(engine, plan_of("first", prompt), plan_of("other", prompt_of(FULL, 2)))
+        assert objects(tmp_path) == []
+        serve(engine, plan_of("second", prompt))
+        assert objects(tmp_path)
+    with engine_of(FULL, offloading=options) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+        assert hit_tokens(engine, plan_of("b", prompt_of(FULL, 2))) == 0
+
+
+def test_what_stands_behind_a_lost_object_is_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+    prompt = prompt_of(FULL, 1, 12)
+    chunk = 2 * FULL.unit_tokens
+    store_in(tmp_path, FULL, prompt)
+    (lost,) = tmp_path.glob(f"kvext1/*/*/objects/*/R{2 * chunk}-{3 * chunk}-*")
+    lost.unlink()
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1) - chunk
+
+
+# Engines that do not meet.
+
+
+def test_a_salt_does_not_meet(tmp_path: Path) -> None:
+    prompt = tuple(prompt_of(FULL, 1))
+    store_in(tmp_path, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        salted = RequestPlan(
+            request_id="a", arrival_step=0, prompt=prompt, max_tokens=3, cache_salt="x"
+        )
+        assert hit_tokens(engine, salted) == 0
+        assert hit_tokens(engine, plan_of("plain", prompt)) > 0
+
+
+def test_requests_with_an_adapter_are_neither_put_nor_asked_for(tmp_path: Path) -> None:
+    """vLLM knows an adapter by its name only."""
+    prompt = tuple(prompt_of(FULL, 1))
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        for name in ("a", "b"):
+            plan = RequestPlan(
+                request_id=name, arrival_step=0, prompt=prompt, max_tokens=3, adapter="adapter-1"
+            )
+            assert hit_tokens(engine, plan) == (
+                floor(engine, len(prompt) - 1) if name == "b" else 0
+            )
+        assert sum(engine.side.counters.shared_requests.values()) == 0
+        assert objects(tmp_path) == []
+
+
+def test_other_weights_under_the_same_path_do_not_meet(
+    tmp_path: Path, weights: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    before = weights.stat()
+    write_weights(weights, b"\1" * 40 + b"\2" + b"\1" * 23)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert "differs in: weights." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 2}, "tensor parallel size (2 here, 1 there)"),
+        ({"chunk_tokens": 4}, "chunk tokens ("),
+    ],
+)
+def test_other_engines_do_not_meet(
+    options: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    values = sharing(FULL, tmp_path)
+    if "chunk_tokens" in options:
+        values["chunk_tokens"] = options.pop("chunk_tokens") * FULL.unit_tokens
+    with engine_of(FULL, offloading=values, **options) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert said in caplog.text
+
+
+def test_other_seeds_do_not_meet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert "differs in: block hashes" in caplog.text
+
+
+@pytest.mark.vllm("<0.30")
+def test_random_seeds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with (
+        pytest.raises(SettingsError, match="Set PYTHONHASHSEED to 0"),
+        engine_of(FULL, offloading=sharing(FULL, tmp_path)),
+    ):
+        pass
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path, weights: Path) -> None:
+    content = weights.read_bytes()
+    weights.unlink()
+    try:
+        with (
+            pytest.raises(SettingsError, match="expected files of weights"),
+            engine_of(FULL, offloading=sharing(FULL, tmp_path)),
+        ):
+            pass
+    finally:
+        weights.write_bytes(content)
+
+
+def see_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.ascend_kvext")
+
+
+# Faults: what does not come is computed.
+
+
+def forge(folder: Path, name: str, content: bytes) -> None:
+    """Put other bytes under the name of an object, with a trailer that is right for them."""
+    (path,) = folder.glob(f"kvext1/*/*/objects/*/{name}")
+    namespace, rank = path.parts[-5], int(path.parts[-4][1:])
+    path.unlink()
+    tier = FilesTier(f"file://{folder}", None, rank)
+    tier.register(memoryview(bytearray(content)))
+    what = SharedObject(0, f"{namespace}/{name}", 0, len(content))
+    assert tier.put([what]) == [Answer.WHOLE]
+
+
+def payload(path: Path) -> bytes:
+    return path.read_bytes()[: -files.TRAILER_BYTES]
+
+
+@pytest.mark.parametrize("kind", ["zeroed", "swapped"])
+@every_layout
+def test_wrong_bytes_with_a_right_checksum_are_seen(
+    layout: PagedLayout, kind: str, tmp_path: Path
+) -> None:
+    """A control: the tests here would notice objects that are mixed up."""
+    prompt = prompt_of(layout, 1)
+    store_in(tmp_path, layout, prompt, prompt_of(layout, 2))
+    first: dict[str, list[Path]] = {"R0": [], "T": []}
+    for path in objects(tmp_path):
+        for prefix in first:
+            if path.name.startswith(prefix):
+                first[prefix].append(path)
+    mine = first["R0"] or first["T"]
+    contents = [payload(path) for path in mine]
+    for number, path in enumerate(mine):
+        content = bytes(len(contents[number]))
+        if kind == "swapped":
+            fitting = [c for i, c in enumerate(contents) if i != number and len(c) == len(content)]
+            if not fitting:
+                continue
+            content = fitting[0]
+        forge(tmp_path, path.name, content)
+    with (
+        pytest.raises((WrongBytesError, AssertionError)),
+        engine_of(layout, offloading=sharing(layout, tmp_path)) as engine,
+    ):
+        serve(engine, plan_of("a", prompt))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "zeroed"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@every_layout
+def test_damaged_objects_are_computed(
+    layout: PagedLayout, damage: str, share: float, tmp_path: Path
+) -> None:
+    prompt = prompt_of(layout, 1)
+    store_in(tmp_path, layout, prompt, num_workers=2)
+    rng = random.Random(f"{layout.name}/{damage}")
+    chosen = [path for path in objects(tmp_path) if rng.random() < share]
+    for path in chosen:
+        data = bytearray(path.read_bytes())
+        if damage == "gone":
+            path.unlink()
+        elif damage == "cut":
+            os.truncate(path, len(data) // 2)
+        else:
+            data[rng.randrange(len(data))] ^= 1
+            path.write_bytes(data if damage == "flipped" else bytes(len(data)))
+    with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
+        found = hit_tokens(engine, plan_of("a", prompt))
+        assert share < 1 or found == 0
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
+    with engine_of(layout, offloading=sharing(layout, tmp_path), num_workers=2) as engine:
+        # What was broken is put again by the one that has computed it.
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+
+
+def test_a_folder_that_vanishes_stops_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    prompt = prompt_of(FULL, 1)
+    store_in(folder, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, folder)) as engine:
+        shutil.rmtree(folder)
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+        assert hit_tokens(engine, plan_of("b", prompt)) == floor(engine, len(prompt) - 1)
+
+
+class Slow:
+    """Calls of a tier that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.gate = threading.Event()
+        self.num_calls = 0
+        call = getattr(FilesTier, name)
+
+        def slow(*arguments: Any) -> Any:
+            self.num_calls += 1
+            self.gate.wait(30)
+            return call(*arguments)
+
+        monkeypatch.setattr(FilesTier, name, slow)
+
+
+def timed_steps(engine: SimulatedEngine, plan: RequestPlan) -> tuple[float, float]:
+    """Serve a request; how long it took in all, and the longest call of ``schedule``."""
+    longest_s, schedule = 0.0, engine.scheduler.schedule
+
+    def timed(*arguments: Any) -> Any:
+        nonlocal longest_s
+        began_s = time.perf_counter()
+        output = schedule(*arguments)
+        longest_s = max(longest_s, time.perf_counter() - began_s)
+        return output
+
+    engine.scheduler.schedule = timed
+    began_s = time.perf_counter()
+    engine.add_request(plan)
+    while plan.request_id in engine.scheduler.requests:
+        engine.step()
+    return time.perf_counter() - began_s, longest_s
+
+
+@pytest.mark.parametrize("call", ["exist", "get_into"])
+def test_a_tier_that_hangs_is_not_waited_for(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And left alone, until it goes on; what comes late is for later requests."""
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    slow = Slow(monkeypatch, call)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        counters = engine.side.counters
+        timed_steps(engine, plan_of("a", prompt))
+        assert engine.side.counters.hit_tokens == 0
+        event = "late" if call == "exist" else "given_up"
+        assert counters.shared_requests[event] == 1
+        timed_steps(engine, plan_of("b", prompt_of(FULL, 2)))
+        assert counters.shared_requests["paused"] == 1
+        assert slow.num_calls == 1
+        slow.gate.set()
+        while engine.has_work():
+            engine.step()
+        check_nothing_is_left(engine)
+
+
+def test_a_put_that_hangs_holds_little_and_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch, "put")
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        size = 0
+        for seed in range(100):
+            timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed, 60)))
+            size = engine.side.shared._put_bytes
+        counters = engine.side.counters
+        assert counters.shared_failures["put_busy"] > 0
+        assert 0 < size <= engine.tier.capacity_bytes / 8
+        slow.gate.set()
+        while engine.has_work():
+            engine.step()
+        check_nothing_is_left(engine)
+
+
+def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would have it, and overwrite the bytes before they are read."""
+    prompt = prompt_of(FULL, 1)
+    slow = Slow(monkeypatch, "put")
+    options = sharing(FULL, tmp_path, host_memory_gib=FULL.host_bytes[1] / (1 << 30))
+    monkeypatch.setattr(shared_side, "MAX_PUT_SHARE", 0.5)
+    with engine_of(FULL, offloading=options) as engine:
+        for seed in range(1, 10):
+            timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed)))
+            while engine.side._stores._under_way and slow.num_calls == 0:
+                engine.step()
+            engine.tier.evict(lambda entry: True)
+        slow.gate.set()
+        serve(engine)
+        check_nothing_is_left(engine)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+
+
+def test_a_put_that_fails_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(FULL, 1)
+    options = sharing(FULL, tmp_path, store_policy="second_touch")
+    with engine_of(FULL, offloading=options) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                FilesTier, "put", lambda self, objects: [Answer.UNREACHABLE] * len(objects)
+            )
+            serve(engine, plan_of("a", prompt))
+            serve(engine, plan_of("b", prompt))
+        failures = engine.side.counters.shared_failures
+        assert failures["put_unreachable"] > 0
+        serve(engine, plan_of("c", prompt))
+        assert objects(tmp_path) == []  # Not yet.
+        now_s = time.monotonic()
+        monkeypatch.setattr(engine.side.shared, "_clock", lambda: now_s + shared_side.PAUSE_S)
+        serve(engine, plan_of("d", prompt))
+        assert objects(tmp_path)
+        check_nothing_is_left(engine)
+
+
+def test_after_a_reset_of_the_connector_nothing_is_shared(tmp_path: Path) -> None:
+    """As when weights are replaced in memory."""
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert engine.reset(reset_connector=True)
+        num_files = len(objects(tmp_path))
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+        serve(engine, plan_of("b", prompt_of(FULL, 2)))
+        assert len(objects(tmp_path)) == num_files
+
+
+def test_what_is_evicted_between_lookup_and_get_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    exist = FilesTier.exist
+
+    def exist_and_vanish(self: FilesTier, names: Sequence[str]) -> list[str]:
+        found = exist(self, names)
+        for path in objects(tmp_path):
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(FilesTier, "exist", exist_and_vanish)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+        assert engine.side.counters.shared_failures["get_absent"] > 0
+
+
+# A soak: two engines after each other on one folder, with faults all the time.
+
+CAPACITY_BYTES = 1 << 19
+
+
+class Faults:
+    """What goes wrong with files, now and then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random("faults")
+        self.counts: Counter[str] = Counter()
+        self._is_on = threading.Lock()
+        get, put = FilesTier._get, FilesTier._put
+
+        def faulty_get(tier: FilesTier, each: SharedObject, on_bytes: Any) -> Answer:
+            self.damage(Path(tier._path(each.name)))
+            answer = Answer.UNREACHABLE if self.happens("get fails") else get(tier, each, on_bytes)
+            self.counts[answer.value] += 1
+            return answer
+
+        def faulty_put(tier: FilesTier, each: SharedObject) -> Answer:
+            if self.happens("put fails"):
+                return Answer.UNREACHABLE
+            self.counts["puts"] += 1
+            return put(tier, each)
+
+        monkeypatch.setattr(FilesTier, "_get", faulty_get)
+        monkeypatch.setattr(FilesTier, "_put", faulty_put)
+
+    def happens(self, name: str, share: float = 0.05) -> bool:
+        with self._is_on:
+            does_happen = self.rng.random() < share
+            self.counts[name] += does_happen
+        return does_happen
+
+    def damage(self, path: Path) -> None:
+        if not path.exists():
+            return
+        if self.happens("flipped"):
+            data = bytearray(path.read_bytes())
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+            path.write_bytes(data)
+        elif self.happens("cut"):
+            os.truncate(path, self.rng.randrange(path.stat().st_size))
+        elif self.happens("vanished"):
+            path.unlink()
+
+
+@pytest.fixture(scope="module")
+def soaked() -> Counter[str]:
+    """What has happened in all runs of the soak."""
+    return Counter()
+
+
+@pytest.mark.parametrize("kind", EngineKind, ids=lambda kind: kind.value)
+@every_layout
+def test_random_requests(
+    layout: PagedLayout,
+    kind: EngineKind,
+    soaked: Counter[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Right bytes, right outputs, and nothing left, whatever becomes of the files."""
+    monkeypatch.setattr(loads, "MIN_RUN_TOKENS", 0)
+    monkeypatch.setattr(shared_side, "PAUSE_S", 0.005)
+    faults = Faults(monkeypatch)
+    for seed in range(sampled(3)):
+        folder = tmp_path / str(seed)
+        workload = random_offload(layout, f"shared/{seed}", 15, kind)
+        reset_share = workload.reset_share if seed else 0
+        shared = {"shared_tier": f"file://{folder}", "shared_tier_bytes": CAPACITY_BYTES}
+        options = replace(
+            workload.options, offloading={**(workload.options.offloading or {}), **shared}
+        )
+        for number in range(2):
+            workload = workload._replace(name=f"{number}", options=options, reset_share=reset_share)
+            counts = run_offloading(workload).counts
+            soaked["requests"] += counts["requests"]
+            soaked["hit requests"] += counts["hit requests"]
+        taken = sum(taken for _, taken, _ in files.files_below(str(folder / "kvext1")))
+        assert taken <= CAPACITY_BYTES
+    soaked.update(faults.counts)
+
+
+def test_the_soak_has_met_everything(soaked: Counter[str]) -> None:
+    if soaked["requests"] < 30 * len(LAYOUTS + STATE_LAYOUTS) * len(EngineKind):
+        pytest.skip("only a part of the soak has run")
+    named = ("whole", "absent", "broken", "unreachable", "puts", "put fails", "get fails")
+    assert {name for name in (*named, "flipped", "cut", "vanished") if not soaked[name]} == set()
+
+
+# Without the option.
+
+
+def test_without_the_option_nothing_of_it_is_imported(tmp_path: Path) -> None:
+    code = """
+import sys, threading
+from vllm_ascend_kvext.connector import kvext_connector
+assert not [name for name in sys.modules if "shared_" in name and "kvext" in name], sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_without_the_option_there_is_no_thread() -> None:
+    with engine_of(FULL) as engine:
+        serve(engine, plan_of("a", prompt_of(FULL, 1)))
+        assert not [each for each in threading.enumerate() if "shared" in each.name]
+        assert engine.side.shared is None
+
+
+def test_entries_that_come_from_elsewhere_are_like_others(tmp_path: Path) -> None:
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, plan_of("a", prompt))
+        kinds = {entry.piece.kind for entry in engine.entries}
+        assert kinds == {Kind.ROWS}

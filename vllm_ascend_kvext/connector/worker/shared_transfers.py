@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker gets from the shared tier into host memory, and puts there.
+
+A request waits for gets, and nobody for puts: each kind has a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
+from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.thread import TierThread
+
+MAX_QUEUED_S = 5.0
+"""What could not begin for so long is not begun: nobody waits for it any more."""
+
+
+class SharedTransfers:
+    """Moves objects between the tier of the options and the memory of one worker.
+
+    Raises:
+        SettingsError: If the tier cannot be used.
+    """
+
+    def __init__(
+        self, options: ConnectorOptions, rank: int, host: HostBuffer, on_start: Callable[[], None]
+    ) -> None:
+        assert options.shared_tier is not None
+        self._tier: SharedTier = FilesTier(options.shared_tier, options.shared_tier_bytes, rank)
+        self._tier.register(memoryview(host.tensor.numpy()))
+        self._gets = TierThread("kvext-shared-gets", on_start)
+        self._puts = TierThread("kvext-shared-puts", on_start)
+        self._changed = threading.Condition()  # Guards the rest.
+        self._num_left = 0
+        self._output = WorkerOutput()
+
+    def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
+        """Move objects some time later, each kind in its order."""
+        for each in gets:
+            self._submit(self._gets, "get", each)
+        for each in puts:
+            self._submit(self._puts, "put", each)
+
+    def _submit(self, thread: TierThread, direction: Direction, what: SharedObject) -> None:
+        with self._changed:
+            self._num_left += 1
+        thread.submit(partial(self._move, direction, what, time.monotonic()))
+
+    def take_output(self) -> WorkerOutput:
+        """What has ended, and come, since the last call."""
+        with self._changed:
+            output, self._output = self._output, WorkerOutput()
+        return output
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Return when something has come or ended, or in time; False if nothing is under way."""
+        with self._changed:
+            if not self._num_left:
+                return False
+            self._changed.wait_for(lambda: self._output, timeout_s)
+        return True
+
+    def shutdown(self) -> None:
+        """Begin nothing any more. Does not wait: the tier may hang."""
+        self._gets.close()
+        self._puts.close()
+
+    def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
+        answer, began_s = Answer.UNREACHABLE, time.monotonic()
+        try:
+            if began_s - submitted_s < MAX_QUEUED_S:
+                if direction == "put":
+                    (answer,) = self._tier.put([what])
+                else:
+                    (answer,) = self._tier.get_into([what], self._note_bytes)
+        finally:
+            with self._changed:
+                output, self._num_left = self._output, self._num_left - 1
+                output.stores_ended[what.number] = 1
+                if answer is Answer.WHOLE:
+                    moved = Traffic(what.num_bytes, time.monotonic() - began_s, 1)
+                    output.traffic.setdefault(direction, Traffic()).add(moved)
+                else:
+                    output.failed_stores.add(what.number)
+                    failures = Counter({f"{direction}_{answer.value}": 1})
+                    output.shared_failures = failures + Counter(output.shared_failures)
+                self._changed.notify_all()
+
+    def _note_bytes(self, num_bytes: int) -> None:
+        with self._changed:
+            self._output.got_bytes += num_bytes

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A shared tier in a folder: of one machine, or of a file system that several machines mount.
+
+    <folder>/kvext1/<name space>/engine.json          what its engines have in common
+    <folder>/kvext1/<name space>/r0/objects/<xx>/     objects of rank 0, one file each
+    <folder>/kvext1/<name space>/r0/notes/<xx>/       notes: symbolic links to objects
+
+No server, no lock, no index. A file is written under another name and renamed: it is there as a
+whole or not at all, whoever is killed meanwhile. It ends with a trailer (magic, version, length,
+hash of the name, and BLAKE3 of all before it), for nothing is flushed: a machine that crashes may
+leave anything. What was used longest ago gives way, of all name spaces; a get counts as use. Every
+engine counts the folder now and then; that two do it at once removes a few more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from blake3 import blake3
+
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
+
+logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
+
+VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
+
+_BLOCK_BYTES = 1 << 20
+"""Moved and hashed in blocks that stay in a CPU's cache between the two."""
+
+_BLOCK_OF_DISK_BYTES = 1 << 12
+"""Up to so much more than its bytes a file takes, most likely."""
+
+_TRAILER, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
+TRAILER_BYTES = _TRAILER.size + 32
+
+_FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
+"""Of the capacity: beyond the first, files are removed until the second is left."""
+_COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
+"""The folder is counted when such a part of the capacity was put, or so long ago."""
+_UNFINISHED_S = 600.0
+"""A file that nobody has renamed for so long belongs to a writer that was killed."""
+_QUIET_S = 10.0  # After an error was logged, others are not for so long.
+
+
+class FilesTier:
+    """The objects of one rank; see `SharedTier`.
+
+    Args:
+        url: ``file:///path`` of a folder; it is made, for its owner only, if its parent exists.
+        capacity_bytes: Of the folder. None: half of the file system.
+        makes_folder: Whether a folder that is not there is made.
+
+    Raises:
+        SettingsError: If the folder cannot be used, or others could write to it.
+    """
+
+    def __init__(
+        self, url: str, capacity_bytes: int | None, rank: int, makes_folder: bool = True
+    ) -> None:
+        if not url.startswith("file:///"):
+            raise SettingsError(f"shared_tier: expected file:///path of a folder, found {url!r}.")
+        self._folder = os.path.normpath(url.removeprefix("file://"))
+        self.root = os.path.join(self._folder, VERSION_FOLDER)
+        self._rank = f"r{rank}"
+        try:
+            if makes_folder:
+                self._make_folders(self.root)
+            mode = os.stat(self.root).st_mode
+            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError("this user cannot read and write it")
+            space = os.statvfs(self.root)
+        except OSError as error:
+            raise SettingsError(
+                f"shared_tier: expected a folder {self._folder} of this user, or one that can be "
+                f"made, found: {error}. Make it, with mode 0700, or leave shared_tier out."
+            ) from error
+        if mode & 0o022:
+            raise SettingsError(
+                f"shared_tier: expected a folder {self.root} that its owner alone can write to, "
+                f"found mode {mode & 0o777:03o}: others could put KV there that no model has "
+                "computed. chmod go-w, or choose another folder."
+            )
+        self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
+        self._memory = memoryview(b"")
+        self._numbers = itertools.count()
+        self._counting = threading.Lock()
+        self._put_bytes, self._counted_s = self.capacity_bytes, 0.0
+        self._logged_s = -math.inf
+
+    def register(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def close(self) -> None:
+        self._memory = memoryview(b"")
+
+    def exist(self, names: Sequence[str]) -> list[str]:
+        return [self._target(self._path(name)) for name in names]
+
+    def _target(self, path: str) -> str:
+        name = os.path.basename(path)
+        with contextlib.suppress(OSError):
+            if os.path.exists(path):  # For a link: what it leads to.
+                return os.path.basename(os.readlink(path)) if name.startswith("N") else name
+        return ""
+
+    def forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name))
+
+    def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
+        return [self._put(each) for each in objects]
+
+    def _put(self, each: SharedObject) -> Answer:
+        path = self._path(each.name)
+        try:
+            if not os.path.exists(path):
+                if not self._make_room(each.num_bytes + _BLOCK_OF_DISK_BYTES):
+                    return Answer.UNREACHABLE
+                with self._renamed_to(path) as unfinished:
+                    self._write(unfinished, each)
+            for note in each.notes:
+                self._link(f"{os.path.dirname(each.name)}/{note}", path)
+        except OSError as error:
+            return self._unreachable(error)
+        return Answer.WHOLE
+
+    @contextlib.contextmanager
+    def _renamed_to(self, path: str) -> Iterator[str]:
+        """A name for what gets this one when it is finished."""
+        self._make_folders(os.path.dirname(path))
+        unfinished = f"{path}.{os.getpid()}.{threading.get_ident()}.{next(self._numbers)}"
+        try:
+            yield unfinished
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+
+    def _write(self, path: str, each: SharedObject) -> None:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            checksum = blake3()
+            for block in (*self._blocks(each), memoryview(self._trailer(each))):
+                checksum.update(block)
+                _write_all(file, block)
+            _write_all(file, memoryview(checksum.digest()))
+        finally:
+            os.close(file)
+
+    def _link(self, note: str, path: str) -> None:
+        """Let a note lead to an object, unless it leads to one that begins no later."""
+        link, name = self._path(note), os.path.basename(path)
+        target = os.path.join("..", "..", "objects", name[-2:], name)
+        try:
+            self._make_folders(os.path.dirname(link))
+            os.symlink(target, link)
+        except FileExistsError:
+            known = self._target(link)
+            if not known or _first_tokens(known) > _first_tokens(name):
+                with self._renamed_to(link) as unfinished:
+                    os.symlink(target, unfinished)
+
+    def get_into(
+        self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
+    ) -> list[Answer]:
+        return [self._get(each, on_bytes) for each in objects]
+
+    def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
+        try:
+            file = os.open(self._path(each.name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Answer.ABSENT
+        except OSError as error:
+            return self._unreachable(error)
+        try:
+            if not self._read(file, each, on_bytes):
+                logger.warning("Shared tier: %s is broken, and is removed.", each.name)
+                self.forget([each.name])
+                return Answer.BROKEN
+            with contextlib.suppress(OSError):
+                os.utime(file)
+            return Answer.WHOLE
+        except OSError as error:
+            return self._unreachable(error)
+        finally:
+            os.close(file)
+
+    def _read(self, file: int, each: SharedObject, on_bytes: Callable[[int], None]) -> bool:
+        """Whether all of a file is as it was written."""
+        checksum = blake3()
+        for block in self._blocks(each):
+            left = block
+            while left:
+                num_bytes = os.readv(file, [left])
+                if not num_bytes:
+                    return False
+                left = left[num_bytes:]
+            checksum.update(block)
+            on_bytes(len(block))
+        trailer = self._trailer(each)
+        checksum.update(trailer)
+        return bool(os.read(file, TRAILER_BYTES + 1) == trailer + checksum.digest())
+
+    def _blocks(self, each: SharedObject) -> Iterator[memoryview]:
+        end_bytes = each.offset_bytes + each.num_bytes
+        for first in range(each.offset_bytes, end_bytes, _BLOCK_BYTES):
+            yield self._memory[first : min(first + _BLOCK_BYTES, end_bytes)]
+
+    def _trailer(self, each: SharedObject) -> bytes:
+        name = hashlib.blake2b(f"{self._rank}/{each.name}".encode(), digest_size=16).digest()
+        return _TRAILER.pack(_MAGIC, FORMAT_VERSION, each.num_bytes, name)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes may be put; the oldest files are removed where room is short."""
+        if num_bytes > self.capacity_bytes * _LEFT_SHARE:
+            return False
+        with self._counting:
+            self._put_bytes += num_bytes
+            is_due = self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes
+            if is_due or time.monotonic() - self._counted_s > _COUNTED_EVERY_S:
+                self._put_bytes, self._counted_s = num_bytes, time.monotonic()
+                self._evict(num_bytes)
+        return True
+
+    def _evict(self, num_bytes: int) -> None:
+        files = sorted(files_below(self.root))
+        total_bytes = num_bytes + sum(taken_bytes for _, taken_bytes, _ in files)
+        killed_s = time.time() - _UNFINISHED_S
+        is_full = total_bytes > self.capacity_bytes * _FULL_SHARE
+        for used_s, taken_bytes, path in files:
+            is_unfinished = "." in os.path.basename(path)
+            is_surplus = is_full and total_bytes > self.capacity_bytes * _LEFT_SHARE
+            if used_s < killed_s if is_unfinished else is_surplus:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                total_bytes -= taken_bytes
+        for link in _entries(self.root, "notes") if is_full else ():
+            if not os.path.exists(link.path):  # What it led to is gone.
+                with contextlib.suppress(OSError):
+                    os.unlink(link.path)
+
+    def _make_folders(self, path: str) -> None:
+        """Make a folder, and those before it up to that of the tier; all for their owner only."""
+        if not os.path.isdir(path):
+            if path != self._folder:
+                self._make_folders(os.path.dirname(path))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+
+    def _path(self, name: str) -> str:
+        namespace, _, own = name.rpartition("/")
+        kind = "notes" if own.startswith("N") else "objects"
+        return os.path.join(self.root, namespace, self._rank, kind, own[-2:], own)
+
+    def _unreachable(self, error: OSError) -> Answer:
+        if time.monotonic() - self._logged_s > _QUIET_S:
+            self._logged_s = time.monotonic()
+            logger.warning("Shared tier %s: %s. What is lacking is computed.", self._folder, error)
+        return Answer.UNREACHABLE
+
+
+def files_below(root: str) -> Iterator[tuple[float, int, str]]:
+    """When each file of an object was used, the bytes that it takes, and its path."""
+    for entry in _entries(root, "objects"):
+        with contextlib.suppress(OSError):
+            found = entry.stat(follow_symlinks=False)
+            yield found.st_mtime, max(found.st_size, found.st_blocks * 512), entry.path
+
+
+def _entries(path: str, *kinds: str, depth: int = 4) -> Iterator[os.DirEntry[str]]:
+    """What lies in name space, rank, kind and shard; what vanishes meanwhile is left out."""
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            if not depth:
+                yield entry
+            elif depth != 2 or entry.name in kinds:
+                yield from _entries(entry.path, *kinds, depth=depth - 1)
+
+
+def _first_tokens(name: str) -> int:
+    return int(name[1:].partition("-")[0])
+
+
+def _write_all(file: int, left: memoryview) -> None:
+    while left:
+        left = left[os.write(file, left) :]

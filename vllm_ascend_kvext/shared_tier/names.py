@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose KV may meet: the name space of an engine, and the names of its objects.
+
+An *identity* says all that decides what bytes of KV mean. Equal identities have one name space,
+others never meet; its parts are readable, so that `differences` says why engines do not meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION
+from vllm_ascend_kvext.store.entries import Kind, Piece
+
+Identity = Mapping[str, Any]
+"""Plain data, by part."""
+
+_ENGINE_FILE = "engine.json"
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLE_BYTES, _SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 256, 8, 4096
+
+
+def namespace_of(identity: Identity) -> str:
+    """The name space: a name that other identities do not have."""
+    text = json.dumps([FORMAT_VERSION, identity], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def differences(here: Identity, there: Identity) -> list[str]:
+    """Parts in which two identities differ, with their values where these are short."""
+    found = []
+    for part in sorted(here.keys() | there.keys()):
+        one, other = (json.dumps(each.get(part), sort_keys=True) for each in (here, there))
+        if one != other:
+            is_short = len(one) + len(other) <= 60
+            found.append(f"{part} ({one} here, {other} there)" if is_short else part)
+    return found
+
+
+def note_name(key: bytes) -> str:
+    """The note that leads to rows before a boundary. 128 bits of its chained hash."""
+    return f"N{key.hex()[:32]}"
+
+
+def object_name(piece: Piece, key: bytes) -> str:
+    """The name of a piece that ends with a key."""
+    kind = "T" if piece.kind is Kind.TAILS else "R"
+    return f"{kind}{piece.first_tokens}-{piece.end_tokens}-{key.hex()[:32]}"
+
+
+def piece_of(name: str) -> Piece:
+    """The piece of an object."""
+    first, end, _ = name[1:].split("-")
+    return Piece(Kind.TAILS if name[0] == "T" else Kind.ROWS, int(first), int(end))
+
+
+def describe_engine(root: str, namespace: str, identity: Identity) -> None:
+    """Leave a file in a folder that says what a name space stands for."""
+    folder = Path(root, namespace)
+    unfinished = folder / f"{_ENGINE_FILE}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # It is for readers only.
+        folder.mkdir(0o700, exist_ok=True)
+        unfinished.touch(0o600)
+        unfinished.write_text(json.dumps(identity, indent=1, sort_keys=True), encoding="utf-8")
+        unfinished.replace(folder / _ENGINE_FILE)
+
+
+def engines_below(root: str) -> dict[str, Identity]:
+    """The identities in a folder that can be read, by name space."""
+    found: dict[str, Identity] = {}
+    for path in sorted(Path(root).glob(f"*/{_ENGINE_FILE}")):
+        with contextlib.suppress(OSError, ValueError):
+            found[path.parent.name] = dict(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def weights_identity(folder: str | Path) -> str:
+    """The same for the same weights, wherever they lie; for others it is another.
+
+    Of each file it hashes the size, the header, and 256 bytes at 8 places of every tensor: 80,000
+    reads of a block where there are 10,000 tensors. Weights that are trained differ there.
+
+    Raises:
+        SettingsError: If there are no files of weights, or they cannot be read.
+    """
+    digest, found = hashlib.sha256(), "none"
+    try:
+        for path in sorted(Path(folder).iterdir()):
+            if path.suffix in _SUFFIXES:
+                with path.open("rb") as file:
+                    found = path.name
+                    digest.update(f"{found} {path.stat().st_size}\n".encode())
+                    for first, num_bytes in _samples(path, file):
+                        file.seek(first)
+                        digest.update(file.read(num_bytes))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{found}: {type(error).__name__}: {error}"
+    else:
+        if found != "none":
+            return digest.hexdigest()
+    raise SettingsError(
+        f"shared_tier: expected files of weights ({', '.join(_SUFFIXES)}) in {folder}, by whose "
+        f"content KV of this model is known, found {found}. Serve the model from a folder with its "
+        "weights, or leave shared_tier out."
+    )
+
+
+def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Where the bytes are that a file of weights is known by; and how many."""
+    size = path.stat().st_size
+    if path.suffix != ".safetensors":
+        step = max(_SAMPLE_BYTES, size // _SAMPLES_OF_FILE)
+        yield from ((first, _SAMPLE_BYTES) for first in range(0, size, step))
+        return
+    begin = 8 + int.from_bytes(file.read(8), "little")
+    if begin > size:
+        raise ValueError("it has no header of safetensors")
+    tensors = json.loads(file.read(begin - 8))
+    yield 0, begin
+    for name, tensor in tensors.items():
+        if name != "__metadata__":
+            first, end = tensor["data_offsets"]
+            step = max(_SAMPLE_BYTES, (end - first) // _SAMPLES_OF_TENSOR)
+            yield from ((begin + each, _SAMPLE_BYTES) for each in range(first, end, step))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a shared tier has of one prompt, of that which host memory lacks. Made on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_ascend_kvext.shared_tier.names import note_name, object_name, piece_of
+from vllm_ascend_kvext.store.entries import Piece
+from vllm_ascend_kvext.store.lookup import MAX_PIECES
+from vllm_ascend_kvext.store.prefix import Prefix, TierGeometry
+from vllm_ascend_kvext.token_range import TokenRange, union, without
+
+_MAX_TAILS, _TAILS_OF_A_BATCH = 4096, 64  # Boundaries at which tails are asked for.
+
+Exist = Callable[[Sequence[str]], list[str]]
+
+
+class FoundObject(NamedTuple):
+    """An object with a piece, which is the prompt's up to ``end_tokens``: where they part."""
+
+    name: str
+    piece: Piece
+    end_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked for one request.
+
+    Attributes:
+        tokens: From what the device has to where the request may resume at most.
+        missing: Chunks in there, as far as the prompt has them, whose rows host memory lacks.
+        tails_tokens: The last boundary at which host memory has tails; 0 if there is none.
+        goes_on_behind_holes: Whether rows are of use behind others that nobody has.
+    """
+
+    prefix: Prefix
+    geometry: TierGeometry
+    tokens: TokenRange
+    missing: tuple[TokenRange, ...]
+    tails_tokens: int
+    goes_on_behind_holes: bool
+
+
+def search(question: Question, exist: Exist) -> list[FoundObject]:
+    """What to get, in the order in which it is wanted: rows ascending, then tails."""
+    rows = _search_rows(question, exist) if question.missing else []
+    end_tokens = _rows_end(question, rows)
+    tails: list[FoundObject] = []
+    if question.geometry.needs_tails:
+        tails = _search_tails(question, exist, end_tokens)
+        end_tokens = tails[0].end_tokens if tails else question.tails_tokens
+    return [*(each for each in rows if each.piece.first_tokens < end_tokens), *tails]
+
+
+def _search_rows(question: Question, exist: Exist) -> list[FoundObject]:
+    geometry, after_tokens = question.geometry, question.tokens.first_tokens
+    found = _ask(question, exist, [chunk.end_tokens for chunk in question.missing])
+    # Chunks whose end another prompt does not have: where the prompt parts, and its last one.
+    lacking = [chunk for chunk in question.missing if chunk.end_tokens not in found]
+    for first, end in dict.fromkeys([*lacking[:1], *lacking[-1:]]):
+        unit_tokens = geometry.unit_tokens
+        inner = _ask(question, exist, range(geometry.floor(first) + unit_tokens, end, unit_tokens))
+        if inner:
+            found[max(inner)] = inner[max(inner)]
+    # Pieces of a chunk begin where others end.
+    latest = found
+    for _ in range(MAX_PIECES):
+        begins = {each.piece.first_tokens for each in latest.values()} - found.keys()
+        inner_begins = (each for each in begins if each % geometry.chunk_tokens)
+        latest = _ask(question, exist, [each for each in inner_begins if each > after_tokens])
+        found = found | latest
+    return [found[end] for end in sorted(found)]
+
+
+def _ask(question: Question, exist: Exist, ends: Sequence[int]) -> dict[int, FoundObject]:
+    """Objects with the rows before some boundaries, by boundary."""
+    names = exist([note_name(question.prefix.key_at(end)) for end in ends]) if ends else []
+    return {
+        end: FoundObject(name, piece_of(name), end)
+        for end, name in zip(ends, names, strict=True)
+        if name
+    }
+
+
+def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:
+    """Up to where rows are of use, those in host memory included."""
+    found = (TokenRange(each.piece.first_tokens, each.end_tokens) for each in rows)
+    runs = union([*without([question.tokens], question.missing), *found])
+    if question.goes_on_behind_holes and runs:
+        return runs[-1].end_tokens
+    after_tokens = question.tokens.first_tokens
+    return runs[0].end_tokens if runs and runs[0].first_tokens <= after_tokens else after_tokens
+
+
+def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[FoundObject]:
+    """The last tails before a boundary, if they are behind those that host memory has."""
+    unit_tokens = question.geometry.unit_tokens
+    begin = question.geometry.floor(max(question.tokens.first_tokens, question.tails_tokens))
+    boundaries = range(begin + unit_tokens, end_tokens + 1, unit_tokens)[::-1][:_MAX_TAILS]
+    for number in range(0, len(boundaries), _TAILS_OF_A_BATCH):
+        batch = boundaries[number : number + _TAILS_OF_A_BATCH]
+        names = [object_name(Piece.tails(each), question.prefix.key_at(each)) for each in batch]
+        for boundary, name in zip(batch, exist(names), strict=True):
+            if name:
+                return [FoundObject(name, Piece.tails(boundary), boundary)]
+    return []
