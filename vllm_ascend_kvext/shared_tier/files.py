@@ -75,7 +75,7 @@ class FilesTier:
         try:
             if makes_folder:
                 self._make_folders(self.root)
-            mode = os.stat(self.root).st_mode
+            mode, owner_id = os.stat(self.root).st_mode, os.stat(self.root).st_uid
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("this user cannot read and write it")
             space = os.statvfs(self.root)
@@ -84,11 +84,12 @@ class FilesTier:
                 f"shared_tier: expected a folder {self._folder} of this user, or one that can be "
                 f"made, found: {error}. Make it, with mode 0700, or leave shared_tier out."
             ) from error
-        if mode & 0o022:
+        if mode & 0o022 or owner_id != os.geteuid():
             raise SettingsError(
-                f"shared_tier: expected a folder {self.root} that its owner alone can write to, "
-                f"found mode {mode & 0o777:03o}: others could put KV there that no model has "
-                "computed. chmod go-w, or choose another folder."
+                f"shared_tier: expected a folder {self.root} that only this user, "
+                f"{os.geteuid()}, owns and can write to, found mode {mode & 0o777:03o} and owner "
+                f"{owner_id}: others could put KV there that no model has computed. chmod go-w and "
+                "chown it, or choose another folder."
             )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self._memory = memoryview(b"")

@@ -25,6 +25,7 @@ Identity = Mapping[str, Any]
 _ENGINE_FILE = "engine.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES, _SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 256, 8, 4096
+_READ_BYTES = 1 << 20
 
 
 def namespace_of(identity: Identity) -> str:
@@ -84,8 +85,9 @@ def engines_below(root: str) -> dict[str, Identity]:
 def weights_identity(folder: str | Path) -> str:
     """The same for the same weights, wherever they lie; for others it is another.
 
-    Of each file it hashes the size, the header, and 256 bytes at 8 places of every tensor: 80,000
-    reads of a block where there are 10,000 tensors. Weights that are trained differ there.
+    Of each file it hashes the size, the header, whole embeddings, of which few rows may have been
+    trained, and 256 bytes at 8 places of every other tensor: 80,000 reads of a block where there
+    are 10,000 tensors. Weights that are trained differ there.
 
     Raises:
         SettingsError: If there are no files of weights, or they cannot be read.
@@ -126,6 +128,8 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     yield 0, begin
     for name, tensor in tensors.items():
         if name != "__metadata__":
-            first, end = tensor["data_offsets"]
-            step = max(_SAMPLE_BYTES, (end - first) // _SAMPLES_OF_TENSOR)
-            yield from ((begin + each, _SAMPLE_BYTES) for each in range(first, end, step))
+            first, end = (begin + each for each in tensor["data_offsets"])
+            num_bytes = _READ_BYTES if "embed" in name else _SAMPLE_BYTES
+            step = num_bytes if "embed" in name else (end - first) // _SAMPLES_OF_TENSOR
+            places = range(first, end, max(num_bytes, step))
+            yield from ((each, min(num_bytes, end - each)) for each in places)

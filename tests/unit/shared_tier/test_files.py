@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -279,6 +280,12 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
     (shared / "kvext1").mkdir(parents=True)
     (shared / "kvext1").chmod(0o777)
     with pytest.raises(SettingsError, match="found mode 777"):
+        Engine(shared)
+    (shared / "kvext1").chmod(0o700)
+    with (
+        mock.patch.object(os, "geteuid", lambda: os.getuid() + 1),
+        pytest.raises(SettingsError, match=f"owner {os.getuid()}"),
+    ):
         Engine(shared)
 
 

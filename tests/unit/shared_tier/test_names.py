@@ -43,7 +43,7 @@ def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:
 
 def tensors_of(seed: int) -> dict[str, bytes]:
     rng = random.Random(seed)
-    sizes = {"small": 10, "medium": 3000, "large": 100_000}
+    sizes = {"small": 10, "medium": 3000, "large": 100_000, "embed_tokens": 2_500_000}
     return {name: rng.randbytes(num_bytes) for name, num_bytes in sizes.items()}
 
 
@@ -71,6 +71,15 @@ def test_a_tensor_of_other_weights_is_noticed(model: Path, name: str) -> None:
     times = (model / "a.safetensors").stat()
     write_safetensors(model / "a.safetensors", {**tensors_of(1), name: tensors_of(2)[name]})
     os.utime(model / "a.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert weights_identity(model) != before
+
+
+@pytest.mark.parametrize("place", [0, 1_234_567, 2_499_999])
+def test_one_trained_row_of_an_embedding_is_noticed(model: Path, place: int) -> None:
+    before, tensors = weights_identity(model), tensors_of(1)
+    embeddings = bytearray(tensors["embed_tokens"])
+    embeddings[place] ^= 1
+    write_safetensors(model / "a.safetensors", tensors | {"embed_tokens": bytes(embeddings)})
     assert weights_identity(model) != before
 
 
