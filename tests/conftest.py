@@ -6,6 +6,7 @@ Activates vLLM-Ascend before any test module imports vLLM, where its managers ar
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_free_list_diagnostics() -> Iterator[None]:
     with family.no_free_list_diagnostics():
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that is imported is garbage: engines and machines collect it often."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ A program is asked for over the socket, see `run`; what asks has the same files.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -134,6 +135,8 @@ def main() -> None:
     for name in imported:
         with suppress(Exception):  # of another release of it; whoever needs it will see
             import_module(name)
+    gc.collect()
+    gc.freeze()  # an engine that starts or stops looks for garbage five times, .2 s each
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
     listener = Listener(address, "AF_UNIX")
     while True:

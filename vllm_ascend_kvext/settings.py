@@ -16,12 +16,7 @@ from typing import Annotated, Any
 
 from vllm_ascend_kvext.declared import declared, did_you_mean
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.features import (
-    DEFAULTS,
-    FAST_PREFIX_CACHE,
-    FEATURES,
-    with_requirements,
-)
+from vllm_ascend_kvext.features import DEFAULTS, FAST_PREFIX_CACHE, FEATURES, with_requirements
 
 OWN_PREFIX = "VLLM_ASCEND_KVEXT_"
 MODE_VARIABLE = f"{OWN_PREFIX}MODE"

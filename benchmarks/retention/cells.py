@@ -54,7 +54,7 @@ def run_cell(cell: Cell, num_blocks: int | None) -> dict[str, object]:
     """
     layout = layout_named(cell.layout)
     variant = Variant.parse(cell.variant)
-    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch)
+    trace = _trace(cell.trace, cell.scale * layout.thinning, layout.stretch, cell.seed)
     if num_blocks is None:
         num_blocks = _blocks_without_evictions(layout, trace)
     gc.collect()

@@ -6,6 +6,7 @@ Knows only what `retention.suite.Finished` holds.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ OURS = "adaptive"
 INTRODUCTION = """\
 Token hit rate in per cent of prompt tokens at first admission. Pools are shares of what dense
 caching keeps in an infinite pool. `stock:N` is vLLM's own retention, `interval` and `adaptive` are
-this package's. `-`: refused by that variant, or not run."""
+this package's. `-`: refused by that variant, or not run. With several seeds per trace, means; `±`
+is the standard error of the difference."""
 
 
 def pool_name(pool: str) -> str:
@@ -26,7 +28,8 @@ def pool_name(pool: str) -> str:
 def line(finished: Finished) -> str:
     """One cell on one line."""
     cell, result = finished.cell, finished.result
-    head = f"{cell.layout:15}{cell.trace:11}{pool_name(cell.pool):>5} {cell.variant:15}"
+    trace = f"{cell.trace}/{cell.seed}" if cell.seed else cell.trace
+    head = f"{cell.layout:15}{trace:11}{pool_name(cell.pool):>5} {cell.variant:15}"
     if (reason := why_not(result)) is not None:
         return f"{head}{reason}"
     losses, prompt_tokens = result["losses"], result["prompt_tokens"]
@@ -54,17 +57,17 @@ def why_not(result: dict) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What all variants came to under the same circumstances."""
+    """What all variants came to under the same circumstances: a result per seed."""
 
     layout: str
     trace: str
     pool: str
-    results: dict[str, dict]
+    results: dict[str, list[dict]]
 
     def points(self, variant: str) -> float | None:
-        """Hit rate in per cent, None if there is none."""
-        rate = self.results.get(variant, {}).get("hit_rate")
-        return None if rate is None else 100 * rate
+        """Hit rate in per cent, the mean over all seeds; None if one of them has none."""
+        rates = [result.get("hit_rate") for result in self.results.get(variant, ())]
+        return None if not rates or None in rates else 100 * statistics.fmean(rates)
 
     def best_other(self) -> tuple[float, str] | None:
         """The best hit rate of the others, in per cent, and whose it is."""
@@ -80,6 +83,13 @@ class Row:
         points, best = self.points(variant), self.best_other()
         return None if points is None or best is None else points - best[0]
 
+    def lead_error(self, variant: str) -> float:
+        """Standard error of the lead over the same variant, in points; 0 for a single seed."""
+        best = self.best_other()
+        pairs = zip(self.results[variant], self.results[best[1]], strict=True) if best else ()
+        leads = [100 * (ours["hit_rate"] - theirs["hit_rate"]) for ours, theirs in pairs]
+        return statistics.stdev(leads) / len(leads) ** 0.5 if len(leads) > 1 else 0.0
+
 
 def rows(cells: Iterable[Finished]) -> list[Row]:
     found: dict[tuple[str, str, str], Row] = {}
@@ -87,7 +97,7 @@ def rows(cells: Iterable[Finished]) -> list[Row]:
         cell = finished.cell
         key = (cell.layout, cell.trace, cell.pool)
         row = found.setdefault(key, Row(*key, results={}))
-        row.results[cell.variant] = finished.result
+        row.results.setdefault(cell.variant, []).append(finished.result)
     return list(found.values())
 
 
@@ -123,14 +133,19 @@ def summary(all_rows: Sequence[Row], variant: str) -> str:
         f"`{variant}` against the best of the others, {len(leads)} cells: {wins} better, "
         f"{len(leads) - wins - len(losses)} within {TIE_POINTS} points, {len(losses)} worse."
     )
-    for lead, row in losses:
+    for _, row in losses:
         best = row.best_other()
         assert best is not None
         text += (
             f"\n- {row.layout}, {row.trace}, {pool_name(row.pool)}: "
-            f"{row.points(variant):.1f}, {best[1]} has {best[0]:.1f} ({lead:+.1f})"
+            f"{row.points(variant):.1f}, {best[1]} has {best[0]:.1f} ({_lead(row, variant)})"
         )
     return text
+
+
+def _lead(row: Row, variant: str) -> str:
+    lead, error = row.lead(variant), row.lead_error(variant)
+    return f"{lead:+.1f}" + (f" ± {error:.1f}" if error else "")
 
 
 def _hit_rates(some_rows: Sequence[Row]) -> str:
@@ -138,7 +153,7 @@ def _hit_rates(some_rows: Sequence[Row]) -> str:
     header = ["trace", "pool", *variants, "best other", OURS, "difference"]
     body = []
     for row in some_rows:
-        best, lead = row.best_other(), row.lead(OURS)
+        best = row.best_other()
         body.append(
             [
                 row.trace,
@@ -146,16 +161,17 @@ def _hit_rates(some_rows: Sequence[Row]) -> str:
                 *(_points(row, variant) for variant in variants),
                 f"{best[0]:.1f} ({best[1]})" if best else "-",
                 _points(row, OURS),
-                f"{lead:+.1f}" if lead is not None else "-",
+                _lead(row, OURS) if row.lead(OURS) is not None else "-",
             ]
         )
     return table(header, body)
 
 
 def _points(row: Row, variant: str) -> str:
-    if "does_not_fit" in row.results.get(variant, {}):
+    results = row.results.get(variant, ())
+    if any("does_not_fit" in result for result in results):
         return "does not fit"
-    if "error" in row.results.get(variant, {}):
+    if any("error" in result for result in results):
         return "FAILED"
     points = row.points(variant)
     return "-" if points is None else f"{points:.1f}"

@@ -57,6 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, values in everything.items():
         options.add_argument(f"--{name}", action="append", help=", ".join(values))
     options.add_argument("--scale", type=float, default=1.0, help="factor on the traces' sizes")
+    options.add_argument("--seeds", type=int, default=1, help="traces of each kind")
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     found = options.parse_args()
     for name, values in (everything | (QUICK if found.quick else {})).items():
@@ -86,9 +87,8 @@ def run_batches(work: Sequence[Batch], num_jobs: int) -> Iterator[Finished]:
 
 def main() -> int:
     arguments = parse_arguments()
-    work = batches(
-        arguments.layout, arguments.trace, arguments.pool, arguments.variant, arguments.scale
-    )
+    kinds = (arguments.layout, arguments.trace, arguments.pool, arguments.variant)
+    work = batches(*kinds, arguments.scale, arguments.seeds)
     cells = [cell for batch in work for cell in batch.cells]
     started_s = time.monotonic()
     finished: list[Finished] = []

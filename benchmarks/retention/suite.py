@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 INFINITE = "inf"
 
@@ -15,6 +16,7 @@ class Cell:
 
     Attributes:
         pool: Size of the pool as a share of the dense footprint, or ``inf``.
+        seed: Of the trace.
     """
 
     layout: str
@@ -22,6 +24,7 @@ class Cell:
     pool: str
     variant: str
     scale: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +61,21 @@ def batches(
     pools: Sequence[str],
     variants: Sequence[str],
     scale: float = 1.0,
+    num_seeds: int = 1,
 ) -> list[Batch]:
-    """All combinations that make sense.
+    """All combinations that make sense; each trace as often as there are seeds.
 
     In an infinite pool only dense caching, the ceiling, and adaptive retention are of interest,
     unless no other pool is asked for.
     """
     result = []
-    for layout in layouts:
-        for trace in traces:
-            base = Cell(layout, trace, INFINITE, "dense", scale)
-            cells = [
-                Cell(layout, trace, pool, variant, scale)
-                for pool in pools
-                for variant in variants
-                if pool != INFINITE or variant.startswith("adaptive") or list(pools) == [INFINITE]
-            ]
-            result.append(Batch(base, tuple(cell for cell in cells if cell != base)))
+    for layout, trace, seed in product(layouts, traces, range(num_seeds)):
+        base = Cell(layout, trace, INFINITE, "dense", scale, seed)
+        cells = [
+            replace(base, pool=pool, variant=variant)
+            for pool in pools
+            for variant in variants
+            if pool != INFINITE or variant.startswith("adaptive") or list(pools) == [INFINITE]
+        ]
+        result.append(Batch(base, tuple(cell for cell in cells if cell != base)))
     return result

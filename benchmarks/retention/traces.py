@@ -58,9 +58,10 @@ class Script:
         stretch: Factor on every length of a text; layouts with a coarse hit unit need long texts.
     """
 
-    def __init__(self, name: str, stretch: float) -> None:
-        self.rng = random.Random(name)
-        self.library = Library(name)
+    def __init__(self, name: str, stretch: float, seed: int = 0) -> None:
+        seed_text = f"{name}/{seed}" if seed else name
+        self.rng = random.Random(seed_text)
+        self.library = Library(seed_text)
         self.stretch = stretch
         self.requests: list[TracedRequest] = []
 
@@ -254,14 +255,15 @@ WRITERS: dict[str, Callable[[Script, float], None]] = {
 }
 
 
-def write_trace(name: str, scale: float = 1.0, stretch: float = 1.0) -> Trace:
+def write_trace(name: str, scale: float = 1.0, stretch: float = 1.0, seed: int = 0) -> Trace:
     """The trace of that name.
 
     Args:
         name: A key of `WRITERS`.
         scale: Factor on the number of conversations, documents, ...
         stretch: Factor on the lengths of texts.
+        seed: Another one writes other lengths and arrivals of the same kind.
     """
-    script = Script(name, stretch)
+    script = Script(name, stretch, seed)
     WRITERS[name](script, scale)
     return Trace(name, tuple(script.requests))

@@ -400,7 +400,10 @@ void RetainedRequest::pass_boundaries(nb::handle retention, const KeyTable& keys
   const bool is_planned = !boundaries.empty() && boundaries.back().boundary_tokens == passed_tokens;
   if (is_last && passed_tokens) {
     if (is_planned) boundaries.pop_back();
-    boundaries.push_back({passed_tokens, Reason{Origin::kLatest, 0, 0}});
+    // Where an answer has crossed no boundary, the last one is the prompt's, too: told apart, those
+    // that only an answer reaches do not hide how useful it is, nor the other way round.
+    const std::int32_t step = passed_tokens == replay_tokens_;
+    boundaries.push_back({passed_tokens, Reason{Origin::kLatest, step, 0}});
   } else if (!is_planned && geometry.has_states && before_tokens < passed_tokens &&
              passed_tokens < replay_tokens_) {
     boundaries.push_back({passed_tokens, Reason{Origin::kChunk, 0, 0}});

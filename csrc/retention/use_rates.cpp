@@ -26,6 +26,10 @@ constexpr int kNotedPerEviction = 8;
 constexpr double kPriorCheckpoints = 2;
 constexpr double kPriorHalfLifePools = 0.3;
 
+// What is believed of one of two reasons that are alike, as if so many of its checkpoints had fared
+// as those of both together.
+constexpr double kAlikeCheckpoints = 64;
+
 /// Ages in pools; the last one is where the last class ends.
 struct Ages {
   std::array<double, kNumAges + 1> edges;
@@ -75,7 +79,7 @@ double UseRates::expected_uses(const Reason& reason) const {
 
 double UseRates::uses_per_pool(const Reason& reason, double age_pools) {
   Counts& counts = counts_[reason.code()];
-  if (counts.is_stale) estimate(counts);
+  if (counts.is_stale) estimate(counts, counts_of_alike(reason));
   return counts.best[age_class(age_pools)];
 }
 
@@ -123,11 +127,23 @@ void UseRates::count(Counts& counts, bool is_use) {
   }
 }
 
-void UseRates::estimate(Counts& counts) {
+const UseRates::Counts* UseRates::counts_of_alike(const Reason& reason) const {
+  if (reason.origin != Origin::kLatest) return nullptr;
+  const auto found = counts_.find(Reason{Origin::kLatest, 1 - reason.step, reason.uses}.code());
+  return found == counts_.end() ? nullptr : &found->second;
+}
+
+void UseRates::estimate(Counts& counts, const Counts* alike) {
   std::array<double, kNumAges> likely;  // to be used in this class of age, for those that get there
   for (std::size_t age = 0; age < kNumAges; ++age) {
-    likely[age] = std::min(kMostLikely, (counts.uses[age] + ages().prior_uses[age]) /
-                                            (counts.exposed[age] + ages().prior_alive[age]));
+    double uses = counts.uses[age] + ages().prior_uses[age];
+    double exposed = counts.exposed[age] + ages().prior_alive[age];
+    if (alike) {
+      const double of_both = (uses + alike->uses[age]) / (exposed + alike->exposed[age]);
+      uses += kAlikeCheckpoints * of_both;
+      exposed += kAlikeCheckpoints;
+    }
+    likely[age] = std::min(kMostLikely, uses / exposed);
   }
   for (std::size_t from = 0; from < kNumAges; ++from) {
     double alive = 1, uses = 0, pools = 0, best = 0;

@@ -25,7 +25,7 @@ enum class Origin : std::int32_t {
 /// Why a checkpoint is kept: `vllm_ascend_kvext.retention.reasons.Reason`.
 struct Reason {
   Origin origin = Origin::kLatest;
-  std::int32_t step = 0;    // rung of the ladder; 0 for other origins
+  std::int32_t step = 0;    // rung of the ladder; 1 for a last boundary that is the prompt's, too
   std::int32_t uses = 0;    // how often it has been resumed from, counted up to `kMostUses`
 
   /// The reason to keep a checkpoint after one more use: its origin matters no more.
@@ -83,7 +83,9 @@ class UseRates {
 
   static void count(Counts& counts, bool is_use);
   static void note_age(Counts& counts, int age, int& seen_ages);
-  static void estimate(Counts& counts);
+  /// Of the other step of `kLatest`; null for other origins, or while nothing is known of it.
+  const Counts* counts_of_alike(const Reason& reason) const;
+  static void estimate(Counts& counts, const Counts* alike);
 
   std::unordered_map<std::uint64_t, Counts> counts_;
 };

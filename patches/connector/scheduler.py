@@ -24,10 +24,7 @@ from vllm_ascend_kvext.patches.connector.hole_rows import (
     correct_hits,
     go_on_behind_holes,
 )
-from vllm_ascend_kvext.patches.connector.learned_requests import (
-    LearnedRequests,
-    cancel_learning,
-)
+from vllm_ascend_kvext.patches.connector.learned_requests import LearnedRequests, cancel_learning
 from vllm_ascend_kvext.patches.repairs.scheduler import is_recovering
 from vllm_ascend_kvext.patches.retention.kv_cache_coordinator import (
     interval_tokens_of,

@@ -106,7 +106,11 @@ TWO_WORKERS_SETTINGS = {
 }
 ALL_SETTINGS = SETTINGS | ADAPTIVE_SETTINGS
 if IS_V2_RUNNER:  # A step takes some times as long.
-    SETTINGS = {name: SETTINGS[name] for name in ("default", "full", "holes")}
+    names = ("default", "full", "holes", "holes, one window")
+    SETTINGS = {name: SETTINGS[name] for name in names}
+    TWO_WORKERS_SETTINGS["two workers, one window"] = Setting(
+        ("turns",), engine={"tensor_parallel_size": 2}
+    )
     for is_async in (True, False):
         SETTINGS[f"asynchronous: {is_async}"] = Setting(
             ("turns", "holes"), "full", STORE_ALL, {"async_scheduling": is_async}

@@ -585,6 +585,17 @@ def test_answers_say_how_much_of_a_segment_was_stored() -> None:
         assert engine.counts.refusals[BlendRefusal.ROOM] == 1
 
 
+@pytest.mark.parametrize("sent", [[], [5], [5, 8, 9]], ids=["", "first token", "whole sink"])
+def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[int]) -> None:
+    with learning_engine(connector={**STORED_ONLY, "segment_sink": [5, 8, 9]}) as engine:
+        engine.side.segments.store.first_ids = (5,)
+        plan = engine.send((*sent, *ONE), 1, extra_args=((STORE_KEY, True),))
+        engine.contents.expect_segment(ONE, plan)
+        engine.serve()
+        engine.answer(QUESTION, ONE)
+        assert engine.counts.reused_tokens == len(ONE) - HEAD_TOKENS
+
+
 @pytest.mark.parametrize("num_blocks", [140, 200, 260])
 def test_nobody_waits_for_more_blocks_than_the_pool_has(num_blocks: int) -> None:
     """Windows of what is computed between segments take blocks beside those of the request."""

@@ -24,12 +24,7 @@ from vllm_ascend_kvext.blending.rotary import (
 from vllm_ascend_kvext.errors import BlendingError
 from vllm_ascend_kvext.transfer.key_rotation import rotated_page_transfer
 from vllm_ascend_kvext.transfer.pools import Pools
-from vllm_ascend_kvext.transfer.schema import (
-    DTYPE,
-    HOST_ALIGNMENT_BYTES,
-    Direction,
-    RowDtype,
-)
+from vllm_ascend_kvext.transfer.schema import DTYPE, HOST_ALIGNMENT_BYTES, Direction, RowDtype
 
 if TYPE_CHECKING:
     import torch

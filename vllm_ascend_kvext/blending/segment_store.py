@@ -93,10 +93,16 @@ class SegmentStore:
     from their ends on like prompts.
     """
 
-    def __init__(self, tier: HostTier, layout: SegmentLayout, sink_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tier: HostTier,
+        layout: SegmentLayout,
+        sink_ids: Sequence[int],
+        first_ids: Sequence[int] = (),
+    ) -> None:
         self._tier = tier
         self._layout = layout
-        self.sink_ids = tuple(sink_ids)
+        self.sink_ids, self.first_ids = tuple(sink_ids), tuple(first_ids)
 
     def prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> SegmentPrefix:
         """The keys of a segment."""

@@ -10,12 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from vllm_ascend_kvext.holes.load_plan import (
-    LoadPlan,
-    loaded_spans,
-    spans_within,
-    with_holes,
-)
+from vllm_ascend_kvext.holes.load_plan import LoadPlan, loaded_spans, spans_within, with_holes
 from vllm_ascend_kvext.store.entries import Entry
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
@@ -56,8 +51,8 @@ def plan_behind_holes(
     cached = without([TokenRange(0, num_tokens)], computed)
     stored = (span for run in runs for span in loaded_spans(run.rows))
     loaded = spans_within(stored, cached)
-    begins = [hole.first_tokens for hole in holes]
-    needed = {begin: tails[begin] for begin in (*begins, boundary_tokens) if begin in tails}
+    begins = {boundary_tokens, *(hole.first_tokens for hole in holes)}
+    needed = {begin: entry for begin, entry in tails.items() if begin in begins}
     spans = tuple(with_holes(after_tokens, loaded, boundary_tokens))
     return LoadPlan(hit.prefix, after_tokens, boundary_tokens, boundary_tokens, spans, needed)
 

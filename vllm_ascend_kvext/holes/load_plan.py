@@ -154,6 +154,9 @@ def spans_within(spans: Iterable[Span], ranges: Sequence[TokenRange]) -> Iterato
             run = ranges[index]
             if span.end_tokens <= run.first_tokens:
                 break
+            if run.first_tokens <= span.first_tokens and span.end_tokens <= run.end_tokens:
+                yield span
+                break
             first = max(span.first_tokens, run.first_tokens)
             end = min(span.end_tokens, run.end_tokens)
             entry_tokens = span.entry_tokens + first - span.first_tokens

@@ -46,7 +46,10 @@ STEPS_END_AT = frozenset({Origin.JUNCTION, Origin.WANTED, Origin.HINT})
 
 
 class Reason(NamedTuple):
-    """What checkpoints are judged by until they are of use; ``step`` is the rung of a ladder."""
+    """What checkpoints are judged by until they are of use.
+
+    ``step`` is the rung of a ladder, or 1 for a LATEST boundary that is the replay boundary, too.
+    """
 
     origin: Origin
     step: int = 0

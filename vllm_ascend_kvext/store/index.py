@@ -111,10 +111,9 @@ def _reach(entry: Entry) -> tuple[int, int]:
 
 
 def _upto(table: _Table, keys: Sequence[bytes]) -> int:
-    for num_behind, key in enumerate(reversed(keys)):
-        if key in table:
-            return len(keys) - num_behind
-    return 0
+    if table.keys().isdisjoint(keys):
+        return 0  # Mostly so, and quick.
+    return next(number for number in range(len(keys), 0, -1) if keys[number - 1] in table)
 
 
 def _insert(table: _Table, key: bytes, entry: Entry) -> bool:

@@ -81,9 +81,11 @@ class StoredRun(NamedTuple):
             found by the key at 24          rows 8 ──────── 24
         """
         rows = []
-        end_tokens = self.end_tokens
-        for entry in reversed(self.entries):
-            first_tokens = max(entry.piece.first_tokens, self.first_tokens)
+        run_tokens, end_tokens, entries = self
+        for entry in reversed(entries):
+            first_tokens = entry.piece.first_tokens
+            if first_tokens < run_tokens:
+                first_tokens = run_tokens
             if first_tokens < end_tokens:
                 rows.append(StoredRows(entry, first_tokens, end_tokens))
                 end_tokens = first_tokens
@@ -186,16 +188,14 @@ class Lookup:
         position = first_tokens = end_tokens = after_tokens
         while position < limit_tokens:
             target = min(self.geometry.chunk_end(position), limit_tokens)
-            is_at_gap = position != end_tokens
-            if not is_at_gap or self.index.stored(Kind.ROWS, self.prefix.key_at(target)):
-                for run in self.runs_of_chunk(position, target):
-                    if run.first_tokens != end_tokens:
-                        if entries:
-                            runs.append(StoredRun(first_tokens, end_tokens, tuple(entries)))
-                        entries = []
-                        first_tokens = run.first_tokens
-                    entries += run.entries
-                    end_tokens = run.end_tokens
+            for run in self.runs_of_chunk(position, target, at_gap=position != end_tokens):
+                if run.first_tokens != end_tokens:
+                    if entries:
+                        runs.append(StoredRun(first_tokens, end_tokens, tuple(entries)))
+                    entries = []
+                    first_tokens = run.first_tokens
+                entries += run.entries
+                end_tokens = run.end_tokens
             position = target
         if entries:
             runs.append(StoredRun(first_tokens, end_tokens, tuple(entries)))
@@ -207,15 +207,18 @@ class Lookup:
         return self.index.all_stored(Kind.TAILS, self.prefix.keys_at(boundaries))
 
     def runs_of_chunk(
-        self, first_tokens: int, end_tokens: int, with_storing: bool = False
+        self, first_tokens: int, end_tokens: int, with_storing: bool = False, at_gap: bool = False
     ) -> list[StoredRun]:
-        """The rows of a part of one chunk, which is not empty."""
+        """The rows of a part of one chunk, not an empty one; at a gap, only if it has the last."""
         find = self.index.present if with_storing else self.index.stored
         last = find(Kind.ROWS, self.prefix.key_at(end_tokens))
         if last is not None and last.piece.first_tokens <= first_tokens:
             return [StoredRun(first_tokens, end_tokens, (last,))]  # Nearly all chunks are so.
         if last is None:
-            end_tokens = self._end_before(first_tokens, end_tokens, with_storing)
+            if not at_gap:
+                end_tokens = self._end_before(first_tokens, end_tokens, with_storing)
+            if at_gap or end_tokens == first_tokens:
+                return []
         runs: list[StoredRun] = []
         for boundary, entry in self.walk_back(first_tokens, end_tokens, with_storing):
             begin = max(entry.piece.first_tokens, first_tokens)
@@ -231,8 +234,9 @@ class Lookup:
     ) -> Iterator[tuple[int, Entry]]:
         """Entries with rows of a range, the last first; and up to where each is read."""
         find = self.index.present if with_storing else self.index.stored
+        key_at = self.prefix.key_at
         while end_tokens > first_tokens:
-            entry = find(Kind.ROWS, self.prefix.key_at(end_tokens))
+            entry = find(Kind.ROWS, key_at(end_tokens))
             if entry is None:
                 chunk_start = max(first_tokens, self.geometry.chunk_start(end_tokens))
                 end_tokens = self._end_before(chunk_start, end_tokens, with_storing)
@@ -295,7 +299,9 @@ class Lookup:
         One slice of keys takes less time than a question per boundary.
         """
         upto = self.index.upto_present if with_storing else self.index.upto_stored
-        boundaries = self._boundaries(first_tokens, boundary_tokens - self.geometry.unit_tokens)
+        unit_tokens = self.geometry.unit_tokens
+        first = first_tokens - first_tokens % unit_tokens + unit_tokens
+        boundaries = range(first, boundary_tokens, unit_tokens)
         num_before = upto(Kind.ROWS, self.prefix.keys_at(boundaries))
         return boundaries[num_before - 1] if num_before else first_tokens
 

@@ -22,12 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vllm_ascend_kvext.native import native
-from vllm_ascend_kvext.transfer.cpus import (
-    CpuTopology,
-    ModelCpus,
-    is_main_thread_bound,
-    model_cpus,
-)
+from vllm_ascend_kvext.transfer.cpus import CpuTopology, ModelCpus, is_main_thread_bound, model_cpus
 from vllm_ascend_kvext.transfer.errors import PlacementError
 
 logger = logging.getLogger("vllm.ascend_kvext.transfer")

@@ -40,16 +40,17 @@ def tokens(first: Any = 1, has_tokenizer: bool = True, **options: Any) -> Segmen
 
 @pytest.mark.parametrize(("first", "expected"), [(1, (1,)), (None, ()), ([7, 8], (7,)), ([], ())])
 def test_the_sink_is_the_token_for_the_beginning(first: Any, expected: tuple[int, ...]) -> None:
-    assert tokens(first, has_tokenizer=False) == SegmentTokens(expected, ())
+    assert tokens(first, has_tokenizer=False) == SegmentTokens(expected, (), expected)
 
 
 def test_token_ids_take_its_place() -> None:
-    assert tokens(segment_sink=(5, 6)).sink_ids == (5, 6)
-    assert tokens(segment_sink=()).sink_ids == ()
+    assert tokens(segment_sink=(1, 6)) == SegmentTokens((1, 6), (), (1,))
+    assert tokens(segment_sink=(5, 6)) == SegmentTokens((5, 6))
+    assert tokens(segment_sink=()) == SegmentTokens()
 
 
 def test_a_text_follows_it() -> None:
-    assert tokens(segment_sink="ab").sink_ids == (1, 97, 98)
+    assert tokens(segment_sink="ab") == SegmentTokens((1, 97, 98), (), (1,))
     assert tokens(None, segment_sink="ab").sink_ids == (97, 98)
 
 

@@ -289,13 +289,15 @@ def test_without_full_attention_a_boundary_is_behind_shorter_ones_only() -> None
 
 def test_evictions_count_against_their_reason(cache: ModelCache) -> None:
     prompts = [f"{number:04}" + "a" * 20 + "x" for number in range(60)]
-    rates, latest, hint = cache.cache_state.rates, (Origin.LATEST, 0, 0), (Origin.HINT, 0, 0)
+    rates, hint = cache.cache_state.rates, (Origin.HINT, 0, 0)
+    latest = (Origin.LATEST, 1, 0)  # An answer of one token crosses no boundary.
     assert rates.is_worth_trying(latest)
     for prompt in prompts:
         cache.serve(prompt)
         cache.evict_everything()
     assert [rates.is_worth_trying(latest) for _ in range(15)].count(True) == 0
     assert rates.is_worth_trying(hint)
+    assert rates.expected_uses((Origin.LATEST, 0, 0)) == 1
     for prompt in prompts[:10]:
         cache.serve(prompt)  # asks for what was evicted
     assert rates.is_worth_trying(latest)

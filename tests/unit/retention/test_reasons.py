@@ -52,6 +52,21 @@ def test_reasons_are_judged_apart(rates: UseRates) -> None:
     assert rates.uses_per_pool(PROMPT, 0) < rates.uses_per_pool(LADDER, 0)
 
 
+def test_last_boundaries_lend_what_is_known_to_those_that_are_the_prompts_too(
+    rates: UseRates,
+) -> None:
+    of_answer, of_prompt = (Origin.LATEST, 0, 0), (Origin.LATEST, 1, 0)
+    unknown = UseRates().uses_per_pool(of_prompt, 0.01)
+    for _ in range(100):
+        rates.note_age(of_answer, OLDEST_AGE_POOLS, 0)
+    lent = UseRates()
+    for _ in range(100):
+        lent.note_age(of_answer, OLDEST_AGE_POOLS, 0)
+        lent.count_use(of_prompt, 0, 0)
+    assert rates.uses_per_pool(of_prompt, 0.01) < unknown / 2, "nobody resumed from the others"
+    assert lent.uses_per_pool(of_prompt, 0) > 5 * lent.uses_per_pool(of_answer, 0)
+
+
 def test_an_eviction_taken_back_counts_as_a_use(rates: UseRates) -> None:
     rates.count_eviction(PROMPT)
     rates.count_missed_use(PROMPT, 0, 0)

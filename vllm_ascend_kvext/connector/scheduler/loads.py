@@ -148,9 +148,7 @@ class Loads:
         if self._still_waits(admission, num_computed_tokens):
             return None
         admission.shortfall = None
-        if request.skip_reading_prefix_cache:
-            return 0
-        if state.num_failed_loads >= MAX_FAILED_LOADS:
+        if request.skip_reading_prefix_cache or state.num_failed_loads >= MAX_FAILED_LOADS:
             return 0
         if self._lookups_in_vain >= MAX_LOOKUPS_IN_VAIN:
             return None
@@ -172,7 +170,7 @@ class Loads:
                 return 0
             if self._waits_for_other(admission, plan):
                 return None
-            if self._takes_longer(plan):
+            if not plan.holes and self._takes_longer(plan):  # With holes, that was asked.
                 # It is asked about in every step while it waits.
                 self._counters.too_dear_loads += not admission.is_slower
                 admission.is_slower = True

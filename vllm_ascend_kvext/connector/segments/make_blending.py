@@ -35,7 +35,7 @@ def make_blending(
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
     sink_ids = segment_tokens.sink_ids
-    store = SegmentStore(parts.tier, of_workers[0], sink_ids)
+    store = SegmentStore(parts.tier, of_workers[0], sink_ids, segment_tokens.first_ids)
     window_tokens = max(each.window_tokens for each in of_workers)
     blend_options = BlendOptions(
         options.blend_head_tokens,

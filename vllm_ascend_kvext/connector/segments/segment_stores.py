@@ -252,17 +252,17 @@ class SegmentStores(NoSegments):
         refused = _Segment()
         if why_no_holes(request) is not None:
             return BlendRefusal.UNSUITED_REQUEST, refused
-        sink = list(self.store.sink_ids)
+        sink, first = list(self.store.sink_ids), list(self.store.first_ids)
         prompt = list(request.prompt_token_ids)
         # A tokenizer may have put the beginning of the sequence there.
-        has_sink = prompt[: len(sink)] == sink
-        segment = prompt[len(sink) :] if has_sink else prompt
+        before = next(each for each in (sink, first, []) if prompt[: len(each)] == each)
+        segment = prompt[len(before) :]
         if not segment:
             return BlendRefusal.WRONG_SEGMENTS, refused
         if len(sink) + len(segment) >= self._view.max_model_len:
             return BlendRefusal.TOO_LONG, refused
-        if not has_sink:
-            _put_before(request, sink)
+        if before != sink:
+            _replace_first(request, len(before), sink)
         if len(sink) >= self._view.hash_block_size:
             PrivateHashes(request, len(sink), self._view.hash_block_size)  # The request keeps it.
         else:
@@ -289,10 +289,10 @@ class SegmentStores(NoSegments):
         )
 
 
-def _put_before(request: Any, token_ids: Sequence[int]) -> None:
-    """Put tokens before the prompt of a request that nobody has looked at yet."""
-    request.prompt_token_ids = [*token_ids, *request.prompt_token_ids]
-    request._all_token_ids[:0] = token_ids
-    request.num_prompt_tokens += len(token_ids)
+def _replace_first(request: Any, num_tokens: int, token_ids: Sequence[int]) -> None:
+    """Replace the first tokens of the prompt of a request that nobody has looked at yet."""
+    request.prompt_token_ids = [*token_ids, *request.prompt_token_ids[num_tokens:]]
+    request._all_token_ids[:num_tokens] = token_ids
+    request.num_prompt_tokens += len(token_ids) - num_tokens
     request.block_hashes.clear()
     request.update_block_hashes()

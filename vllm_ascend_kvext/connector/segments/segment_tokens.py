@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 
 
 class SegmentTokens(NamedTuple):
-    """What segments are computed behind, and what stands between them; see ``ConnectorOptions``."""
+    """What segments are computed behind, and what stands between them; see ``ConnectorOptions``.
+
+    ``first_ids`` is what tokenizers put before a text, if the sink begins with it.
+    """
 
     sink_ids: tuple[int, ...] = ()
     separator_ids: tuple[int, ...] = ()
+    first_ids: tuple[int, ...] = ()
 
 
 NO_SEGMENT_TOKENS = SegmentTokens()
@@ -31,18 +35,21 @@ def segment_tokens_of(model: ModelConfig, options: ConnectorOptions) -> SegmentT
     """
     if not options.blending:
         return NO_SEGMENT_TOKENS
-    return SegmentTokens(_sink_ids(model, options), _separator_ids(model, options))
-
-
-def _sink_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, ...]:
+    first_ids = _first_ids(model)
     sink = options.segment_sink
-    if sink is not None and not isinstance(sink, str):
-        return sink
+    if isinstance(sink, str):
+        sink = (*first_ids, *_tokenize(model, "segment_sink", sink))
+    elif sink is None:
+        sink = first_ids
+    first_ids = first_ids if sink[: len(first_ids)] == first_ids else ()
+    return SegmentTokens(sink, _separator_ids(model, options), first_ids)
+
+
+def _first_ids(model: ModelConfig) -> tuple[int, ...]:
     first = getattr(model.hf_text_config, "bos_token_id", None)
     if isinstance(first, list):
         first = first[0] if first else None
-    first_ids = () if first is None else (int(first),)
-    return first_ids if sink is None else (*first_ids, *_tokenize(model, "segment_sink", sink))
+    return () if first is None else (int(first),)
 
 
 def _separator_ids(model: ModelConfig, options: ConnectorOptions) -> tuple[int, ...]:
