@@ -48,6 +48,7 @@ LONG_ENGINE_FILES = (
     ("test_connector_serve.py",),
     ("test_serve_lines.py",),
     ("test_fast_prefix_cache.py",),
+    ("test_shared_tier_engine.py", "test_shared_tier.py"),
     ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
     (
         "test_connector_scheduler.py",

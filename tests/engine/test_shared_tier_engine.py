@@ -140,6 +140,7 @@ def test_the_second_engine_hits_what_the_first_has_stored(
         assert own(second, f"shared_failures.{reason}") == 0
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize("damage", ["zeroed", "swapped"])
 def test_wrong_bytes_would_change_answers(
     first: Served, sharing: Sharing, reference: Served, damage: str
@@ -162,6 +163,7 @@ def test_wrong_bytes_would_change_answers(
             path.write_bytes(content)
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize("damage", ["flipped", "cut", "another's"])
 def test_unreadable_objects_are_computed(
     first: Served, sharing: Sharing, reference: Served, damage: str
@@ -193,6 +195,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize("other", OTHERS)
 def test_engines_that_differ_do_not_meet(first: Served, sharing: Sharing, other: str) -> None:
     arguments, said = OTHERS[other]
@@ -212,6 +215,7 @@ def until(condition: Callable[[], bool], engine: subprocess.Popen[bytes]) -> Non
         time.sleep(0.005)
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     how: signal.Signals,
@@ -238,6 +242,7 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     assert own(served, "shared_failures.get_broken") == 0
 
 
+@pytest.mark.main_version
 def test_engines_share_at_the_same_time(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
