@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from support.sample import sampled
 from support.scheduler.options import _model_config
 from support.scheduler.workload import RequestPlan
 
+from vllm_ascend_kvext.connector.common.engine_identity import identity_of
 from vllm_ascend_kvext.connector.scheduler import loads, shared_side
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
@@ -61,7 +63,11 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def weights() -> Iterator[Path]:
     names = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
-    paths = [Path(_model_config(name, 1024).model) / "model.safetensors" for name in names]
+    paths = [
+        Path(_model_config(name, max_tokens).model) / "model.safetensors"
+        for name in names
+        for max_tokens in (2048, 1024)
+    ]
     for path in paths:
         write_weights(path, b"\1" * 64)
     yield paths[-1]
@@ -249,6 +255,7 @@ def test_other_weights_under_the_same_path_do_not_meet(
     ("options", "said"),
     [
         ({"num_workers": 2}, "tensor parallel size (2 here, 1 there)"),
+        ({"max_model_len": 2048}, "max_model_len (2048 here, 1024 there)"),
         ({"chunk_tokens": 4}, "chunk tokens ("),
     ],
 )
@@ -290,6 +297,19 @@ def test_random_seeds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         engine_of(FULL, offloading=sharing(FULL, tmp_path)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("load_format", "has_own_scales"), [("dummy", False), ("auto", True)], ids=str
+)
+def test_what_an_engine_makes_up_is_refused(load_format: str, has_own_scales: bool) -> None:
+    config = SimpleNamespace(
+        model_config=None,
+        cache_config=SimpleNamespace(calculate_kv_scales=has_own_scales),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
+    with pytest.raises(SettingsError, match=f"{load_format}, calculate_kv_scales={has_own_scales}"):
+        identity_of(config)
 
 
 def test_a_model_without_weights_is_refused(tmp_path: Path, weights: Path) -> None:
@@ -457,6 +477,66 @@ def test_a_tier_that_hangs_is_not_waited_for(
         check_nothing_is_left(engine)
 
 
+def test_long_steps_are_not_taken_for_a_tier_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes in a step is reported with a later one."""
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(shared_side, "MAX_STALL_S", 0.02)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        engine.add_request(plan_of("another", prompt_of(FULL, 2), max_tokens=30))
+        engine.step()
+        engine.add_request(plan_of("a", prompt))
+        while "a" in engine.scheduler.requests:
+            engine.step()
+            time.sleep(0.05)
+        assert engine.side.counters.shared_requests["given_up"] == 0
+        assert engine.side.counters.hit_tokens == floor(engine, len(prompt) - 1)
+        serve(engine)
+
+
+def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question is answered in time, but not all of them."""
+    exist = FilesTier.exist
+    asked: list[int] = []
+
+    def slow(tier: FilesTier, names: Sequence[str]) -> list[str]:
+        asked.append(len(names))
+        time.sleep(0.01)
+        return exist(tier, names)
+
+    monkeypatch.setattr(FilesTier, "exist", slow)
+    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(shared_side, "MAX_QUEUED_S", 0.05)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        serve(engine, *(plan_of(str(seed), prompt_of(FULL, seed)) for seed in range(40)))
+        results = engine.side.counters.shared_requests
+        assert results["late"] > 0 and results["late"] + results["absent"] == 40
+        time.sleep(0.1)
+        assert len(asked) < 80, "what nobody waits for is not asked: two calls for each"
+        check_nothing_is_left(engine)
+
+
+def test_no_steps_are_made_for_a_put_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch, "put")
+    monkeypatch.setattr(shared_side, "MAX_QUIET_S", 0.05)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        timed_steps(engine, plan_of("a", prompt_of(FULL, 1)))
+        serve(engine)
+        assert slow.num_calls == 1 and not engine.side.has_work
+        slow.gate.set()
+        serve(engine, plan_of("b", prompt_of(FULL, 2)))
+        while engine.side.shared._num_under_way:
+            engine.step()
+        check_nothing_is_left(engine)
+
+
 def test_a_put_that_hangs_holds_little_and_delays_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +564,7 @@ def test_what_is_being_put_keeps_its_place(tmp_path: Path, monkeypatch: pytest.M
     with engine_of(FULL, offloading=options) as engine:
         for seed in range(1, 10):
             timed_steps(engine, plan_of(str(seed), prompt_of(FULL, seed)))
-            while engine.side._stores._under_way and slow.num_calls == 0:
+            while engine.side.shared._num_under_way and slow.num_calls == 0:
                 engine.step()
             engine.tier.evict(lambda entry: True)
         slow.gate.set()

@@ -14,12 +14,14 @@ from vllm_ascend_kvext.shared_tier.names import differences, engines_below
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
 _CHECK = "status-check"
+_NO_LIMIT_BYTES = 1 << 62
+"""Of a tier that removes nothing: whose capacity this is, only its engines know."""
 
 
 def describe(url: str) -> tuple[bool, list[str]]:
     """Whether the tier works, and lines for a person. Puts and gets one object; makes no folder."""
     try:
-        tier = FilesTier(url, None, rank=0, makes_folder=False)
+        tier = FilesTier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
     except KvextError as error:
         return False, [str(error)]
     what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)

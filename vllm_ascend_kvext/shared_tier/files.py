@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 import os
+import stat
 import struct
 import threading
 import time
@@ -75,7 +76,8 @@ class FilesTier:
         try:
             if makes_folder:
                 self._make_folders(self.root)
-            mode, owner_id = os.stat(self.root).st_mode, os.stat(self.root).st_uid
+            above, found = os.stat(self._folder).st_mode, os.stat(self.root)
+            mode, owner_id = found.st_mode, found.st_uid
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("this user cannot read and write it")
             space = os.statvfs(self.root)
@@ -84,18 +86,19 @@ class FilesTier:
                 f"shared_tier: expected a folder {self._folder} of this user, or one that can be "
                 f"made, found: {error}. Make it, with mode 0700, or leave shared_tier out."
             ) from error
-        if mode & 0o022 or owner_id != os.geteuid():
+        is_replaceable = above & 0o022 and not above & stat.S_ISVTX
+        if mode & 0o022 or owner_id != os.geteuid() or is_replaceable:
             raise SettingsError(
                 f"shared_tier: expected a folder {self.root} that only this user, "
                 f"{os.geteuid()}, owns and can write to, found mode {mode & 0o777:03o} and owner "
-                f"{owner_id}: others could put KV there that no model has computed. chmod go-w and "
-                "chown it, or choose another folder."
+                f"{owner_id}, in a folder of mode {above & 0o7777:04o}: others could put KV there "
+                "that no model has computed. chmod go-w and chown both, or choose another folder."
             )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
         self._memory = memoryview(b"")
         self._numbers = itertools.count()
         self._counting = threading.Lock()
-        self._put_bytes, self._counted_s = self.capacity_bytes, 0.0
+        self._put_bytes, self._next_count_s = self.capacity_bytes, 0.0
         self._logged_s = -math.inf
 
     def register(self, memory: memoryview) -> None:
@@ -230,9 +233,11 @@ class FilesTier:
         with self._counting:
             self._put_bytes += num_bytes
             is_due = self._put_bytes * _COUNTED_EVERY >= self.capacity_bytes
-            if is_due or time.monotonic() - self._counted_s > _COUNTED_EVERY_S:
-                self._put_bytes, self._counted_s = num_bytes, time.monotonic()
+            if is_due or time.monotonic() > self._next_count_s:
+                began_s, self._put_bytes = time.monotonic(), num_bytes
                 self._evict(num_bytes)
+                ended_s = time.monotonic()  # A slow file system is counted less often.
+                self._next_count_s = ended_s + max(_COUNTED_EVERY_S, 10 * (ended_s - began_s))
         return True
 
     def _evict(self, num_bytes: int) -> None:

@@ -22,6 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
 from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
@@ -282,11 +283,29 @@ def test_what_is_not_a_folder_of_ones_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="found mode 777"):
         Engine(shared)
     (shared / "kvext1").chmod(0o700)
+    shared.chmod(0o777)
+    with pytest.raises(SettingsError, match="in a folder of mode 0777"):
+        Engine(shared)  # Others could put another folder in its place.
+    shared.chmod(0o1777)
+    Engine(shared)
     with (
         mock.patch.object(os, "geteuid", lambda: os.getuid() + 1),
         pytest.raises(SettingsError, match=f"owner {os.getuid()}"),
     ):
         Engine(shared)
+
+
+def test_a_look_at_its_status_removes_nothing(tmp_path: Path) -> None:
+    """Whoever looks does not know its capacity; here it is seven eighths of the file system."""
+    small = mock.Mock(f_blocks=8, f_frsize=1 << 20, f_bavail=4)
+    with mock.patch.object(os, "statvfs", lambda path: small):
+        tier = FilesTier(f"file://{tmp_path}", 7 << 20, 0)
+        tier.register(memoryview(bytearray(1 << 16)))
+        for number in range(96):
+            tier.put([SharedObject(number, f"space/R0-16-{number:032x}", 0, 1 << 16)])
+        before = sorted(files_below(tier.root))
+        assert describe(f"file://{tmp_path}")[0]
+        assert sorted(files_below(tier.root)) == before
 
 
 def test_a_slash_at_the_end_does_not_matter(tmp_path: Path) -> None:

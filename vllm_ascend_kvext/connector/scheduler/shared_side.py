@@ -12,6 +12,7 @@ no entry. Loads know nothing of it. A request for which nothing comes in time go
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,10 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 MAX_LOOKUP_S = 0.05  # A request goes on without an answer that takes longer,
+MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
 MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs.
 PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
 MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
+MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
+_MAX_SILENT_REPORTS = 3
 _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
 
 
@@ -54,6 +58,8 @@ class _Asked:
     """A question, and what it found once it ``is_answered``."""
 
     question: Question
+    asked_s: float
+    is_dropped: bool = False  # Nobody waits for the answer any more.
     began_s: float | None = None
     seconds: float = 0.0
     found: Sequence[FoundObject] = ()
@@ -113,8 +119,11 @@ class SharedSide:
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
         self._busy_bytes = 0.0
+        self._num_silent = 0  # Steps since that brought nothing.
         self._paused_until_s = self._puts_paused_until_s = -PAUSE_S
         self._put_bytes = 0
+        self._num_under_way = 0
+        self._last_change_s = 0.0  # Of those under way.
         self._is_put: set[int] = set()  # Entries that are there, or on their way, by number.
         self._is_off = False
 
@@ -151,6 +160,9 @@ class SharedSide:
             elif self._is_late():
                 self._counters.shared_requests["late"] += 1
                 self._pause("an answer takes too long")
+            elif self._clock() - known.asked.asked_s > MAX_QUEUED_S:
+                self._counters.shared_requests["late"] += 1
+                known.asked.is_dropped = True
             else:
                 return True
             known.asked = None
@@ -163,7 +175,7 @@ class SharedSide:
         if self._clock() < self._paused_until_s or self._is_late():
             self._counters.shared_requests["paused"] += 1
             return
-        known.asked = self._last_asked = _Asked(question)
+        known.asked = self._last_asked = _Asked(question, self._clock())
         self._thread.submit(partial(self._answer, known.asked))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
@@ -204,6 +216,9 @@ class SharedSide:
 
     def _answer(self, asked: _Asked) -> None:
         """On the thread. How long it takes counts from here: many at once are not a slow tier."""
+        if asked.is_dropped:
+            asked.is_answered.set()
+            return
         asked.began_s = began_s = self._clock()
         self._running = asked
         try:
@@ -248,12 +263,12 @@ class SharedSide:
             if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
                 row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
             on_end = partial(self._end_get, entry, row_map, prefix, request)
-            number = self._parts.jobs.begin((), on_end)
+            number = self._begin(on_end)
             what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
             self._gets.append(what)
             if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
-                self._busy_bytes = 0
+                self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
             num_tokens = end_tokens - piece.first_tokens or asked.question.tokens.num_tokens
             self._awaited[number] = _Get(num_bytes, num_tokens)
@@ -273,6 +288,24 @@ class SharedSide:
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
             self._events.stored(entry, prefix, request)
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether gets and puts are under way that do not hang: steps are made for these only."""
+        is_quiet = self._clock() - self._last_change_s > MAX_QUIET_S
+        return self._num_under_way > 0 and not is_quiet
+
+    def _begin(self, on_end: Callable[[bool], None]) -> int:
+        """The number of a get or put, whose end is then told."""
+
+        def end(has_failed: bool) -> None:
+            self._num_under_way -= 1
+            self._last_change_s = self._clock()
+            on_end(has_failed)
+
+        self._num_under_way += 1
+        self._last_change_s = self._clock()
+        return self._parts.jobs.begin((), end, is_shared=True)
+
     def _check_patience(self) -> None:
         """Wait no longer for what does not come, or comes slower than it can be computed."""
         left = self._awaited.values()
@@ -283,8 +316,14 @@ class SharedSide:
         left_s = sum(each.num_bytes for each in left) * busy_s / max(1, self._busy_bytes)
         compute_s = self._cost.compute_s(sum(each.num_tokens for each in left))
         affordable_s = MAX_UNKNOWN_S if compute_s is None else compute_s
-        has_stalled = now_s - self._last_bytes_s > MAX_STALL_S
-        if has_stalled or (busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S):
+        if self._cost.is_ignored:
+            affordable_s = math.inf
+        # What a worker gets is reported one or two steps later, and steps may take longer.
+        self._num_silent += 1
+        is_silent = self._num_silent > _MAX_SILENT_REPORTS
+        has_stalled = is_silent and now_s - self._last_bytes_s > MAX_STALL_S
+        is_slow = busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S
+        if has_stalled or (self._busy_bytes and is_slow):
             self._counters.shared_requests["given_up"] += 1
             self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
@@ -329,7 +368,7 @@ class SharedSide:
             return
         notes = tuple(map(names.note_name, entry.keys)) if entry.piece.kind is Kind.ROWS else ()
         name = f"{self._namespace}/{names.object_name(entry.piece, entry.key)}"
-        number = self._parts.jobs.begin((), partial(self._end_put, entry, load, num_bytes))
+        number = self._begin(partial(self._end_put, entry, load, num_bytes))
         self._puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += num_bytes
         self._is_put.add(entry.number)
@@ -357,7 +396,8 @@ class SharedSide:
         """What the workers report of a step; ends of gets and puts are noted with stores."""
         if results.got_bytes:
             self._busy_bytes += results.got_bytes / self._parts.jobs.num_workers
-            self._last_bytes_s = self._clock()
+            self._last_bytes_s = self._last_change_s = self._clock()
+            self._num_silent = 0
         for name, number in results.shared_failures.items():
             self._counters.shared_failures[name] += number
             if name == "get_unreachable":

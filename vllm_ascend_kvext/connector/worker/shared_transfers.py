@@ -19,8 +19,8 @@ from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
-MAX_QUEUED_S = 5.0
-"""What could not begin for so long is not begun: nobody waits for it any more."""
+MAX_CALL_S = 5.0
+"""What was queued while one call took longer is not begun: nobody waits for it any more."""
 
 
 class SharedTransfers:
@@ -38,6 +38,7 @@ class SharedTransfers:
         self._tier.register(memoryview(host.tensor.numpy()))
         self._gets = TierThread("kvext-shared-gets", on_start)
         self._puts = TierThread("kvext-shared-puts", on_start)
+        self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
         self._changed = threading.Condition()  # Guards the rest.
         self._num_left = 0
         self._output = WorkerOutput()
@@ -76,17 +77,20 @@ class SharedTransfers:
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
         answer, began_s = Answer.UNREACHABLE, time.monotonic()
         try:
-            if began_s - submitted_s < MAX_QUEUED_S:
+            if submitted_s >= self._stale_before_s[direction]:
                 if direction == "put":
                     (answer,) = self._tier.put([what])
                 else:
                     (answer,) = self._tier.get_into([what], self._note_bytes)
         finally:
+            ended_s = time.monotonic()
+            if ended_s - began_s > MAX_CALL_S:
+                self._stale_before_s[direction] = ended_s
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
                 output.stores_ended[what.number] = 1
                 if answer is Answer.WHOLE:
-                    moved = Traffic(what.num_bytes, time.monotonic() - began_s, 1)
+                    moved = Traffic(what.num_bytes, ended_s - began_s, 1)
                     output.traffic.setdefault(direction, Traffic()).add(moved)
                 else:
                     output.failed_stores.add(what.number)
