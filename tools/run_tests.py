@@ -38,6 +38,7 @@ NOT_IN_SAMPLE = (
     "test_demo.py",
     "test_kernel_or_dma.py",
     "test_serve_lines.py",
+    "test_shared_tier.py",
 )
 """Of `tests/emulated_npu`: what serves for minutes, and only `make test-ascend` runs."""
 

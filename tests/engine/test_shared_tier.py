@@ -483,15 +483,29 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
     """What comes in a step is reported with a later one."""
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
+    get_into = FilesTier.get_into
+
+    def get_later(*arguments: Any) -> list[Answer]:
+        time.sleep(0.01)
+        return get_into(*arguments)
+
+    monkeypatch.setattr(FilesTier, "get_into", get_later)
     monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
     monkeypatch.setattr(shared_side, "MAX_STALL_S", 0.02)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         engine.add_request(plan_of("another", prompt_of(FULL, 2), max_tokens=30))
         engine.step()
+        execute = engine.runner.execute
+
+        def execute_long(output: Any) -> Any:
+            result = execute(output)  # Workers have said what has ended.
+            time.sleep(0.05)
+            return result
+
+        engine.runner.execute = execute_long
         engine.add_request(plan_of("a", prompt))
         while "a" in engine.scheduler.requests:
             engine.step()
-            time.sleep(0.05)
         assert engine.side.counters.shared_requests["given_up"] == 0
         assert engine.side.counters.hit_tokens == floor(engine, len(prompt) - 1)
         serve(engine)
