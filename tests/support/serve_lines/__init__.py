@@ -55,7 +55,10 @@ class ServeLine:
         return str(json.loads(config).get("kv_connector", ""))
 
     def for_model(self, model: Path) -> tuple[str, ...]:
-        """The arguments with this model, one rank, and memory and CPUs that any machine has."""
+        """The arguments with this model, one rank, and what any machine has.
+
+        Only the weights that lie with a model are shared.
+        """
         arguments = [str(model), *self.arguments[1:], *TINY]
         for number, name in enumerate(arguments):
             if name == "--tensor-parallel-size":
@@ -65,6 +68,9 @@ class ServeLine:
                 extra = config["kv_connector_extra_config"]
                 small = {"host_memory_gib": 0.25, "copy_cpus": "0"}
                 extra |= {key: value for key, value in small.items() if key in extra}
+                if "shared_tier" in extra:
+                    extra["shared_tier"] = f"file://{model.absolute()}/shared"
+                    arguments[arguments.index("dummy")] = "auto"
                 arguments[number + 1] = json.dumps(config)
         return tuple(arguments)
 
