@@ -402,17 +402,14 @@ void RetainedRequest::pass_boundaries(nb::handle retention, const KeyTable& keys
     if (is_planned) boundaries.pop_back();
     // Where an answer has crossed no boundary, the last one is the prompt's, too: told apart, those
     // that only an answer reaches do not hide how useful it is, nor the other way round.
-    const std::int32_t step = passed_tokens == replay_tokens_;
-    boundaries.push_back({passed_tokens, Reason{Origin::kLatest, step, 0}});
+    boundaries.push_back({passed_tokens, Reason{Origin::kLatest, passed_tokens == replay_tokens_, 0}});
   } else if (!is_planned && geometry.has_states && before_tokens < passed_tokens &&
              passed_tokens < replay_tokens_) {
     boundaries.push_back({passed_tokens, Reason{Origin::kChunk, 0, 0}});
   }
   if (!boundaries.empty()) {
     const Prefix prefix(*this, keys);
-    for (const PlannedBoundary& boundary : boundaries) {
-      keep(prefix, boundary.boundary_tokens, boundary.reason);
-    }
+    for (const PlannedBoundary& each : boundaries) keep(prefix, each.boundary_tokens, each.reason);
   }
   if (passed_tokens > before_tokens) let_go(passed_tokens);
 }

@@ -79,7 +79,7 @@ double UseRates::expected_uses(const Reason& reason) const {
 
 double UseRates::uses_per_pool(const Reason& reason, double age_pools) {
   Counts& counts = counts_[reason.code()];
-  if (counts.is_stale) estimate(counts, counts_of_alike(reason));
+  if (counts.is_stale) estimate(counts, reason);
   return counts.best[age_class(age_pools)];
 }
 
@@ -95,9 +95,7 @@ void UseRates::count_use(const Reason& reason, double age_pools, int seen_ages) 
   note_age(counts, static_cast<int>(age), seen_ages);
   counts.exposed[age] += 1;
   counts.uses[age] += 1;
-  if (++counts.num_uses < kEstimateEvery || counts.num_uses % kEstimateEvery == 0) {
-    counts.is_stale = true;
-  }
+  counts.is_stale |= ++counts.num_uses < kEstimateEvery || counts.num_uses % kEstimateEvery == 0;
 }
 
 void UseRates::count_eviction(const Reason& reason) { count(counts_[reason.code()], false); }
@@ -127,20 +125,16 @@ void UseRates::count(Counts& counts, bool is_use) {
   }
 }
 
-const UseRates::Counts* UseRates::counts_of_alike(const Reason& reason) const {
-  if (reason.origin != Origin::kLatest) return nullptr;
-  const auto found = counts_.find(Reason{Origin::kLatest, 1 - reason.step, reason.uses}.code());
-  return found == counts_.end() ? nullptr : &found->second;
-}
-
-void UseRates::estimate(Counts& counts, const Counts* alike) {
+void UseRates::estimate(Counts& counts, const Reason& reason) const {
+  const Reason other{reason.origin, 1 - reason.step, reason.uses};
+  const auto alike = reason.origin == Origin::kLatest ? counts_.find(other.code()) : counts_.end();
   std::array<double, kNumAges> likely;  // to be used in this class of age, for those that get there
   for (std::size_t age = 0; age < kNumAges; ++age) {
     double uses = counts.uses[age] + ages().prior_uses[age];
     double exposed = counts.exposed[age] + ages().prior_alive[age];
-    if (alike) {
-      const double of_both = (uses + alike->uses[age]) / (exposed + alike->exposed[age]);
-      uses += kAlikeCheckpoints * of_both;
+    if (alike != counts_.end()) {
+      const Counts& known = alike->second;
+      uses += kAlikeCheckpoints * (uses + known.uses[age]) / (exposed + known.exposed[age]);
       exposed += kAlikeCheckpoints;
     }
     likely[age] = std::min(kMostLikely, uses / exposed);

@@ -83,9 +83,7 @@ class UseRates {
 
   static void count(Counts& counts, bool is_use);
   static void note_age(Counts& counts, int age, int& seen_ages);
-  /// Of the other step of `kLatest`; null for other origins, or while nothing is known of it.
-  const Counts* counts_of_alike(const Reason& reason) const;
-  static void estimate(Counts& counts, const Counts* alike);
+  void estimate(Counts& counts, const Reason& reason) const;
 
   std::unordered_map<std::uint64_t, Counts> counts_;
 };

@@ -27,6 +27,7 @@ from support.connector.offload_run import check_nothing_is_left, run_offloading,
 from support.connector.offload_workloads import EngineKind, offloading, random_offload, tokens
 from support.connector.page_contents import WrongBytesError
 from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
+from support.connector.shared_objects import forge, objects
 from support.connector.simulated_engine import SimulatedEngine
 from support.sample import sampled
 from support.scheduler.options import _model_config
@@ -108,10 +109,6 @@ def store_in(folder: Path, layout: PagedLayout, *prompts: Sequence[int], **optio
         for number, prompt in enumerate(prompts):
             serve(engine, plan_of(f"stored-{number}", prompt))
         assert not any(engine.side.counters.shared_failures.values())
-
-
-def objects(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kvext1/*/*/objects/*/*"))
 
 
 # What one engine stores, another hits.
@@ -335,17 +332,6 @@ def see_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
 # Faults: what does not come is computed.
 
 
-def forge(folder: Path, name: str, content: bytes) -> None:
-    """Put other bytes under the name of an object, with a trailer that is right for them."""
-    (path,) = folder.glob(f"kvext1/*/*/objects/*/{name}")
-    namespace, rank = path.parts[-5], int(path.parts[-4][1:])
-    path.unlink()
-    tier = FilesTier(f"file://{folder}", None, rank)
-    tier.register(memoryview(bytearray(content)))
-    what = SharedObject(0, f"{namespace}/{name}", 0, len(content))
-    assert tier.put([what]) == [Answer.WHOLE]
-
-
 def payload(path: Path) -> bytes:
     return path.read_bytes()[: -files.TRAILER_BYTES]
 
@@ -372,7 +358,7 @@ def test_wrong_bytes_with_a_right_checksum_are_seen(
             if not fitting:
                 continue
             content = fitting[0]
-        forge(tmp_path, path.name, content)
+        forge(tmp_path, path, content)
     with (
         pytest.raises((WrongBytesError, AssertionError)),
         engine_of(layout, offloading=sharing(layout, tmp_path)) as engine,

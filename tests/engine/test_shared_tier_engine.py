@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.connector.shared_objects import forge, objects
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_LENGTHS, SHARED_TOKENS
 from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
 
-from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES, FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
 
 SEED = {"PYTHONHASHSEED": "0"}
 LABELS = ("shared", "shared, again", "shared, parting", "shared, salted")
@@ -74,19 +74,6 @@ class Sharing:
                 stdout=log,
                 stderr=log,
             )
-
-    @property
-    def objects(self) -> list[Path]:
-        return sorted(self.folder.glob("kvext1/*/r*/objects/*/*"))
-
-    def forge(self, path: Path, content: bytes) -> None:
-        """Have an object hold other bytes, with a trailer that is right for them."""
-        namespace, rank = path.parts[-5], int(path.parts[-4][1:])
-        path.unlink()
-        tier = FilesTier(f"file://{self.folder}", None, rank)
-        tier.register(memoryview(bytearray(content)))
-        what = SharedObject(0, f"{namespace}/{path.name}", 0, len(content))
-        assert tier.put([what]) == [Answer.WHOLE]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -146,14 +133,14 @@ def test_wrong_bytes_would_change_answers(
     first: Served, sharing: Sharing, reference: Served, damage: str
 ) -> None:
     """A control: a trailer that is right for other bytes."""
-    kept = {path: path.read_bytes() for path in sharing.objects}
+    kept = {path: path.read_bytes() for path in objects(sharing.folder)}
     by_size: dict[int, list[Path]] = {}
     for path in kept:
         by_size.setdefault(len(kept[path]), []).append(path)
     for paths in by_size.values():
         for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
             content = kept[other][:-TRAILER_BYTES]
-            sharing.forge(path, content if damage == "swapped" else bytes(len(content)))
+            forge(sharing.folder, path, content if damage == "swapped" else bytes(len(content)))
     try:
         served = sharing.serve()
         assert served.hit_tokens("shared") == HITS
@@ -168,7 +155,7 @@ def test_wrong_bytes_would_change_answers(
 def test_unreadable_objects_are_computed(
     first: Served, sharing: Sharing, reference: Served, damage: str
 ) -> None:
-    kept = {path: path.read_bytes() for path in sharing.objects}
+    kept = {path: path.read_bytes() for path in objects(sharing.folder)}
     contents = list(kept.values())
     for number, path in enumerate(kept):
         if damage == "flipped":
@@ -228,9 +215,9 @@ def test_an_engine_that_dies_or_stops_in_a_put_harms_nobody(
     engine = sharing.start("shared_for_long")
     try:
         # Beyond what `shared` puts: so it is at the rest.
-        until(lambda: len(sharing.objects) > 40, engine)
+        until(lambda: len(objects(sharing.folder)) > 40, engine)
         # In a put: a file has no name of its own yet.
-        until(lambda: any("." in path.name for path in sharing.objects), engine)
+        until(lambda: any("." in path.name for path in objects(sharing.folder)), engine)
         engine.send_signal(how)
         served = sharing.serve()
         assert engine.poll() is None or how is signal.SIGKILL
@@ -250,7 +237,7 @@ def test_engines_share_at_the_same_time(
     reference = sharing.reference()
     engine = sharing.start("shared_for_long")
     try:
-        until(lambda: len(sharing.objects) > 40, engine)
+        until(lambda: len(objects(sharing.folder)) > 40, engine)
         served = sharing.serve()
         assert engine.poll() is None
     finally:

@@ -46,6 +46,7 @@ def identity_of(
     hashes = _hash_canary(cache.prefix_caching_hash_algo)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     models = [model] if draft is None else [model, draft]  # Layers of a draft have KV, too.
+    folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
     return lambda layout, workers: {
@@ -58,12 +59,9 @@ def identity_of(
         "quantization": [str(getattr(model, name, "")) for name in _QUANTIZATION],
         # Some models choose their rotary embedding by it: phi3_long_rope_scaled_rope.py of vLLM.
         "max_model_len": model.max_model_len,
-        "media": [
-            str(getattr(media, "mm_processor_kwargs", "")),
-            *_processors(_folder(model, load)),
-        ],
+        "media": [str(getattr(media, "mm_processor_kwargs", "")), *_processors(folders[0])],
         "attention backend": str(getattr(attention, "backend", None)),
-        "weights": [weights_identity(_folder(each, load)) for each in models],
+        "weights": [*map(weights_identity, folders)],
         "model configuration": [_configuration(each) for each in models],
         "tensor parallel size": len(workers),
         "block hashes": hashes,

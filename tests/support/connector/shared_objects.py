@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of a shared tier in a folder, as tests look at them and damage them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kvext1/*/r*/objects/*/*"))
+
+
+def forge(folder: Path, path: Path, content: bytes) -> None:
+    """Have an object hold other bytes, with a trailer that is right for them."""
+    namespace, rank = path.parts[-5], int(path.parts[-4][1:])
+    path.unlink()
+    tier = FilesTier(f"file://{folder}", None, rank)
+    tier.register(memoryview(bytearray(content)))
+    what = SharedObject(0, f"{namespace}/{path.name}", 0, len(content))
+    assert tier.put([what]) == [Answer.WHOLE]
