@@ -19,7 +19,7 @@ from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
 from support.connector.shared_objects import forge, objects
 from support.connector.simulated_segments import SimulatedMover
 from support.scheduler.workload import RequestPlan
-from test_shared_tier import _equal_seeds, _patience, payload, weights
+from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
 
 from vllm_ascend_kvext.connector.common.counters import BlendRefusal
 
@@ -144,6 +144,20 @@ def test_several_requests_at_once_share_what_is_got(tmp_path: Path) -> None:
         assert reused_tokens(engine, ONE) == 4 * (len(ONE) - HEAD_TOKENS)
         num_bytes = sum(path.stat().st_size for path in objects(tmp_path))
         assert 0 < engine.side.counters.transfer_bytes["get"] < num_bytes
+
+
+def test_a_later_request_waits_for_what_is_being_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_in(tmp_path, ONE)
+    slow = Slow(monkeypatch, "get_into")
+    with sharing(tmp_path) as engine:
+        engine.ask(ONE)
+        engine.step_until(lambda: slow.num_calls)
+        engine.ask(ONE)
+        engine.step()
+        slow.gate.set()
+        assert reused_tokens(engine, ONE) == 3 * (len(ONE) - HEAD_TOKENS)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone"])
