@@ -54,7 +54,7 @@ class LearnedRequests:
             wanted = learning.take(self._side.segments.has_room)
             if wanted is None:
                 return
-            request = _request_of(wanted, learning.sink_ids)
+            request = _request_of(wanted)
             left_tokens -= request.num_tokens
             left_rows -= 1
             learning.begin(request.request_id, wanted)
@@ -103,14 +103,14 @@ def cancel_learning(scheduler: Scheduler, learning: SegmentLearning) -> None:
     scheduler.finish_requests(learning.request_ids, RequestStatus.FINISHED_ABORTED)
 
 
-def _request_of(wanted: WantedSegment, sink_ids: tuple[int, ...]) -> Request:
+def _request_of(wanted: WantedSegment) -> Request:
     """What a client would send, but for the sink: a segment may begin like it."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     return Request(
         request_id=f"kvext-learns-{uuid4().hex}",
-        prompt_token_ids=[*sink_ids, *wanted.prefix.token_ids],
+        prompt_token_ids=[*wanted.prefix.sink.token_ids, *wanted.prefix.token_ids],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1, extra_args={STORE_KEY: True}),
         pooling_params=None,
         cache_salt=wanted.cache_salt,

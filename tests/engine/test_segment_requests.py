@@ -432,7 +432,7 @@ def test_answers_say_how_much_of_a_segment_was_stored() -> None:
 @pytest.mark.parametrize("sent", [[], [5], [5, 8, 9]], ids=["", "first token", "whole sink"])
 def test_a_document_is_found_whatever_a_tokenizer_has_put_before_it(sent: list[int]) -> None:
     with learning_engine(connector={**STORED_ONLY, "segment_sink": [5, 8, 9]}) as engine:
-        engine.side.segments.store.first_ids = (5,)
+        engine.side.segments.first_ids = (5,)
         plan = engine.send((*sent, *ONE), 1, extra_args=((STORE_KEY, True),))
         engine.contents.expect_segment(ONE, plan)
         engine.serve()

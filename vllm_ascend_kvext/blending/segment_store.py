@@ -10,11 +10,11 @@ behind, and the salt. Moves no bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, Sink
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
@@ -25,16 +25,30 @@ _ID_TYPE = "q"
 
 
 class SegmentPrefix:
-    """The tokens of a segment; a ``store.prefix.Prefix``, whose length is rounded up to a unit."""
+    """The tokens of a segment; a ``store.prefix.Prefix``, whose length is rounded up to a unit.
 
-    def __init__(self, space: bytes, token_ids: Sequence[int], unit_tokens: int) -> None:
-        self._space = space
+    ``without_context`` is the same segment, as it was stored before there was a context.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        token_ids: Sequence[int],
+        unit_tokens: int,
+        without_context: SegmentPrefix | None = None,
+    ) -> None:
+        self.sink, self.without_context = sink, without_context
         self._keys: dict[int, bytes] = {}
-        self._digest = hashlib.sha256(space)
+        self._digest = hashlib.sha256(sink.space)
         self._digested_tokens = 0
         self.packed_ids = array(_ID_TYPE, token_ids).tobytes()
         self.num_segment_tokens = len(token_ids)
         self.num_tokens = -(-len(token_ids) // unit_tokens) * unit_tokens
+
+    @property
+    def sink_tokens(self) -> int:
+        """How many tokens stand before it when it is stored."""
+        return len(self.sink.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -52,7 +66,7 @@ class SegmentPrefix:
     def _digest_up_to(self, boundary_tokens: int) -> hashlib._Hash:
         """The digest of all before a boundary. Boundaries that ascend read each token once."""
         if boundary_tokens < self._digested_tokens:
-            self._digest, self._digested_tokens = hashlib.sha256(self._space), 0
+            self._digest, self._digested_tokens = hashlib.sha256(self.sink.space), 0
         self._digest.update(self.ids_of(self._digested_tokens, boundary_tokens))
         self._digested_tokens = boundary_tokens
         return self._digest
@@ -64,15 +78,6 @@ class SegmentPrefix:
         """Token ids of a range, packed, as far as the segment has them."""
         width = array(_ID_TYPE).itemsize
         return self.packed_ids[first_tokens * width : end_tokens * width]
-
-
-def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """What all segments have in common whose rows may stand for each other.
-
-    A salt of None and an empty one are the same, as they are to vLLM.
-    """
-    facts = ["segment", list(sink_ids), cache_salt or ""]
-    return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
 class StoredTokens(NamedTuple):
@@ -87,30 +92,34 @@ class StoredTokens(NamedTuple):
 
 
 class SegmentStore:
-    """Segments of one engine, which workers lay out alike, computed behind the sink.
+    """Segments of one engine, which workers lay out alike, behind the sinks of ``contexts``.
 
     They are stored by chunks, the last one rounded up to a unit, so that long segments are evicted
     from their ends on like prompts.
     """
 
-    def __init__(
-        self,
-        tier: HostTier,
-        layout: SegmentLayout,
-        sink_ids: Sequence[int],
-        first_ids: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, tier: HostTier, layout: SegmentLayout, contexts: SegmentContexts) -> None:
         self._tier = tier
         self._layout = layout
-        self.sink_ids, self.first_ids = tuple(sink_ids), tuple(first_ids)
+        self.contexts = contexts
 
-    def prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> SegmentPrefix:
-        """The keys of a segment."""
-        space = key_space(self.sink_ids, cache_salt)
-        return SegmentPrefix(space, token_ids, self._tier.geometry.unit_tokens)
+    def prefix(
+        self, token_ids: Sequence[int], cache_salt: str | None, sink: Sink | None = None
+    ) -> SegmentPrefix:
+        """The keys of a segment behind a sink, or as it is stored from now on."""
+        unit_tokens, first = self._tier.geometry.unit_tokens, self.contexts.first_of(cache_salt)
+        sink = sink or self.contexts.of(cache_salt)
+        before = None if sink == first else SegmentPrefix(first, token_ids, unit_tokens)
+        return SegmentPrefix(sink, token_ids, unit_tokens, before)
 
     def find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         """The loaded spans of a segment that stands there, from its first token on, no gap."""
+        found = self._find(prefix, first_tokens)
+        if not found and prefix.without_context is not None:
+            found = self._find(prefix.without_context, first_tokens)
+        return found
+
+    def _find(self, prefix: SegmentPrefix, first_tokens: int) -> list[Span]:
         runs = self._tier.lookup(prefix).find_runs(prefix.num_tokens, 0)
         found: list[Span] = []
         if not runs or runs[0].first_tokens:
@@ -157,7 +166,7 @@ class SegmentStore:
         return entries
 
     def rows_of(self, prefix: SegmentPrefix, entry: Entry, token_ids: Sequence[int]) -> SegmentRows:
-        """What workers store of a segment that is computed behind the sink, for one entry."""
+        """What workers store of a segment that is computed behind its sink, for one entry."""
         first = entry.piece.first_tokens
         _, num_rows, position = self.contents(prefix, entry.piece)
         return SegmentRows(
@@ -176,7 +185,7 @@ class SegmentStore:
     def contents(self, prefix: SegmentPrefix, piece: Piece) -> StoredTokens:
         """What an entry of a piece holds, without what it was rounded up by."""
         first, end = piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
-        return StoredTokens(prefix.ids_of(first, end), end - first, len(self.sink_ids) + first)
+        return StoredTokens(prefix.ids_of(first, end), end - first, prefix.sink_tokens + first)
 
     def num_bytes(self, stored: StoredTokens) -> int:
         """Host bytes of an entry."""

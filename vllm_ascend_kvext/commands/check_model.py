@@ -95,6 +95,7 @@ class _Engine:
             )
         self._side = side
         self._blending = side.segments
+        self._blending.store.contexts.max_context_tokens = 0  # It stores more than one has.
 
     @property
     def keys_are_checked(self) -> bool:
@@ -147,7 +148,7 @@ class _Engine:
         return ModelGate(
             self,
             Heads(options.head_tokens, options.min_head_tokens),
-            self._blending.store.sink_ids,
+            self._blending.store.contexts.sink_ids,
             options.min_tokens,
             max(group.kv_cache_spec.block_size for group in groups),
             model.max_model_len - 1,

@@ -20,6 +20,7 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY
 from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
 
@@ -47,7 +48,7 @@ class BlendingEngine(SimulatedEngine):
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
         super().__init__(layout, options, script)
         assert options.offloading is not None
-        self.sink_ids: list[int] = list(options.offloading.get("segment_sink", ()))
+        self.sink_ids: list[int] = list(options.offloading.get("segment_sink") or ())
         self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0
         self.own_plans: list[RequestPlan] = []
@@ -122,14 +123,25 @@ class BlendingEngine(SimulatedEngine):
             seed = self.plans[request_id].seed
             tokens = self.requests[request_id].all_token_ids
             for rows in reused.placed:
-                # It was computed behind the sink, and is moved from there.
-                start = rows.shift_tokens + len(self.sink_ids)
-                alone = TokenStream([*self.sink_ids, *tokens[start : rows.end_tokens]], seed)
+                # It was computed behind a sink, and is moved from there.
+                sink_ids = self._sink_of(request_id, rows)
+                start = rows.shift_tokens + len(sink_ids)
+                alone = TokenStream([*sink_ids, *tokens[start : rows.end_tokens]], seed)
                 for position in range(rows.first_tokens, rows.end_tokens):
-                    index = len(self.sink_ids) + position - start
+                    index = len(sink_ids) + position - start
                     placed[position] = Moved(alone.digests[index], position - index)
         if placed or self._streams[request_id].placed:
             self._streams[request_id].place(placed)
+
+    def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
+        """What a segment was stored behind: a context, or nothing but the first tokens."""
+        plan, contexts = self.plans[request_id], self.side.segments.store.contexts
+        sinks = {contexts.of(plan.cache_salt).token_ids, contexts.sink_ids}
+        if len(sinks) > 1:
+            starts = {first for first, _ in dict(plan.extra_args)[SEGMENTS_KEY]}
+            sinks = {sink for sink in sinks if rows.shift_tokens + len(sink) in starts}
+        (sink_ids,) = sinks
+        return sink_ids
 
 
 def loaded_tokens(load: LoadJob) -> int:

@@ -47,10 +47,11 @@ class _Known(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A segment that has a key. The digests are those behind the sink."""
+    """A segment that has a key. The digests are those behind its sink."""
 
     token_ids: tuple[int, ...]
     digests: list[int]
+    sink_tokens: int
 
 
 class ExactContents:
@@ -76,14 +77,19 @@ class ExactContents:
         self._shadows[plan.request_id] = self._engine.make_request(replace(plan, prompt=prompt))
         self._streams[plan.request_id] = TokenStream((), plan.seed)
 
-    def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
-        """A segment may be stored."""
-        prefix = self._engine.side.segments.store.prefix(token_ids, plan.cache_salt)
-        sink_ids = self._engine.sink_ids
+    def expect_segment(
+        self, token_ids: tuple[int, ...], plan: RequestPlan, has_context: bool = True
+    ) -> None:
+        """A segment may be stored, behind the context that its salt has, or without it."""
+        store = self._engine.side.segments.store
+        prefix = store.prefix(token_ids, plan.cache_salt)
+        if not has_context:
+            prefix = prefix.without_context
+        sink_ids = prefix.sink.token_ids
         digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
         unit_tokens = self._engine.tier.geometry.unit_tokens
         for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
-            self._segments[prefix.key_at(boundary)] = _Segment(token_ids, digests)
+            self._segments[prefix.key_at(boundary)] = _Segment(token_ids, digests, len(sink_ids))
 
     def check(self, *, is_end: bool = False) -> None:
         """Look at everything.
@@ -194,7 +200,7 @@ class ExactContents:
         first = entry.piece.first_tokens
         end = first + stored.num_rows
         assert stored.packed_ids == array("q", segment.token_ids[first:end]).tobytes()
-        assert stored.first_position == len(self._engine.sink_ids) + first
+        assert stored.first_position == segment.sink_tokens + first
         digests = np.array(segment.digests[first:end], np.uint64)
         assert len(digests) == stored.num_rows
         for worker in self._engine.workers:

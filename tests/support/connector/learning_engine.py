@@ -77,9 +77,9 @@ class LearningEngine(BlendingEngine):
             self.ask(*documents, **more)
             self.step_until(lambda: len(self.answers) == self.num_asked)
 
-    def store(self, document: Sequence[int], is_stored: Any = True) -> None:
+    def store(self, document: Sequence[int], is_stored: Any = True, **more: Any) -> None:
         """A client has a document stored."""
-        plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),))
+        plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),), **more)
         self.contents.expect_segment(document, plan)
 
     def queue(self, *documents: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class LearningEngine(BlendingEngine):
         step = super().step()
         for plan in self.own_plans[num_own:]:
             self.contents.expect(plan)
-            self.contents.expect_segment(plan.prompt[len(self.sink_ids) :], plan)
+            self.contents.expect_segment(self._segment_of(plan), plan)
         for request_id, token_ids, _ in step.outputs:
             self.answers.setdefault(request_id, []).extend(token_ids)
         check_blocks(self)
@@ -132,7 +132,12 @@ class LearningEngine(BlendingEngine):
     @property
     def learned(self) -> list[tuple[int, ...]]:
         """What its own requests have computed, or were to."""
-        return [plan.prompt[len(self.sink_ids) :] for plan in self.own_plans]
+        return [self._segment_of(plan) for plan in self.own_plans]
+
+    def _segment_of(self, plan: RequestPlan) -> tuple[int, ...]:
+        sink_ids = self.side.segments.store.contexts.of(plan.cache_salt).token_ids
+        sink_ids = sink_ids if plan.prompt[: len(sink_ids)] == sink_ids else self.sink_ids
+        return plan.prompt[len(sink_ids) :]
 
     @property
     def counts(self) -> Any:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, key_space
 from vllm_ascend_kvext.blending.segment_store import (
     SegmentPrefix,
     SegmentStore,
     StoredTokens,
-    key_space,
     rows_to_load,
 )
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout
@@ -33,7 +33,7 @@ class SmallStore(SegmentStore):
 
     def __init__(self, capacity_bytes: int = 1 << 20) -> None:
         self.tier = HostTier(capacity_bytes, TierGeometry(CHUNK, UNIT, needs_tails=False))
-        super().__init__(self.tier, LAYOUT, SINK)
+        super().__init__(self.tier, LAYOUT, SegmentContexts(SINK, 0))
 
     def store(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
         prefix = self.prefix(token_ids, cache_salt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_ascend_kvext.blending.segment_contexts import Sink
 from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
 from vllm_ascend_kvext.holes.load_plan import Span, spans_within
 from vllm_ascend_kvext.token_range import TokenRange, without
@@ -41,11 +42,12 @@ def test_segments_are_not_compared_each_with_each() -> None:
 
 
 def test_the_keys_of_a_long_segment_read_each_token_once() -> None:
-    prefix = CountedPrefix(b"space", range(200_000), 16)
+    sink = Sink((), b"space")
+    prefix = CountedPrefix(sink, range(200_000), 16)
     keys = prefix.keys_at(range(16, 200_001, 16))
     assert prefix.num_read == 200_000
     assert len(set(keys)) == len(keys)
-    again = SegmentPrefix(b"space", range(200_000), 16)
+    again = SegmentPrefix(sink, range(200_000), 16)
     assert [again.key_at(boundary) for boundary in (200_000, 16, 160)] == [
         keys[-1],
         keys[0],

@@ -100,7 +100,7 @@ def test_one_worker_that_cannot_compare_leaves_it_at_heads(
 ) -> None:
     logger = mocker.patch.object(make_blending, "logger")
     layout = mocker.Mock(tokens_per_page={0: 4}, **{"window_pages.return_value": {}})
-    engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1)
+    engine = mocker.Mock(has_other_connectors=False, num_data_parallel=1, max_model_len=64)
     place = mocker.Mock(view=engine, layout=layout, computes_holes=True)
     options = ConnectorOptions(blending=True, blend_selector=Selector.QUESTION)
     segments = SegmentLayout((64,))

@@ -107,8 +107,9 @@ class Blending(SegmentStores):
         questions: Questions | None,
         learning: SegmentLearning | None,
         num_workers: int,
+        first_ids: Sequence[int] = (),
     ) -> None:
-        super().__init__(parts, store, learning)
+        super().__init__(parts, store, learning, first_ids)
         self._window_pages = parts.layout.window_pages
         self._needs_tails = bool(self._window_pages(0))
         self.options = options
@@ -325,6 +326,7 @@ class Blending(SegmentStores):
             self.questions.forget(request_id)
 
     def clear(self) -> None:
+        self.store.contexts.clear()
         if self.learning is not None:
             self.learning.clear()
 

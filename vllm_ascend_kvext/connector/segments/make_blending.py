@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from vllm_ascend_kvext.blending.segment_contexts import MAX_CONTEXT_SHARE, SegmentContexts
 from vllm_ascend_kvext.blending.segment_store import SegmentStore
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selector
@@ -34,8 +35,10 @@ def make_blending(
         logger.warning("KvextConnector: blending is off: %s.", refusal)
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
-    sink_ids = segment_tokens.sink_ids
-    store = SegmentStore(parts.tier, of_workers[0], sink_ids, segment_tokens.first_ids)
+    has_context = options.segment_sink is None
+    max_context_tokens = int(parts.view.max_model_len * MAX_CONTEXT_SHARE) if has_context else 0
+    contexts = SegmentContexts(segment_tokens.sink_ids, max_context_tokens)
+    store = SegmentStore(parts.tier, of_workers[0], contexts)
     window_tokens = max(each.window_tokens for each in of_workers)
     blend_options = BlendOptions(
         options.blend_head_tokens,
@@ -44,16 +47,22 @@ def make_blending(
         segment_tokens.separator_ids,
     )
     questions = _make_questions(parts, options, workers)
-    learning = _make_learning(parts, store) if options.learns_segments else None
+    learning = None
+    if options.learns_segments or has_context:
+        learning = _make_learning(parts, store, options.learns_segments)
     logger.info(
-        "KvextConnector: blending is on: segments are computed behind %d tokens, and reused "
+        "KvextConnector: blending is on: segments are computed behind %d tokens%s, and reused "
         "without their first %d%s. It is approximate. Ask once whether it suits the "
         "model: `python -m vllm_ascend_kvext check-model MODEL`.",
-        len(sink_ids),
+        len(contexts.sink_ids),
+        " and the first documents" if has_context else "",
         max(blend_options.head_tokens, blend_options.min_head_tokens),
         "" if questions is None else ", and without what the question attends to",
     )
-    return Blending(parts, store, blend_options, questions, learning, len(workers))
+    return Blending(
+        *(parts, store, blend_options, questions, learning, len(workers)),
+        segment_tokens.first_ids,
+    )
 
 
 def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> str | None:
@@ -69,8 +78,12 @@ def _why_no_blending(parts: SchedulerParts, workers: Sequence[WorkerLayout]) -> 
     return None
 
 
-def _make_learning(parts: SchedulerParts, store: SegmentStore) -> SegmentLearning | None:
+def _make_learning(
+    parts: SchedulerParts, store: SegmentStore, learns_seen: bool
+) -> SegmentLearning | None:
     view = parts.view
+    if view.num_data_parallel > 1 and not learns_seen:
+        return None
     if view.num_data_parallel > 1:
         logger.warning(
             "KvextConnector: learn_segments is off: the %d data-parallel engines of a mixture "
@@ -79,7 +92,7 @@ def _make_learning(parts: SchedulerParts, store: SegmentStore) -> SegmentLearnin
             view.num_data_parallel,
         )
         return None
-    return SegmentLearning(store, view.max_model_len, parts.counters.blending)
+    return SegmentLearning(store, view.max_model_len, parts.counters.blending, learns_seen)
 
 
 def _make_questions(

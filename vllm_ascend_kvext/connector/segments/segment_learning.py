@@ -55,11 +55,20 @@ class _Begun:
 
 
 class SegmentLearning:
-    """The segments that one engine learns, behind ``sink_ids``; none is begun while ``is_held``."""
+    """The segments that one engine learns; none is begun while ``is_held``.
 
-    def __init__(self, store: SegmentStore, max_model_len: int, counters: BlendCounters) -> None:
+    Unless it ``learns_seen``, only those that somebody enqueues.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        max_model_len: int,
+        counters: BlendCounters,
+        learns_seen: bool = True,
+    ) -> None:
         self._store = store
-        self.sink_ids = store.sink_ids
+        self._learns_seen = learns_seen
         self._max_model_len = max_model_len
         self._counters = counters
         self._seen = RememberedKeys[bool](MAX_SEEN_SEGMENTS)
@@ -86,7 +95,7 @@ class SegmentLearning:
         block_hasher: Callable[[Any], list[bytes]] | None,
     ) -> None:
         """A request has arrived that has segments which are worth storing."""
-        if self._has_stopped:
+        if self._has_stopped or not self._learns_seen:
             return
         of_request: set[bytes] = set()
         for prefix in prefixes:
@@ -98,7 +107,7 @@ class SegmentLearning:
             if not is_missing:
                 self._seen.pop(key, None)
             elif key not in self._known and self._was_seen(key):
-                self._enqueue(key, WantedSegment(prefix, cache_salt, block_hasher))
+                self.enqueue(WantedSegment(prefix, cache_salt, block_hasher))
 
     def _was_seen(self, key: bytes) -> bool:
         """Whether another request had a segment before; it then counts as never seen."""
@@ -114,12 +123,11 @@ class SegmentLearning:
         being stored: its request would be taken back.
         """
         while self._queue and not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
-            wanted = self._queue[0]
+            wanted = self._renewed(self._queue[0])
             is_missing = self._store.is_missing(wanted.prefix)
             if is_missing and not has_room(wanted.prefix.num_segment_tokens):
                 return None
-            self._queue.popleft()
-            self._known.discard(_key_of(wanted.prefix))
+            self._known.discard(_key_of(self._queue.popleft().prefix))
             if is_missing:
                 return wanted
         return None
@@ -166,8 +174,17 @@ class SegmentLearning:
         self._has_stopped = True
         self.clear()
 
-    def _enqueue(self, key: bytes, wanted: WantedSegment) -> None:
-        num_tokens = len(self.sink_ids) + wanted.prefix.num_segment_tokens
+    def _renewed(self, wanted: WantedSegment) -> WantedSegment:
+        """The same segment behind the context that its salt has got since it was enqueued."""
+        if wanted.prefix.sink == self._store.contexts.of(wanted.cache_salt):
+            return wanted
+        renewed = self._store.prefix(wanted.prefix.token_ids, wanted.cache_salt)
+        return wanted._replace(prefix=renewed)
+
+    def enqueue(self, wanted: WantedSegment) -> None:
+        """Have a segment computed, as soon as there is time, and unless too many wait."""
+        key, num_tokens = _key_of(wanted.prefix), wanted.prefix.num_segment_tokens
+        num_tokens += wanted.prefix.sink_tokens
         if num_tokens >= self._max_model_len or len(self._queue) >= MAX_QUEUED_SEGMENTS:
             self._counters.learning_drops += 1
         else:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests whose prompt is a segment that is to be stored.
 
-The prompt is computed behind the sink and nothing else: whatever the client sends, the sink is put
-before it. Whole blocks of the sink are read from the local prefix cache, and nothing of the segment
-is read from any cache. After the step that ends it, its rows are stored, in one job. Until then the
-pages that leave its windows are held.
+The prompt is computed behind its sink and nothing else: whatever the client sends, the sink is put
+before it; see ``blending.segment_contexts``. Whole blocks of the sink are read from the local
+prefix cache, and nothing of the segment is read from any cache. After the step that ends it, its
+rows are stored, in one job. Until then the pages that leave its windows are held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.store.counters import Refusal
@@ -38,18 +38,23 @@ MAX_PREEMPTIONS = 2
 
 @dataclass(slots=True)
 class _Segment:
-    """A request that is to store its prompt: ``token_ids`` without the sink, none if refused.
+    """A request that is to store its prompt; it has no segment if it was refused.
 
     ``held`` are pages of windows; the store holds ``expected_blocks`` in the end, 0 until the
     request may begin.
     """
 
-    token_ids: tuple[int, ...] = ()
+    segment: WantedSegment | None = None
     is_wanted: bool = False
     stored_tokens: int = 0
     held: Pages = field(default_factory=dict)
     num_preemptions: int = 0
     expected_blocks: int = 0
+
+    @property
+    def prefix(self) -> SegmentPrefix:
+        assert self.segment is not None
+        return self.segment.prefix
 
 
 class SegmentStores(NoSegments):
@@ -64,11 +69,16 @@ class SegmentStores(NoSegments):
     keys_are_checked = False
 
     def __init__(
-        self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None
+        self,
+        parts: SchedulerParts,
+        store: SegmentStore,
+        learning: SegmentLearning | None,
+        first_ids: Sequence[int] = (),
     ) -> None:
         self._view = parts.view
         self._tier = parts.tier
         self.store: SegmentStore = store
+        self.first_ids = tuple(first_ids)
         self._tokens_per_page = parts.layout.tokens_per_page
         self._window_groups = parts.layout.window_pages(0).keys()
         self._references = parts.references
@@ -79,13 +89,14 @@ class SegmentStores(NoSegments):
         self._num_expected_blocks = 0  # of all that are wanted or being stored
 
     def is_segment(self, request_id: str) -> bool:
-        segment = self._segments.get(request_id)
-        return segment is not None and bool(segment.token_ids)
+        found = self._segments.get(request_id)
+        return found is not None and found.segment is not None
 
     def shared_tokens(self, request_id: str) -> int | None:
-        num_tokens = len(self.store.sink_ids)
-        is_shared = self.is_segment(request_id) and num_tokens >= self._view.hash_block_size
-        return num_tokens if is_shared else None
+        if not self.is_segment(request_id):
+            return None
+        num_tokens = self._segments[request_id].prefix.sink_tokens
+        return num_tokens if num_tokens >= self._view.hash_block_size else None
 
     def _note_new(self, request: Any) -> bool:
         """A request has arrived; whether its prompt is a segment. The sink is put before one."""
@@ -111,9 +122,10 @@ class SegmentStores(NoSegments):
         wanted = self._wanted(request.request_id)
         if wanted is None or wanted.expected_blocks:
             return False
-        if not self.has_room(len(wanted.token_ids)):
+        num_tokens = wanted.prefix.num_segment_tokens
+        if not self.has_room(num_tokens):
             return True
-        wanted.expected_blocks = self._blocks_of_store(len(wanted.token_ids))
+        wanted.expected_blocks = self._blocks_of_store(num_tokens)
         self._num_expected_blocks += wanted.expected_blocks
         return False
 
@@ -138,25 +150,25 @@ class SegmentStores(NoSegments):
         wanted = self._wanted(request.request_id)
         if wanted is None:
             return None
-        token_ids = wanted.token_ids
-        num_tokens = len(self.store.sink_ids) + len(token_ids)
+        prefix = wanted.prefix
+        num_tokens = prefix.sink_tokens + prefix.num_segment_tokens
         computed_tokens = request.num_computed_tokens + num_scheduled_tokens
         if not self._hold_windows(request, wanted, min(computed_tokens, num_tokens)):
             self._give_up(request.request_id, wanted)
             return None
         if computed_tokens < num_tokens:
             return None
-        prefix = self.store.prefix(token_ids, request.cache_salt)
         pages = self._pages(request.request_id, wanted, num_tokens)
         new = [block for key, block in pages.items() if key not in wanted.held]
-        if self._lacks_pages(pages, num_tokens) or self._has_too_many_references(len(new)):
+        lacks_pages = self._lacks_pages(pages, prefix.sink_tokens, num_tokens)
+        if lacks_pages or self._has_too_many_references(len(new)):
             self._give_up(request.request_id, wanted)
             return None
         entries = self.store.begin_store(prefix)
         if isinstance(entries, Refusal):
             self._give_up(request.request_id, wanted)
             return None
-        wanted.is_wanted, wanted.stored_tokens = False, len(token_ids)
+        wanted.is_wanted, wanted.stored_tokens = False, prefix.num_segment_tokens
         if self.learning is not None:
             self.learning.note_store(request.request_id, bool(entries))
         if not entries:
@@ -164,9 +176,8 @@ class SegmentStores(NoSegments):
             return None
         self._references.take(new)
         blocks, wanted.held = [*wanted.held.values(), *new], {}
-        number = self._jobs.begin(
-            blocks, partial(self._end, request.request_id, wanted, prefix, entries)
-        )
+        number = self._jobs.begin(blocks, partial(self._end, request.request_id, wanted, entries))
+        token_ids = prefix.token_ids
         rows = tuple(self.store.rows_of(prefix, entry, token_ids) for entry in entries)
         return StoreJob(number, (), table_parts(pages, len(self._view.managers)), rows)
 
@@ -193,7 +204,6 @@ class SegmentStores(NoSegments):
         self,
         request_id: str,
         wanted: _Segment,
-        prefix: SegmentPrefix,
         entries: Sequence[Entry],
         has_failed: bool,
     ) -> None:
@@ -203,11 +213,22 @@ class SegmentStores(NoSegments):
             if has_failed:
                 self._tier.fail_store(entry)
             else:
-                self.store.finish_store(prefix, entry)
+                self.store.finish_store(wanted.prefix, entry)
                 self._put(entry)
+        if not has_failed:
+            self._note_document(wanted)
         self._counters.stored_segments += not has_failed
         if self.learning is not None:
             self.learning.end_store(request_id, has_failed)
+
+    def _note_document(self, wanted: _Segment) -> None:
+        """A document is stored; if it completes a context, those in it are stored once more."""
+        assert wanted.segment is not None
+        prefix, cache_salt, block_hasher = wanted.segment
+        for token_ids in self.store.contexts.add(tuple(prefix.token_ids), cache_salt):
+            if self.learning is not None:
+                again = self.store.prefix(token_ids, cache_salt)
+                self.learning.enqueue(WantedSegment(again, cache_salt, block_hasher))
 
     def _put(self, entry: Entry) -> None:
         """Let other engines have an entry, once keys were compared: they will not do that again."""
@@ -226,9 +247,10 @@ class SegmentStores(NoSegments):
         self._release(wanted)
 
     def _blocks_of_store(self, num_segment_tokens: int) -> int:
-        """How many blocks of all KV cache groups the store of a segment holds."""
-        num_tokens = len(self.store.sink_ids) + num_segment_tokens
-        return sum(-(-num_tokens // tokens) for tokens in self._tokens_per_page.values())
+        """How many blocks of all KV cache groups the store of a segment holds at most."""
+        return sum(
+            -(-num_segment_tokens // tokens) + 1 for tokens in self._tokens_per_page.values()
+        )
 
     def _expect_nothing(self, wanted: _Segment) -> None:
         self._num_expected_blocks -= wanted.expected_blocks
@@ -247,8 +269,9 @@ class SegmentStores(NoSegments):
         held: Pages = {}
         for group in self._window_groups:
             tokens_per_page = self._tokens_per_page[group]
-            first_page = request.num_computed_tokens // tokens_per_page
-            end_page = -(-end_tokens // tokens_per_page)
+            first_tokens = max(request.num_computed_tokens, wanted.prefix.sink_tokens)
+            first_page = first_tokens // tokens_per_page
+            end_page = max(first_page, -(-end_tokens // tokens_per_page))
             found = self._view.blocks(request.request_id, group, first_page, end_page)
             for page, block in enumerate(found, first_page):
                 if not block.is_null and (group, page) not in wanted.held:
@@ -263,36 +286,46 @@ class SegmentStores(NoSegments):
         refused = _Segment()
         if why_no_holes(request) is not None:
             return BlendRefusal.UNSUITED_REQUEST, refused
-        sink, first = list(self.store.sink_ids), list(self.store.first_ids)
-        prompt = list(request.prompt_token_ids)
+        contexts, prompt = self.store.contexts, list(request.prompt_token_ids)
+        sinks = [contexts.of(request.cache_salt), contexts.first_of(request.cache_salt)]
         # A tokenizer may have put the beginning of the sequence there.
-        before = next(each for each in (sink, first, []) if prompt[: len(each)] == each)
+        first_ids = [*(list(sink.token_ids) for sink in sinks), [*self.first_ids], []]
+        before = next(each for each in first_ids if prompt[: len(each)] == each)
         segment = prompt[len(before) :]
         if not segment:
             return BlendRefusal.WRONG_SEGMENTS, refused
-        if len(sink) + len(segment) >= self._view.max_model_len:
+        max_sink_tokens = self._view.max_model_len - len(segment) - 1
+        fitting = [sink for sink in sinks if len(sink.token_ids) <= max_sink_tokens]
+        if not fitting:
             return BlendRefusal.TOO_LONG, refused
+        sink = list(fitting[0].token_ids)
         if before != sink:
             _replace_first(request, len(before), sink)
         if len(sink) >= self._view.hash_block_size:
             PrivateHashes(request, len(sink), self._view.hash_block_size)  # The request keeps it.
         else:
             request.skip_reading_prefix_cache = True
-        return None, _Segment(tuple(segment), is_wanted=True)
+        prefix = self.store.prefix(segment, request.cache_salt, fitting[0])
+        block_hasher = request._block_hasher
+        wanted = WantedSegment(prefix, request.cache_salt, block_hasher)
+        return None, _Segment(wanted, is_wanted=True)
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
-        """The blocks of a request up to a token."""
+        """The blocks of a request behind its sink, and up to a token."""
         pages = dict(wanted.held)
         for group in range(len(self._view.managers)):
-            end_page = -(-num_tokens // self._tokens_per_page[group])
-            for page, block in enumerate(self._view.blocks(request_id, group, 0, end_page)):
+            tokens_per_page = self._tokens_per_page[group]
+            first_page = wanted.prefix.sink_tokens // tokens_per_page
+            blocks = self._view.blocks(
+                request_id, group, first_page, -(-num_tokens // tokens_per_page)
+            )
+            for page, block in enumerate(blocks, first_page):
                 if not block.is_null:
                     pages[group, page] = block
         return pages
 
-    def _lacks_pages(self, pages: Pages, num_tokens: int) -> bool:
+    def _lacks_pages(self, pages: Pages, sink_tokens: int, num_tokens: int) -> bool:
         """Whether pages of windows have been let go of, for a reset of the prefix cache."""
-        sink_tokens = len(self.store.sink_ids)
         return any(
             (group, page) not in pages
             for group, tokens_per_page in self._tokens_per_page.items()

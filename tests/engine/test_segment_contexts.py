@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that are stored behind others of their salt, on vLLM's real scheduler, in real pages.
+
+What is stored, and what is read of it, is compared in every step: see `LearningEngine`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.connector.learning_engine import HEAD_TOKENS, LearningEngine, learning_engine
+from support.connector.offload_workloads import tokens
+from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
+
+from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect")
+
+DOCUMENTS = [tuple(tokens(random.Random(number), 40)) for number in range(NUM_DOCUMENTS + 3)]
+FIRST, LATER = DOCUMENTS[:NUM_DOCUMENTS], DOCUMENTS[NUM_DOCUMENTS:]
+CONTEXT = tuple(token for each in FIRST for token in each[:32])
+"""In an engine whose requests have at most 1,024 tokens."""
+
+
+@contextmanager
+def choosing(
+    layout: PagedLayout = FULL, connector: dict[str, Any] | None = None, **options: Any
+) -> Iterator[LearningEngine]:
+    """An engine that chooses the contexts of its segments."""
+    connector = {"segment_sink": None, "learn_segments": False, **(connector or {})}
+    with learning_engine(layout, connector=connector, **options) as engine:
+        engine.choose(min_head_tokens=0)
+        engine.sink_ids = list(engine.side.segments.store.contexts.sink_ids)
+        yield engine
+
+
+def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> None:
+    for document in documents:
+        engine.store(document, **more)
+        engine.serve()
+
+
+def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[int, ...]:
+    sink = engine.side.segments.store.contexts.of(cache_salt)
+    return sink.token_ids[len(engine.sink_ids) :]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+def test_segments_are_stored_behind_the_first_documents(
+    layout: PagedLayout, is_async: bool
+) -> None:
+    with choosing(layout, is_async=is_async) as engine:
+        store(engine, *FIRST)
+        assert context_of(engine) == CONTEXT
+        store(engine, *LATER)
+        assert context_of(engine) == CONTEXT, "it stays"
+        engine.answer(*LATER)
+        assert engine.counts.reused_tokens == 3 * (40 - HEAD_TOKENS)
+
+
+def test_the_context_is_computed_once() -> None:
+    with choosing() as engine:
+        store(engine, *FIRST)
+        sink_tokens = len(engine.sink_ids) + len(CONTEXT)
+        for number, document in enumerate(LATER):
+            engine.store(document)
+            computed_tokens = sum(engine.step_tokens() for _ in iter(engine.has_work, False))
+            if number:
+                assert computed_tokens == sink_tokens % FULL.unit_tokens + len(document)
+
+
+def test_documents_of_the_context_are_stored_once_more() -> None:
+    """By requests of the engine's own; until then they are reused as they were stored."""
+    with choosing() as engine:
+        store(engine, *FIRST[:-1])
+        engine.side.segments.learning.is_held = True
+        store(engine, FIRST[-1])
+        engine.answer(FIRST[3])
+        assert engine.counts.reused_tokens == 40 - HEAD_TOKENS
+        assert not engine.learned
+        engine.side.segments.learning.is_held = False
+        engine.answer(LATER[0])
+        assert engine.learned == FIRST
+        engine.answer(*FIRST)
+        assert engine.counts.reused_tokens == (1 + len(FIRST)) * (40 - HEAD_TOKENS)
+        segments = engine.side.segments.store
+        assert not any(segments.is_missing(segments.prefix(each, None)) for each in FIRST)
+
+
+def test_what_was_seen_once_is_learned_behind_the_context_that_came_meanwhile() -> None:
+    with choosing(connector={"learn_segments": True}) as engine:
+        engine.answer(LATER[0])
+        engine.side.segments.learning.is_held = True
+        engine.answer(LATER[0])
+        store(engine, *FIRST)
+        engine.side.segments.learning.is_held = False
+        engine.answer(LATER[1])
+        assert LATER[0] in engine.learned
+        segments = engine.side.segments.store
+        assert not segments.is_missing(segments.prefix(LATER[0], None))
+
+
+def test_each_salt_has_a_context_of_its_own() -> None:
+    with choosing() as engine:
+        store(engine, *FIRST)
+        engine.store(LATER[0], cache_salt="x")
+        engine.serve()
+        assert context_of(engine, "x") == ()
+        engine.answer(LATER[0], cache_salt="x")
+        assert engine.counts.reused_tokens == 40 - HEAD_TOKENS
+
+
+def test_what_does_not_fit_behind_the_context_is_stored_without_it() -> None:
+    long = tuple(tokens(random.Random("long"), 800))
+    with choosing(num_blocks=600) as engine:
+        store(engine, *FIRST)
+        engine.store(long)
+        engine.contents.expect_segment(long, engine.plans[f"request-{engine.num_asked}"], False)
+        engine.serve()
+        engine.answer(long)
+        assert engine.counts.reused_tokens == len(long) - HEAD_TOKENS
+
+
+def test_a_reset_chooses_another_context() -> None:
+    with choosing() as engine:
+        store(engine, *FIRST)
+        engine.reset(reset_connector=True)
+        assert context_of(engine) == ()
+        engine.answer(*FIRST)
+        assert engine.counts.reused_tokens == 0
+
+
+def test_whoever_names_a_sink_has_no_context() -> None:
+    with choosing(connector={"segment_sink": [5]}) as engine:
+        store(engine, *FIRST)
+        assert context_of(engine) == () and not engine.own_plans
