@@ -24,6 +24,7 @@ class Mode:
     prefix_caching: bool = True
     options: Mapping[str, Any] | None = None
     has_text_sink: bool = False
+    is_alone: bool = False
 
     @property
     def blends(self) -> bool:
@@ -55,6 +56,11 @@ def _behind_text(mode: Mode) -> Mode:
     return replace(mode, name=f"{mode.name}, text", has_text_sink=True)
 
 
+def _alone(mode: Mode) -> Mode:
+    """Documents are stored behind the token for the beginning, and no others."""
+    return replace(mode, name=f"{mode.name}, alone", is_alone=True)
+
+
 FULL = Mode("full recompute", prefix_caching=False)
 PREFIX_CACHING = Mode("prefix caching")
 PLAIN = heads("plain reuse", 0)
@@ -74,5 +80,7 @@ MODES: Mapping[str, Mode] = {
         _question("question 20 %", 0.20),
         _behind_text(PLAIN),
         _behind_text(HEADS_16),
+        _alone(HEADS_16),
+        _alone(_question("question 10 %", 0.10)),
     )
 }

@@ -45,7 +45,7 @@ def store(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> N
 
 
 def context_of(engine: LearningEngine, cache_salt: str | None = None) -> tuple[int, ...]:
-    sink = engine.side.segments.store.contexts.of(cache_salt)
+    sink = engine.side.segments.store.contexts.of(cache_salt, ())
     return sink.token_ids[len(engine.sink_ids) :]
 
 

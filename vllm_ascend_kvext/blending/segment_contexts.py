@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
@@ -34,8 +34,15 @@ class Sink(NamedTuple):
     space: bytes
 
 
+class _Context(NamedTuple):
+    """The sink of one salt, and those of the documents in it: the others of them."""
+
+    sink: Sink
+    of_documents: Mapping[tuple[int, ...], Sink]
+
+
 class SegmentContexts:
-    """The sinks of one engine, by salt.
+    """The sinks of one engine, by salt. A salt of None and an empty one are the same.
 
     Args:
         sink_ids: What all segments are computed behind, contexts too.
@@ -45,45 +52,56 @@ class SegmentContexts:
     def __init__(self, sink_ids: Sequence[int], max_context_tokens: int) -> None:
         self.sink_ids = tuple(sink_ids)
         self.max_context_tokens = max_context_tokens
-        self._sinks: OrderedDict[str, Sink] = OrderedDict()
+        self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._documents: OrderedDict[str, dict[tuple[int, ...], None]] = OrderedDict()
 
-    def first_of(self, cache_salt: str | None) -> Sink:
-        """The sink without a context."""
-        return Sink(self.sink_ids, key_space(self.sink_ids, cache_salt))
+    def without_context(self, cache_salt: str | None) -> Sink:
+        """The sink of what is stored before there is a context."""
+        return self._sink((), cache_salt)
 
-    def of(self, cache_salt: str | None) -> Sink:
-        """The sink of what is stored from now on. A salt of None and an empty one are the same."""
-        return self._sinks.get(cache_salt or "") or self.first_of(cache_salt)
+    def of(self, cache_salt: str | None, token_ids: Sequence[int]) -> Sink:
+        """The sink of a document that is stored from now on."""
+        context = self._contexts.get(cache_salt or "")
+        if context is None:
+            return self.without_context(cache_salt)
+        # Its tokens a second time would be copied: that makes it worse than no context does.
+        return context.of_documents.get(tuple(token_ids), context.sink)
 
     def add(self, token_ids: tuple[int, ...], cache_salt: str | None) -> Sequence[tuple[int, ...]]:
         """A document has been stored; the documents of the context that its salt has now got."""
         salt = cache_salt or ""
-        if not self.max_context_tokens or salt in self._sinks:
+        if not self.max_context_tokens or salt in self._contexts:
             return ()
         documents = self._documents.setdefault(salt, {})
         documents[token_ids] = None
         if len(documents) < NUM_DOCUMENTS:
             _forget_oldest(self._documents)
             return ()
-        share = min(MAX_DOCUMENT_TOKENS, self.max_context_tokens // NUM_DOCUMENTS)
-        context = [token for each in documents for token in each[:share]]
-        with_context = (*self.sink_ids, *context)
-        self._sinks[salt] = Sink(with_context, key_space(with_context, cache_salt))
         del self._documents[salt]
-        _forget_oldest(self._sinks)
+        sink = self._sink(documents, cache_salt)
+        others = {
+            each: self._sink([other for other in documents if other != each], cache_salt)
+            for each in documents
+        }
+        self._contexts[salt] = _Context(sink, others)
+        _forget_oldest(self._contexts)
         logger.info(
             "KvextConnector: segments of one cache_salt are computed behind its first %d documents "
             "from now on, %d tokens, whose KV the prefix cache keeps. segment_sink chooses another "
             "text.",
-            *(len(documents), len(context)),
+            *(len(documents), len(sink.token_ids) - len(self.sink_ids)),
         )
         return tuple(documents)
 
     def clear(self) -> None:
         """Choose anew."""
-        self._sinks.clear()
+        self._contexts.clear()
         self._documents.clear()
+
+    def _sink(self, documents: Iterable[tuple[int, ...]], cache_salt: str | None) -> Sink:
+        share = min(MAX_DOCUMENT_TOKENS, self.max_context_tokens // NUM_DOCUMENTS)
+        token_ids = (*self.sink_ids, *(token for each in documents for token in each[:share]))
+        return Sink(token_ids, key_space(token_ids, cache_salt))
 
 
 def key_space(sink_ids: Sequence[int], cache_salt: str | None) -> bytes:

@@ -7,7 +7,7 @@ not from what is stored. Where it begins again, or its load fails, all of it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class BlendingEngine(SimulatedEngine):
     Attributes:
         sink_ids: What segments are computed behind.
         reused: By request, as long as something of it is reused.
-        own_plans: Requests that nobody has sent: by them, segments are learned.
+        own_plans: Requests that nobody has sent: by them, ``own_segments`` are learned.
     """
 
     def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
@@ -52,6 +52,7 @@ class BlendingEngine(SimulatedEngine):
         self.reused: dict[str, Reused] = {}
         self.num_loaded_tokens = 0
         self.own_plans: list[RequestPlan] = []
+        self.own_segments: list[tuple[int, ...]] = []
         self._streams: dict[str, BlendedStream] = {}
         side = self.side
         self._allocated, self._plan_step = side.update_state_after_alloc, side.build_connector_meta
@@ -94,6 +95,8 @@ class BlendingEngine(SimulatedEngine):
         )
         self.requests[plan.request_id], self.plans[plan.request_id] = request, plan
         self.own_plans.append(plan)
+        prefix = self.side.segments.learning.wanted(plan.request_id).prefix
+        self.own_segments.append(tuple(prefix.token_ids))
         self._expect(request, plan)
 
     def _learn_admission(self, request: Request, block_ids: Any, num_tokens: int) -> None:
@@ -124,7 +127,7 @@ class BlendingEngine(SimulatedEngine):
             tokens = self.requests[request_id].all_token_ids
             for rows in reused.placed:
                 # It was computed behind a sink, and is moved from there.
-                sink_ids = self._sink_of(request_id, rows)
+                sink_ids = self._sink_of(request_id, tokens, rows)
                 start = rows.shift_tokens + len(sink_ids)
                 alone = TokenStream([*sink_ids, *tokens[start : rows.end_tokens]], seed)
                 for position in range(rows.first_tokens, rows.end_tokens):
@@ -133,15 +136,17 @@ class BlendingEngine(SimulatedEngine):
         if placed or self._streams[request_id].placed:
             self._streams[request_id].place(placed)
 
-    def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
+    def _sink_of(
+        self, request_id: str, tokens: Sequence[int], rows: SegmentRows
+    ) -> tuple[int, ...]:
         """What a segment was stored behind: a context, or nothing but the first tokens."""
         plan, contexts = self.plans[request_id], self.side.segments.store.contexts
-        sinks = {contexts.of(plan.cache_salt).token_ids, contexts.sink_ids}
-        if len(sinks) > 1:
-            starts = {first for first, _ in dict(plan.extra_args)[SEGMENTS_KEY]}
-            sinks = {sink for sink in sinks if rows.shift_tokens + len(sink) in starts}
-        (sink_ids,) = sinks
-        return sink_ids
+        for first, end in dict(plan.extra_args).get(SEGMENTS_KEY) or ():
+            if first <= rows.first_tokens < end:
+                sink = contexts.of(plan.cache_salt, tokens[first:end])
+                if rows.shift_tokens + len(sink.token_ids) == first:
+                    return sink.token_ids
+        return contexts.sink_ids
 
 
 def loaded_tokens(load: LoadJob) -> int:

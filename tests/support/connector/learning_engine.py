@@ -100,9 +100,10 @@ class LearningEngine(BlendingEngine):
     def step(self) -> Any:
         num_own = len(self.own_plans)
         step = super().step()
-        for plan in self.own_plans[num_own:]:
+        own = zip(self.own_plans[num_own:], self.own_segments[num_own:], strict=True)
+        for plan, segment in own:
             self.contents.expect(plan)
-            self.contents.expect_segment(self._segment_of(plan), plan)
+            self.contents.expect_segment(segment, plan)
         for request_id, token_ids, _ in step.outputs:
             self.answers.setdefault(request_id, []).extend(token_ids)
         check_blocks(self)
@@ -132,12 +133,7 @@ class LearningEngine(BlendingEngine):
     @property
     def learned(self) -> list[tuple[int, ...]]:
         """What its own requests have computed, or were to."""
-        return [self._segment_of(plan) for plan in self.own_plans]
-
-    def _segment_of(self, plan: RequestPlan) -> tuple[int, ...]:
-        sink_ids = self.side.segments.store.contexts.of(plan.cache_salt).token_ids
-        sink_ids = sink_ids if plan.prompt[: len(sink_ids)] == sink_ids else self.sink_ids
-        return plan.prompt[len(sink_ids) :]
+        return self.own_segments
 
     @property
     def counts(self) -> Any:

@@ -29,22 +29,23 @@ def test_the_first_documents_become_the_context_and_stay_it() -> None:
     documents = [document(number) for number in range(NUM_DOCUMENTS)]
     for each in (*documents[:-1], documents[0]):
         assert not contexts.add(each, None)
-        assert contexts.of(None) == contexts.first_of(None)
+        assert contexts.of(None, ()) == contexts.without_context(None)
     assert contexts.add(documents[-1], None) == tuple(documents)
-    sink = contexts.of(None)
+    sink = contexts.of(None, ())
     assert sink.token_ids == (*FIRST, *(token for each in documents for token in each))
-    assert sink.space != contexts.first_of(None).space
+    assert sink.space != contexts.without_context(None).space
     assert not contexts.add(document(99), None)
-    assert contexts.of("") == sink
+    assert contexts.of(None, document(99)) == sink
+    assert contexts.of("", ()) == sink
 
 
 def test_each_salt_has_its_own() -> None:
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts, "a")
-    assert contexts.of("b") == contexts.first_of("b") != contexts.first_of("a")
+    assert contexts.of("b", ()) == contexts.without_context("b") != contexts.without_context("a")
     fill(contexts, "b")
-    assert contexts.of("a").token_ids == contexts.of("b").token_ids
-    assert contexts.of("a").space != contexts.of("b").space
+    assert contexts.of("a", ()).token_ids == contexts.of("b", ()).token_ids
+    assert contexts.of("a", ()).space != contexts.of("b", ()).space
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,8 @@ def test_each_salt_has_its_own() -> None:
 def test_of_long_documents_it_has_the_beginnings(max_context_tokens: int, expected: int) -> None:
     contexts = SegmentContexts(FIRST, max_context_tokens)
     fill(contexts, num_tokens=300)
-    assert len(contexts.of(None).token_ids) == 1 + NUM_DOCUMENTS * expected
-    assert contexts.of(None).token_ids[1:][:expected] == document(0, 300)[:expected]
+    assert len(contexts.of(None, ()).token_ids) == 1 + NUM_DOCUMENTS * expected
+    assert contexts.of(None, ()).token_ids[1:][:expected] == document(0, 300)[:expected]
 
 
 def test_a_reset_chooses_anew() -> None:
@@ -63,9 +64,9 @@ def test_a_reset_chooses_anew() -> None:
     fill(contexts)
     contexts.add(document(1), "other")
     contexts.clear()
-    assert contexts.of(None) == contexts.first_of(None)
+    assert contexts.of(None, ()) == contexts.without_context(None)
     fill(contexts, "other")
-    assert len(contexts.of("other").token_ids) == 1 + 3 * NUM_DOCUMENTS
+    assert len(contexts.of("other", ()).token_ids) == 1 + 3 * NUM_DOCUMENTS
 
 
 def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +75,14 @@ def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     for salt in ("a", "b", "c"):
         contexts.add(document(1), salt)
         fill(contexts, f"full {salt}")
-    assert len(contexts._documents) <= 2 and len(contexts._sinks) == 2
-    assert contexts.of("full a") == contexts.first_of("full a")
+    assert len(contexts._documents) <= 2 and len(contexts._contexts) == 2
+    assert contexts.of("full a", ()) == contexts.without_context("full a")
+
+
+def test_a_document_of_the_context_stands_behind_the_others() -> None:
+    contexts = SegmentContexts(FIRST, 1000)
+    fill(contexts)
+    sink = contexts.of(None, list(document(2)))
+    others = [document(number) for number in range(NUM_DOCUMENTS) if number != 2]
+    assert sink.token_ids == (*FIRST, *(token for each in others for token in each))
+    assert contexts.of("salt", document(2)) == contexts.without_context("salt")

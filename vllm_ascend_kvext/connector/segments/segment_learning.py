@@ -48,7 +48,7 @@ class _Begun:
     ``is_storing``: workers store it. ``is_computed``: its request has ended.
     """
 
-    key: bytes
+    wanted: WantedSegment
     is_storing: bool = False
     is_computed: bool = False
     is_stored: bool = False
@@ -136,7 +136,12 @@ class SegmentLearning:
         """A request of our own is about to be queued that computes a segment."""
         key = _key_of(wanted.prefix)
         self._known.add(key)
-        self._begun[request_id] = _Begun(key)
+        self._begun[request_id] = _Begun(wanted)
+
+    def wanted(self, request_id: str) -> WantedSegment | None:
+        """The segment that a request of our own computes."""
+        begun = self._begun.get(request_id)
+        return None if begun is None else begun.wanted
 
     def note_store(self, request_id: str, is_needed: bool) -> None:
         """All of a segment has been computed: workers store it, unless it is there already."""
@@ -176,10 +181,8 @@ class SegmentLearning:
 
     def _renewed(self, wanted: WantedSegment) -> WantedSegment:
         """The same segment behind the context that its salt has got since it was enqueued."""
-        if wanted.prefix.sink == self._store.contexts.of(wanted.cache_salt):
-            return wanted
         renewed = self._store.prefix(wanted.prefix.token_ids, wanted.cache_salt)
-        return wanted._replace(prefix=renewed)
+        return wanted if renewed.sink == wanted.prefix.sink else wanted._replace(prefix=renewed)
 
     def enqueue(self, wanted: WantedSegment) -> None:
         """Have a segment computed, as soon as there is time, and unless too many wait."""
@@ -195,7 +198,7 @@ class SegmentLearning:
         if begun.is_storing or not begun.is_computed:
             return
         del self._begun[request_id]
-        self._known.discard(begun.key)
+        self._known.discard(_key_of(begun.wanted.prefix))
         self._counters.learning_drops += not begun.is_stored
 
 

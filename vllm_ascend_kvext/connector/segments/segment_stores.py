@@ -286,29 +286,38 @@ class SegmentStores(NoSegments):
         refused = _Segment()
         if why_no_holes(request) is not None:
             return BlendRefusal.UNSUITED_REQUEST, refused
-        contexts, prompt = self.store.contexts, list(request.prompt_token_ids)
-        sinks = [contexts.of(request.cache_salt), contexts.first_of(request.cache_salt)]
-        # A tokenizer may have put the beginning of the sequence there.
-        first_ids = [*(list(sink.token_ids) for sink in sinks), [*self.first_ids], []]
-        before = next(each for each in first_ids if prompt[: len(each)] == each)
-        segment = prompt[len(before) :]
-        if not segment:
-            return BlendRefusal.WRONG_SEGMENTS, refused
-        max_sink_tokens = self._view.max_model_len - len(segment) - 1
-        fitting = [sink for sink in sinks if len(sink.token_ids) <= max_sink_tokens]
-        if not fitting:
-            return BlendRefusal.TOO_LONG, refused
-        sink = list(fitting[0].token_ids)
-        if before != sink:
-            _replace_first(request, len(before), sink)
-        if len(sink) >= self._view.hash_block_size:
-            PrivateHashes(request, len(sink), self._view.hash_block_size)  # The request keeps it.
+        wanted = self.learning.wanted(request.request_id) if self.learning is not None else None
+        if wanted is None:  # A client's: what it sends has no sink yet.
+            refusal, wanted = self._put_sink_before(request)
+            if wanted is None:
+                return refusal, refused
+        sink_tokens = wanted.prefix.sink_tokens
+        if sink_tokens >= self._view.hash_block_size:
+            PrivateHashes(request, sink_tokens, self._view.hash_block_size)  # The request keeps it.
         else:
             request.skip_reading_prefix_cache = True
-        prefix = self.store.prefix(segment, request.cache_salt, fitting[0])
-        block_hasher = request._block_hasher
-        wanted = WantedSegment(prefix, request.cache_salt, block_hasher)
         return None, _Segment(wanted, is_wanted=True)
+
+    def _put_sink_before(
+        self, request: Any
+    ) -> tuple[BlendRefusal, None] | tuple[None, WantedSegment]:
+        contexts, prompt = self.store.contexts, list(request.prompt_token_ids)
+        # A tokenizer may have put the beginning of the sequence there, or a client the sink.
+        first_ids = [*self.first_ids]
+        before = next(
+            each for each in ([*contexts.sink_ids], first_ids, []) if prompt[: len(each)] == each
+        )
+        segment, cache_salt = prompt[len(before) :], request.cache_salt
+        if not segment:
+            return BlendRefusal.WRONG_SEGMENTS, None
+        max_sink_tokens = self._view.max_model_len - len(segment) - 1
+        for sink in (contexts.of(cache_salt, segment), contexts.without_context(cache_salt)):
+            if len(sink.token_ids) <= max_sink_tokens:
+                if before != [*sink.token_ids]:
+                    _replace_first(request, len(before), sink.token_ids)
+                prefix = self.store.prefix(segment, cache_salt, sink)
+                return None, WantedSegment(prefix, cache_salt, request._block_hasher)
+        return BlendRefusal.TOO_LONG, None
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
         """The blocks of a request behind its sink, and up to a token."""
