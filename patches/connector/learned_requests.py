@@ -8,6 +8,7 @@ nobody.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -63,7 +64,7 @@ class LearnedRequests:
             scheduler.add_request(request)
             self._side.segments.has_to_wait(request)
 
-    def end_step(self) -> None:
+    def end_step(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """A step has been scheduled: take back what others have to wait for."""
         from vllm.v1.request import RequestStatus
 
@@ -73,7 +74,8 @@ class LearnedRequests:
             return
         for request in new:
             if request.status == RequestStatus.RUNNING:
-                _forget_query(scheduler, request)
+                num_tokens = num_scheduled_tokens[request.request_id]
+                _forget_query(scheduler, request, request.num_computed_tokens - num_tokens)
         holes = self._side.holes
         others_wait = bool(holes and holes.lacks_room) or _others_wait(scheduler, self._ids)
         for request_id in learning.request_ids:
@@ -132,9 +134,12 @@ def _others_wait(scheduler: Scheduler, own_ids: set[str]) -> bool:
     )
 
 
-def _forget_query(scheduler: Scheduler, request: Request) -> None:
-    """Upstream takes every request that is admitted for one that asks the connector for hits."""
+def _forget_query(scheduler: Scheduler, request: Request, cached_tokens: int) -> None:
+    """Upstream takes every request that is admitted for one that asks the connector for hits.
+
+    For what lies behind ``cached_tokens``, which the device has.
+    """
     stats: Any = scheduler.connector_prefix_cache_stats
     if stats is not None:
         stats.requests -= 1
-        stats.queries -= request.num_tokens
+        stats.queries -= request.num_tokens - cached_tokens

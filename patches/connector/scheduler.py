@@ -209,7 +209,7 @@ class ConnectedScheduler:
             scheduler.max_num_scheduled_tokens = max_tokens
             scheduler.max_num_running_reqs = max_requests
         if self._learned is not None:
-            self._learned.end_step()
+            self._learned.end_step(output.num_scheduled_tokens)
         output.finished_req_ids.update(ended_row_ids)
         defers = getattr(scheduler, "defer_block_free", False)  # Since vLLM 0.30.
         if defers and rows and not output.total_num_scheduled_tokens:

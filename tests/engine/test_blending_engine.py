@@ -65,6 +65,7 @@ class Setting(NamedTuple):
     scenarios: Sequence[str] = ("orders",)
     heads: Sequence[int] = (16,)
     sink_ids: Sequence[int] | None = None
+    has_context: bool = False
     engine: Mapping[str, Any] = {}
     is_main_only: bool = False
 
@@ -76,7 +77,7 @@ class Setting(NamedTuple):
         connector = processes.blending(
             segment_separator=SEPARATOR, learn_segments=False, segment_sink=self.sink_ids
         )
-        options = {"heads": self.heads}
+        options = {"heads": self.heads, "has_context": self.has_context}
         return Plan(model, self.scenarios, "blending", connector | self.engine, options)
 
     def expected_reuse(self, answer: Answer, head_tokens: int = 16) -> list[Any]:
@@ -91,6 +92,8 @@ ALL_SETTINGS = {
     "gemma3, long sink": Setting(
         "one window", ("orders", "exact"), sink_ids=LONG_SINK_IDS, is_main_only=True
     ),
+    "llama, context": Setting("full", has_context=True),
+    "gemma3, context": Setting("one window", has_context=True, is_main_only=True),
     "gpt-oss": Setting("gpt-oss", is_main_only=True),
     "crowd": Setting("full", ("crowd",), engine=IN_SMALL_POOL),
     TWO_WORKERS: Setting(

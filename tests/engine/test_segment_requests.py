@@ -88,8 +88,13 @@ def test_with_separators_segments_are_learned_by_default(
         assert engine.counts.reused_tokens == (len(ONE) - HEAD_TOKENS) * is_learned
 
 
-def test_nothing_of_it_is_answered_or_counted_as_a_query() -> None:
-    with learning_engine() as engine:
+@pytest.mark.parametrize("sink", [SINK, tokens(random.Random("sink"), 50)], ids=["", "cached"])
+def test_nothing_of_it_is_answered_or_counted_as_a_query(sink: list[int]) -> None:
+    with learning_engine(connector={"segment_sink": sink}) as engine:
+        if sink is not SINK:  # Its blocks are in the prefix cache then.
+            engine.store(OTHER)
+            engine.serve()
+            del engine.answers[f"request-{engine.num_asked}"]
         engine.scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
         ids = [engine.ask(ONE), engine.ask(ONE)]
         engine.serve()

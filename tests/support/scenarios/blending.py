@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blended prompts, made of documents, and prompts that a reference is asked.
 
-Options of a plan: ``heads``, lengths that scenarios ask with; ``prompts``, by label lists of token
-ids and how many tokens their replies have.
+Options of a plan: ``heads``, lengths that scenarios ask with; ``has_context``, whether documents
+are stored behind others; ``prompts``, by label lists of token ids and how many tokens their replies
+have.
 """
 
 from __future__ import annotations
@@ -63,13 +64,18 @@ class Engine(scenarios_engine.Engine):
             self.blending = self.side.segments
 
     def store_segments(self, documents: Sequence[Tokens]) -> None:
-        """Have each document stored as a segment."""
-        self.store(documents, STORED)
+        """Have each document stored as a segment; behind others, if the plan has a context."""
+        from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
+
+        rng = random.Random("context")
+        context = [random_tokens(rng, 60) for _ in range(NUM_DOCUMENTS)]
+        self.store([*(context if self.plan.get("has_context") else ()), *documents], STORED)
         self.note("sink", list(self.sink_ids))
 
     @property
     def sink_ids(self) -> tuple[int, ...]:
-        return self.blending.store.sink_ids
+        """What a document is stored behind that is none of the context."""
+        return self.blending.store.contexts.of(None, ()).token_ids
 
     @contextmanager
     def with_heads(self, head_tokens: int) -> Iterator[None]:
