@@ -24,7 +24,7 @@ from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_LENGTHS, SHARED_TOKENS
 from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
 
-from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 
 SEED = {"PYTHONHASHSEED": "0"}
 LABELS = ("shared", "shared, again", "shared, parting", "shared, salted")
@@ -139,7 +139,7 @@ def test_wrong_bytes_would_change_answers(
         by_size.setdefault(len(kept[path]), []).append(path)
     for paths in by_size.values():
         for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
-            content = kept[other][:-TRAILER_BYTES]
+            content = kept[other][:-SEAL_BYTES]
             forge(sharing.folder, path, content if damage == "swapped" else bytes(len(content)))
     try:
         served = sharing.serve()

@@ -15,8 +15,8 @@ from functools import partial
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
 MAX_CALL_S = 5.0
@@ -34,7 +34,7 @@ class SharedTransfers:
         self, options: ConnectorOptions, rank: int, host: HostBuffer, on_start: Callable[[], None]
     ) -> None:
         assert options.shared_tier is not None
-        self._tier: SharedTier = FilesTier(options.shared_tier, options.shared_tier_bytes, rank)
+        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, rank)
         self._tier.register(memoryview(host.tensor.numpy()))
         self._gets = TierThread("kvext-shared-gets", on_start)
         self._puts = TierThread("kvext-shared-puts", on_start)
