@@ -29,7 +29,7 @@ from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, Share
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 # Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for one that hangs.
 _VARIABLES = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
-_CONNECT_S, _BUFFER_BYTES = 2.0, 64 << 20  # The buffer is Mooncake's own, for small objects.
+_CONNECT_S, _BUFFER_BYTES = 2.0, 16 << 20  # The buffer is Mooncake's own, for small objects.
 _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted meanwhile.
 _USUAL = {0, 1, *_ABSENT, -600, -601}  # It is larger than its place; another engine writes it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
@@ -90,8 +90,9 @@ class MooncakeTier:
         return address
 
     def close(self) -> None:
-        self._store.close()
-        del self._store  # Calls of a closed one end the process.
+        store, self._store = self._store, None  # A call of a closed one ends the process.
+        if store is not None:
+            store.close()
 
     def exist(self, names: Sequence[str]) -> list[str]:
         notes = [name for name in names if is_note(name)]

@@ -413,5 +413,7 @@ class SharedSide:
         )
 
     def shutdown(self) -> None:
-        """Ask nothing any more."""
+        """Ask nothing any more. A tier that hangs is not closed."""
         self._thread.close()
+        if self._last_asked is None or self._last_asked.is_answered.is_set():
+            self._shared.close()

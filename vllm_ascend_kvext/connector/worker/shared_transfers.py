@@ -70,9 +70,12 @@ class SharedTransfers:
         return True
 
     def shutdown(self) -> None:
-        """Begin nothing any more. Does not wait: the tier may hang."""
+        """Begin nothing any more. Does not wait: the tier may hang, and is not closed then."""
         self._gets.close()
         self._puts.close()
+        with self._changed:
+            if not self._num_left:
+                self._tier.close()
 
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
         answer, began_s = Answer.UNREACHABLE, time.monotonic()
