@@ -18,7 +18,7 @@ from typing import NamedTuple
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
 from vllm_ascend_kvext.holes.load_plan import Span
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry
+from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.tier import HostTier
 
 _ID_TYPE = "q"
@@ -128,6 +128,17 @@ class SegmentStore:
         """Whether some of a segment is neither stored nor on its way."""
         return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
+    def lacking(self, prefix: SegmentPrefix) -> list[Piece]:
+        """Chunks of a segment that are not stored, those on their way among them."""
+        index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
+        pieces = [
+            Piece.rows(first, min(first + chunk_tokens, prefix.num_tokens))
+            for first in range(0, prefix.num_tokens, chunk_tokens)
+        ]
+        return [
+            each for each in pieces if not index.stored(each.kind, prefix.key_at(each.end_tokens))
+        ]
+
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:
         """Take places for what is missing of a segment: an entry for each piece, ascending.
 
@@ -136,8 +147,7 @@ class SegmentStore:
         use = self._tier.next_use()
         entries: list[Entry] = []
         for piece in self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens):
-            num_rows = min(piece.end_tokens, prefix.num_segment_tokens) - piece.first_tokens
-            num_bytes = self._layout.num_bytes(num_rows)
+            num_bytes = self.num_bytes(self.contents(prefix, piece))
             entry = self._tier.begin_store(prefix, piece, num_bytes, use)
             if isinstance(entry, Refusal):
                 for begun in entries:
@@ -148,27 +158,29 @@ class SegmentStore:
 
     def rows_of(self, prefix: SegmentPrefix, entry: Entry, token_ids: Sequence[int]) -> SegmentRows:
         """What workers store of a segment that is computed behind the sink, for one entry."""
-        first, end = self._range_of(prefix, entry)
-        sink_tokens = len(self.sink_ids)
+        first = entry.piece.first_tokens
+        _, num_rows, position = self.contents(prefix, entry.piece)
         return SegmentRows(
-            sink_tokens + first,
-            sink_tokens + end,
+            position,
+            position + num_rows,
             entry.offset_bytes,
-            end - first,
+            num_rows,
             0,
-            token_ids=tuple(token_ids[first:end]),
+            token_ids=tuple(token_ids[first : first + num_rows]),
         )
 
     def finish_store(self, prefix: SegmentPrefix, entry: Entry) -> None:
         """The rows of an entry are in place, on all workers."""
-        first, end = self._range_of(prefix, entry)
-        stored = StoredTokens(prefix.ids_of(first, end), end - first, len(self.sink_ids) + first)
-        self._tier.finish_store(entry, stored)
+        self._tier.finish_store(entry, self.contents(prefix, entry.piece))
 
-    def _range_of(self, prefix: SegmentPrefix, entry: Entry) -> tuple[int, int]:
-        """First and end token of an entry's rows, without what it was rounded up by."""
-        piece = entry.piece
-        return piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
+    def contents(self, prefix: SegmentPrefix, piece: Piece) -> StoredTokens:
+        """What an entry of a piece holds, without what it was rounded up by."""
+        first, end = piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
+        return StoredTokens(prefix.ids_of(first, end), end - first, len(self.sink_ids) + first)
+
+    def num_bytes(self, stored: StoredTokens) -> int:
+        """Host bytes of an entry."""
+        return self._layout.num_bytes(stored.num_rows)
 
 
 def rows_to_load(span: Span) -> SegmentRows:

@@ -58,8 +58,13 @@ def object_name(piece: Piece, key: bytes) -> str:
     return f"{kind}{piece.first_tokens}-{piece.end_tokens}-{key.hex()[:32]}"
 
 
+def segment_name(piece: Piece, key: bytes) -> str:
+    """The same for a segment, whose keys are no hashes of prompts: see ``blending``."""
+    return f"S{object_name(piece, key)[1:]}"
+
+
 def piece_of(name: str) -> Piece:
-    """The piece of an object."""
+    """The piece of an object of a prompt."""
     first, end, _ = name[1:].split("-")
     return Piece(Kind.TAILS if name[0] == "T" else Kind.ROWS, int(first), int(end))
 

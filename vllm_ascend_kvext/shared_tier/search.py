@@ -19,11 +19,12 @@ Exist = Callable[[Sequence[str]], list[str]]
 
 
 class FoundObject(NamedTuple):
-    """An object with a piece, which is the prompt's up to ``end_tokens``: where they part."""
+    """An object with a piece, which is that of a prefix up to ``end_tokens``: where they part."""
 
     name: str
     piece: Piece
     end_tokens: int
+    prefix: Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Question:
     missing: tuple[TokenRange, ...]
     tails_tokens: int
     goes_on_behind_holes: bool
+
+
+def existing(wanted: Sequence[FoundObject], exist: Exist) -> list[FoundObject]:
+    """Those of some objects that are there."""
+    names = exist([each.name for each in wanted]) if wanted else []
+    return [each for each, name in zip(wanted, names, strict=True) if name]
 
 
 def search(question: Question, exist: Exist) -> list[FoundObject]:
@@ -80,7 +87,7 @@ def _ask(question: Question, exist: Exist, ends: Sequence[int]) -> dict[int, Fou
     """Objects with the rows before some boundaries, by boundary."""
     names = exist([note_name(question.prefix.key_at(end)) for end in ends]) if ends else []
     return {
-        end: FoundObject(name, piece_of(name), end)
+        end: FoundObject(name, piece_of(name), end, question.prefix)
         for end, name in zip(ends, names, strict=True)
         if name
     }
@@ -106,5 +113,5 @@ def _search_tails(question: Question, exist: Exist, end_tokens: int) -> list[Fou
         names = [object_name(Piece.tails(each), question.prefix.key_at(each)) for each in batch]
         for boundary, name in zip(batch, exist(names), strict=True):
             if name:
-                return [FoundObject(name, Piece.tails(boundary), boundary)]
+                return [FoundObject(name, Piece.tails(boundary), boundary, question.prefix)]
     return []

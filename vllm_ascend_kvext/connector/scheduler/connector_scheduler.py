@@ -149,7 +149,9 @@ class ConnectorScheduler:
             from vllm_ascend_kvext.connector.scheduler.shared_side import SharedSide
 
             identity = identity_of(layout, workers)
-            self.shared = SharedSide(parts, options, identity, self._cost, events, clock)
+            self.shared = SharedSide(
+                parts, options, identity, self._cost, events, clock, self.segments
+            )
         self._stores = Stores(parts, options.store_policy, events, self.shared)
         self._states = RequestOffloadStates()
         self._step_loads: list[LoadJob] = []
@@ -388,11 +390,12 @@ class ConnectorScheduler:
             if state is not None and state.under_way is not None:
                 state.under_way.has_failed |= request_id in results.failed_loads
                 state.under_way.unreadable |= results.unreadable.get(request_id, set())
+        # Before its store ends: a segment whose keys are wrong is for nobody.
+        self.segments.note_key_checks(results.key_checks, results.key_check_failure)
         for number, num_workers in results.stores_ended.items():
             self._jobs.end(number, num_workers, number in results.failed_stores)
         if self.shared is not None:
             self.shared.note_results(results)
-        self.segments.note_key_checks(results.key_checks, results.key_check_failure)
         for row_id, scores in results.scores.items():
             self._end_probe(row_id, scores)
 

@@ -19,20 +19,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, StoredTokens
 from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.scheduler.request_state import RequestOffloadState
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
-from vllm_ascend_kvext.connector.segments.no_segments import SchedulerParts
+from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names
 from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.protocol import SharedObject
-from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, search
+from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, existing, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 from vllm_ascend_kvext.store.counters import Refusal
-from vllm_ascend_kvext.store.entries import Entry, Kind, Load
+from vllm_ascend_kvext.store.entries import Entry, Kind, Load, Piece
 from vllm_ascend_kvext.store.prefix import HashedPrefix, Prefix
 from vllm_ascend_kvext.store.store_policy import StorePolicy
 from vllm_ascend_kvext.token_range import TokenRange
@@ -55,9 +56,10 @@ _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A question, and what it found once it ``is_answered``."""
+    """A question, also for segments, and what it found once it ``is_answered``."""
 
-    question: Question
+    question: Question | None
+    segments: Sequence[FoundObject]
     asked_s: float
     is_dropped: bool = False  # Nobody waits for the answer any more.
     began_s: float | None = None
@@ -96,9 +98,12 @@ class SharedSide:
         cost: TransferCost,
         events: TierEvents,
         clock: Callable[[], float],
+        segments: NoSegments,
     ) -> None:
         assert options.shared_tier is not None
         self._parts = parts
+        self._segments = segments
+        segments.put = self.put
         self._tier = parts.tier
         self._geometry = parts.tier.geometry
         self._counters = parts.counters
@@ -170,12 +175,19 @@ class SharedSide:
 
     def _ask(self, request: Request, known: SharedRequest, num_computed_tokens: int) -> None:
         question = self._question(request, known, num_computed_tokens)
-        if question is None:
+        segments = [
+            FoundObject(
+                names.segment_name(piece, prefix.key_at(piece.end_tokens)),
+                *(piece, piece.end_tokens, prefix),
+            )
+            for prefix, piece in self._segments.lacking(request.request_id)
+        ]
+        if question is None and not segments:
             return
         if self._clock() < self._paused_until_s or self._is_late():
             self._counters.shared_requests["paused"] += 1
             return
-        known.asked = self._last_asked = _Asked(question, self._clock())
+        known.asked = self._last_asked = _Asked(question, segments, self._clock())
         self._thread.submit(partial(self._answer, known.asked))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
@@ -222,7 +234,8 @@ class SharedSide:
         asked.began_s = began_s = self._clock()
         self._running = asked
         try:
-            asked.found = search(asked.question, self._exist)
+            found = [] if asked.question is None else search(asked.question, self._exist)
+            asked.found = [*found, *existing(asked.segments, self._exist)]
         finally:
             asked.seconds = self._clock() - began_s
             self._running = None
@@ -247,46 +260,65 @@ class SharedSide:
 
     def _begin_gets(self, request: Request, known: SharedRequest, asked: _Asked) -> None:
         """Take places in host memory for what was found, and have the workers fill them."""
-        layout, prefix, use = self._parts.layout, asked.question.prefix, self._tier.next_use()
-        index = self._tier.lookup(prefix).index
+        use = self._tier.next_use()
+        after_tokens = 0 if asked.question is None else asked.question.tokens.first_tokens
         is_paused = self._clock() < self._paused_until_s
-        for name, piece, end_tokens in () if is_paused else asked.found:
-            num_bytes = layout.num_bytes(piece)
+        for name, piece, end_tokens, prefix in () if is_paused else asked.found:
+            num_bytes, contents = self._contents(prefix, piece, end_tokens)
             shared_piece = piece._replace(end_tokens=end_tokens)
             entry = self._tier.begin_store(prefix, shared_piece, num_bytes, use)
             if isinstance(entry, Refusal):
+                index = self._tier.lookup(prefix).index
                 self._await(known, index.storing(piece.kind, prefix.key_at(end_tokens)))
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            row_map = layout.row_map(piece)
-            if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
-                row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
-            on_end = partial(self._end_get, entry, row_map, prefix, request)
-            number = self._begin(on_end)
+            number = self._begin(partial(self._end_get, entry, contents, prefix, request))
             what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
             self._gets.append(what)
             if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
             # Without its tails, rows are of no use.
-            num_tokens = end_tokens - piece.first_tokens or asked.question.tokens.num_tokens
+            num_tokens = end_tokens - piece.first_tokens or end_tokens - after_tokens
             self._awaited[number] = _Get(num_bytes, num_tokens)
             self._number_of[entry] = number
             known.awaited.add(number)
         result = "found" if known.awaited else "paused" if is_paused else "absent"
         self._counters.shared_requests[result] += 1
 
+    def _contents(
+        self, prefix: Prefix, piece: Piece, end_tokens: int
+    ) -> tuple[int, RowMap | StoredTokens]:
+        """The bytes of an object, and what its entry holds of a prefix."""
+        if isinstance(prefix, SegmentPrefix):
+            assert self._segments.store is not None
+            stored = self._segments.store.contents(prefix, piece)
+            return self._segments.store.num_bytes(stored), stored
+        layout = self._parts.layout
+        row_map = layout.row_map(piece)
+        if end_tokens < piece.end_tokens:  # Rows behind are of another prompt.
+            row_map = layout.rows_within(row_map, piece.first_tokens, end_tokens)
+        return layout.num_bytes(piece), row_map
+
     def _end_get(
-        self, entry: Entry, row_map: RowMap, prefix: Prefix, request: Request, has_failed: bool
+        self,
+        entry: Entry,
+        contents: RowMap | StoredTokens,
+        prefix: Prefix,
+        request: Request,
+        has_failed: bool,
     ) -> None:
         self._awaited.pop(self._number_of.pop(entry), None)
         if has_failed:
             self._tier.abandon_store(entry)
-        elif self._tier.finish_store(entry, row_map):
+        elif self._tier.finish_store(entry, contents):
             self._is_put.add(entry.number)
             self._counters.shared_tokens += entry.piece.end_tokens - entry.piece.first_tokens
-            self._events.stored(entry, prefix, request)
+            if isinstance(prefix, SegmentPrefix):
+                self._segments.trust_keys()
+            else:
+                self._events.stored(entry, prefix, request)
 
     @property
     def has_transfers(self) -> bool:
@@ -339,25 +371,35 @@ class SharedSide:
         lookup = self._tier.lookup(prefix)
         if self._geometry.needs_rows:
             for _, entry in lookup.walk_back(0, boundary):
-                self._put(entry)
+                self.put(entry)
         tails = lookup.index.stored(Kind.TAILS, prefix.key_at(boundary))
         if tails is not None:
-            self._put(tails)
+            self.put(tails)
 
     def note_stored(self, entry: Entry, request: Request) -> None:
         """A store of the engine's own has ended well."""
         if self._puts_all and not request.lora_request:
-            self._put(entry)
+            self.put(entry)
 
     def note_removed(self, entry: Entry) -> None:
         """An entry is not in host memory any more."""
         self._is_put.discard(entry.number)
 
-    def _put(self, entry: Entry) -> None:
+    def put(self, entry: Entry) -> None:
         """Have an entry put, unless it was, or too much is on its way."""
         if self._is_off or entry.number in self._is_put:
             return
-        num_bytes = self._parts.layout.num_bytes(entry.piece)
+        stored = entry.row_map
+        notes: tuple[str, ...] = ()
+        if isinstance(stored, StoredTokens):
+            assert self._segments.store is not None
+            num_bytes = self._segments.store.num_bytes(stored)
+            name = names.segment_name(entry.piece, entry.key)
+        else:
+            num_bytes = self._parts.layout.num_bytes(entry.piece)
+            name = names.object_name(entry.piece, entry.key)
+            if entry.piece.kind is Kind.ROWS:
+                notes = tuple(map(names.note_name, entry.keys))
         max_bytes = max(num_bytes, self._tier.capacity_bytes * MAX_PUT_SHARE)
         is_busy = self._put_bytes + num_bytes > max_bytes
         if is_busy or self._clock() < self._puts_paused_until_s:
@@ -366,9 +408,8 @@ class SharedSide:
         load = self._tier.pin(entry)
         if load is None:
             return
-        notes = tuple(map(names.note_name, entry.keys)) if entry.piece.kind is Kind.ROWS else ()
-        name = f"{self._namespace}/{names.object_name(entry.piece, entry.key)}"
         number = self._begin(partial(self._end_put, entry, load, num_bytes))
+        name = f"{self._namespace}/{name}"
         self._puts.append(SharedObject(number, name, entry.offset_bytes, num_bytes, notes))
         self._put_bytes += num_bytes
         self._is_put.add(entry.number)

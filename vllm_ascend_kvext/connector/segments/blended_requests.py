@@ -31,6 +31,7 @@ from vllm_ascend_kvext.connector.segments.segment_stores import SegmentStores
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.holes.load_plan import LoadPlan, Span, loaded_spans, spans_within, with_holes
+from vllm_ascend_kvext.store.entries import Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.token_range import TokenRange
 
@@ -93,7 +94,6 @@ class Blending(SegmentStores):
     computed. The keys of so many workers are to be compared.
 
     Attributes:
-        keys_are_checked: Whether this model's keys are known to turn with their positions alone.
         why_no_reuse: Why nothing is reused for good; empty if something may be.
     """
 
@@ -114,7 +114,6 @@ class Blending(SegmentStores):
         self.options = options
         self.questions = questions
         self._key_checks_missing = num_workers
-        self.keys_are_checked = False
         self.why_no_reuse = ""
         self._states: dict[str, _State] = {}
 
@@ -155,6 +154,14 @@ class Blending(SegmentStores):
 
     def stores_prompt(self, request_id: str) -> bool:
         return self._blended(request_id) is None and not self.is_segment(request_id)
+
+    def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
+        state = self._states.get(request_id)
+        return [
+            (prefix, piece)
+            for _, prefix in (() if state is None else state.known)
+            for piece in self.store.lacking(prefix)
+        ]
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         request_id = request.request_id
@@ -225,6 +232,9 @@ class Blending(SegmentStores):
         state = self._states[request.request_id]
         known = state.known
         reused = [span for span in plan.segment_spans if not span.is_computed]
+        for span in reused:
+            assert span.entry is not None
+            self._put(span.entry)
         reused_tokens = sum(span.num_tokens for span in reused)
         starts = {span.first_tokens - span.entry_tokens for span in reused}
         hits = [each.segment for each in known if each.segment.first_tokens in starts]
@@ -262,6 +272,9 @@ class Blending(SegmentStores):
         if blended is not None:
             blended.reused_tokens -= sum(run.num_tokens for run in runs)
         return runs
+
+    def trust_keys(self) -> None:
+        self.note_key_checks(self._key_checks_missing, "")
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         if failure and not self.why_no_reuse:

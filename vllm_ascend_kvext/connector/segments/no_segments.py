@@ -7,10 +7,11 @@ which answers all of it, partly as `SegmentStores`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_kvext.blending.question_selection import Scores
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix, SegmentStore
 from vllm_ascend_kvext.connector.common.block_references import BlockReferences
 from vllm_ascend_kvext.connector.common.counters import ConnectorCounters
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
@@ -21,6 +22,7 @@ from vllm_ascend_kvext.connector.segments.questions import Questions
 from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
 from vllm_ascend_kvext.holes.hole_queue import HoleQueue
 from vllm_ascend_kvext.holes.load_plan import LoadPlan
+from vllm_ascend_kvext.store.entries import Entry, Piece
 from vllm_ascend_kvext.store.lookup import Hit
 from vllm_ascend_kvext.store.tier import HostTier
 from vllm_ascend_kvext.token_range import TokenRange
@@ -49,11 +51,15 @@ class NoSegments:
         is_on: Whether segments are reused.
         learning: Has segments computed that no client has asked for; None if nothing does.
         questions: Compares questions of requests with their segments; None if nothing does.
+        store: The segments in host memory; None if there are none.
+        put: Puts an entry of a segment into the shared tier; None without one.
     """
 
     is_on = False
     learning: SegmentLearning | None = None
     questions: Questions | None = None
+    store: SegmentStore | None = None
+    put: Callable[[Entry], None] | None = None
 
     # Admission.
 
@@ -71,6 +77,10 @@ class NoSegments:
     def is_segment(self, request_id: str) -> bool:
         """Whether the prompt of a request is a segment, of which nothing is loaded."""
         return False
+
+    def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
+        """What host memory lacks of segments that a request might reuse."""
+        return []
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:
         """The plan of a request that reuses segments behind what is exact; None if none does."""
@@ -110,6 +120,9 @@ class NoSegments:
 
     def note_key_checks(self, num_workers: int, failure: str) -> None:
         """Workers have compared keys of equal tokens; see ``blending.key_check``."""
+
+    def trust_keys(self) -> None:
+        """An engine like this one has compared keys, and found nothing."""
 
     def choose(self, request_id: str, scores: Scores | None) -> tuple[TokenRange, ...]:
         """What of a request is computed and not reused, as its question has it."""

@@ -56,14 +56,19 @@ class SegmentStores(NoSegments):
     """The stores of one engine, for clients and, if there is learning, for requests of its own.
 
     What `NoSegments` says of each method holds here, too.
+
+    Attributes:
+        keys_are_checked: Whether this model's keys are known to turn with their positions alone.
     """
+
+    keys_are_checked = False
 
     def __init__(
         self, parts: SchedulerParts, store: SegmentStore, learning: SegmentLearning | None
     ) -> None:
         self._view = parts.view
         self._tier = parts.tier
-        self.store = store
+        self.store: SegmentStore = store
         self._tokens_per_page = parts.layout.tokens_per_page
         self._window_groups = parts.layout.window_pages(0).keys()
         self._references = parts.references
@@ -199,9 +204,15 @@ class SegmentStores(NoSegments):
                 self._tier.fail_store(entry)
             else:
                 self.store.finish_store(prefix, entry)
+                self._put(entry)
         self._counters.stored_segments += not has_failed
         if self.learning is not None:
             self.learning.end_store(request_id, has_failed)
+
+    def _put(self, entry: Entry) -> None:
+        """Let other engines have an entry, once keys were compared: they will not do that again."""
+        if self.put is not None and self.keys_are_checked:
+            self.put(entry)
 
     def _give_up(self, request_id: str, wanted: _Segment) -> None:
         if self.learning is None or request_id not in self.learning.request_ids:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments that engines share, on vLLM's real scheduler, with real pages and without a model.
+
+The bytes that requests read are compared in every step: see `LearningEngine`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.connector.learning_engine import HEAD_TOKENS, LearningEngine, learning_engine
+from support.connector.offload_workloads import tokens
+from support.connector.paged_layouts import FULL, GPT_OSS, PagedLayout
+from support.connector.shared_objects import forge, objects
+from support.connector.simulated_segments import SimulatedMover
+from support.scheduler.workload import RequestPlan
+from test_shared_tier import Slow, _equal_seeds, _patience, payload, weights
+
+from vllm_ascend_kvext.connector.common.counters import BlendRefusal
+
+__all__ = ["_equal_seeds", "_patience", "weights"]
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+
+ONE, OTHER = (tuple(tokens(random.Random(num), num)) for num in (40, 53))
+
+
+@contextmanager
+def sharing(
+    folder: Path, layout: PagedLayout = FULL, connector: dict[str, Any] | None = None, **more: Any
+) -> Iterator[LearningEngine]:
+    shared = {"shared_tier": f"file://{folder}", "learn_segments": False} | (connector or {})
+    with learning_engine(layout, connector=shared, **more) as engine:
+        # Else all of a segment as short as these lies within a window of its beginning.
+        engine.choose(min_head_tokens=0)
+        yield engine
+
+
+def store_in(folder: Path, *documents: tuple[int, ...], **more: Any) -> None:
+    with sharing(folder, **more) as engine:
+        for document in documents:
+            engine.store(document)
+        engine.serve()
+        engine.serve()
+
+
+def names_of(folder: Path) -> list[str]:
+    """Those of the objects, without keys."""
+    return sorted(path.name.rpartition("-")[0] for path in objects(folder))
+
+
+def reused_tokens(engine: LearningEngine, *documents: tuple[int, ...], **more: Any) -> int:
+    before = engine.counts.reused_tokens
+    for document in documents:
+        plan = RequestPlan(request_id="", arrival_step=0, prompt=document, max_tokens=1)
+        engine.contents.expect_segment(document, plan)
+    engine.answer(*documents, **more)
+    return int(engine.counts.reused_tokens - before)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("layout", [FULL, GPT_OSS], ids=["full", "windows"])
+def test_a_segment_that_one_engine_has_stored_is_reused_by_another(
+    layout: PagedLayout, num_workers: int, tmp_path: Path
+) -> None:
+    store_in(tmp_path, ONE, OTHER, layout=layout, num_workers=num_workers)
+    with sharing(tmp_path, layout, num_workers=num_workers) as engine:
+        assert reused_tokens(engine, OTHER, ONE) == len(ONE) + len(OTHER) - 2 * HEAD_TOKENS
+        counters = engine.side.counters
+        assert counters.shared_requests["found"] == 1 and not engine.counts.stored_segments
+        assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
+
+
+def test_nothing_of_the_first_engine_is_needed_but_the_folder(tmp_path: Path) -> None:
+    """Nobody has compared keys here: the engine that put them has."""
+    store_in(tmp_path, ONE)
+    with sharing(tmp_path) as engine:
+        assert not engine.side.segments.keys_are_checked
+        reused_tokens(engine, OTHER)
+        assert engine.counts.refusals[BlendRefusal.UNCHECKED_KEYS] == 1
+        assert reused_tokens(engine, ONE, OTHER) == len(ONE) - HEAD_TOKENS
+
+
+def test_segments_are_put_once_keys_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sharing(tmp_path) as engine:
+        monkeypatch.setattr(SimulatedMover, "check_keys", lambda *_: None)
+        engine.store(ONE)
+        engine.serve()
+        assert objects(tmp_path) == []
+        monkeypatch.undo()
+        engine.store(OTHER)
+        engine.serve()
+        engine.serve()
+        assert names_of(tmp_path) == ["S0-16", "S16-32", "S32-48", "S48-56"]
+        engine.answer(ONE)  # It is used: so it is put, too.
+        assert len(objects(tmp_path)) == 4 + 3
+
+
+def test_what_has_failed_the_comparison_is_not_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sharing(tmp_path) as engine:
+        monkeypatch.setattr(SimulatedMover, "check_keys", lambda *_: "wrong")
+        engine.store(ONE)
+        engine.serve()
+        engine.store(OTHER)
+        engine.serve()
+        assert objects(tmp_path) == []
+
+
+def test_learned_segments_are_shared(tmp_path: Path) -> None:
+    with sharing(tmp_path, connector={"learn_segments": True}) as engine:
+        for _ in range(3):
+            engine.answer(ONE)
+    with sharing(tmp_path, connector={"learn_segments": True}) as engine:
+        rng = random.Random(1)
+        for _ in range(3):  # Not the prompts of before: these are reused exactly.
+            assert reused_tokens(engine, tuple(tokens(rng, 30)), ONE) == len(ONE) - HEAD_TOKENS
+        assert ONE not in engine.learned
+
+
+@pytest.mark.parametrize("other", ["sink", "salt"])
+def test_other_sinks_and_salts_do_not_meet(other: str, tmp_path: Path) -> None:
+    store_in(tmp_path, ONE)
+    connector = {"segment_sink": [6]} if other == "sink" else {}
+    salted = {"cache_salt": "x"} if other == "salt" else {}
+    with sharing(tmp_path, connector=connector) as engine:
+        assert reused_tokens(engine, ONE, **salted) == 0
+        assert engine.side.counters.transfer_bytes["get"] == 0
+
+
+def test_several_requests_at_once_share_what_is_got(tmp_path: Path) -> None:
+    store_in(tmp_path, ONE)
+    with sharing(tmp_path) as engine:
+        for _ in range(3):
+            engine.ask(ONE)
+        assert reused_tokens(engine, ONE) == 4 * (len(ONE) - HEAD_TOKENS)
+        num_bytes = sum(path.stat().st_size for path in objects(tmp_path))
+        assert 0 < engine.side.counters.transfer_bytes["get"] < num_bytes
+
+
+def test_a_later_request_waits_for_what_is_being_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_in(tmp_path, ONE)
+    slow = Slow(monkeypatch, "get_into")
+    with sharing(tmp_path) as engine:
+        engine.ask(ONE)
+        engine.step_until(lambda: slow.num_calls)
+        engine.ask(ONE)
+        engine.step()
+        slow.gate.set()
+        assert reused_tokens(engine, ONE) == 3 * (len(ONE) - HEAD_TOKENS)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "gone"])
+def test_damaged_segments_are_computed(damage: str, tmp_path: Path) -> None:
+    store_in(tmp_path, ONE, OTHER)
+    path = min(objects(tmp_path), key=lambda path: path.name)
+    if damage == "gone":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[7] ^= 1
+        path.write_bytes(data)
+    with sharing(tmp_path) as engine:
+        # Of one of them all is computed: what is lost is its beginning.
+        all_tokens = {len(ONE) - HEAD_TOKENS, len(OTHER) - HEAD_TOKENS}
+        assert reused_tokens(engine, OTHER, ONE) in all_tokens
+
+
+def test_wrong_bytes_with_a_right_checksum_are_seen(tmp_path: Path) -> None:
+    """A control: the tests here would notice segments that are mixed up."""
+    store_in(tmp_path, ONE)
+    for path in objects(tmp_path):
+        forge(tmp_path, path, bytes(len(payload(path))))
+    with pytest.raises(AssertionError), sharing(tmp_path) as engine:
+        reused_tokens(engine, ONE)

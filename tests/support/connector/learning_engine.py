@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of the real scheduler that stores, learns and reuses segments, in real pages.
+
+Every step, all bytes that a request reads are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from support.connector.blending_engine import BlendingEngine
+from support.connector.exact_contents import ExactContents
+from support.connector.offload_run import check_blocks, check_nothing_is_left
+from support.connector.offload_workloads import offloading, tokens
+from support.connector.paged_layouts import FULL, PagedLayout
+from support.connector.scripted_transfers import TransferScript
+from support.scheduler.options import EngineOptions
+from support.scheduler.workload import RequestPlan
+from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
+
+SINK = [5]
+QUESTION = tuple(tokens(random.Random("question"), 9))
+HEAD_TOKENS = 4
+MAX_TOKENS = 400
+
+
+class LearningEngine(BlendingEngine):
+    """Keeps what it answers, and looks at all that it does."""
+
+    def __init__(self, layout: PagedLayout, options: EngineOptions, script: TransferScript) -> None:
+        super().__init__(layout, options, script)
+        self.answers: dict[str, list[int]] = {}
+        self.contents = ExactContents(self, MAX_TOKENS)
+        self.num_asked = 0
+
+    def send(self, prompt: Iterable[int], max_tokens: int, **more: Any) -> RequestPlan:
+        self.num_asked += 1
+        plan = RequestPlan(
+            request_id=f"request-{self.num_asked}",
+            arrival_step=0,
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            **more,
+        )
+        self.add_request(plan)
+        self.contents.expect(plan)
+        return plan
+
+    def ask(
+        self,
+        *documents: Sequence[int],
+        extra_args: dict[str, Any] | None = None,
+        max_tokens: int = 3,
+        **more: Any,
+    ) -> str:
+        """A request names some documents, between tokens of its own."""
+        prompt: list[int] = tokens(random.Random(self.num_asked), 5)
+        segments = []
+        for document in documents:
+            segments.append([len(prompt), len(prompt) + len(document)])
+            prompt += document
+        args = {SEGMENTS_KEY: segments, **(extra_args or {})}
+        prompt += QUESTION
+        return self.send(prompt, max_tokens, extra_args=tuple(args.items()), **more).request_id
+
+    def answer(self, *documents: Sequence[int], **more: Any) -> None:
+        """The same, and nothing is left to do."""
+        self.ask(*documents, **more)
+        self.serve()
+
+    def show_twice(self, *documents: Sequence[int], **more: Any) -> None:
+        """Two requests have documents, one after the other."""
+        for _ in range(2):
+            self.ask(*documents, **more)
+            self.step_until(lambda: len(self.answers) == self.num_asked)
+
+    def store(self, document: Sequence[int], is_stored: Any = True) -> None:
+        """A client has a document stored."""
+        plan = self.send(document, 1, extra_args=((STORE_KEY, is_stored),))
+        self.contents.expect_segment(document, plan)
+
+    def queue(self, *documents: Sequence[int]) -> None:
+        """In the steps that follow, it computes some documents."""
+        self.side.segments.learning.is_held = True
+        for document in (*documents, *documents):
+            self.ask(document)
+        self.serve()
+        self.side.segments.learning.is_held = False
+        self.ask(QUESTION, max_tokens=1)
+
+    def begin_learning(self, *documents: Sequence[int]) -> None:
+        """Nothing but requests of its own runs, which compute some documents."""
+        self.queue(*documents)
+        self.step_until(lambda: self.own_ids)
+        assert list(self.scheduler.requests) == self.own_ids
+
+    def step(self) -> Any:
+        num_own = len(self.own_plans)
+        step = super().step()
+        for plan in self.own_plans[num_own:]:
+            self.contents.expect(plan)
+            self.contents.expect_segment(plan.prompt[len(self.sink_ids) :], plan)
+        for request_id, token_ids, _ in step.outputs:
+            self.answers.setdefault(request_id, []).extend(token_ids)
+        check_blocks(self)
+        self.contents.check()
+        return step
+
+    def step_tokens(self) -> int:
+        """Tokens that a step computes."""
+        return sum(each.num_tokens for each in self.step().scheduled)
+
+    def serve(self) -> None:
+        self.step_until(lambda: not self.has_work())
+
+    def step_until(self, has_come: Callable[[], Any]) -> None:
+        for _ in range(300):
+            if has_come():
+                return
+            self.step()
+        raise AssertionError("the engine stands still")
+
+    @property
+    def own_ids(self) -> list[str]:
+        """Of its own requests that have not ended."""
+        own = {plan.request_id for plan in self.own_plans}
+        return [request_id for request_id in self.scheduler.requests if request_id in own]
+
+    @property
+    def learned(self) -> list[tuple[int, ...]]:
+        """What its own requests have computed, or were to."""
+        return [plan.prompt[len(self.sink_ids) :] for plan in self.own_plans]
+
+    @property
+    def counts(self) -> Any:
+        return self.side.counters.blending
+
+    @property
+    def drops(self) -> int:
+        return self.counts.learning_drops
+
+
+@contextmanager
+def learning_engine(
+    layout: PagedLayout = FULL,
+    script: TransferScript | None = None,
+    connector: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[LearningEngine]:
+    """An engine whose keys are checked."""
+    settings = {"segment_sink": SINK, "learn_segments": True, **(connector or {})}
+    config = offloading(layout, blending=True, blend_head_tokens=HEAD_TOKENS, **settings)
+    engine = LearningEngine(
+        layout,
+        EngineOptions(**({"num_blocks": 400} | options), offloading=config),
+        script or TransferScript(),
+    )
+    engine.choose(min_tokens=8)
+    try:
+        yield engine
+        engine.serve()
+        engine.contents.check(is_end=True)
+        check_nothing_is_left(engine)
+        check_nothing_is_remembered(engine)
+        assert set(engine.answers) <= {f"request-{n + 1}" for n in range(engine.num_asked)}
+    finally:
+        engine.shutdown()
+
+
+def check_nothing_is_remembered(engine: LearningEngine) -> None:
+    learning = engine.side.segments.learning
+    if learning is not None:
+        assert not engine.held.num_begun_segments and not learning.has_queue
+        connected = engine.scheduler.update_from_output.func.__self__
+        assert connected._learned is not None and not connected._learned._ids
