@@ -95,7 +95,7 @@ class Servers:
             assert self.master.poll() is None and time.monotonic() < deadline_s, self.logs()
             time.sleep(0.01)
 
-    def keys(self) -> list[str]:
+    def stored_keys(self) -> list[str]:
         return sorted(self._ask("get_all_keys").split())
 
     def _ask(self, what: str) -> str:

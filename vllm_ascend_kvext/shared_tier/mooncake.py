@@ -12,6 +12,7 @@ other are removed when somebody wants them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -31,7 +32,7 @@ _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
 _VARIABLES = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
 _CONNECT_S, _BUFFER_BYTES = 2.0, 16 << 20  # The buffer is Mooncake's own, for small objects.
 _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted meanwhile.
-_USUAL = {0, 1, *_ABSENT, -600, -601}  # It is larger than its place; another engine writes it.
+_USUAL = {*_ABSENT, -600, -601}  # It is larger than its place; another engine writes it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
 _GIVEN_UP_S = 50.0
 """After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later."""
@@ -95,6 +96,13 @@ class MooncakeTier:
             store.close()
 
     def exist(self, names: Sequence[str]) -> list[str]:
+        try:
+            return self._exist(names)
+        except OSError as error:
+            self._warnings.unreachable(error)
+            return [""] * len(names)
+
+    def _exist(self, names: Sequence[str]) -> list[str]:
         notes = [name for name in names if is_note(name)]
         leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
         objects = [leads.get(name, name.encode()).decode() for name in names]
@@ -103,29 +111,29 @@ class MooncakeTier:
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
         with self._locks[1]:
-            return [self._put(each) for each in objects]
+            return [self._answer(self._put, each) for each in objects]
 
     def _put(self, each: SharedObject) -> Answer:
-        keys, codes = self._keys(each.name), [0]
+        keys = self._keys(each.name)
         there = self._there(keys)
         if len(there) < len(keys):
             if there:
                 self.forget([each.name])
             self._seals[SEAL_BYTES:] = seal_of(keys[0], self._content(each))
             # At once: those of engines that put the same at a time are mixed hardly ever.
-            codes = self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES))
+            _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)))
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
-        leads = zip(notes, self.exist(notes), strict=True)
+        leads = zip(notes, self._exist(notes), strict=True)
         late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
-        codes.append(self._write({self._prefix + note: each.name.encode() for note in late}))
-        return Answer.UNREACHABLE if self._has_failed(codes) else Answer.WHOLE
+        self._write({self._prefix + note: each.name.encode() for note in late})
+        return Answer.WHOLE
 
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
         with self._locks[0]:
-            return [self._get(each, on_bytes) for each in objects]
+            return [self._answer(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
         keys, began_s, (places, sizes) = self._keys(each.name), time.time(), self._places(each, 0)
@@ -136,24 +144,31 @@ class MooncakeTier:
                 return Answer.WHOLE
         elif time.time() - began_s > _GIVEN_UP_S:
             time.sleep(_GIVEN_UP_S)
-        if self._has_failed(codes):
-            return Answer.UNREACHABLE
-        if not _ABSENT.isdisjoint(codes):
+        if not _ABSENT.isdisjoint(_checked(codes)):
             return Answer.ABSENT
         self.forget([each.name])
         return self._warnings.broken(each.name)
+
+    def _answer(self, call: Callable[..., Answer], *arguments: object) -> Answer:
+        try:
+            return call(*arguments)
+        except OSError as error:
+            return self._warnings.unreachable(error)
 
     def forget(self, names: Sequence[str]) -> None:
         self._store.batch_remove([key for name in names for key in self._keys(name)], True)
 
     def engines(self) -> dict[str, Identity]:
-        there = self._there(f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES))
-        identities = [json.loads(text) for text in self._read([*there]) if text]
-        return {namespace_of(identity): identity for identity in identities}
+        keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
+        with contextlib.suppress(OSError):
+            identities = [json.loads(text) for text in self._read([*self._there(keys)]) if text]
+            return {namespace_of(identity): identity for identity in identities}
+        return {}
 
     def introduce(self, namespace: str, identity: Identity) -> None:
         key = f"{_ROOT}/engine-{int(namespace, 16) % _NUM_ENGINES}"
-        self._write({key: json.dumps(identity).encode()}, self._pinned)
+        with contextlib.suppress(OSError):
+            self._write({key: json.dumps(identity).encode()}, self._pinned)
 
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
@@ -171,8 +186,7 @@ class MooncakeTier:
 
     def _there(self, keys: Iterable[str]) -> set[str]:
         asked = [*keys]
-        codes = self._store.batch_is_exist(asked) if asked else []
-        self._has_failed(codes)
+        codes = _checked(self._store.batch_is_exist(asked) if asked else [])
         return {key for key, code in zip(asked, codes, strict=True) if code == 1}
 
     def _read(self, keys: list[str]) -> list[bytes]:
@@ -180,15 +194,15 @@ class MooncakeTier:
         values = self._store.get_batch(keys) if keys else []
         return [unsealed(*each) for each in zip(keys, values, strict=True)]
 
-    def _write(self, contents: Mapping[str, bytes], *how: object) -> int:
+    def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
         """Write small contents over what is there."""
         values = [sealed(*each) for each in contents.items()]
-        return int(self._store.upsert_batch([*contents], values, *how)) if contents else 0
+        _checked([self._store.upsert_batch([*contents], values, *how)] if contents else [])
 
-    def _has_failed(self, codes: Sequence[int]) -> bool:
-        """Whether the tier is to blame for one of the answers; that is logged."""
-        failed = [code for code in codes if code < 0 and code not in _USUAL]
-        if failed:
-            meaning = _MEANINGS.get(failed[0], "the master does not answer")
-            self._warnings.unreachable(f"{meaning} (code {failed[0]})")
-        return bool(failed)
+
+def _checked(codes: list[int]) -> list[int]:
+    """What a call has returned; OSError if the tier is to blame for some of it."""
+    for code in codes:
+        if code < 0 and code not in _USUAL:
+            raise OSError(f"{_MEANINGS.get(code, 'the master does not answer')} (code {code})")
+    return codes

@@ -387,11 +387,11 @@ def test_what_a_user_has_set_stays(running: Servers, monkeypatch: pytest.MonkeyP
 def test_status_shows_a_store(rank: Rank, running: Servers) -> None:
     for name in ("bf16", "fp16"):
         rank.tier.introduce(namespace_of({"dtype": name}), {"dtype": name})
-    before = running.keys()
+    before = running.stored_keys()
     is_well, lines = describe(running.url)
     assert is_well and "works" in lines[0] and "metrics" in lines[1]
     assert len(lines) == 5 and 'dtype ("' in lines[-1]
-    assert running.keys() == before
+    assert running.stored_keys() == before
 
 
 def test_a_closed_tier_ends_no_process(running: Servers) -> None:

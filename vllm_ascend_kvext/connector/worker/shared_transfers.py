@@ -19,8 +19,9 @@ from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
-MAX_CALL_S = 5.0
-"""What was queued while one call took longer is not begun: nobody waits for it any more."""
+MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
+"""What was queued while one call took longer is not begun: nobody waits for it any more. One that
+has failed may take less."""
 
 
 class SharedTransfers:
@@ -87,7 +88,8 @@ class SharedTransfers:
                     (answer,) = self._tier.get_into([what], self._note_bytes)
         finally:
             ended_s = time.monotonic()
-            if ended_s - began_s > MAX_CALL_S:
+            is_unreachable = answer is Answer.UNREACHABLE
+            if ended_s - began_s > (MAX_FAILED_S if is_unreachable else MAX_CALL_S):
                 self._stale_before_s[direction] = ended_s
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
