@@ -39,14 +39,15 @@ HITS = [floor(length - 1) for length in SHARED_LENGTHS]
 
 
 class Sharing:
-    """Engines of one model that share a folder."""
+    """Engines of one model that share a folder, or what has another URL."""
 
-    def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, model: Path, folders: pytest.TempPathFactory, url: str = "") -> None:
         self.model, self._folders = model, folders
         self.folder = folders.mktemp("tier")
+        self.url = url or f"file://{self.folder}"
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
-        options = {"shared_tier": f"file://{self.folder}", "store_policy": "all"}
+        options = {"shared_tier": self.url, "store_policy": "all"}
         # In this process the device's own prefix cache would hide what is got.
         return Plan(
             model or self.model,

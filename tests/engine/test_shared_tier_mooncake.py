@@ -144,9 +144,9 @@ FAULTS = [
     for how in (signal.SIGKILL, signal.SIGSTOP)
 ]
 SHORT = ("get, owner SIGKILL", "lookup, master SIGKILL", "put, master SIGSTOP")
-COUNTED: list[str] = []
 
 
+@pytest.mark.main_version
 @pytest.mark.parametrize(
     ("call", "server", "how"), FAULTS if IS_LONG else [f for f in FAULTS if f.id in SHORT]
 )
