@@ -32,14 +32,10 @@ def seal_of(name: str, content: memoryview | bytes) -> bytes:
     return bytes(head + blake3(content).update(head).digest())
 
 
-def sealed(name: str, content: bytes) -> bytes:
-    return content + seal_of(name, content)
-
-
 def unsealed(name: str, value: bytes) -> bytes:
     """The content before a seal; nothing if the seal is not right."""
     content = value[:-SEAL_BYTES]
-    return content if value == sealed(name, content) else b""
+    return content if value[len(content) :] == seal_of(name, content) else b""
 
 
 class Warnings:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, seal_of, sealed, unsealed
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, seal_of, unsealed
 from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
@@ -96,17 +96,14 @@ class MooncakeTier:
             store.close()
 
     def exist(self, names: Sequence[str]) -> list[str]:
-        try:
-            return self._exist(names)
-        except OSError as error:
-            self._warnings.unreachable(error)
-            return [""] * len(names)
-
-    def _exist(self, names: Sequence[str]) -> list[str]:
         notes = [name for name in names if is_note(name)]
         leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
         objects = [leads.get(name, name.encode()).decode() for name in names]
-        there = self._there(key for name in objects if name for key in self._keys(name))
+        try:
+            there = self._there(key for name in objects if name for key in self._keys(name))
+        except OSError as error:
+            self._warnings.unreachable(error)
+            there = set()
         return [each.rpartition("/")[2] * there.issuperset(self._keys(each)) for each in objects]
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
@@ -124,7 +121,7 @@ class MooncakeTier:
             _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)))
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
-        leads = zip(notes, self._exist(notes), strict=True)
+        leads = zip(notes, self.exist(notes), strict=True)
         late = [n for n, lead in leads if not lead or piece_of(lead).first_tokens > first]
         self._write({self._prefix + note: each.name.encode() for note in late})
         return Answer.WHOLE
@@ -196,7 +193,7 @@ class MooncakeTier:
 
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
         """Write small contents over what is there."""
-        values = [sealed(*each) for each in contents.items()]
+        values = [content + seal_of(key, content) for key, content in contents.items()]
         _checked([self._store.upsert_batch([*contents], values, *how)] if contents else [])
 
 
