@@ -3,28 +3,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 from compressed_attention_model import write_model
 from emulated_plans import connector
+from support.connector.shared_objects import forge, objects
 from support.scenarios import processes
 from support.scenarios.answers import Served
 from support.scenarios.processes import NO_PREFIX_CACHING, NPU, Plan
 from test_compressed_attention import BLOCK_TOKENS, CONTROL, ENGINE, TOLERANCE
 
+from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
+
 PROMPTS_TOKENS = (300, 700, 1500)
+DEVICES: dict[int, dict[str, Any]] = {
+    1: {},
+    2: {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def num_devices(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Served]:
-    """One without anything, and two that share, each in a process of its own."""
-    model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("tier")
+def folder(num_devices: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tier")
+
+
+@pytest.fixture(scope="module")
+def serve(
+    num_devices: int, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Mapping[str, Any]], Served]:
+    """An engine in a process of its own, with or without the tier."""
+    model = tmp_path_factory.mktemp("model")
     write_model(model)
-    sharing = connector(shared_tier=f"file://{folder}")
-    served = []
-    for engine in ({}, sharing, sharing):
-        plan = Plan(model, ("turns",), "compressed_attention", ENGINE | NO_PREFIX_CACHING | engine)
-        served.append(processes.serve(tmp_path_factory, {"engine": plan}, {}, NPU)["engine"])
-    return served
+
+    def serve(options: Mapping[str, Any]) -> Served:
+        engine = ENGINE | NO_PREFIX_CACHING | options
+        plan = Plan(model, ("turns",), "compressed_attention", engine)
+        return processes.serve(tmp_path_factory, {"engine": plan}, {}, NPU)["engine"]
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def sharing(num_devices: int, folder: Path) -> dict[str, Any]:
+    return connector(shared_tier=f"file://{folder}") | DEVICES[num_devices]
+
+
+@pytest.fixture(scope="module")
+def engines(serve: Callable[[Mapping[str, Any]], Served], sharing: dict[str, Any]) -> list[Served]:
+    """One without anything, and two that share."""
+    return [serve(options) for options in ({}, sharing, sharing)]
 
 
 def test_another_engine_hits_to_the_last_row_unit(engines: list[Served]) -> None:
@@ -36,5 +71,24 @@ def test_another_engine_hits_to_the_last_row_unit(engines: list[Served]) -> None
     for served in (first, second):
         served.check_equal(alone, ("first", "again", "next turn"), TOLERANCE)
         served.check_nothing_is_left()
-        # A control: what is not loaded shows.
-        assert served.logprob_error("again, nothing loaded", alone) > CONTROL
+
+
+def test_what_is_equal_on_all_ranks_is_put_once(engines: list[Served], folder: Path) -> None:
+    paths = objects(folder)
+    assert {path.parts[-4] for path in paths} == {"r0"}
+    num_bytes = sum(path.stat().st_size for path in paths)
+    assert 0.9 * num_bytes < engines[1].report["own"]["transfer_bytes.put"] <= num_bytes
+
+
+def test_wrong_bytes_would_change_answers(
+    engines: list[Served],
+    serve: Callable[[Mapping[str, Any]], Served],
+    sharing: dict[str, Any],
+    folder: Path,
+) -> None:
+    """A control: zeros with a trailer that is right for them."""
+    for path in objects(folder):
+        forge(folder, path, bytes(path.stat().st_size - TRAILER_BYTES))
+    served = serve(sharing)
+    assert served.hit_tokens("first") == engines[2].hit_tokens("first")
+    assert served.logprob_error("first", engines[0]) > CONTROL

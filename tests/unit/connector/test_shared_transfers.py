@@ -27,11 +27,11 @@ WHAT = SharedObject(1, f"engine/R0-64-{'a' * 32}", 64, NUM_BYTES)
 class Worker:
     """One rank, with its memory; ``results`` is all that it has reported."""
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int = 0, num_equal_ranks: int = 1) -> None:
         self.memory = np.arange(8 << 20, dtype=np.uint32).view(np.uint8)
         host: Any = SimpleNamespace(tensor=SimpleNamespace(numpy=lambda: self.memory))
         options = parse_options({"shared_tier": f"file://{folder}"}, 1)
-        self.transfers = SharedTransfers(options, rank, host, lambda: None)
+        self.transfers = SharedTransfers(options, rank, num_equal_ranks, host, lambda: None)
         self.results = WorkerOutput()
 
     def run(self, gets: Sequence[SharedObject] = (), puts: Sequence[SharedObject] = ()) -> None:
@@ -47,7 +47,7 @@ class Worker:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Worker]:
-    return lambda rank=0: Worker(tmp_path, rank)
+    return lambda *ranks: Worker(tmp_path, *ranks)
 
 
 def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
@@ -61,6 +61,20 @@ def test_what_moves_is_counted(make: Callable[..., Worker]) -> None:
     assert other.results.got_bytes == other.results.traffic["get"].num_bytes == NUM_BYTES
     assert not other.results.shared_failures
     assert not other.transfers.wait_for_end(10)
+
+
+def test_ranks_with_the_same_kv_put_it_once(make: Callable[..., Worker], tmp_path: Path) -> None:
+    workers = [make(rank, 2) for rank in range(2)]
+    whats = [SharedObject(n, f"engine/R0-64-{n:032x}", 64, 4096) for n in range(16)]
+    for worker in workers:
+        worker.run(puts=whats)
+        assert 0 < worker.results.traffic["put"].transfers < len(whats)
+    assert len(list(tmp_path.glob("kvext1/*/r0/objects/*/*"))) == len(whats)
+    assert not list(tmp_path.glob("kvext1/*/r1"))
+    assert sum(worker.results.traffic["put"].num_bytes for worker in workers) == 16 * 4096
+    for worker in workers:
+        worker.run(gets=[each._replace(number=100 + each.number) for each in whats])
+        assert not worker.results.failed_stores
 
 
 def test_each_failure_is_told_by_its_kind(

@@ -18,12 +18,12 @@ from typing import Any
 from vllm_ascend_kvext.connector.common.host_layout import HostLayout
 from vllm_ascend_kvext.connector.common.messages import WorkerLayout
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.layout.model import LayoutGroup
+from vllm_ascend_kvext.layout.model import KVLayout, LayoutGroup
 from vllm_ascend_kvext.shared_tier.names import Identity, weights_identity
 
 _QUANTIZATION = ("quantization", "quantization_config")
 _ARRANGEMENT = 1
-"""Of rows in an entry: another number for another ``layout.host_arrangement``."""
+"""Of rows in an entry, and of entries on ranks: another number for another arrangement."""
 
 
 def identity_of(
@@ -44,8 +44,7 @@ def identity_of(
             "means nothing to others. Correct it, or leave shared_tier out."
         )
     hashes = _hash_canary(cache.prefix_caching_hash_algo)
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    models = [model] if draft is None else [model, draft]  # Layers of a draft have KV, too.
+    models = _models(vllm_config)
     folders = [_folder(each, load) for each in models]
     attention = getattr(vllm_config, "attention_config", None)
     media = getattr(model, "multimodal_config", None)
@@ -66,6 +65,24 @@ def identity_of(
         "tensor parallel size": len(workers),
         "block hashes": hashes,
     }
+
+
+def num_equal_ranks(vllm_config: Any, layout: KVLayout) -> int:
+    """How many ranks of tensor parallelism have the same KV: all of them, or each its own.
+
+    Where heads share a latent (MLA), each rank computes all of it; vLLM's own connectors
+    (``TransferTopology.replicates_kv_cache``) read that of one rank, too. Recurrent states
+    are divided.
+    """
+    is_equal = all(getattr(each, "use_mla", False) for each in _models(vllm_config))
+    has_states = any(group.is_snapshot for group in layout.groups)
+    return vllm_config.parallel_config.tensor_parallel_size if is_equal and not has_states else 1
+
+
+def _models(vllm_config: Any) -> list[Any]:
+    """Configurations of the model and, as its layers have KV, too, of its draft."""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    return [vllm_config.model_config, *([] if draft is None else [draft])]
 
 
 def _hash_canary(name: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,15 +28,26 @@ has failed may take less."""
 class SharedTransfers:
     """Moves objects between the tier of the options and the memory of one worker.
 
+    Args:
+        num_equal_ranks: So many ranks, from 0 on, have the same KV: an object is put by one of
+            them, another one each time, and got by all.
+
     Raises:
         SettingsError: If the tier cannot be used.
     """
 
     def __init__(
-        self, options: ConnectorOptions, rank: int, host: HostBuffer, on_start: Callable[[], None]
+        self,
+        options: ConnectorOptions,
+        rank: int,
+        num_equal_ranks: int,
+        host: HostBuffer,
+        on_start: Callable[[], None],
     ) -> None:
         assert options.shared_tier is not None
-        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, rank)
+        self._rank, self._num_equal_ranks = rank, num_equal_ranks
+        shared_rank = rank if num_equal_ranks == 1 else 0
+        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
         self._gets = TierThread("kvext-shared-gets", on_start)
         self._puts = TierThread("kvext-shared-puts", on_start)
@@ -82,10 +94,12 @@ class SharedTransfers:
         answer, began_s = Answer.UNREACHABLE, time.monotonic()
         try:
             if submitted_s >= self._stale_before_s[direction]:
-                if direction == "put":
+                if direction == "get":
+                    (answer,) = self._tier.get_into([what], self._note_bytes)
+                elif self._is_put_here(what):
                     (answer,) = self._tier.put([what])
                 else:
-                    (answer,) = self._tier.get_into([what], self._note_bytes)
+                    answer, what = Answer.WHOLE, what._replace(num_bytes=0)
         finally:
             ended_s = time.monotonic()
             is_unreachable = answer is Answer.UNREACHABLE
@@ -94,14 +108,19 @@ class SharedTransfers:
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1
                 output.stores_ended[what.number] = 1
-                if answer is Answer.WHOLE:
+                if answer is Answer.WHOLE and what.num_bytes:
                     moved = Traffic(what.num_bytes, ended_s - began_s, 1)
                     output.traffic.setdefault(direction, Traffic()).add(moved)
-                else:
+                elif answer is not Answer.WHOLE:
                     output.failed_stores.add(what.number)
                     failures = Counter({f"{direction}_{answer.value}": 1})
                     output.shared_failures = failures + Counter(output.shared_failures)
                 self._changed.notify_all()
+
+    def _is_put_here(self, what: SharedObject) -> bool:
+        return zlib.crc32(what.name.encode()) % self._num_equal_ranks == (
+            self._rank % self._num_equal_ranks
+        )
 
     def _note_bytes(self, num_bytes: int) -> None:
         with self._changed:

@@ -141,10 +141,16 @@ class WorkerSide:
         if self._options.blending:
             self._make_segments(self._runner, kv_caches, host.tensor)
         if self._options.shared_tier:
+            from vllm_ascend_kvext.connector.common.engine_identity import num_equal_ranks
             from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
 
-            rank = self._vllm_config.parallel_config.rank
-            self._shared = SharedTransfers(self._options, rank, host, self._move_to_copy_cpus)
+            self._shared = SharedTransfers(
+                self._options,
+                self._vllm_config.parallel_config.rank,
+                num_equal_ranks(self._vllm_config, layout),
+                host,
+                self._move_to_copy_cpus,
+            )
 
     def _make_segments(
         self, runner: JobRunner, kv_caches: Mapping[str, Any], host: torch.Tensor
