@@ -28,8 +28,17 @@ class Stored:
     """Engines of one model that share a store."""
 
     def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
-        self.servers = Servers(folders.mktemp("servers"), "512 MB", "--default_kv_lease_ttl=0")
+        self.servers = Servers(folders.mktemp("servers"), "512 MB")
         self.sharing = Sharing(model, folders, self.servers.url)
+
+    def serve(self) -> Served:
+        """An engine's answers. Where the machine was too busy for a lookup, another one's."""
+        for _ in range(4):
+            served = self.sharing.serve()
+            names = ("late", "given_up", "paused")
+            if not any(own(served, f"shared_requests.{name}") for name in names):
+                break
+        return served
 
     def objects(self) -> list[str]:
         keys = self.servers.stored_keys()
@@ -71,7 +80,7 @@ def first(stored: Stored) -> Served:
 def test_the_second_engine_hits_what_the_first_has_stored(
     first: Served, stored: Stored, reference: Served
 ) -> None:
-    second = stored.sharing.serve()
+    second = stored.serve()
     check(first, reference)
     check(second, reference)
     assert first.hit_tokens("shared") == [0] * len(HITS)
@@ -105,7 +114,7 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
         return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
     stored.overwrite(flipped, fits=False)
-    served = stored.sharing.serve()
+    served = stored.serve()
     check(served, reference)
     assert served.hit_tokens("shared") == [0] * len(HITS)
     assert own(served, "shared_failures.get_broken") > 0
@@ -115,9 +124,9 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
 @pytest.mark.main_version
 def test_wrong_bytes_would_change_answers(stored: Stored, reference: Served) -> None:
     """A control: seals that are right for zeros."""
-    stored.sharing.serve()  # Whatever was removed before.
+    stored.serve()  # Whatever was removed before.
     stored.overwrite(lambda content, _: bytes(len(content)), fits=True)
-    served = stored.sharing.serve()
+    served = stored.serve()
     assert served.hit_tokens("shared") == HITS
     assert served.logprob_error("shared", reference) > 100 * LOGPROB_TOLERANCE
 
@@ -137,7 +146,7 @@ def test_an_engine_that_dies_or_stops_while_it_puts_harms_nobody(
     try:
         until(lambda: len(stored.objects()) > 40, engine)
         engine.send_signal(how)
-        served = stored.sharing.serve()
+        served = stored.serve()
         assert engine.poll() is None or how is signal.SIGKILL
     finally:
         engine.kill()

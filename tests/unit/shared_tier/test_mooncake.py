@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.connector.gates import until
 from support.mooncake import CLIENT_TTL_S, Servers
 from support.sample import IS_LONG
 
@@ -172,7 +173,7 @@ def test_what_does_not_fit_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) ->
     assert rank.put() is Answer.UNREACHABLE
     assert not rank.exists() and ranks[1].get() is Answer.ABSENT
     store.remove_all(True)
-    assert rank.put() is Answer.WHOLE and ranks[1].get() is Answer.WHOLE
+    assert until(lambda: rank.put() is Answer.WHOLE) and ranks[1].get() is Answer.WHOLE
 
 
 def test_what_is_evicted_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
