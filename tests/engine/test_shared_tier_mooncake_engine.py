@@ -114,10 +114,11 @@ def test_wrong_bytes_without_a_right_seal_are_computed(
         return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
     stored.overwrite(flipped, fits=False)
-    served = stored.serve()
+    served = stored.sharing.serve()
     check(served, reference)
     assert served.hit_tokens("shared") == [0] * len(HITS)
-    assert own(served, "shared_failures.get_broken") > 0
+    is_busy = own(served, "shared_requests.late") + own(served, "shared_requests.paused") > 0
+    assert is_busy or own(served, "shared_failures.get_broken") > 0
 
 
 @long_only

@@ -133,13 +133,17 @@ class MooncakeTier:
             return [self._answer(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        keys, began_s, (places, sizes) = self._keys(each.name), time.time(), self._places(each, 0)
+        keys, began_s, (places, sizes) = (
+            self._keys(each.name),
+            time.monotonic(),
+            self._places(each, 0),
+        )
         codes = self._store.batch_get_into(keys, places, sizes)
         if codes == sizes:
             on_bytes(each.num_bytes)
             if self._seals[:SEAL_BYTES] == seal_of(keys[0], self._content(each)):
                 return Answer.WHOLE
-        elif time.time() - began_s > _GIVEN_UP_S:
+        elif time.monotonic() - began_s > _GIVEN_UP_S:
             time.sleep(_GIVEN_UP_S)
         if not _ABSENT.isdisjoint(_checked(codes)):
             return Answer.ABSENT
