@@ -153,7 +153,7 @@ def test_a_tier_is_closed_unless_it_is_at_a_call(
 ) -> None:
     """A backend may not survive a call after its end."""
     closed: list[FilesTier] = []
-    monkeypatch.setattr(FilesTier, "close", closed.append)
+    monkeypatch.setattr(FilesTier, "close", lambda tier: closed.append(tier))
     worker, gate, begun = make(), threading.Event(), threading.Event()
 
     def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
