@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
@@ -28,12 +28,14 @@ from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of,
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
 _ROOT, _NUM_ENGINES = f"kvext{FORMAT_VERSION}", 1024
-# Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for one that hangs.
+# Of Mooncake: by default it tries for 90 s to find a master, and waits 30 s for servers that hang.
 _VARIABLES = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "2000"}
+_VARIABLES |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
 _CONNECT_S, _BUFFER_BYTES = 2.0, 16 << 20  # The buffer is Mooncake's own, for small objects.
 _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted meanwhile.
-_USUAL = {*_ABSENT, -600, -601}  # It is larger than its place; another engine writes it.
+_OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
+_MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
 _GIVEN_UP_S = 50.0
 """After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later."""
 
@@ -118,7 +120,7 @@ class MooncakeTier:
                 self.forget([each.name])
             self._seals[SEAL_BYTES:] = seal_of(keys[0], self._content(each))
             # At once: those of engines that put the same at a time are mixed hardly ever.
-            _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)))
+            _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)), _OF_PUTS)
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
@@ -198,12 +200,13 @@ class MooncakeTier:
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
         """Write small contents over what is there."""
         values = [content + seal_of(key, content) for key, content in contents.items()]
-        _checked([self._store.upsert_batch([*contents], values, *how)] if contents else [])
+        codes = [self._store.upsert_batch([*contents], values, *how)] if contents else []
+        _checked(codes, _OF_PUTS)
 
 
-def _checked(codes: list[int]) -> list[int]:
+def _checked(codes: list[int], usual: Container[int] = _OF_GETS) -> list[int]:
     """What a call has returned; OSError if the tier is to blame for some of it."""
     for code in codes:
-        if code < 0 and code not in _USUAL:
-            raise OSError(f"{_MEANINGS.get(code, 'the master does not answer')} (code {code})")
+        if code < 0 and code not in usual:
+            raise OSError(f"{_MEANINGS.get(code, 'see docs/shared_tier.md')} (code {code})")
     return codes
