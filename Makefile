@@ -196,6 +196,7 @@ $(if $(filter $(PYTHON_VERSION),$(OTHER_PYTHONS)),.venv/python-$(PYTHON_VERSION)
 
 .venv/vllm-%/.package: .venv/vllm-%/.made .venv/wheel/.built
 	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test,demo
+	$(MAKE_ENV) mooncake $(@D)
 	@rm -f $@ && touch $@
 
 .venv/lmcache-%/.package: .venv/lmcache-%/.made .venv/wheel/.built

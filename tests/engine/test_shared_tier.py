@@ -37,6 +37,7 @@ from vllm_ascend_kvext.connector.common.engine_identity import identity_of
 from vllm_ascend_kvext.connector.scheduler import loads, shared_side
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.store.entries import Kind
@@ -333,7 +334,7 @@ def see_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
 
 
 def payload(path: Path) -> bytes:
-    return path.read_bytes()[: -files.TRAILER_BYTES]
+    return path.read_bytes()[:-SEAL_BYTES]
 
 
 @pytest.mark.parametrize("kind", ["zeroed", "swapped"])

@@ -24,7 +24,7 @@ from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_LENGTHS, SHARED_TOKENS
 from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
 
-from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 
 SEED = {"PYTHONHASHSEED": "0"}
 LABELS = ("shared", "shared, again", "shared, parting", "shared, salted")
@@ -39,14 +39,15 @@ HITS = [floor(length - 1) for length in SHARED_LENGTHS]
 
 
 class Sharing:
-    """Engines of one model that share a folder."""
+    """Engines of one model that share a folder, or what has another URL."""
 
-    def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, model: Path, folders: pytest.TempPathFactory, url: str = "") -> None:
         self.model, self._folders = model, folders
         self.folder = folders.mktemp("tier")
+        self.url = url or f"file://{self.folder}"
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
-        options = {"shared_tier": f"file://{self.folder}", "store_policy": "all"}
+        options = {"shared_tier": self.url, "store_policy": "all"}
         # In this process the device's own prefix cache would hide what is got.
         return Plan(
             model or self.model,
@@ -139,7 +140,7 @@ def test_wrong_bytes_would_change_answers(
         by_size.setdefault(len(kept[path]), []).append(path)
     for paths in by_size.values():
         for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
-            content = kept[other][:-TRAILER_BYTES]
+            content = kept[other][:-SEAL_BYTES]
             forge(sharing.folder, path, content if damage == "swapped" else bytes(len(content)))
     try:
         served = sharing.serve()

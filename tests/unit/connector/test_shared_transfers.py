@@ -127,6 +127,51 @@ def test_what_has_waited_too_long_is_not_begun(
     assert worker.results.failed_stores >= {3} and 2 not in worker.results.failed_stores
 
 
+def test_what_was_queued_behind_a_slow_failure_is_not_begun(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would fail as slowly, and keep its place until then."""
+    worker, gate, begun = make(), threading.Event(), []
+
+    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
+        begun.extend(each.number for each in objects)
+        gate.wait(20)
+        return [Answer.UNREACHABLE]
+
+    monkeypatch.setattr(FilesTier, "put", put)
+    monkeypatch.setattr(shared_transfers, "MAX_FAILED_S", 0.0)
+    worker.transfers.submit([], [WHAT._replace(number=2)])
+    until(lambda: bool(begun), "the first put")
+    worker.transfers.submit([], [WHAT._replace(number=3)])
+    gate.set()
+    worker.run(puts=[WHAT._replace(number=4)])
+    assert begun in ([2], [2, 4]) and worker.results.failed_stores == {2, 3, 4}
+
+
+def test_a_tier_is_closed_unless_it_is_at_a_call(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend may not survive a call after its end."""
+    closed: list[FilesTier] = []
+    monkeypatch.setattr(FilesTier, "close", lambda tier: closed.append(tier))
+    worker, gate, begun = make(), threading.Event(), threading.Event()
+
+    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
+        begun.set()
+        gate.wait(20)
+        return [Answer.WHOLE]
+
+    monkeypatch.setattr(FilesTier, "put", put)
+    worker.transfers.submit([], [WHAT])
+    begun.wait(20)
+    worker.transfers.shutdown()
+    assert closed == []
+    gate.set()
+    until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
+    worker.transfers.shutdown()
+    assert len(closed) == 1
+
+
 def test_gets_do_not_wait_for_puts(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names
-from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.protocol import SharedObject
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, existing, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
@@ -112,7 +112,7 @@ class SharedSide:
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
-        self._shared = FilesTier(options.shared_tier, options.shared_tier_bytes, rank=0)
+        self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
         self._running: _Asked | None = None  # Written by the thread.
@@ -134,8 +134,8 @@ class SharedSide:
 
     def _introduce(self, url: str, identity: names.Identity) -> None:
         """Say with whom the engine shares; to others, too."""
-        engines = names.engines_below(self._shared.root)
-        names.describe_engine(self._shared.root, self._namespace, identity)
+        engines = self._shared.engines()
+        self._shared.introduce(self._namespace, identity)
         logger.info("Shared tier %s: the name space is %s.", url, self._namespace)
         if engines and self._namespace not in engines:
             apart = min((names.differences(identity, each) for each in engines.values()), key=len)
@@ -454,5 +454,7 @@ class SharedSide:
         )
 
     def shutdown(self) -> None:
-        """Ask nothing any more."""
+        """Ask nothing any more. A tier that hangs is not closed."""
         self._thread.close()
+        if self._last_asked is None or self._last_asked.is_answered.is_set():
+            self._shared.close()
