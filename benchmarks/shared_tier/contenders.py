@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from shared_tier.geometry import Geometry
+from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+from vllm_ascend_kvext.shared_tier.protocol import SharedObject
 
 Direction = Literal["get", "put"]
 _COUNTER = time.perf_counter
@@ -33,11 +34,15 @@ class Contender(Protocol):
     def close(self) -> None: ...
 
 
-def host_memory(num_bytes: int) -> memoryview:
+def host_memory(num_bytes: int) -> HostBuffer:
     """As a worker has it, with bytes in it."""
-    tensor = HostBuffer.allocate(num_bytes, torch.device("cpu")).tensor
-    tensor.random_(generator=torch.Generator().manual_seed(1))
-    return memoryview(tensor.numpy())
+    host = HostBuffer.allocate(num_bytes, torch.device("cpu"))
+    host.tensor.random_(generator=torch.Generator().manual_seed(1))
+    return host
+
+
+def memory_of(host: HostBuffer) -> memoryview:
+    return memoryview(host.tensor.numpy())
 
 
 def check(is_right: bool, name: str) -> None:
@@ -71,7 +76,7 @@ class Memcpy(_InParts):
 
     def __init__(self, geometry: Geometry, memory: memoryview) -> None:
         super().__init__(geometry, memory)
-        self._here, self._there = np.asarray(memory), np.asarray(host_memory(len(memory)))
+        self._here, self._there = np.asarray(memory), np.asarray(memory_of(host_memory(len(memory))))
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         target, source = self._here, self._there
@@ -108,31 +113,36 @@ class PlainFiles(_InParts):
 
 
 class Ours(_InParts):
-    """`FilesTier`, called as a worker does: one object a call, on one thread."""
+    """The files tier behind `SharedTransfers`, with the threads that a worker has."""
 
     name = "ours, verified"
 
-    def __init__(self, geometry: Geometry, memory: memoryview, folder: Path) -> None:
-        super().__init__(geometry, memory)
+    def __init__(self, geometry: Geometry, host: HostBuffer, folder: Path) -> None:
+        super().__init__(geometry, memory_of(host))
         folder.mkdir(0o700)
-        self._tier = FilesTier(f"file://{folder}", 64 << 30, rank=0)
-        self._tier.register(memory)
+        options = ConnectorOptions(shared_tier=f"file://{folder}", shared_tier_bytes=64 << 30)
+        self._transfers = SharedTransfers(options, 0, host, lambda: None)
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         objects = [
             SharedObject(offset, f"bench/R0-1024-{offset:032x}", offset, size, (f"N{offset:032x}",))
             for offset, size in self.parts(prompts)
         ]
-        answers: list[Answer] = []
+        gets, puts = (objects, []) if direction == "get" else ([], objects)
         began_s = _COUNTER()
-        for each in objects:
-            if direction == "get":
-                answers += self._tier.get_into([each], lambda num_bytes: None)
-            else:
-                answers += self._tier.put([each])
+        self._transfers.submit(gets, puts)
+        num_ended = num_failed = 0
+        while num_ended < len(objects):
+            self._transfers.wait_for_end(30)
+            found = self._transfers.take_output()
+            num_ended += len(found.stores_ended)
+            num_failed += len(found.failed_stores)
         seconds = _COUNTER() - began_s
-        check(answers == [Answer.WHOLE] * len(objects), self.name)
+        check(not num_failed, self.name)
         return seconds
+
+    def close(self) -> None:
+        self._transfers.shutdown()
 
 
 class VllmFiles:

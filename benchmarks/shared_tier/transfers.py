@@ -35,11 +35,13 @@ from shared_tier.contenders import (  # noqa: E402
     PlainFiles,
     VllmFiles,
     host_memory,
+    memory_of,
 )
 from shared_tier.geometry import GEOMETRIES, Geometry  # noqa: E402
 
 LMCACHE = ROOT / ".venv/lmcache-0.5.6/bin/python"
 MEASURES = ("put", "get", "get, all at once", "get, cold")
+PLACES = ("disk", "tmpfs")
 TARGET = 2.0
 
 
@@ -56,11 +58,12 @@ class Row:
 
 def made(geometry: Geometry, folder: Path, lmcache: Path | None) -> list[Contender]:
     """All of them; vLLM's first."""
-    memory = host_memory(geometry.prompt_bytes * geometry.num_prompts)
+    host = host_memory(geometry.prompt_bytes * geometry.num_prompts)
     found: list[Contender] = [VllmFiles(geometry, folder / "vllm")]
     if "O_DIRECT" in found[0].name:
         found.append(VllmFiles(geometry, folder / "vllm-cached", is_direct=False))
-    found.append(Ours(geometry, memory, folder / "ours"))
+    found.append(Ours(geometry, host, folder / "ours"))
+    memory = memory_of(host)
     found.append(PlainFiles(geometry, memory, folder / "plain"))
     found.append(Memcpy(geometry, memory))
     if lmcache is not None:
@@ -134,6 +137,7 @@ def main() -> int:
     options.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     options.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
     options.add_argument("--rounds", type=int)
+    options.add_argument("--where", action="append", choices=PLACES)
     arguments = options.parse_args()
     rounds = arguments.rounds or (2 if arguments.quick else 5)
     lmcache = arguments.lmcache if arguments.lmcache.exists() else None
@@ -141,7 +145,7 @@ def main() -> int:
     lines = ["GB/s, and in brackets times as fast as vLLM's fs", TABLE.head]
     print(*lines, sep="\n")
     rows: list[Row] = []
-    for where in ("disk", "tmpfs"):
+    for where in arguments.where or PLACES:
         ratios: list[float] = []
         for geometry in geometries:
             folder = Path(tempfile.mkdtemp(dir=getattr(arguments, where)))

@@ -456,7 +456,7 @@ def test_a_tier_that_hangs_is_not_waited_for(
         assert counters.shared_requests[event] == 1
         timed_steps(engine, plan_of("b", prompt_of(FULL, 2)))
         assert counters.shared_requests["paused"] == 1
-        assert slow.num_calls == 1
+        assert slow.num_calls <= FilesTier(f"file://{tmp_path}", None, 0).num_get_threads
         slow.gate.set()
         while engine.has_work():
             engine.step()
