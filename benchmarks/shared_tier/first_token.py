@@ -95,7 +95,7 @@ def store(model: str, folder: str, num_tokens: int, num_prompts: int) -> float:
 def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: str) -> Times:
     engine = Engine(model, folder, num_tokens)
     found = Times(name, engine.start_s, [], [], [], num_tokens, 0)
-    hits: set[int] = set()
+    hits, before_bytes = set[int](), engine.got_bytes()
     for number in range(num_prompts):
         for seconds, prompt in (
             (found.cold_s, f"{name} {number}"),
@@ -111,7 +111,7 @@ def compare(model: str, folder: str, num_tokens: int, num_prompts: int, name: st
     (hit_tokens,) = hits  # All of them, alike.
     if not hit_tokens:
         raise RuntimeError("a stored prompt has hit nothing")
-    num_bytes = engine.got_bytes() // num_prompts
+    num_bytes = (engine.got_bytes() - before_bytes) // num_prompts
     seconds = (found.cold_s, found.shared_s, found.host_s)
     return Times(name, found.start_s, *seconds, hit_tokens, num_bytes)
 
