@@ -17,7 +17,7 @@ class Geometry:
         object_bytes: Of our objects: chunks of rows, then tails of windows.
         vllm_file_bytes: vLLM's file: a block of 16 tokens of the layers of one group.
         lmcache_file_bytes: LMCache's: a chunk of 256 tokens of all layers.
-        num_prompts: So that a round moves about a quarter of a GiB.
+        num_prompts: So that a round moves about 130 MiB.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Geometry:
 
 GEOMETRIES = (
     # 16 layers of 2 KiB for each token, 2,048 tokens.
-    Geometry("Llama-3.2-1B", (32 * _MIB,) * 2, 512 * _KIB, 8 * _MIB, 4),
+    Geometry("Llama-3.2-1B", (32 * _MIB,) * 2, 512 * _KIB, 8 * _MIB, 2),
     # 4 of 26 layers with full attention, of 1 KiB for each token; a tail is 512 tokens of the 22
     # others. 8,192 tokens. LMCache keeps a window's chunks by themselves.
-    Geometry("Gemma-3-1B", (*((4 * _MIB,) * 8), 11 * _MIB), 64 * _KIB, 1 * _MIB, 6),
+    Geometry("Gemma-3-1B", (*((4 * _MIB,) * 8), 11 * _MIB), 64 * _KIB, 1 * _MIB, 3),
     # Compressed rows, 7 MiB for 1,024 tokens: 4,096 tokens. vLLM's block there is of 128 tokens.
-    Geometry("DeepSeek-V4", (7 * _MIB,) * 4, 896 * _KIB, 1792 * _KIB, 9),
+    Geometry("DeepSeek-V4", (7 * _MIB,) * 4, 896 * _KIB, 1792 * _KIB, 5),
     # chunk_tokens=128 of 2 KiB for each token: the smallest that anybody uses.
-    Geometry("small chunks", (256 * _KIB,) * 64, 32 * _KIB, 512 * _KIB, 16),
+    Geometry("small chunks", (256 * _KIB,) * 64, 32 * _KIB, 512 * _KIB, 8),
 )
