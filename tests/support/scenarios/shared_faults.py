@@ -6,6 +6,7 @@ The plan's ``folder`` is the tier's. Requests come one by one beside one that de
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -301,3 +302,44 @@ def faults(engine: Engine) -> None:
         )
     restore()
     stream.end()
+
+
+_NUM_DOCUMENTS, _NUM_QUESTIONS = 40, 10
+_SOAK_REPLY_TOKENS = 4
+
+
+def soak_prompt(number: int) -> Tokens:
+    """One of `num_soak_prompts`: a document, and a question about it."""
+    document, question = divmod(number, _NUM_QUESTIONS)
+    rng = random.Random(f"document {document}")
+    text = random_tokens(rng, rng.randrange(200, 700))
+    return [*text, *random_tokens(random.Random(f"question {number}"), 20 + question)]
+
+
+num_soak_prompts = _NUM_DOCUMENTS * _NUM_QUESTIONS
+
+
+@scenario
+def soak_reference(engine: Engine) -> None:
+    """Each prompt once."""
+    prompts = [soak_prompt(number) for number in range(num_soak_prompts)]
+    for first in range(0, num_soak_prompts, 8):
+        engine.ask("soak", prompts[first : first + 8], reply_tokens=_SOAK_REPLY_TOKENS)
+
+
+@scenario
+def soak(engine: Engine) -> None:
+    """Prompts by chance, four at once; each answer is a line of a file, for who is killed."""
+    rng, num_left = random.Random(engine.plan["seed"]), int(engine.plan["requests"])
+    with Path(engine.plan["answers"]).open("a", buffering=1) as answers:
+        while num_left > 0:
+            numbers = [int(num_soak_prompts * rng.random() ** 2) for _ in range(min(4, num_left))]
+            replies = engine.ask(
+                "soak", [soak_prompt(each) for each in numbers], reply_tokens=_SOAK_REPLY_TOKENS
+            )
+            hits = [each["hit_tokens"] for each in engine.asked.pop("soak")["answers"]]
+            for each in zip(numbers, replies, hits, strict=True):
+                answers.write(json.dumps(each) + "\n")
+            num_left -= len(numbers)
+    engine.finish()
+    engine.asked["soak"] = {"answers": [], "counted": {}}
