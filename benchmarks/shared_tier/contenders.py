@@ -76,7 +76,10 @@ class Memcpy(_InParts):
 
     def __init__(self, geometry: Geometry, memory: memoryview) -> None:
         super().__init__(geometry, memory)
-        self._here, self._there = np.asarray(memory), np.asarray(memory_of(host_memory(len(memory))))
+        self._here, self._there = (
+            np.asarray(memory),
+            np.asarray(memory_of(host_memory(len(memory)))),
+        )
 
     def move(self, direction: Direction, prompts: Sequence[int]) -> float:
         target, source = self._here, self._there

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token after a restart: from the shared tier beside computing it.
 
-    python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk FOLDER]
+    python benchmarks/shared_tier/first_token.py [--quick] [--prompts N] [--tokens N] [--disk F]
 
 A process computes prompts and ends. Another one, on the same folder, is asked in turns for one of
 them and for a new one; then once more for the stored one, which host memory has by then. In a third

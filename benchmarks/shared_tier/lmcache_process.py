@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An L2 adapter of LMCache, told on standard input what to move; LMCache's Python runs it.
 
-    python lmcache_process.py KIND FOLDER FILE_BYTES FILES_OF_PROMPT PROMPTS
+python lmcache_process.py KIND FOLDER FILE_BYTES FILES_OF_PROMPT PROMPTS
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV from files into host memory, and back: our shared tier beside others. GB/s and ratios.
 
-    python benchmarks/shared_tier/transfers.py [--quick] [--lmcache PYTHON] [--disk FOLDER] [--out F]
+    python benchmarks/shared_tier/transfers.py [--quick] [--lmcache PYTHON] [--disk FOLDER]
 
-Every round moves the same prompts by every contender in turn: *put*, then *get* by one request after
-the other, then by all of them at once, with what was put in the page cache, and, on a disk,
+Every round moves the same prompts by every contender in turn: *put*, then *get* by one request
+after the other, then by all of them at once, with what was put in the page cache, and, on a disk,
 *cold*: with nothing of it there. vLLM's tier passes by the page cache wherever it can; the same
-without that is shown, too. Ours verifies a checksum of every byte, the others verify nothing. A ratio
-is the median over the rounds of (vLLM's seconds / a contender's). vLLM 0.30 or newer runs this;
-LMCache's adapters run in a process of their own.
+without that is shown, too. Ours verifies a checksum of every byte, the others verify nothing. A
+ratio is the median over the rounds of (vLLM's seconds / a contender's). vLLM 0.30 or newer runs
+this; LMCache's adapters run in a process of their own.
 """
 
 from __future__ import annotations

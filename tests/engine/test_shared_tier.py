@@ -530,9 +530,7 @@ def test_of_thousands_that_wait_a_step_asks_for_few(
     if answers != "at once":
         wait_s = 0.02 if answers == "late" else 30.0
         exist = FilesTier.exist
-        monkeypatch.setattr(
-            FilesTier, "exist", lambda *each: (gate.wait(wait_s), exist(*each))[1]
-        )
+        monkeypatch.setattr(FilesTier, "exist", lambda *each: (gate.wait(wait_s), exist(*each))[1])
     number = 2000 if IS_LONG else 200
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         ask = engine.side.shared._ask
@@ -544,7 +542,9 @@ def test_of_thousands_that_wait_a_step_asks_for_few(
         while engine.scheduler.requests:
             before = len(asked_in_step)
             engine.step()
-            assert len(asked_in_step) - before <= shared_side.MAX_ASKED + engine.options.max_num_seqs
+            assert (
+                len(asked_in_step) - before <= shared_side.MAX_ASKED + engine.options.max_num_seqs
+            )
         results = engine.side.counters.shared_requests
         assert sum(results.values()) <= number and (answers == "at once") == (not results["late"])
         gate.set()

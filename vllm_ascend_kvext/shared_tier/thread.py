@@ -18,8 +18,10 @@ class TierThread:
 
     def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        arguments = {"target": self._serve, "args": [on_start], "name": name, "daemon": True}
-        self._threads = [threading.Thread(**arguments) for _ in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True)
+            for _ in range(num_threads)
+        ]
 
     def submit(self, call: Call) -> None:
         """Make a call some time later. The first ones start a thread each."""
