@@ -40,6 +40,9 @@ _BLOCK_BYTES = 1 << 20
 _BLOCK_OF_DISK_BYTES = 1 << 12
 """Up to so much more than its bytes a file takes, most likely."""
 
+_MAX_GET_THREADS = 4
+"""One reads from a disk, or hashes, what it can: 2 to 6 GB/s."""
+
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 """Of the capacity: beyond the first, files are removed until the second is left."""
 _COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
@@ -90,6 +93,7 @@ class FilesTier:
                 "that no model has computed. chmod go-w and chown both, or choose another folder."
             )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
+        self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
         self._memory = memoryview(b"")
         self._numbers = itertools.count()
         self._counting = threading.Lock()
@@ -185,6 +189,7 @@ class FilesTier:
         except OSError as error:
             return self._warnings.unreachable(error)
         try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
             if not self._read(file, each, on_bytes):
                 self.forget([each.name])
                 return self._warnings.broken(each.name)

@@ -50,6 +50,8 @@ class MooncakeTier:
         SettingsError: If there is no master, or Mooncake's package is not installed.
     """
 
+    num_get_threads = 1  # One call has all that the network gives.
+
     def __init__(self, url: str, rank: int) -> None:
         self._prefix, self._warnings = f"{_ROOT}/r{rank}/", Warnings(url)
         for name, value in _VARIABLES.items():

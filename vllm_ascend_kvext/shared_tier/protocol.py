@@ -51,7 +51,12 @@ class SharedTier(Protocol):
 
     Every call is one batch, takes as long as it takes, and raises nothing: threads make them for
     which nobody waits.
+
+    Attributes:
+        num_get_threads: How many calls of ``get_into`` at once are faster than one.
     """
+
+    num_get_threads: int
 
     def register(self, memory: memoryview) -> None:
         """Objects are read from, and written to, this memory; dtype: uint8. Called once."""

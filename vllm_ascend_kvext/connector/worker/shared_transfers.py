@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker gets from the shared tier into host memory, and puts there.
 
-A request waits for gets, and nobody for puts: each kind has a thread.
+A request waits for gets, and nobody for puts: each kind has threads of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SharedTransfers:
         shared_rank = rank if num_equal_ranks == 1 else 0
         self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
-        self._gets = TierThread("kvext-shared-gets", on_start)
+        self._gets = TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads)
         self._puts = TierThread("kvext-shared-puts", on_start)
         self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
         self._changed = threading.Condition()  # Guards the rest.
@@ -57,7 +57,7 @@ class SharedTransfers:
         self._output = WorkerOutput()
 
     def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
-        """Move objects some time later, each kind in its order."""
+        """Move objects some time later; those of each kind begin in their order."""
         for each in gets:
             self._submit(self._gets, "get", each)
         for each in puts:
