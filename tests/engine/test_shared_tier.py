@@ -531,7 +531,7 @@ def test_of_thousands_that_wait_a_step_asks_for_few(
         wait_s = 0.02 if answers == "late" else 30.0
         exist = FilesTier.exist
         monkeypatch.setattr(FilesTier, "exist", lambda *each: (gate.wait(wait_s), exist(*each))[1])
-    number = 2000 if IS_LONG else 200
+    number = 2000 if IS_LONG else 100
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         ask = engine.side.shared._ask
         monkeypatch.setattr(

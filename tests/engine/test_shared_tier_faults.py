@@ -102,11 +102,8 @@ def test_faults_are_counted(served: Served) -> None:
     assert facts["gets hang"]["counted"]["shared_requests.given_up"] == 1
 
 
-@pytest.mark.parametrize(
-    "how",
-    [signal.SIGKILL, signal.SIGSTOP] if IS_LONG else [signal.SIGKILL],
-    ids=lambda how: how.name,
-)
+@pytest.mark.skipif(not IS_LONG, reason="make test-long: two more engines")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_an_engine_that_dies_or_stops_in_a_get_and_a_lookup_harms_nobody(
     how: signal.Signals, folder: Folder, reference: Served
 ) -> None:
