@@ -48,7 +48,8 @@ MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
 MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs.
 PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
-MAX_ASKED = 16  # In one step: who comes behind them may begin, and else is asked later.
+MAX_ASKED = 16  # In one step: so many who come behind them are asked in a later one,
+MAX_BEHIND = 128  # and whoever comes behind these may begin: a step looks at all who wait.
 MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
 MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
 _MAX_SILENT_REPORTS = 3
@@ -118,7 +119,7 @@ class SharedSide:
         self._thread = TierThread("kvext-shared-lookups")
         self._running: _Asked | None = None  # Written by the thread.
         self._last_asked: _Asked | None = None
-        self._num_asked = 0  # In this step.
+        self._num_asked = self._num_behind = 0  # In this step.
         self._gets: list[SharedObject] = []
         self._puts: list[SharedObject] = []
         self._awaited: dict[int, _Get] = {}  # By number.
@@ -159,7 +160,8 @@ class SharedSide:
         known = state.shared
         if known is None:  # It is asked once.
             if self._num_asked >= MAX_ASKED:
-                return False
+                self._num_behind += 1
+                return self._num_behind <= MAX_BEHIND
             known = state.shared = SharedRequest()
             self._ask(request, known, num_computed_tokens)
         if known.asked is not None:
@@ -434,7 +436,7 @@ class SharedSide:
             self._check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
-        self._num_asked = 0
+        self._num_asked = self._num_behind = 0
         jobs = tuple(self._gets), tuple(self._puts)
         self._gets, self._puts = [], []
         return jobs
