@@ -21,7 +21,7 @@ MAIN_PYTHON := $(MAIN_ENV)/bin/python
 
 MAIN_ASCEND := .venv/vllm-ascend-$(firstword $(ASCEND_VERSIONS))
 # Options for the benchmark of `make bench-retention`, `-host-tier`, `-holes`, `-transfer`,
-# `-offload` or `-blending`: BENCH=--quick, which `make bench` takes, too.
+# `-offload`, `-shared-tier` or `-blending`: BENCH=--quick, which `make bench` takes, too.
 BENCH ?=
 # Text in the name of the suites that `make test` is to run; all of them by default.
 ONLY ?=
@@ -49,7 +49,7 @@ STORE_FINGERPRINTS := $(MAIN_PYTHON) -m vllm_ascend_kvext fingerprint --write --
 RUN_TESTS := $(MAIN_PYTHON) -I tools/run_tests.py $(UPSTREAMS:%=--upstream %) $(OTHER_PYTHONS:%=--python %) \
 	$(COMPARED_ASCENDS:%=--compared-ascend %) --lmcache $(LMCACHE_VERSION)
 
-.PHONY: help demo demo-blending demo-ascend check test test-long test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-blending bench-blending-tiny clean
+.PHONY: help demo demo-blending demo-ascend check test test-long test-pythons test-ascend test-lmcache lint docs fingerprints bench bench-retention bench-host-tier bench-holes bench-transfer bench-offload bench-shared-tier bench-blending bench-blending-tiny clean
 .SECONDARY:
 
 help: ## Show this list
@@ -124,6 +124,10 @@ bench-transfer: $(MAIN_ENV)/.package ## Compare the transfer op with memcpy, tor
 bench-offload: $(LMCACHE_ENV)/.package ## Compare KvextConnector with LMCache's server and with memcpy, on the real engine
 	$(LMCACHE_ENV)/bin/python benchmarks/offload/run.py $(BENCH)
 
+bench-shared-tier: $(MAIN_ENV)/.package .venv/vllm-$(lastword $(VLLM_VERSIONS))/.package ## Compare the shared tier with vLLM's and LMCache's file tiers, and first tokens after a restart
+	.venv/vllm-$(lastword $(VLLM_VERSIONS))/bin/python benchmarks/shared_tier/transfers.py $(BENCH)
+	$(MAIN_PYTHON) benchmarks/shared_tier/first_token.py $(filter --quick,$(BENCH))
+
 bench-blending: bench-blending-tiny ## Score, tokens and time to first token of approximate reuse, and whether learning segments pays
 	$(MAIN_PYTHON) benchmarks/blending/run.py $(BENCH)
 	$(MAIN_PYTHON) benchmarks/blending/learned.py $(filter --quick,$(BENCH))
@@ -196,6 +200,7 @@ $(if $(filter $(PYTHON_VERSION),$(OTHER_PYTHONS)),.venv/python-$(PYTHON_VERSION)
 
 .venv/vllm-%/.package: .venv/vllm-%/.made .venv/wheel/.built
 	$(MAKE_ENV) install-wheel $(@D) .venv/wheel test,demo
+	$(MAKE_ENV) mooncake $(@D)
 	@rm -f $@ && touch $@
 
 .venv/lmcache-%/.package: .venv/lmcache-%/.made .venv/wheel/.built

@@ -24,6 +24,7 @@ import zipfile
 from pathlib import Path
 
 import emulated_npu
+import mooncake_servers
 
 TESTED_PACKAGE = "vllm_ascend_kvext*"
 """Its module and its metadata, which no environment takes from another one by accident."""
@@ -166,6 +167,19 @@ def make_emulated_npu(
     emulated_npu.link_ascend(environment.site_packages, ascend, version)
 
 
+def add_mooncake(environment: Environment) -> None:
+    """Install Mooncake for the tests that need its servers; they skip where that is not possible.
+
+    Without its requirements, of which what is used needs none.
+    """
+    say(f"{environment.folder}: pip install {mooncake_servers.WHEEL}")
+    finished = pip(environment.python, "install", "--no-deps", mooncake_servers.WHEEL)
+    error = finished.stderr.strip()[-300:] if finished.returncode else ""
+    error = error or mooncake_servers.complete(environment.python, environment.site_packages)
+    if error:
+        say(f"{environment.folder}: tests of Mooncake skip: {error}")
+
+
 def link_tested_package(environment: Environment, like: Environment) -> None:
     """Give an environment the vllm-ascend-kvext that is installed in another one."""
     for old in environment.site_packages.glob(TESTED_PACKAGE):
@@ -291,9 +305,10 @@ def main() -> None:
     build = commands.add_parser("build-emulated-npu", help="compile the emulator into its own")
     link = commands.add_parser("link", help="link the tested package from another environment")
     link.add_argument("--like", type=Path, required=True, help="environment that has the package")
+    mooncake = commands.add_parser("mooncake", help="add Mooncake, for tests of the shared tier")
     install = commands.add_parser("install", help="install into an environment")
     wheel = commands.add_parser("install-wheel", help="install the wheel of a folder")
-    for command in (vllm, lmcache, plain, ascend, emulated, build, link, install, wheel):
+    for command in (vllm, lmcache, plain, ascend, emulated, build, link, mooncake, install, wheel):
         command.add_argument("folder", type=Path)
     for command in (vllm, lmcache, ascend, emulated):
         command.add_argument("--version", required=True)
@@ -318,6 +333,8 @@ def main() -> None:
         emulated_npu.build(environment.python, options.folder / "emulated_npu")
     elif options.command == "link":
         link_tested_package(environment, Environment(options.like))
+    elif options.command == "mooncake":
+        add_mooncake(environment)
     elif options.command == "install-wheel":
         environment.install_wheel(options.wheels, options.extras)
     else:

@@ -50,6 +50,7 @@ LONG_ENGINE_FILES = (
     ("test_serve_lines.py",),
     ("test_fast_prefix_cache.py",),
     ("test_shared_tier_engine.py", "test_shared_tier.py"),
+    ("test_shared_tier_mooncake.py", "test_shared_tier_mooncake_engine.py"),
     ("test_connector_engine.py", "test_blending_engine.py", "test_question_engine.py"),
     (
         "test_connector_scheduler.py",
@@ -137,9 +138,11 @@ UNIT_WITH_TORCH = (
     "unit/connector/test_host_buffer.py",
     "unit/connector/test_question_probe.py",
     "unit/connector/test_worker_side.py",
+    "unit/shared_tier/test_backends.py",
+    "unit/shared_tier/test_mooncake.py",
     "unit/transfer/test_compute_fence.py",
 )
-"""Of `tests/unit`: what skips tests where there is no torch."""
+"""Of `tests/unit`: what skips tests where there is no torch, or no Mooncake."""
 
 CHECKED_SAMPLE = (
     "engine/test_patching.py::test_status_of_the_real_vllm_with_retention_requested",

@@ -38,6 +38,9 @@ from retention.cells import run_cell
 from retention.suite import Cell
 from retention.traces import WRITERS, write_trace
 from retention.variants import installed
+from shared_tier import contenders as file_contenders
+from shared_tier import geometry as files_geometry
+from support.upstream_version import IS_SINCE_0_30
 from transfer import geometry
 
 from vllm_ascend_kvext.store.entries import Entry
@@ -167,6 +170,26 @@ def test_transfers_are_compared() -> None:
     key_rotation.fill(memory, key_rotation.torch.float32)
     key_rotation.check(memory, keys)
     assert "x the plain copy" in key_rotation.target([*key_rotation.measure(memory, keys, 1, 2)])
+
+
+def test_files_are_compared(tmp_path: Path) -> None:
+    """Where vLLM has a file tier, it is among them."""
+    geometry = files_geometry.Geometry("tiny", (3 << 16, 1 << 16), 1 << 15, 1 << 16, 2)
+    host = file_contenders.host_memory(geometry.prompt_bytes * geometry.num_prompts)
+    memory = file_contenders.memory_of(host)
+    for each in (
+        file_contenders.Ours(geometry, host, tmp_path / "ours"),
+        file_contenders.PlainFiles(geometry, memory, tmp_path / "plain"),
+        file_contenders.Memcpy(geometry, memory),
+        *([file_contenders.VllmFiles(geometry, tmp_path / "vllm")] if IS_SINCE_0_30 else []),
+    ):
+        kept = bytes(memory)
+        assert each.move("put", range(2)) > 0
+        if each.name == "ours, verified":
+            memory[:] = bytes(len(memory))
+        assert each.move("get", [1]) > 0 and each.move("get", range(2)) > 0
+        assert bytes(memory) == kept
+        each.close()
 
 
 def test_host_bytes_are_printed(run: Run) -> None:

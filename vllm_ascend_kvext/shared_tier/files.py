@@ -6,34 +6,33 @@
     <folder>/kvext1/<name space>/r0/notes/<xx>/       notes: symbolic links to objects
 
 No server, no lock, no index. A file is written under another name and renamed: it is there as a
-whole or not at all, whoever is killed meanwhile. It ends with a trailer (magic, version, length,
-hash of the name, and BLAKE3 of all before it), for nothing is flushed: a machine that crashes may
-leave anything. What was used longest ago gives way, of all name spaces; a get counts as use. Every
-engine counts the folder now and then; that two do it at once removes a few more.
+whole or not at all, whoever is killed meanwhile. It ends with a seal, for nothing is flushed: a
+machine that crashes may leave anything. What was used longest ago gives way, of all name spaces; a
+get counts as use. Every engine counts the folder now and then; that two do it at once removes a
+few more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import logging
-import math
+import json
 import os
 import stat
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from blake3 import blake3
 
 from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, head_of
+from vllm_ascend_kvext.shared_tier.names import Identity, is_note, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
-logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
-
-VERSION_FOLDER = f"kvext{FORMAT_VERSION}"
+_ENGINE_FILE, VERSION_FOLDER = "engine.json", f"kvext{FORMAT_VERSION}"
 
 _BLOCK_BYTES = 1 << 20
 """Moved and hashed in blocks that stay in a CPU's cache between the two."""
@@ -41,8 +40,8 @@ _BLOCK_BYTES = 1 << 20
 _BLOCK_OF_DISK_BYTES = 1 << 12
 """Up to so much more than its bytes a file takes, most likely."""
 
-_TRAILER, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
-TRAILER_BYTES = _TRAILER.size + 32
+_MAX_GET_THREADS = 4
+"""One reads from a disk, or hashes, what it can: 2 to 6 GB/s."""
 
 _FULL_SHARE, _LEFT_SHARE = 15 / 16, 7 / 8
 """Of the capacity: beyond the first, files are removed until the second is left."""
@@ -50,7 +49,6 @@ _COUNTED_EVERY, _COUNTED_EVERY_S = 64, 10.0
 """The folder is counted when such a part of the capacity was put, or so long ago."""
 _UNFINISHED_S = 600.0
 """A file that nobody has renamed for so long belongs to a writer that was killed."""
-_QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
 class FilesTier:
@@ -95,11 +93,12 @@ class FilesTier:
                 "that no model has computed. chmod go-w and chown both, or choose another folder."
             )
         self.capacity_bytes = capacity_bytes or space.f_blocks * space.f_frsize // 2
+        self.num_get_threads = min(_MAX_GET_THREADS, len(os.sched_getaffinity(0)))
         self._memory = memoryview(b"")
         self._numbers = itertools.count()
         self._counting = threading.Lock()
         self._put_bytes, self._next_count_s = self.capacity_bytes, 0.0
-        self._logged_s = -math.inf
+        self._warnings = Warnings(self._folder)
 
     def register(self, memory: memoryview) -> None:
         self._memory = memory
@@ -114,7 +113,7 @@ class FilesTier:
         name = os.path.basename(path)
         with contextlib.suppress(OSError):
             if os.path.exists(path):  # For a link: what it leads to.
-                return os.path.basename(os.readlink(path)) if name.startswith("N") else name
+                return os.path.basename(os.readlink(path)) if is_note(name) else name
         return ""
 
     def forget(self, names: Sequence[str]) -> None:
@@ -136,7 +135,7 @@ class FilesTier:
             for note in each.notes:
                 self._link(f"{os.path.dirname(each.name)}/{note}", path)
         except OSError as error:
-            return self._unreachable(error)
+            return self._warnings.unreachable(error)
         return Answer.WHOLE
 
     @contextlib.contextmanager
@@ -156,7 +155,7 @@ class FilesTier:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             checksum = blake3()
-            for block in (*self._blocks(each), memoryview(self._trailer(each))):
+            for block in (*self._blocks(each), memoryview(self._head(each))):
                 checksum.update(block)
                 _write_all(file, block)
             _write_all(file, memoryview(checksum.digest()))
@@ -172,7 +171,8 @@ class FilesTier:
             os.symlink(target, link)
         except FileExistsError:
             known = self._target(link)
-            if not known or _first_tokens(known) > _first_tokens(name):
+            first_tokens = piece_of(name).first_tokens
+            if not known or piece_of(known).first_tokens > first_tokens:
                 with self._renamed_to(link) as unfinished:
                     os.symlink(target, unfinished)
 
@@ -187,17 +187,17 @@ class FilesTier:
         except FileNotFoundError:
             return Answer.ABSENT
         except OSError as error:
-            return self._unreachable(error)
+            return self._warnings.unreachable(error)
         try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read ahead twice as far.
             if not self._read(file, each, on_bytes):
-                logger.warning("Shared tier: %s is broken, and is removed.", each.name)
                 self.forget([each.name])
-                return Answer.BROKEN
+                return self._warnings.broken(each.name)
             with contextlib.suppress(OSError):
                 os.utime(file)
             return Answer.WHOLE
         except OSError as error:
-            return self._unreachable(error)
+            return self._warnings.unreachable(error)
         finally:
             os.close(file)
 
@@ -213,18 +213,47 @@ class FilesTier:
                 left = left[num_bytes:]
             checksum.update(block)
             on_bytes(len(block))
-        trailer = self._trailer(each)
-        checksum.update(trailer)
-        return bool(os.read(file, TRAILER_BYTES + 1) == trailer + checksum.digest())
+        head = self._head(each)
+        checksum.update(head)
+        return bool(os.read(file, SEAL_BYTES + 1) == head + checksum.digest())
+
+    def _head(self, each: SharedObject) -> bytes:
+        return head_of(f"{self._rank}/{each.name}", each.num_bytes)
 
     def _blocks(self, each: SharedObject) -> Iterator[memoryview]:
         end_bytes = each.offset_bytes + each.num_bytes
         for first in range(each.offset_bytes, end_bytes, _BLOCK_BYTES):
             yield self._memory[first : min(first + _BLOCK_BYTES, end_bytes)]
 
-    def _trailer(self, each: SharedObject) -> bytes:
-        name = hashlib.blake2b(f"{self._rank}/{each.name}".encode(), digest_size=16).digest()
-        return _TRAILER.pack(_MAGIC, FORMAT_VERSION, each.num_bytes, name)
+    def engines(self) -> dict[str, Identity]:
+        found: dict[str, Identity] = {}
+        for path in sorted(Path(self.root).glob(f"*/{_ENGINE_FILE}")):
+            with contextlib.suppress(OSError, ValueError):
+                found[path.parent.name] = dict(json.loads(path.read_text(encoding="utf-8")))
+        return found
+
+    def introduce(self, namespace: str, identity: Identity) -> None:
+        path = os.path.join(self.root, namespace, _ENGINE_FILE)
+        text = json.dumps(identity, indent=1, sort_keys=True)
+        with contextlib.suppress(OSError), self._renamed_to(path) as unfinished:
+            Path(unfinished).touch(0o600)
+            Path(unfinished).write_text(text, encoding="utf-8")
+
+    def describe(self) -> tuple[str, Mapping[str, str]]:
+        sizes: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for _, taken_bytes, path in files_below(self.root):
+            namespace = os.path.relpath(path, self.root).partition(os.sep)[0]
+            sizes[namespace] += taken_bytes
+            counts[namespace] += 1
+        space = os.statvfs(self.root)
+        free_gb = space.f_bavail * space.f_frsize / 1e9
+        summary = f"holds {sizes.total() / 1e9:.3f} GB; the file system has {free_gb:.3f} GB left"
+        found = {
+            name: f"{counts[name]} objects, {size / 1e9:.3f} GB"
+            for name, size in sizes.most_common()
+        }
+        return summary, found
 
     def _make_room(self, num_bytes: int) -> bool:
         """Whether so many bytes may be put; the oldest files are removed where room is short."""
@@ -267,14 +296,8 @@ class FilesTier:
 
     def _path(self, name: str) -> str:
         namespace, _, own = name.rpartition("/")
-        kind = "notes" if own.startswith("N") else "objects"
+        kind = "notes" if is_note(own) else "objects"
         return os.path.join(self.root, namespace, self._rank, kind, own[-2:], own)
-
-    def _unreachable(self, error: OSError) -> Answer:
-        if time.monotonic() - self._logged_s > _QUIET_S:
-            self._logged_s = time.monotonic()
-            logger.warning("Shared tier %s: %s. What is lacking is computed.", self._folder, error)
-        return Answer.UNREACHABLE
 
 
 def files_below(root: str) -> Iterator[tuple[float, int, str]]:
@@ -293,10 +316,6 @@ def _entries(path: str, *kinds: str, depth: int = 4) -> Iterator[os.DirEntry[str
                 yield entry
             elif depth != 2 or entry.name in kinds:
                 yield from _entries(entry.path, *kinds, depth=depth - 1)
-
-
-def _first_tokens(name: str) -> int:
-    return int(name[1:].partition("-")[0])
 
 
 def _write_all(file: int, left: memoryview) -> None:

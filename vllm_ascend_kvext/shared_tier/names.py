@@ -7,10 +7,8 @@ others never meet; its parts are readable, so that `differences` says why engine
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +20,6 @@ from vllm_ascend_kvext.store.entries import Kind, Piece
 Identity = Mapping[str, Any]
 """Plain data, by part."""
 
-_ENGINE_FILE = "engine.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES, _SAMPLES_OF_TENSOR, _SAMPLES_OF_FILE = 256, 8, 4096
 _READ_BYTES = 1 << 20
@@ -50,6 +47,11 @@ def note_name(key: bytes) -> str:
     return f"N{key.hex()[:32]}"
 
 
+def is_note(name: str) -> bool:
+    """Whether this is a note's name, and not that of an object."""
+    return name.rpartition("/")[2].startswith("N")
+
+
 def object_name(piece: Piece, key: bytes) -> str:
     """The name of a piece that ends with a key."""
     kind = "T" if piece.kind is Kind.TAILS else "R"
@@ -65,26 +67,6 @@ def piece_of(name: str) -> Piece:
     """The piece of an object of a prompt."""
     first, end, _ = name[1:].split("-")
     return Piece(Kind.TAILS if name[0] == "T" else Kind.ROWS, int(first), int(end))
-
-
-def describe_engine(root: str, namespace: str, identity: Identity) -> None:
-    """Leave a file in a folder that says what a name space stands for."""
-    folder = Path(root, namespace)
-    unfinished = folder / f"{_ENGINE_FILE}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # It is for readers only.
-        folder.mkdir(0o700, exist_ok=True)
-        unfinished.touch(0o600)
-        unfinished.write_text(json.dumps(identity, indent=1, sort_keys=True), encoding="utf-8")
-        unfinished.replace(folder / _ENGINE_FILE)
-
-
-def engines_below(root: str) -> dict[str, Identity]:
-    """The identities in a folder that can be read, by name space."""
-    found: dict[str, Identity] = {}
-    for path in sorted(Path(root).glob(f"*/{_ENGINE_FILE}")):
-        with contextlib.suppress(OSError, ValueError):
-            found[path.parent.name] = dict(json.loads(path.read_text(encoding="utf-8")))
-    return found
 
 
 def weights_identity(folder: str | Path) -> str:

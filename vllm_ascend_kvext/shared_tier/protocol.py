@@ -9,8 +9,8 @@ rows: by them a prompt that parts from another in the middle of a chunk finds wh
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 FORMAT_VERSION = 1
 """Of objects and names: those of another version are not looked at."""
@@ -51,7 +51,12 @@ class SharedTier(Protocol):
 
     Every call is one batch, takes as long as it takes, and raises nothing: threads make them for
     which nobody waits.
+
+    Attributes:
+        num_get_threads: How many calls of ``get_into`` at once are faster than one.
     """
+
+    num_get_threads: int
 
     def register(self, memory: memoryview) -> None:
         """Objects are read from, and written to, this memory; dtype: uint8. Called once."""
@@ -75,6 +80,18 @@ class SharedTier(Protocol):
 
     def forget(self, names: Sequence[str]) -> None:
         """Remove objects, as far as they are there."""
+
+    def engines(self) -> dict[str, Mapping[str, Any]]:
+        """The identities of engines that were introduced, as far as they are known; by name space.
+
+        This one and the next may be called while an engine starts.
+        """
+
+    def introduce(self, namespace: str, identity: Mapping[str, Any]) -> None:
+        """Say to others what a name space stands for: for people, nothing depends on it."""
+
+    def describe(self) -> tuple[str, Mapping[str, str]]:
+        """How full it is, and what is held of each name space, the largest first; for people."""
 
     def close(self) -> None:
         """Nothing is called any more."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for calls of a shared tier, which may hang: nothing waits for its end."""
+"""Threads for calls of a shared tier, which may hang: nothing waits for their end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ Call = Callable[[], object]
 
 
 class TierThread:
-    """Makes calls one after the other, in a daemon thread; ``on_start`` is the first."""
+    """Begins calls one after the other, in daemon threads; ``on_start`` is the first of each."""
 
-    def __init__(self, name: str, on_start: Call = lambda: None) -> None:
-        self._thread = threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True)
+    def __init__(self, name: str, on_start: Call = lambda: None, num_threads: int = 1) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=[on_start], name=name, daemon=True)
+            for _ in range(num_threads)
+        ]
 
     def submit(self, call: Call) -> None:
-        """Make a call some time later. The first one starts the thread."""
+        """Make a call some time later. The first ones start a thread each."""
         self._calls.put(call)
-        if self._thread.ident is None:
-            self._thread.start()
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+                break
 
     def close(self) -> None:
-        """End the thread behind what was submitted; does not wait for it."""
-        self._calls.put(None)
+        """End the threads behind what was submitted; does not wait for them."""
+        for _ in self._threads:
+            self._calls.put(None)
 
     def _serve(self, call: Call | None) -> None:
         while call is not None:

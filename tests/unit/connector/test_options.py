@@ -76,8 +76,12 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
     ),
     "shared_tier": (
         "unset",
-        [("file:///a/b", "file:///a/b")],
-        ("", "/a/b", "file://a/b", "http:///a", 1, True, ["file:///a"]),
+        [(url, url) for url in ("file:///a/b", "mooncake://10.0.0.1:50051", "mooncake://m.x:1")],
+        (
+            *("", "/a/b", "file://a/b", "http:///a", 1, True, ["file:///a"]),
+            *("mooncake://", "mooncake://host", "mooncake://host:port", "mooncake://:1"),
+            *("mooncake://host:1/path", "mooncake://host:1 ", "a mooncake://host:1"),
+        ),
     ),
     "shared_tier_bytes": ("unset", [(1 << 40, 1 << 40)], (0, -1, True, "1", 1.0)),
 }
@@ -133,6 +137,10 @@ def test_a_wrong_value_is_refused_with_where_expected_and_found(key: str, value:
         ({"chunk_token": None}, ("unknown key 'chunk_token'",)),
         ({"store_policy": "second-touch"}, ("second_touch, all, never", "mean second_touch?")),
         ({"blending": True, "hole_reuse": False}, ("blending: expected hole_reuse",)),
+        (
+            {"shared_tier": "mooncake://a:1", "shared_tier_bytes": 1},
+            ("shared_tier_bytes: expected a folder as shared_tier", "found 1. Leave it out."),
+        ),
         (
             {"world_size": 8, "host_memory_gib": 5 / GIB},
             ("host_memory_gib: expected memory for 8 workers",),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm_ascend_kvext.connector.common.messages import WorkerOutput
 from vllm_ascend_kvext.connector.common.options import parse_options
 from vllm_ascend_kvext.connector.worker import shared_transfers
 from vllm_ascend_kvext.connector.worker.shared_transfers import SharedTransfers
+from vllm_ascend_kvext.shared_tier import files
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
@@ -106,6 +108,7 @@ def test_what_has_waited_too_long_is_not_begun(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it, and its place is wanted."""
+    monkeypatch.setattr(files, "_MAX_GET_THREADS", 1)
     worker, gate, begun = make(), threading.Event(), []
 
     def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
@@ -125,6 +128,72 @@ def test_what_has_waited_too_long_is_not_begun(
     worker.results.add(worker.transfers.take_output())
     assert begun == [2]
     assert worker.results.failed_stores >= {3} and 2 not in worker.results.failed_stores
+
+
+def test_what_was_queued_behind_a_slow_failure_is_not_begun(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would fail as slowly, and keep its place until then."""
+    worker, gate, begun = make(), threading.Event(), []
+
+    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
+        begun.extend(each.number for each in objects)
+        gate.wait(20)
+        return [Answer.UNREACHABLE]
+
+    monkeypatch.setattr(FilesTier, "put", put)
+    monkeypatch.setattr(shared_transfers, "MAX_FAILED_S", 0.0)
+    worker.transfers.submit([], [WHAT._replace(number=2)])
+    until(lambda: bool(begun), "the first put")
+    worker.transfers.submit([], [WHAT._replace(number=3)])
+    gate.set()
+    worker.run(puts=[WHAT._replace(number=4)])
+    assert begun in ([2], [2, 4]) and worker.results.failed_stores == {2, 3, 4}
+
+
+def test_a_tier_is_closed_unless_it_is_at_a_call(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend may not survive a call after its end."""
+    closed: list[FilesTier] = []
+    monkeypatch.setattr(FilesTier, "close", lambda tier: closed.append(tier))
+    worker, gate, begun = make(), threading.Event(), threading.Event()
+
+    def put(tier: FilesTier, objects: Sequence[SharedObject]) -> list[Answer]:
+        begun.set()
+        gate.wait(20)
+        return [Answer.WHOLE]
+
+    monkeypatch.setattr(FilesTier, "put", put)
+    worker.transfers.submit([], [WHAT])
+    begun.wait(20)
+    worker.transfers.shutdown()
+    assert closed == []
+    gate.set()
+    until(lambda: not worker.transfers.wait_for_end(0.01), "the end")
+    worker.transfers.shutdown()
+    assert len(closed) == 1
+
+
+def test_as_many_gets_at_once_as_are_faster_than_one(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    worker, gate, begun = make(), threading.Event(), []
+
+    def get_into(tier: FilesTier, objects: Sequence[SharedObject], on_bytes: Any) -> list[Answer]:
+        begun.extend(each.number for each in objects)
+        gate.wait(20)
+        return [Answer.WHOLE]
+
+    monkeypatch.setattr(FilesTier, "get_into", get_into)
+    worker.transfers.submit([WHAT._replace(number=number) for number in range(5)], [])
+    until(lambda: len(begun) == 3, "three gets")
+    assert worker.transfers.wait_for_end(0.05) and sorted(begun) == [0, 1, 2]
+    gate.set()
+    worker.run(gets=[WHAT._replace(number=5)])
+    assert sorted(begun[3:]) == [3, 4, 5]
+    worker.transfers.shutdown()
 
 
 def test_gets_do_not_wait_for_puts(

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from vllm_ascend_kvext.commands.shared_tier import describe
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier import files
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.files import FilesTier, files_below
 from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 
@@ -98,25 +98,6 @@ def note_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("kvext1/*/*/notes/*/*"))
 
 
-@pytest.mark.parametrize("num_bytes", [64, NUM_BYTES, files._BLOCK_BYTES, (2 << 20) + 64])
-def test_what_is_put_is_got_by_another_engine(tmp_path: Path, num_bytes: int) -> None:
-    content = content_of(1, num_bytes)
-    assert Engine(tmp_path).put(content) is Answer.WHOLE
-    assert Engine(tmp_path).get(num_bytes) == (Answer.WHOLE, content)
-
-
-def test_the_first_content_stays(engine: Engine) -> None:
-    assert engine.put(CONTENT) is engine.put(content_of(1)) is Answer.WHOLE
-    assert engine.get() == (Answer.WHOLE, CONTENT)
-
-
-def test_other_name_spaces_and_ranks_do_not_meet(tmp_path: Path) -> None:
-    Engine(tmp_path).put(CONTENT, notes=NOTES)
-    for other in (Engine(tmp_path, namespace="other"), Engine(tmp_path, rank=1)):
-        assert other.get()[0] is Answer.ABSENT
-        assert other.exist(NAME, *NOTES) == [""] * 4
-
-
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -126,17 +107,6 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
     for path in (tmp_path / "tier").rglob("*"):
         if not path.is_symlink():
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_notes_lead_to_the_object_that_begins_first(engine: Engine, tmp_path: Path) -> None:
-    names = [f"R{first}-64-{'ab' * 16}" for first in (32, 0, 16)]
-    for name in names:
-        engine.put(CONTENT, name, NOTES[:1])
-    assert engine.exist(*NOTES[:2], *names) == [names[1], "", *names]
-    engine.forget(names[1])
-    assert engine.exist(*NOTES[:1]) == [""]
-    engine.put(CONTENT, names[0], NOTES[:1])  # It is there, and its note is not.
-    assert engine.exist(*NOTES[:1]) == names[:1]
 
 
 # Damage: it is found before anybody can use the bytes, and forgotten.
@@ -156,7 +126,7 @@ def extend(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-SIZE = NUM_BYTES + files.TRAILER_BYTES
+SIZE = NUM_BYTES + SEAL_BYTES
 DAMAGES: dict[str, Any] = {
     **{f"flipped at {at}": lambda path, at=at: flip(path, at) for at in (0, NUM_BYTES // 2, -1)},
     "flipped magic": lambda path: flip(path, NUM_BYTES),
@@ -208,11 +178,6 @@ def test_the_bytes_of_another_object_are_broken(engine: Engine, tmp_path: Path) 
     shutil.copy(paths[other], paths[NAME])
     assert engine.get()[0] is Answer.BROKEN
     assert engine.get(name=other) == (Answer.WHOLE, content_of(1))
-
-
-def test_an_object_of_another_size_is_broken(engine: Engine) -> None:
-    engine.put(CONTENT)
-    assert engine.get(NUM_BYTES - 64)[0] is Answer.BROKEN
 
 
 # A folder that does not work.

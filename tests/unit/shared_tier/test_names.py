@@ -16,9 +16,7 @@ from vllm_ascend_kvext.__main__ import main
 from vllm_ascend_kvext.errors import SettingsError
 from vllm_ascend_kvext.shared_tier.files import FilesTier
 from vllm_ascend_kvext.shared_tier.names import (
-    describe_engine,
     differences,
-    engines_below,
     namespace_of,
     object_name,
     piece_of,
@@ -147,7 +145,7 @@ def test_status_shows_a_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     tier.register(memoryview(bytearray(1 << 20)))
     for identity in (IDENTITY, {**IDENTITY, "dtype": "fp16"}):
         namespace = namespace_of(identity)
-        describe_engine(tier.root, namespace, identity)
+        tier.introduce(namespace, identity)
         num_bytes = 1 << 20 if identity is IDENTITY else 1 << 10
         what = SharedObject(0, f"{namespace}/R0-64-{'a' * 32}", 0, num_bytes)
         assert tier.put([what]) == [Answer.WHOLE]
@@ -158,7 +156,7 @@ def test_status_shows_a_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"name space {namespace_of(IDENTITY)}: 1 objects, 0.001 GB" in text
     assert 'do not meet: dtype ("bf16" here, "fp16" there)' in text
     assert sorted(folder.rglob("*-*")) == [*before, folder / "kvext1" / "status-check"]
-    assert len(engines_below(tier.root)) == 2
+    assert len(tier.engines()) == 2
 
 
 def test_status_of_a_tier_that_is_not_there(

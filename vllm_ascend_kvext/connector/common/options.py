@@ -34,6 +34,7 @@ _GIB = 1 << 30
 _MAX_GIB = 1 << 30
 _FLAGS = {"true": True, "false": False}
 # Five digits: a slip such as 0-999999999 is not to take the memory of its numbers.
+_TIER = "file:///|mooncake://[^/]+:[0-9]{1,5}$"
 _CPU_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
@@ -112,9 +113,9 @@ _SEPARATOR = _Values(
     lambda value: bool(value) and _SINK.accepts(value),
     _SINK.make,
 )
-_FOLDER_URL = _Values(
-    "file:///path of a folder",
-    lambda value: isinstance(value, str) and value.startswith("file:///"),
+_TIER_URL = _Values(
+    "file:///path of a folder, or mooncake://host:port of a master",
+    lambda value: isinstance(value, str) and re.match(_TIER, value) is not None,
     str,
 )
 _CPUS = _Values(
@@ -207,13 +208,14 @@ class ConnectorOptions:
     """The CPUs that copies run on: a list such as `[2, 3]`, or a text such as `"0-3,8"`. Unset:
     CPUs of the process that the model does not run on."""
 
-    shared_tier: Annotated[str | None, _FOLDER_URL] = None
-    """Where KV is kept that engines share and that outlives them: `file:///path` of a folder. See
-    `docs/shared_tier.md`. Unset: nowhere."""
+    shared_tier: Annotated[str | None, _TIER_URL] = None
+    """Where KV is kept that engines share and that outlives them: `file:///path` of a folder, or
+    `mooncake://host:port` of the master of a Mooncake Store. See `docs/shared_tier.md`. Unset:
+    nowhere."""
 
     shared_tier_bytes: Annotated[int | None, _POSITIVE_INTEGER] = None
-    """With `shared_tier`: what the folder may hold, of all engines together. Unset: half of the
-    file system."""
+    """With a folder as `shared_tier`: what it may hold, of all engines together. Unset: half of the
+    file system. The size of a Mooncake Store is that of its own."""
 
     @property
     def host_memory_bytes_per_worker(self) -> int:
@@ -287,6 +289,13 @@ def parse_options(extra_config: Mapping[str, Any], world_size: int) -> Connector
             options.shared_tier,
             "state_policy=exact: other engines would take what is approximate for exact",
             "Set state_policy to exact, or leave shared_tier out.",
+        )
+    if options.shared_tier_bytes and (options.shared_tier or "").startswith("mooncake:"):
+        raise _wrong(
+            "shared_tier_bytes",
+            options.shared_tier_bytes,
+            "a folder as shared_tier: a Mooncake Store is as large as its mooncake_clients make it",
+            "Leave it out.",
         )
     if not options.host_memory_bytes_per_worker:
         raise _wrong(

@@ -28,7 +28,7 @@ from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.layout.row_map import RowMap
 from vllm_ascend_kvext.shared_tier import names
-from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.open import open_tier
 from vllm_ascend_kvext.shared_tier.protocol import SharedObject
 from vllm_ascend_kvext.shared_tier.search import FoundObject, Question, existing, search
 from vllm_ascend_kvext.shared_tier.thread import TierThread
@@ -48,6 +48,8 @@ MAX_QUEUED_S = 1.0  # or has stood behind others for so long,
 MAX_STALL_S = 0.2  # when nothing has come for so long of what it waits for,
 MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs.
 PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
+MAX_ASKED = 16  # In one step: so many who come behind them are asked in a later one,
+MAX_BEHIND = 128  # and whoever comes behind these may begin: a step looks at all who wait.
 MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
 MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
 _MAX_SILENT_REPORTS = 3
@@ -112,11 +114,12 @@ class SharedSide:
         self._clock = clock
         self._puts_all = options.store_policy is StorePolicy.ALL
         self._namespace = names.namespace_of(identity)
-        self._shared = FilesTier(options.shared_tier, options.shared_tier_bytes, rank=0)
+        self._shared = open_tier(options.shared_tier, options.shared_tier_bytes, rank=0)
         self._introduce(options.shared_tier, identity)
         self._thread = TierThread("kvext-shared-lookups")
         self._running: _Asked | None = None  # Written by the thread.
         self._last_asked: _Asked | None = None
+        self._num_asked = self._num_behind = 0  # In this step.
         self._gets: list[SharedObject] = []
         self._puts: list[SharedObject] = []
         self._awaited: dict[int, _Get] = {}  # By number.
@@ -134,8 +137,8 @@ class SharedSide:
 
     def _introduce(self, url: str, identity: names.Identity) -> None:
         """Say with whom the engine shares; to others, too."""
-        engines = names.engines_below(self._shared.root)
-        names.describe_engine(self._shared.root, self._namespace, identity)
+        engines = self._shared.engines()
+        self._shared.introduce(self._namespace, identity)
         logger.info("Shared tier %s: the name space is %s.", url, self._namespace)
         if engines and self._namespace not in engines:
             apart = min((names.differences(identity, each) for each in engines.values()), key=len)
@@ -156,6 +159,9 @@ class SharedSide:
             return False  # vLLM knows an adapter by its name only.
         known = state.shared
         if known is None:  # It is asked once.
+            if self._num_asked >= MAX_ASKED:
+                self._num_behind += 1
+                return self._num_behind <= MAX_BEHIND
             known = state.shared = SharedRequest()
             self._ask(request, known, num_computed_tokens)
         if known.asked is not None:
@@ -188,6 +194,7 @@ class SharedSide:
             self._counters.shared_requests["paused"] += 1
             return
         known.asked = self._last_asked = _Asked(question, segments, self._clock())
+        self._num_asked += 1
         self._thread.submit(partial(self._answer, known.asked))
 
     def _question(self, request: Request, known: SharedRequest, after: int) -> Question | None:
@@ -429,6 +436,7 @@ class SharedSide:
             self._check_patience()
             if self._last_asked is not None:
                 self._last_asked.is_answered.wait(_IDLE_WAIT_S)
+        self._num_asked = self._num_behind = 0
         jobs = tuple(self._gets), tuple(self._puts)
         self._gets, self._puts = [], []
         return jobs
@@ -454,5 +462,7 @@ class SharedSide:
         )
 
     def shutdown(self) -> None:
-        """Ask nothing any more."""
+        """Ask nothing any more. A tier that hangs is not closed."""
         self._thread.close()
+        if self._last_asked is None or self._last_asked.is_answered.is_set():
+            self._shared.close()

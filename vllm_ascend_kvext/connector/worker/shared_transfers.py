@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker gets from the shared tier into host memory, and puts there.
 
-A request waits for gets, and nobody for puts: each kind has a thread.
+A request waits for gets, and nobody for puts: each kind has threads of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from functools import partial
 from vllm_ascend_kvext.connector.common.messages import Direction, Traffic, WorkerOutput
 from vllm_ascend_kvext.connector.common.options import ConnectorOptions
 from vllm_ascend_kvext.connector.worker.host_buffer import HostBuffer
-from vllm_ascend_kvext.shared_tier.files import FilesTier
-from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
+from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
 from vllm_ascend_kvext.shared_tier.thread import TierThread
 
-MAX_CALL_S = 5.0
-"""What was queued while one call took longer is not begun: nobody waits for it any more."""
+MAX_CALL_S, MAX_FAILED_S = 5.0, 0.5
+"""What was queued while one call took longer is not begun: nobody waits for it any more. One that
+has failed may take less."""
 
 
 class SharedTransfers:
@@ -46,11 +47,9 @@ class SharedTransfers:
         assert options.shared_tier is not None
         self._rank, self._num_equal_ranks = rank, num_equal_ranks
         shared_rank = rank if num_equal_ranks == 1 else 0
-        self._tier: SharedTier = FilesTier(
-            options.shared_tier, options.shared_tier_bytes, shared_rank
-        )
+        self._tier = open_tier(options.shared_tier, options.shared_tier_bytes, shared_rank)
         self._tier.register(memoryview(host.tensor.numpy()))
-        self._gets = TierThread("kvext-shared-gets", on_start)
+        self._gets = TierThread("kvext-shared-gets", on_start, self._tier.num_get_threads)
         self._puts = TierThread("kvext-shared-puts", on_start)
         self._stale_before_s: dict[Direction, float] = {"get": 0.0, "put": 0.0}
         self._changed = threading.Condition()  # Guards the rest.
@@ -58,7 +57,7 @@ class SharedTransfers:
         self._output = WorkerOutput()
 
     def submit(self, gets: Iterable[SharedObject], puts: Iterable[SharedObject]) -> None:
-        """Move objects some time later, each kind in its order."""
+        """Move objects some time later; those of each kind begin in their order."""
         for each in gets:
             self._submit(self._gets, "get", each)
         for each in puts:
@@ -84,9 +83,12 @@ class SharedTransfers:
         return True
 
     def shutdown(self) -> None:
-        """Begin nothing any more. Does not wait: the tier may hang."""
+        """Begin nothing any more. Does not wait: the tier may hang, and is not closed then."""
         self._gets.close()
         self._puts.close()
+        with self._changed:
+            if not self._num_left:
+                self._tier.close()
 
     def _move(self, direction: Direction, what: SharedObject, submitted_s: float) -> None:
         answer, began_s = Answer.UNREACHABLE, time.monotonic()
@@ -100,7 +102,8 @@ class SharedTransfers:
                     answer, what = Answer.WHOLE, what._replace(num_bytes=0)
         finally:
             ended_s = time.monotonic()
-            if ended_s - began_s > MAX_CALL_S:
+            is_unreachable = answer is Answer.UNREACHABLE
+            if ended_s - began_s > (MAX_FAILED_S if is_unreachable else MAX_CALL_S):
                 self._stale_before_s[direction] = ended_s
             with self._changed:
                 output, self._num_left = self._output, self._num_left - 1

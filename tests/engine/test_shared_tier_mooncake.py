@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that share a Mooncake Store, on vLLM's real scheduler, with Mooncake's real servers.
+
+The same as with a folder, and what only servers do: they are killed, and stop, while requests run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from support.connector.engines import engine_of, plan_of
+from support.connector.offload_run import check_nothing_is_left, serve
+from support.connector.offload_workloads import offloading
+from support.connector.paged_layouts import FULL, LAYOUTS, STATE_LAYOUTS, PagedLayout
+from support.connector.simulated_engine import SimulatedEngine
+from support.mooncake import Servers
+from support.sample import IS_LONG
+from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
+
+from vllm_ascend_kvext.connector.scheduler import shared_side
+from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+
+__all__ = ["_equal_seeds", "weights"]
+
+pytestmark = pytest.mark.usefixtures("offloading_in_effect", "weights")
+
+SAMPLED = LAYOUTS + STATE_LAYOUTS if IS_LONG else (LAYOUTS + STATE_LAYOUTS)[::3]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.end()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no tier that hangs."""
+    monkeypatch.setattr(shared_side, "MAX_LOOKUP_S", 20.0)
+    monkeypatch.setattr(shared_side, "MAX_STALL_S", 20.0)
+
+
+def sharing(layout: PagedLayout, servers: Servers, **values: Any) -> dict[str, Any]:
+    return offloading(layout, shared_tier=servers.url, **values)
+
+
+def store_in(servers: Servers, layout: PagedLayout, *prompts: Sequence[int], **more: Any) -> None:
+    """Have an engine compute prompts, put what it has, and end."""
+    with engine_of(layout, offloading=sharing(layout, servers), **more) as engine:
+        for number, prompt in enumerate(prompts):
+            serve(engine, plan_of(f"stored-{number}", prompt))
+        assert not any(engine.side.counters.shared_failures.values())
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("layout", SAMPLED, ids=lambda layout: layout.name)
+def test_another_engine_hits_what_one_has_stored(
+    layout: PagedLayout, num_workers: int, running: Servers
+) -> None:
+    prompt = prompt_of(layout, f"mooncake {num_workers}", 8)
+    unit = layout.unit_tokens
+    shared = prompt[: 5 * unit]  # A chunk has two units.
+    store_in(running, layout, [*shared, 1], prompt, num_workers=num_workers)
+    options = sharing(layout, running)
+    with engine_of(layout, offloading=options, num_workers=num_workers) as engine:
+        other = shared + prompt_of(layout, 2, 4)
+        assert hit_tokens(engine, plan_of("other", other)) == len(shared)
+        assert hit_tokens(engine, plan_of("a", prompt)) == floor(engine, len(prompt) - 1)
+        counters = engine.side.counters
+        assert counters.shared_requests["found"] == 2
+        assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
+
+
+@pytest.mark.usefixtures("patient")
+def test_engines_share_at_the_same_time(running: Servers) -> None:
+    options = sharing(FULL, running)
+    with engine_of(FULL, offloading=options) as one, engine_of(FULL, offloading=options) as other:
+        for seed in ("x", "y", "z"):
+            prompt = prompt_of(FULL, f"at once {seed}")
+            engines = (other, one) if seed == "y" else (one, other)
+            assert hit_tokens(engines[0], plan_of(f"a{seed}", prompt)) == 0
+            found = hit_tokens(engines[1], plan_of(f"b{seed}", prompt))
+            assert found == floor(one, len(prompt) - 1)
+
+
+@pytest.mark.usefixtures("patient")
+def test_wrong_bytes_are_computed(running: Servers) -> None:
+    """Whatever somebody else has written over the objects."""
+    prompt = prompt_of(FULL, "wrong", 12)
+    store_in(running, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, running)) as engine:
+        store = tier_of(engine)._store
+        for key in running.stored_keys():
+            if "/R" in key and not key.endswith("/seal"):
+                value = store.get(key)
+                store.remove(key, True)
+                assert store.put(key, value[::-1]) == 0
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+        assert engine.side.counters.shared_failures["get_broken"] > 0
+
+
+# Servers that are killed, and stop, while requests run.
+
+
+def tier_of(engine: SimulatedEngine, is_scheduler: bool = True) -> MooncakeTier:
+    transfers = engine.workers[0].side._shared
+    assert engine.side.shared is not None and transfers is not None
+    tier: Any = engine.side.shared._shared if is_scheduler else transfers._tier
+    return tier
+
+
+class Watched:
+    """Mooncake's client, where something happens right before a call."""
+
+    def __init__(self, tier: Any, names: Sequence[str], happens: Callable[[], None]) -> None:
+        self._store, self._names, self._happens = tier._store, names, happens
+        self.num_calls = 0
+        tier._store = self
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def watched(*arguments: Any) -> Any:
+            if name in self._names:
+                self.num_calls += 1
+                if self.num_calls == 1:
+                    self._happens()
+            return call(*arguments)
+
+        return watched
+
+
+CALLS = {"put": "batch_put_from", "get": "batch_get_into", "lookup": "get_batch"}
+FAULTS = [
+    pytest.param(call, server, how, id=f"{call}, {server} {how.name}")
+    for call in CALLS
+    for server in ("owner", "master")
+    for how in (signal.SIGKILL, signal.SIGSTOP)
+]
+SHORT = ("get, owner SIGKILL", "lookup, master SIGKILL", "put, master SIGSTOP")
+
+
+@pytest.mark.main_version
+@pytest.mark.parametrize(
+    ("call", "server", "how"), FAULTS if IS_LONG else [f for f in FAULTS if f.id in SHORT]
+)
+def test_requests_go_on_whatever_becomes_of_a_server(
+    call: str, server: str, how: signal.Signals, tmp_path: Any, record_property: Any
+) -> None:
+    """All outputs, and every byte that attention reads, are those of computing."""
+    prompts = [prompt_of(FULL, seed, 12) for seed in range(3)]
+    servers = Servers(tmp_path)
+    try:
+        with engine_of(FULL) as cold:
+            cold_taken = [timed_steps(cold, plan_of(str(n), p)) for n, p in enumerate(prompts)]
+        if call != "put":
+            store_in(servers, FULL, *prompts)
+        with engine_of(FULL, offloading=sharing(FULL, servers)) as engine:
+            process = getattr(servers, server)
+            tier: Any = tier_of(engine, call == "lookup")
+            watched = Watched(tier, [CALLS[call]], lambda: process.send_signal(how))
+            engine.add_request(plan_of("beside", prompt_of(FULL, "beside"), max_tokens=12))
+            taken = [timed_steps(engine, plan_of(str(n), p)) for n, p in enumerate(prompts)]
+            assert watched.num_calls >= 1
+            cold_s, cold_schedule_s = map(max, zip(*cold_taken, strict=True))
+            longest_s, schedule_s = map(max, zip(*taken, strict=True))
+            wait_s = longest_s - cold_s
+            print(
+                f"{call}, {server} {how.name}: a request waited {wait_s * 1000:.0f} ms beyond "
+                f"computing, schedule() took {schedule_s * 1000:.2f} ms at most, and "
+                f"{cold_schedule_s * 1000:.2f} ms without a tier"
+            )
+            record_property("wait_ms", wait_s * 1000)
+            record_property("schedule_ms", schedule_s * 1000)
+            began_s = time.monotonic()
+            while engine.side.shared is not None and engine.side.shared._num_under_way:
+                engine.step()  # Until what hangs has ended: its place was kept.
+                time.sleep(0.01)
+                assert time.monotonic() - began_s < 200
+            serve(engine)
+            check_nothing_is_left(engine)
+            # It comes back, and is used again.
+            process.send_signal(signal.SIGCONT)
+            if how is signal.SIGKILL:
+                process.wait()
+                servers.start_master() if server == "master" else servers.start_owner()
+            servers.until_there_is_memory()
+            deadline_s = time.monotonic() + 60
+            number = 0
+            while engine.side.counters.transfer_bytes["put"] == 0 or number == 0:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.3)
+                prompt = prompt_of(FULL, f"later {(number := number + 1)}")
+                hit_tokens(engine, plan_of(f"later {number}", prompt))
+        with engine_of(FULL, offloading=sharing(FULL, servers)) as engine:
+            assert hit_tokens(engine, plan_of("again", prompt)) > 0
+    finally:
+        servers.end()

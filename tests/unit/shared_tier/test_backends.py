@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every backend of a shared tier does: files, and Mooncake's own servers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.mooncake import Servers
+
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, seal_of
+from vllm_ascend_kvext.shared_tier.names import namespace_of
+from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject, SharedTier
+
+NUM_BYTES = 3 << 10
+NAME = f"R0-64-{'ab' * 16}"
+OTHER = f"R0-64-{'cd' * 16}"
+NOTES = tuple(f"N{digit * 32}" for digit in "123")
+PLACE, GUARD = 4 << 20, 0xA5
+
+
+def content_of(seed: object, num_bytes: int = NUM_BYTES) -> bytes:
+    return random.Random(str(seed)).randbytes(num_bytes)
+
+
+CONTENT = content_of(0)
+
+
+class Engine:
+    """One rank of an engine: its tier, and its memory."""
+
+    def __init__(self, tier: SharedTier, namespace: str) -> None:
+        self.tier, self.namespace = tier, namespace
+        self.memory = bytearray(8 << 20)
+        self.tier.register(memoryview(self.memory))
+
+    def within(self, namespace: str) -> Engine:
+        """The same, but for its name space."""
+        other = object.__new__(Engine)
+        other.tier, other.memory, other.namespace = self.tier, self.memory, namespace
+        return other
+
+    def put(
+        self, content: bytes, name: str = NAME, notes: tuple[str, ...] = (), at: int = 64
+    ) -> Answer:
+        self.memory[at : at + len(content)] = content
+        what = SharedObject(0, f"{self.namespace}/{name}", at, len(content), notes)
+        (answer,) = self.tier.put([what])
+        return answer
+
+    def get(self, num_bytes: int = NUM_BYTES, name: str = NAME) -> tuple[Answer, bytes]:
+        """Nothing outside its place may change."""
+        self.memory[PLACE - 64 : PLACE + num_bytes + 64] = bytes([GUARD]) * (num_bytes + 128)
+        counted: list[int] = []
+        what = SharedObject(0, f"{self.namespace}/{name}", PLACE, num_bytes)
+        (answer,) = self.tier.get_into([what], counted.append)
+        assert answer is not Answer.WHOLE or sum(counted) == num_bytes
+        for begin in (PLACE - 64, PLACE + num_bytes):
+            assert self.memory[begin : begin + 64] == bytes([GUARD]) * 64
+        return answer, bytes(self.memory[PLACE : PLACE + num_bytes])
+
+    def exist(self, *names: str) -> list[str]:
+        return self.tier.exist([f"{self.namespace}/{name}" for name in names])
+
+    def forget(self, name: str) -> None:
+        self.tier.forget([f"{self.namespace}/{name}"])
+
+
+Overwrite = Callable[[Engine, str, bytes, bytes], None]
+
+
+def overwrite_file(engine: Engine, name: str, content: bytes, seal: bytes) -> None:
+    tier: Any = engine.tier
+    Path(tier._path(f"{engine.namespace}/{name}")).write_bytes(content + seal)
+
+
+def overwrite_in_mooncake(engine: Engine, name: str, content: bytes, seal: bytes) -> None:
+    tier: Any = engine.tier
+    for key, value in zip(tier._keys(f"{engine.namespace}/{name}"), (content, seal), strict=True):
+        tier._store.remove(key, True)
+        if value:
+            assert tier._store.put(key, value) == 0
+
+
+class Backend:
+    """Engines of one backend. Their tiers are used again: a client of Mooncake ends slowly."""
+
+    def __init__(self, url: str, overwrite: Overwrite, full_name: str) -> None:
+        self._url, self.overwrite, self._full_name = url, overwrite, full_name
+        self._engines: dict[tuple[int, int], Engine] = {}
+        self.namespaces = (f"space-{number}" for number in itertools.count())
+        self.namespace = next(self.namespaces)
+
+    def engine(self, number: int = 0, rank: int = 0) -> Engine:
+        """In the name space of the test."""
+        if (number, rank) not in self._engines:
+            self._engines[number, rank] = Engine(open_tier(self._url, None, rank), "")
+        engine = self._engines[number, rank]
+        engine.namespace = self.namespace
+        return engine
+
+    def sealed_name(self, name: str, rank: int = 0) -> str:
+        """What the seal of an object says of its name."""
+        return self._full_name.format(rank=rank, name=f"{self.namespace}/{name}")
+
+    def end(self) -> None:
+        for engine in self._engines.values():
+            engine.tier.close()
+
+
+@pytest.fixture(scope="module", params=["files", "mooncake"])
+def any_backend(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Backend]:
+    folder = tmp_path_factory.mktemp("backend")
+    if request.param == "files":
+        yield Backend(f"file://{folder}", overwrite_file, "r{rank}/{name}")
+        return
+    servers = Servers(folder)
+    backend = Backend(servers.url, overwrite_in_mooncake, "kvext1/r{rank}/{name}")
+    try:
+        yield backend
+        backend.end()
+    finally:
+        servers.end()
+
+
+@pytest.fixture
+def backend(any_backend: Backend) -> Backend:
+    any_backend.namespace = next(any_backend.namespaces)
+    return any_backend
+
+
+@pytest.fixture
+def engine(backend: Backend) -> Engine:
+    return backend.engine()
+
+
+@pytest.mark.parametrize("num_bytes", [64, NUM_BYTES, 1 << 20, (2 << 20) + 64])
+def test_what_is_put_is_got_by_another_engine(backend: Backend, num_bytes: int) -> None:
+    content = content_of(1, num_bytes)
+    assert backend.engine(0).put(content) is Answer.WHOLE
+    assert backend.engine(1).get(num_bytes) == (Answer.WHOLE, content)
+
+
+def test_a_batch_is_answered_one_by_one(engine: Engine) -> None:
+    engine.put(CONTENT)
+    names = [f"{engine.namespace}/{name}" for name in (NAME, OTHER)]
+    objects = [SharedObject(0, name, PLACE, NUM_BYTES) for name in (*names, names[0])]
+    answers = engine.tier.get_into(objects, lambda _: None)
+    assert answers == [Answer.WHOLE, Answer.ABSENT, Answer.WHOLE]
+    assert engine.tier.get_into([], lambda _: None) == engine.tier.put([]) == []
+    assert engine.exist() == [] and engine.exist(OTHER, NAME) == ["", NAME]
+
+
+def test_the_first_content_stays(engine: Engine) -> None:
+    assert engine.put(CONTENT) is engine.put(content_of(1)) is Answer.WHOLE
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+
+
+def test_other_name_spaces_and_ranks_do_not_meet(backend: Backend, engine: Engine) -> None:
+    engine.put(CONTENT, notes=NOTES)
+    for other in (engine.within("other"), backend.engine(rank=1)):
+        assert other.get()[0] is Answer.ABSENT
+        assert other.exist(NAME, *NOTES) == [""] * 4
+
+
+def test_notes_lead_to_the_object_that_begins_first(engine: Engine) -> None:
+    names = [f"R{first}-64-{'ab' * 16}" for first in (32, 0, 16)]
+    for name in names:
+        engine.put(CONTENT, name, NOTES[:1])
+    assert engine.exist(*NOTES[:2], *names) == [names[1], "", *names]
+    engine.forget(names[1])
+    assert engine.exist(*NOTES[:1]) == [""]
+    engine.put(CONTENT, names[0], NOTES[:1])  # It is there, and its note is not.
+    assert engine.exist(*NOTES[:1]) == names[:1]
+
+
+def test_an_object_may_have_thousands_of_notes(engine: Engine) -> None:
+    notes = tuple(f"N{number:032x}" for number in range(2048))
+    assert engine.put(CONTENT, notes=notes) is Answer.WHOLE
+    assert engine.exist(*notes) == [NAME] * len(notes)
+
+
+# Damage: it is found before anybody can use the bytes, and forgotten.
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes, bytes], tuple[bytes, bytes]]] = {
+    "flipped at the begin": lambda content, seal: (flipped(content, 0), seal),
+    "flipped at the end": lambda content, seal: (flipped(content, NUM_BYTES - 1), seal),
+    "cut by one": lambda content, seal: (content[:-1], seal),
+    "cut to nothing": lambda content, seal: (content[:1], seal),
+    "longer": lambda content, seal: (content + b"\0", seal),
+    "zeroed": lambda content, seal: (bytes(NUM_BYTES), seal),
+    "seal cut": lambda content, seal: (content, seal[:-1]),
+    "seal longer": lambda content, seal: (content, seal + b"\0"),
+    "seal zeroed": lambda content, seal: (content, bytes(SEAL_BYTES)),
+    **{
+        f"seal flipped at {at}": lambda content, seal, at=at: (content, flipped(seal, at))
+        for at in range(0, SEAL_BYTES, 6)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_object_is_broken_and_forgotten(
+    backend: Backend, engine: Engine, damage: str
+) -> None:
+    engine.put(CONTENT, notes=NOTES)
+    seal = seal_of(backend.sealed_name(NAME), CONTENT)
+    backend.overwrite(engine, NAME, CONTENT, seal)  # That is how it is stored.
+    assert engine.get() == (Answer.WHOLE, CONTENT)
+    backend.overwrite(engine, NAME, *DAMAGES[damage](CONTENT, seal))
+    assert engine.get()[0] is Answer.BROKEN
+    assert engine.get()[0] is Answer.ABSENT
+    assert engine.exist(NAME, *NOTES) == [""] * 4
+
+
+@pytest.mark.parametrize("owner", ["another object", "another rank", "another name space"])
+def test_the_bytes_of_another_are_broken(backend: Backend, engine: Engine, owner: str) -> None:
+    """With a seal that is right for what it was."""
+    name, rank = (OTHER if owner == "another object" else NAME), int(owner == "another rank")
+    seal = seal_of(backend.sealed_name(name, rank), CONTENT)
+    if owner == "another name space":
+        seal = seal_of(backend.sealed_name(name).replace("space", "other"), CONTENT)
+    engine.put(content_of(1))
+    backend.overwrite(engine, NAME, CONTENT, seal)
+    assert engine.get()[0] is Answer.BROKEN
+
+
+@pytest.mark.parametrize("difference", [-64, 64])
+def test_an_object_of_another_size_is_broken(engine: Engine, difference: int) -> None:
+    engine.put(CONTENT)
+    assert engine.get(NUM_BYTES + difference)[0] is Answer.BROKEN
+    assert engine.exist(NAME) == [""]
+
+
+# For people.
+
+
+def test_engines_know_each_other(backend: Backend, engine: Engine) -> None:
+    identities = [{"dtype": name, "groups": [[1, None], ["x" * 50_000]]} for name in ("a", "b")]
+    before = engine.tier.engines()
+    for identity in identities:
+        for _ in range(2):
+            engine.tier.introduce(namespace_of(identity), identity)
+    found = backend.engine(1).tier.engines()
+    assert found == {**before, **{namespace_of(each): each for each in identities}}
+
+
+# Against a dict.
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "forget", "damage", "exist"]),
+        st.integers(0, 3),
+        st.integers(0, 1),
+        st.integers(0, 255),
+    ),
+    max_size=25,
+)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(operations=OPERATIONS)
+def test_two_engines_do_what_a_dict_does(
+    any_backend: Backend, operations: list[tuple[str, int, int, int]]
+) -> None:
+    """Whoever puts, forgets and damages."""
+    any_backend.namespace = next(any_backend.namespaces)
+    names = [f"R0-64-{number:032x}" for number in range(4)]
+    notes = ["N" + name[-32:] for name in names]
+    objects: dict[str, bytes | None] = {}  # None: damaged.
+    for operation, number, by, seed in operations:
+        engine, name = any_backend.engine(by), names[number]
+        if operation == "put":
+            content = content_of(seed % 4, 256)
+            assert engine.put(content, name, (notes[number],)) is Answer.WHOLE
+            objects.setdefault(name, content)
+        elif operation == "get":
+            kept = objects.get(name, b"")
+            expected = {None: Answer.BROKEN, b"": Answer.ABSENT}.get(kept, Answer.WHOLE)
+            answer, content = engine.get(256, name)
+            assert answer is expected and (answer is not Answer.WHOLE or content == kept)
+            if answer is Answer.BROKEN:
+                del objects[name]
+        elif operation == "forget":
+            engine.forget(name)
+            objects.pop(name, None)
+        elif operation == "damage" and (content_or_none := objects.get(name)):
+            seal = seal_of(any_backend.sealed_name(name), content_or_none)
+            any_backend.overwrite(engine, name, flipped(content_or_none, seed), seal)
+            objects[name] = None
+        there = [each if each in objects else "" for each in names]
+        assert engine.exist(*names) == there == engine.exist(*notes)

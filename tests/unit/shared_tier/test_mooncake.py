@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared tier in Mooncake Store: its servers stop, are killed, are full, and are not there."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.connector.gates import until
+from support.mooncake import CLIENT_TTL_S, Servers
+from support.sample import IS_LONG
+
+from vllm_ascend_kvext.commands.shared_tier import describe
+from vllm_ascend_kvext.errors import SettingsError
+from vllm_ascend_kvext.shared_tier import mooncake
+from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.shared_tier.names import namespace_of
+from vllm_ascend_kvext.shared_tier.open import open_tier
+from vllm_ascend_kvext.shared_tier.protocol import Answer, SharedObject
+
+NUM_BYTES = 1 << 20
+NOTE = f"N{'1' * 32}"
+
+
+def what(number: int = 0, num_bytes: int = NUM_BYTES) -> SharedObject:
+    name = f"space/R0-64-{number:032x}"
+    return SharedObject(number, name, 0, num_bytes, (f"N{number:032x}",))
+
+
+class Rank:
+    """A tier with memory, whose bytes are `fill`."""
+
+    def __init__(self, url: str) -> None:
+        self.tier = MooncakeTier(url, 0)
+        self.memory = bytearray(8 << 20)
+        self.tier.register(memoryview(self.memory))
+
+    def fill(self, byte: int) -> None:
+        self.memory[:] = bytes([byte]) * len(self.memory)
+
+    def put(self, number: int = 0, byte: int = 1) -> Answer:
+        self.fill(byte)
+        (answer,) = self.tier.put([what(number)])
+        return answer
+
+    def get(self, number: int = 0, byte: int = 1) -> Answer:
+        self.fill(0)
+        (answer,) = self.tier.get_into([what(number)], lambda _: None)
+        if answer is Answer.WHOLE:
+            assert self.memory[:NUM_BYTES] == bytes([byte]) * NUM_BYTES
+        assert not any(self.memory[NUM_BYTES:])
+        return answer
+
+    def exists(self, number: int = 0) -> bool:
+        names = [f"space/{note}" for note in what(number).notes]
+        return bool(self.tier.exist(names)[0]) and bool(self.tier.exist([what(number).name])[0])
+
+    def raw(self, number: int = 0) -> tuple[Any, list[str]]:
+        """Mooncake's own client, and the keys of an object."""
+        return self.tier._store, self.tier._keys(what(number).name)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.end()
+
+
+@pytest.fixture(scope="module")
+def ranks(running: Servers) -> Iterator[tuple[Rank, Rank]]:
+    """Of two engines."""
+    found = Rank(running.url), Rank(running.url)
+    yield found
+    for each in found:
+        each.tier.close()
+
+
+@pytest.fixture
+def rank(ranks: tuple[Rank, Rank]) -> Rank:
+    ranks[0].raw()[0].remove_all(True)
+    return ranks[0]
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    """For a test that stops and kills them."""
+    started = Servers(tmp_path)
+    yield started
+    started.end()
+
+
+def in_time(call: Callable[[], Any], most_s: float) -> Any:
+    """What a call returns that Mooncake ends by itself, after a time that is its own."""
+    began_s = time.monotonic()
+    result = call()
+    assert time.monotonic() - began_s < most_s
+    return result
+
+
+# Keys that do not fit each other.
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["bytes", "seal"])
+def test_an_object_of_which_half_was_evicted_is_put_again(rank: Rank, lost: int) -> None:
+    """By somebody whose bytes differ: the half that is left does not fit them."""
+    assert rank.put(byte=1) is Answer.WHOLE
+    store, keys = rank.raw()
+    assert store.remove(keys[lost], True) == 0
+    assert not rank.exists() and rank.get() is Answer.ABSENT
+    assert rank.put(byte=2) is Answer.WHOLE
+    assert rank.exists() and rank.get(byte=2) is Answer.WHOLE
+
+
+def test_engines_that_put_at_once_leave_one_of_both(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
+    """The same tokens, computed in other batches, have other last bits."""
+    mixed = 0
+    for number in range(20):
+        barrier = threading.Barrier(2)
+
+        def put(by: int, number: int = number, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            assert ranks[by].put(number, by + 1) is Answer.WHOLE
+
+        threads = [threading.Thread(target=put, args=(by,)) for by in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rank.fill(0)
+        answer = rank.tier.get_into([what(number)], lambda _: None)[0]
+        if answer is Answer.WHOLE:
+            assert rank.memory[:NUM_BYTES] in (b"\1" * NUM_BYTES, b"\2" * NUM_BYTES)
+        else:
+            assert answer is Answer.BROKEN
+            mixed += 1
+    assert mixed <= 2
+
+
+def test_a_note_that_is_damaged_leads_nowhere(rank: Rank) -> None:
+    rank.put(0)
+    rank.put(1)
+    store, _ = rank.raw()
+    notes = [rank.tier._prefix + f"space/{what(number).notes[0]}" for number in (0, 1)]
+    other = store.get(notes[1])
+    for value in (other, store.get(notes[0])[:-1], b"x", b"\0" * 200):
+        store.remove(notes[0], True)
+        assert store.put(notes[0], value) == 0
+        assert not rank.exists(0)
+    rank.put(0)
+    assert rank.exists(0)
+
+
+# The pool is full, and Mooncake evicts.
+
+
+def test_what_does_not_fit_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
+    store, _ = rank.raw()
+    pinned = [
+        store.put(f"pinned-{number}", bytes(NUM_BYTES), rank.tier._pinned) for number in range(130)
+    ]
+    assert -200 in pinned
+    assert rank.put() is Answer.UNREACHABLE
+    assert not rank.exists() and ranks[1].get() is Answer.ABSENT
+    store.remove_all(True)
+    assert until(lambda: rank.put() is Answer.WHOLE) and ranks[1].get() is Answer.WHOLE
+
+
+def test_what_is_evicted_is_not_there(rank: Rank, ranks: tuple[Rank, Rank]) -> None:
+    answers = [rank.put(number) for number in range(200)]  # Of 1 MB, into 128.
+    assert {*answers} <= {Answer.WHOLE, Answer.UNREACHABLE}
+    found = [ranks[1].get(number) for number in range(200)]
+    assert {*found} == {Answer.WHOLE, Answer.ABSENT}
+
+
+def test_identities_are_not_evicted(rank: Rank) -> None:
+    identity = {"dtype": "bf16"}
+    rank.tier.introduce(namespace_of(identity), identity)
+    for number in range(300):
+        rank.put(number)
+    assert rank.tier.engines() == {namespace_of(identity): identity}
+
+
+def test_an_identity_that_is_damaged_is_not_shown(rank: Rank) -> None:
+    identity = {"dtype": "bf16"}
+    rank.tier.introduce(namespace_of(identity), identity)
+    (key,) = rank.tier._there(f"kvext1/engine-{number}" for number in range(1024))
+    rank.raw()[0].upsert(key, b"something else")
+    assert rank.tier.engines() == {}
+
+
+# Servers that are killed, and stop.
+
+
+def test_an_owner_that_is_killed(servers: Servers) -> None:
+    rank = Rank(servers.url)
+    assert rank.put() is Answer.WHOLE
+    servers.owner.kill()
+    servers.owner.wait()
+    assert rank.get() is Answer.UNREACHABLE  # Its master does not know yet.
+    assert rank.put(1) is Answer.UNREACHABLE
+    time.sleep(CLIENT_TTL_S + 1)
+    assert rank.get() is Answer.ABSENT and not rank.exists()
+    assert rank.put() is Answer.UNREACHABLE  # Nobody has memory.
+    servers.start_owner()
+    assert rank.put() is Answer.WHOLE and rank.get() is Answer.WHOLE
+    rank.tier.close()
+
+
+def test_a_master_that_is_killed(servers: Servers) -> None:
+    """The one after it knows nothing; engines find it by themselves."""
+    rank = Rank(servers.url)
+    assert rank.put() is Answer.WHOLE
+    servers.master.kill()
+    servers.master.wait()
+    assert in_time(rank.get, 20) is Answer.UNREACHABLE
+    assert in_time(rank.put, 30) is Answer.UNREACHABLE
+    assert not in_time(rank.exists, 30)
+    servers.start_master()
+    servers.until_there_is_memory()  # The owner finds it, too.
+    assert not rank.exists() and rank.get() is Answer.ABSENT
+    assert rank.put() is Answer.WHOLE and rank.get() is Answer.WHOLE
+    rank.tier.close()
+
+
+def test_a_master_that_stops(servers: Servers) -> None:
+    rank = Rank(servers.url)
+    assert rank.put() is Answer.WHOLE
+    servers.master.send_signal(signal.SIGSTOP)
+    assert in_time(rank.get, 10) is Answer.UNREACHABLE
+    assert in_time(lambda: rank.put(1), 20) is Answer.UNREACHABLE
+    assert not in_time(rank.exists, 20)
+    servers.master.send_signal(signal.SIGCONT)
+    assert rank.get() is Answer.WHOLE and rank.put(1) is Answer.WHOLE
+    rank.tier.close()
+
+
+@pytest.mark.skipif(not IS_LONG, reason="takes a minute")
+def test_of_an_owner_that_stops_in_a_get_no_bytes_come_later(tmp_path: Path) -> None:
+    """When a get has ended, its place is somebody else's."""
+    size = 400 << 20
+    servers = Servers(tmp_path, "900 MB", "--client_ttl=200", "--default_kv_lease_ttl=200000")
+    try:
+        tier, memory = MooncakeTier(servers.url, 0), bytearray(b"\5") * size
+        tier.register(memoryview(memory))
+        assert tier.put([what(0, size)]) == [Answer.WHOLE]
+        memory[:] = bytes(size)
+        answers: list[Answer] = []
+        thread = threading.Thread(
+            target=lambda: answers.extend(tier.get_into([what(0, size)], lambda _: None))
+        )
+        thread.start()
+        while not memory[size // 8]:
+            time.sleep(0.001)
+        servers.owner.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        assert not memory[-1]
+        thread.join()
+        assert answers == [Answer.UNREACHABLE]
+        memory[:] = b"\7" * size
+        servers.owner.send_signal(signal.SIGCONT)
+        time.sleep(5)
+        assert memory == b"\7" * size
+        assert tier.get_into([what(0, size)], lambda _: None) == [Answer.WHOLE]
+        tier.close()
+    finally:
+        servers.end()
+
+
+def test_of_a_transfer_that_mooncake_gave_up_nobody_hears_soon(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on, and writes into its place."""
+    slept: list[float] = []
+    monkeypatch.setattr(mooncake, "_GIVEN_UP_S", -1.0)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    rank.put()
+    assert rank.get() is Answer.WHOLE and not slept
+    assert rank.get(5) is Answer.ABSENT and slept
+
+
+WRITER = """
+import sys
+from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.shared_tier.protocol import SharedObject
+tier = MooncakeTier(sys.argv[1], 0)
+memory = bytearray(b"x" * (32 << 20))
+tier.register(memoryview(memory))
+print("ready", flush=True)
+for number in range(1000):
+    name = f"space/R0-64-{number:032x}"
+    tier.put([SharedObject(0, name, 0, 32 << 20, (f"N{number:032x}",))])
+    tier.forget([name])
+    tier.put([SharedObject(0, name, 0, 1 << 20, (f"N{number:032x}",))])
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nothing_half(
+    rank: Rank, running: Servers, tmp_path: Path
+) -> None:
+    for delay_s in (0.02, 0.05, 0.1):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, running.url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=tmp_path,
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        for number in range(50):
+            answer = rank.get(number, ord("x"))
+            assert answer in (Answer.WHOLE, Answer.ABSENT, Answer.BROKEN)  # Broken: larger.
+            assert rank.put(number, ord("x")) in (Answer.WHOLE, Answer.UNREACHABLE)
+        rank.raw()[0].remove_all(True)
+
+
+# What is not there when an engine starts.
+
+
+def test_without_a_master_there_is_no_tier() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"mooncake://127.0.0.1:{free.getsockname()[1]}"
+    for call in (lambda: MooncakeTier(url, 0), lambda: open_tier(url, None, 0)):
+        with pytest.raises(SettingsError, match=r"mooncake_master at .*, found: .*refused"):
+            in_time(call, 10)
+    is_well, (line,) = describe(url)
+    assert not is_well and "leave shared_tier out" in line
+    for address in ("127.0.0.1:99999", "no.such.host.invalid:1"):
+        with pytest.raises(SettingsError, match="mooncake_master"):
+            MooncakeTier(f"mooncake://{address}", 0)
+
+
+def test_another_server_is_no_master() -> None:
+    """In a process of its own: Mooncake tries for a while."""
+    code = "import sys; from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier\n"
+    code += "try: MooncakeTier(sys.argv[1], 0)\nexcept ValueError as error: print(error)"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        url = f"mooncake://127.0.0.1:{other.getsockname()[1]}"
+        command = [sys.executable, "-c", code, url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert "expected Mooncake's package, and a mooncake_master" in done.stdout
+    assert "of its setup" in done.stdout
+
+
+def test_without_the_package_it_is_named(running: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:
+        if name.partition(".")[0] == "mooncake":
+            raise ImportError("libibverbs.so.1: cannot open shared object file")
+        return ordinary(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SettingsError, match="pip install mooncake-transfer-engine-npu") as raised:
+        MooncakeTier(running.url, 0)
+    assert "libibverbs.so.1" in str(raised.value)
+
+
+def test_memory_that_cannot_be_registered_is_refused(rank: Rank) -> None:
+    with pytest.raises(SettingsError, match="found code -600"):
+        rank.tier.register(memoryview(rank.memory))  # It is.
+
+
+def test_what_a_user_has_set_stays(running: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "5000")
+    monkeypatch.delenv("MC_STORE_CLIENT_SETUP_RETRIES", raising=False)
+    MooncakeTier(running.url, 0).close()
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "5000"
+    assert os.environ["MC_STORE_CLIENT_SETUP_RETRIES"] == "1"
+
+
+def test_status_shows_a_store(rank: Rank, running: Servers) -> None:
+    for name in ("bf16", "fp16"):
+        rank.tier.introduce(namespace_of({"dtype": name}), {"dtype": name})
+    before = running.stored_keys()
+    is_well, lines = describe(running.url)
+    assert is_well and "works" in lines[0] and "metrics" in lines[1]
+    assert len(lines) == 5 and 'dtype ("' in lines[-1]
+    assert running.stored_keys() == before
+
+
+def test_a_closed_tier_ends_no_process(running: Servers) -> None:
+    rank = Rank(running.url)
+    rank.tier.close()
+    rank.tier.close()
+    with pytest.raises(AttributeError):
+        rank.tier.exist(["space/R0-64-0"])

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend that the address of a shared tier names."""
+
+from vllm_ascend_kvext.shared_tier.files import FilesTier
+from vllm_ascend_kvext.shared_tier.protocol import SharedTier
+
+
+def open_tier(
+    url: str, capacity_bytes: int | None, rank: int, makes_folder: bool = True
+) -> SharedTier:
+    """The tier of one rank; raises SettingsError if it cannot be used. See the backends."""
+    if not url.startswith("mooncake:"):
+        return FilesTier(url, capacity_bytes, rank, makes_folder)
+    from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+
+    return MooncakeTier(url, rank)
