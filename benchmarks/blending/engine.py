@@ -104,7 +104,7 @@ def serve(
 
     engine = CpuEngine(
         model,
-        mode.kv_transfer_config(HOST_GIB, _sink(Path(model), mode)),
+        mode.kv_transfer_config(HOST_GIB, _text_sink(Path(model)) if mode.has_text_sink else None),
         dtype="float32",
         max_model_len=max_model_tokens,
         # All tokens that one prompt has, in one step.
@@ -130,11 +130,9 @@ def serve(
     return found
 
 
-def _sink(model: Path, mode: Mode) -> list[int] | None:
-    if not (mode.has_text_sink or mode.is_alone):
-        return None
+def _text_sink(model: Path) -> list[int]:
     first_id = json.loads((model / "config.json").read_text())["bos_token_id"]
-    return [first_id, *(FolderTokenizer(model).encode(TEXT) if mode.has_text_sink else [])]
+    return [first_id, *FolderTokenizer(model).encode(TEXT)]
 
 
 def _forcing() -> type:

@@ -24,7 +24,6 @@ class Mode:
     prefix_caching: bool = True
     options: Mapping[str, Any] | None = None
     has_text_sink: bool = False
-    is_alone: bool = False
 
     @property
     def blends(self) -> bool:
@@ -56,9 +55,10 @@ def _behind_text(mode: Mode) -> Mode:
     return replace(mode, name=f"{mode.name}, text", has_text_sink=True)
 
 
-def _alone(mode: Mode) -> Mode:
-    """Documents are stored behind the token for the beginning, and no others."""
-    return replace(mode, name=f"{mode.name}, alone", is_alone=True)
+def behind_context(mode: Mode) -> Mode:
+    """Documents are stored behind the first ones."""
+    options = {**(mode.options or {}), "segment_context": True}
+    return replace(mode, name=f"{mode.name}, context", options=options)
 
 
 FULL = Mode("full recompute", prefix_caching=False)
@@ -80,7 +80,7 @@ MODES: Mapping[str, Mode] = {
         _question("question 20 %", 0.20),
         _behind_text(PLAIN),
         _behind_text(HEADS_16),
-        _alone(HEADS_16),
-        _alone(_question("question 10 %", 0.10)),
+        behind_context(HEADS_16),
+        behind_context(_question("question 10 %", 0.10)),
     )
 }

@@ -17,11 +17,11 @@ import key_rotation
 import page_transfer
 from blending import learned
 from blending.engine import serve
-from blending.modes import FULL, HEADS_16
+from blending.modes import FULL, HEADS_16, behind_context
 from blending.prompts import Prompt, Workload
 from blending.questions import Kind
 from blending.tiny import in_engine
-from blending.tiny.model import write_folder
+from blending.tiny.model import CHECK_LAYERS, write_folder
 from common.cpu_engine import ENVIRON
 from common.models import write_qwen3
 from common.processes import processes
@@ -210,6 +210,12 @@ def test_engines_blend_learn_and_offload(tmp_path: Path) -> None:
         heads = process.submit(serve, HEADS_16, str(folder), workload, full, 512).result()
         mode = in_engine.question(4, check_layer=3)
         question = process.submit(in_engine.serve, mode, "window", 1, 24).result()
+        of_context = behind_context(in_engine.heads("heads 4", 4))
+        leaking = process.submit(in_engine.serve, of_context, "full", 2, 96).result()
+        asking = behind_context(in_engine.question(4, CHECK_LAYERS["full"][2]))
+        asked = process.submit(in_engine.serve, asking, "full", 2, 96).result()
+    # A context that contradicts the prompt may win, which is seen, but not where it is asked for.
+    assert leaking.of_context > 0.05 and asked.of_context == 0 and asked.right > 0.9
     assert len(heads.answers[0].top) == len(full.answers[0].tokens)
     assert full.answers[0].computed_tokens == len(prompt.tokens)
     # The sink and the question twice, and of each document a run of at most 4.

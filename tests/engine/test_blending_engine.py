@@ -75,7 +75,10 @@ class Setting(NamedTuple):
 
     def plan(self, model: Path) -> Plan:
         connector = processes.blending(
-            segment_separator=SEPARATOR, learn_segments=False, segment_sink=self.sink_ids
+            segment_separator=SEPARATOR,
+            learn_segments=False,
+            segment_sink=self.sink_ids,
+            segment_context=self.has_context,
         )
         options = {"heads": self.heads, "has_context": self.has_context}
         return Plan(model, self.scenarios, "blending", connector | self.engine, options)

@@ -31,10 +31,9 @@ def choosing(
     layout: PagedLayout = FULL, connector: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LearningEngine]:
     """An engine that chooses the contexts of its segments."""
-    connector = {"segment_sink": None, "learn_segments": False, **(connector or {})}
+    connector = {"segment_context": True, "learn_segments": False, **(connector or {})}
     with learning_engine(layout, connector=connector, **options) as engine:
         engine.choose(min_head_tokens=0)
-        engine.sink_ids = list(engine.side.segments.store.contexts.sink_ids)
         yield engine
 
 
@@ -135,7 +134,7 @@ def test_a_reset_chooses_another_context() -> None:
         assert engine.counts.reused_tokens == 0
 
 
-def test_whoever_names_a_sink_has_no_context() -> None:
-    with choosing(connector={"segment_sink": [5]}) as engine:
-        store(engine, *FIRST)
+def test_nobody_has_a_context_who_does_not_ask_for_one() -> None:
+    with choosing(connector={"segment_context": False}) as engine:
+        store(engine, *FIRST, *LATER)
         assert context_of(engine) == () and not engine.own_plans

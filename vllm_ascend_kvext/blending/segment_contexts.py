@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What segments are computed behind: other documents of their salt, as soon as some are stored.
+"""What segments are computed behind: with ``segment_context``, other documents of their salt.
 
 Behind other documents, the KV of one comes nearer to what it is in a prompt of documents: see
 ``docs/blending.md``. The first ones of a salt become its context, and stay that: a segment behind
@@ -87,8 +87,7 @@ class SegmentContexts:
         _forget_oldest(self._contexts)
         logger.info(
             "KvextConnector: segments of one cache_salt are computed behind its first %d documents "
-            "from now on, %d tokens, whose KV the prefix cache keeps. segment_sink chooses another "
-            "text.",
+            "from now on, %d tokens, whose KV the prefix cache keeps.",
             *(len(documents), len(sink.token_ids) - len(self.sink_ids)),
         )
         return tuple(documents)

@@ -6,7 +6,8 @@
 Asked are facts that refer to an earlier document, eight documents in a prompt. Every document is
 stored alone before; every prompt is asked once, in each mode by an engine of its own, many prompts
 at a time. *Right* is the share of right answers. *Computed* are tokens of a prompt, those that
-`question` computes twice included, and their share of it.
+`question` computes twice included, and their share of it. *Context's* are answers that are wrong,
+and that the first stored documents give: those that others are stored behind (`segment_context`).
 
 The selector `question` chooses at least one run of each document: next to it stand heads of about
 as many tokens. It compares at the layer with full attention that is best on other prompts.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from common.cpu_engine import ENVIRON, CpuEngine  # noqa: E402
 from common.processes import processes  # noqa: E402
 from common.report import Table, parser, write  # noqa: E402
 
-from blending.modes import FULL, PLAIN, Mode, heads  # noqa: E402
+from blending.modes import FULL, PLAIN, Mode, behind_context, heads  # noqa: E402
 from blending.tiny import task  # noqa: E402
 from blending.tiny.model import CHECK_LAYERS, Variant, write_folder  # noqa: E402
 
@@ -41,7 +43,7 @@ MAX_STORES = 256
 HOST_GIB = 0.5
 ENGINE_OPTIONS = {
     "dtype": "float32",
-    "max_model_len": 256,
+    "max_model_len": 512,  # A quarter has room for a context of eight whole documents.
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 64,
     # Longer than a document behind its sink, so that what was stored is in no prefix cache, where
@@ -74,9 +76,10 @@ class Row:
     computed_tokens: float
     computed_share: float
     right: float
+    of_context: float
 
 
-TABLE = Table("model:<9", "mode:<24", "n:>4", "computed:>9", "share:>6", "right:>6")
+TABLE = Table("model:<9", "mode:<30", "n:>4", "computed:>9", "share:>6", "right:>6", "context's:>9")
 
 
 def line(row: Row) -> str:
@@ -87,6 +90,7 @@ def line(row: Row) -> str:
         f"{row.computed_tokens:.1f}",
         f"{row.computed_share:.0%}",
         f"{row.right:.3f}",
+        f"{row.of_context:.3f}",
     )
 
 
@@ -106,7 +110,9 @@ def question(run_tokens: int, check_layer: int) -> Mode:
 def modes(variant: Variant, seed: int) -> tuple[Mode, ...]:
     """Those next to each other compute about as many tokens. A document has 15."""
     of_four, of_eight = (question(number, CHECK_LAYERS[variant][seed]) for number in (4, 8))
-    return FULL, PLAIN, heads("heads 4", 4), of_four, heads("heads 7", 7), of_eight
+    of_heads = heads("heads 4", 4)
+    alone = FULL, PLAIN, of_heads, of_four, heads("heads 7", 7), of_eight
+    return (*alone, behind_context(of_heads), behind_context(of_four))
 
 
 def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
@@ -117,6 +123,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     Raises:
         RuntimeError: Some documents were not stored.
     """
+    from vllm_ascend_kvext.blending.segment_contexts import NUM_DOCUMENTS
     from vllm_ascend_kvext.connector.segments import make_blending, questions
 
     asked = task.ask_references(np.random.default_rng(QUESTION_SEED + seed), num_questions)
@@ -125,7 +132,8 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
     segments = [[start, start + task.DOCUMENT_TOKENS] for start in starts]
     make_blending.MIN_REUSED_TOKENS = 1
     if mode.name.startswith(QUESTION):
-        questions.CHOSEN_RUN_TOKENS = int(mode.name.removeprefix(QUESTION))
+        number, _, _ = mode.name.removeprefix(QUESTION).partition(",")
+        questions.CHOSEN_RUN_TOKENS = int(number)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(variant, seed, Path(folder))
         engine = CpuEngine(
@@ -134,6 +142,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
             enable_prefix_caching=mode.prefix_caching,
             **ENGINE_OPTIONS,
         )
+    context: Sequence[int] = ()
     if mode.blends:
         # Windows reach across documents: computing all of their tokens would leave nothing.
         blending = engine.scheduler.connector.scheduler_side.segments
@@ -141,6 +150,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         documents = {tokens[first:end]: None for tokens in prompts for first, end in segments}
         _store(engine, [EQUAL_TOKENS])
         _store(engine, list(documents))
+        context = [token for each in [*documents][: NUM_DOCUMENTS - 1] for token in each]
     engine.computed_tokens = 0
     outputs = engine.ask_all(prompts, [{"kvext_segments": segments}] * len(prompts))
     said = np.array([output.outputs[0].token_ids[0] for output in outputs])
@@ -153,7 +163,23 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         computed_tokens,
         computed_tokens / len(prompts[0]),
         float((said == asked.answers).mean()),
+        float(((said != asked.answers) & _says(context, prompts, said)).mean()),
     )
+
+
+def _says(
+    context: Sequence[int], prompts: Sequence[tuple[int, ...]], said: np.ndarray
+) -> np.ndarray:
+    """Whether documents have an answer as the value of the key that is asked for, or refers to."""
+    values = {
+        context[at + 1]: context[at + 2] for at in range(len(context) - 2) if context[at] == task.IS
+    }
+    found = []
+    for prompt, answer in zip(prompts, said.tolist(), strict=True):
+        asked = prompt[-1]
+        at = next(n for n, each in enumerate(prompt) if (each, prompt[n + 1]) == (task.SAME, asked))
+        found.append(answer in (values.get(asked), values.get(prompt[at + 2])))
+    return np.array(found)
 
 
 def _store(engine: CpuEngine, segments: list[tuple[int, ...]]) -> None:

@@ -56,6 +56,7 @@ TABLE: dict[str, tuple[str, list[tuple[Any, Any]], tuple[Any, ...]]] = {
         [("Once upon a time.", "Once upon a time."), ([1, 2], (1, 2)), ([], ())],
         (1, "", [True], [-1], [1.0], {}),
     ),
+    "segment_context": ("false", list(FLAG.items()), NO_FLAG),
     "learn_segments": ("unset", list(FLAG.items()), NO_FLAG),
     "load_if_slower": ("false", list(FLAG.items()), NO_FLAG),
     "copy_cpus": (

@@ -192,8 +192,12 @@ class ConnectorOptions:
     segment_sink: Annotated[str | tuple[int, ...] | None, _SINK] = None
     """With `blending`: what segments are computed behind. A text, which is tokenized once, without
     special tokens, and follows the model's token for the beginning of a sequence, if it has one; or
-    a list of token ids; `[]` is nothing. Unset: that token, and as soon as there are some, the first
-    documents that are stored, for each `cache_salt`; see `docs/blending.md`."""
+    a list of token ids. Unset: that token alone; `[]` is nothing. See `docs/blending.md`."""
+
+    segment_context: Annotated[bool, _FLAG] = False
+    """With `blending`. `true`: segments are computed behind the first eight documents, too, that
+    were stored under their `cache_salt`. Answers come nearer to those without reuse, and may be
+    taken from these documents; see `docs/blending.md`."""
 
     learn_segments: Annotated[bool | None, _FLAG] = None
     """With `blending`. `true`: a segment that two requests had, and that no client has stored, is

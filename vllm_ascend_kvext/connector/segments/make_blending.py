@@ -35,7 +35,7 @@ def make_blending(
         logger.warning("KvextConnector: blending is off: %s.", refusal)
         return NoSegments()
     of_workers = [each.segments for each in workers if each.segments is not None]
-    has_context = options.segment_sink is None
+    has_context = options.segment_context
     max_context_tokens = int(parts.view.max_model_len * MAX_CONTEXT_SHARE) if has_context else 0
     contexts = SegmentContexts(segment_tokens.sink_ids, max_context_tokens)
     store = SegmentStore(parts.tier, of_workers[0], contexts)
