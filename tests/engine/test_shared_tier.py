@@ -545,7 +545,10 @@ def test_what_is_being_got_has_half_of_host_memory(
         assert engine.side.counters.transfer_bytes["get"] <= 0.4 * all_bytes
 
 
-def test_names_that_somebody_has_made_up_are_not_got(tmp_path: Path) -> None:
+def test_names_that_somebody_has_made_up_are_not_got(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_log(caplog, monkeypatch)
     prompt = prompt_of(FULL, 1)
     store_in(tmp_path, FULL, prompt)
     for link in tmp_path.glob("kvext1/*/r0/notes/*/*"):
@@ -556,6 +559,7 @@ def test_names_that_somebody_has_made_up_are_not_got(tmp_path: Path) -> None:
         link.symlink_to(crooked)
     with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert "A call of the shared tier failed" not in caplog.text
 
 
 def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
