@@ -506,6 +506,62 @@ def test_long_steps_are_not_taken_for_a_tier_that_hangs(
         serve(engine)
 
 
+def test_gets_that_hang_do_not_take_host_memory_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their places are lost until they end: there are no more of these meanwhile."""
+    prompts = [prompt_of(FULL, seed) for seed in range(1, 12)]
+    store_in(tmp_path, FULL, *prompts)
+    slow = Slow(monkeypatch, "get_into")
+    monkeypatch.setattr(shared_side, "PAUSE_S", 0.0)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        own = prompt_of(FULL, 0)
+        serve(engine, plan_of("own", own))
+        counters = engine.side.counters
+        for number, prompt in enumerate(prompts):
+            timed_steps(engine, plan_of(f"other-{number}", prompt))
+        assert counters.shared_requests["given_up"] == 1
+        assert counters.shared_requests["paused"] == len(prompts) - 1
+        before = counters.hit_tokens
+        timed_steps(engine, plan_of("again", own))
+        assert counters.hit_tokens - before == floor(engine, len(own) - 1)
+        slow.gate.set()
+        while engine.has_work():
+            engine.step()
+        check_nothing_is_left(engine)
+
+
+def test_what_is_being_got_has_half_of_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(FULL, 1, 24)
+    store_in(tmp_path, FULL, prompt)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        all_bytes = sum(payload(path).__len__() for path in objects(tmp_path))
+        share = 0.4 * all_bytes / engine.tier.capacity_bytes
+        monkeypatch.setattr(shared_side, "MAX_GET_SHARE", share)
+        found = hit_tokens(engine, plan_of("a", prompt))
+        assert 0 < found <= 0.4 * len(prompt)
+        assert engine.side.counters.transfer_bytes["get"] <= 0.4 * all_bytes
+
+
+def test_names_that_somebody_has_made_up_are_not_got(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_log(caplog, monkeypatch)
+    prompt = prompt_of(FULL, 1)
+    store_in(tmp_path, FULL, prompt)
+    for link in tmp_path.glob("kvext1/*/r0/notes/*/*"):
+        target = Path(os.readlink(link))
+        crooked = target.with_name(f"R3-7-{target.name.rpartition('-')[2]}")
+        (link.parent / target).with_name(crooked.name).write_bytes(b"")
+        link.unlink()
+        link.symlink_to(crooked)
+    with engine_of(FULL, offloading=sharing(FULL, tmp_path)) as engine:
+        assert hit_tokens(engine, plan_of("a", prompt)) == 0
+    assert "A call of the shared tier failed" not in caplog.text
+
+
 def test_a_queue_before_a_tier_that_hangs_a_little_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,8 +89,16 @@ def _ask(question: Question, exist: Exist, ends: Sequence[int]) -> dict[int, Fou
     return {
         end: FoundObject(name, piece_of(name), end, question.prefix)
         for end, name in zip(ends, names, strict=True)
-        if name
+        if name and _reaches(question.geometry, piece_of(name), end)
     }
+
+
+def _reaches(geometry: TierGeometry, piece: Piece, end_tokens: int) -> bool:
+    """Whether an object can have the rows before a boundary: others may have written its name."""
+    first, end = piece.first_tokens, piece.end_tokens
+    is_cut_at_units = not (first % geometry.unit_tokens or end % geometry.unit_tokens)
+    chunk_first = geometry.chunk_start(end_tokens)
+    return is_cut_at_units and chunk_first <= first < end_tokens <= end <= geometry.chunk_end(first)
 
 
 def _rows_end(question: Question, rows: Iterable[FoundObject]) -> int:

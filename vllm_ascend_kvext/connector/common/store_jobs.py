@@ -71,6 +71,8 @@ class StoreJobs:
     def abandon(self) -> None:
         """Let go of the pages of all stores, whose bytes are then worth nothing."""
         for job in self._under_way.values():
+            if job.is_shared:
+                continue  # They read and write no pages.
             self._references.release(job.blocks)
             job.blocks, job.has_failed = [], True
 

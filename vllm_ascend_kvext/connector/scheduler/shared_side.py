@@ -50,7 +50,8 @@ MAX_UNKNOWN_S = 2.0  # and after so long where nobody knows what computing costs
 PAUSE_S = 5.0  # For so long a tier that is slow, or has failed, is left alone.
 MAX_ASKED = 16  # In one step: so many who come behind them are asked in a later one,
 MAX_BEHIND = 128  # and whoever comes behind these may begin: a step looks at all who wait.
-MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put.
+MAX_PUT_SHARE = 1 / 8  # Of host memory: what may be pinned because it is being put,
+MAX_GET_SHARE = 1 / 2  # and what places may be taken for what is being got.
 MAX_QUIET_S = 5.0  # What has not moved for so long hangs: no step is made for it.
 _MAX_SILENT_REPORTS = 3
 _IDLE_WAIT_S = 0.001  # So long a step that computes nothing waits for an answer.
@@ -123,6 +124,8 @@ class SharedSide:
         self._gets: list[SharedObject] = []
         self._puts: list[SharedObject] = []
         self._awaited: dict[int, _Get] = {}  # By number.
+        self._overdue: set[int] = set()  # Nobody waits for them any more.
+        self._get_bytes = 0
         self._number_of: dict[Entry, int] = {}  # Of entries that are being got.
         # Since when something is awaited without a break, and what has come since.
         self._busy_since_s = self._last_bytes_s = 0.0
@@ -190,7 +193,8 @@ class SharedSide:
         ]
         if question is None and not segments:
             return
-        if self._clock() < self._paused_until_s or self._is_late():
+        # While something hangs, its place is lost: there are to be no more of these.
+        if self._clock() < self._paused_until_s or self._is_late() or self._overdue:
             self._counters.shared_requests["paused"] += 1
             return
         known.asked = self._last_asked = _Asked(question, segments, self._clock())
@@ -272,6 +276,8 @@ class SharedSide:
         is_paused = self._clock() < self._paused_until_s
         for name, piece, end_tokens, prefix in () if is_paused else asked.found:
             num_bytes, contents = self._contents(prefix, piece, end_tokens)
+            if self._get_bytes + num_bytes > self._tier.capacity_bytes * MAX_GET_SHARE:
+                break
             shared_piece = piece._replace(end_tokens=end_tokens)
             entry = self._tier.begin_store(prefix, shared_piece, num_bytes, use)
             if isinstance(entry, Refusal):
@@ -280,9 +286,12 @@ class SharedSide:
                 if entry in (Refusal.ALREADY_STORED, Refusal.BEING_STORED):
                     continue
                 break  # What lies behind is of less use without it.
-            number = self._begin(partial(self._end_get, entry, contents, prefix, request))
+            number = self._begin(
+                partial(self._end_get, entry, num_bytes, contents, prefix, request)
+            )
             what = SharedObject(number, f"{self._namespace}/{name}", entry.offset_bytes, num_bytes)
             self._gets.append(what)
+            self._get_bytes += num_bytes
             if not self._awaited:
                 self._busy_since_s = self._last_bytes_s = self._clock()
                 self._busy_bytes = self._num_silent = 0
@@ -311,12 +320,16 @@ class SharedSide:
     def _end_get(
         self,
         entry: Entry,
+        num_bytes: int,
         contents: RowMap | StoredTokens,
         prefix: Prefix,
         request: Request,
         has_failed: bool,
     ) -> None:
-        self._awaited.pop(self._number_of.pop(entry), None)
+        number = self._number_of.pop(entry)
+        self._awaited.pop(number, None)
+        self._overdue.discard(number)
+        self._get_bytes -= num_bytes
         if has_failed:
             self._tier.abandon_store(entry)
         elif self._tier.finish_store(entry, contents):
@@ -364,6 +377,7 @@ class SharedSide:
         is_slow = busy_s > MAX_STALL_S and left_s > affordable_s + MAX_STALL_S
         if has_stalled or (self._busy_bytes and is_slow):
             self._counters.shared_requests["given_up"] += 1
+            self._overdue.update(self._awaited)
             self._awaited.clear()  # What comes all the same is for later requests.
             self._pause("what it has does not come" if has_stalled else "computing is faster")
 
