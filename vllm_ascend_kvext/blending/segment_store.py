@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_kvext.blending.segment_contexts import SegmentContexts, Sink
 from vllm_ascend_kvext.blending.token_rows import SegmentLayout, SegmentRows
@@ -44,6 +44,11 @@ class SegmentPrefix:
         self.packed_ids = array(_ID_TYPE, token_ids).tobytes()
         self.num_segment_tokens = len(token_ids)
         self.num_tokens = -(-len(token_ids) // unit_tokens) * unit_tokens
+
+    @property
+    def has_context(self) -> bool:
+        """Whether it is stored behind a context."""
+        return self.without_context is not None
 
     @property
     def sink_tokens(self) -> int:
@@ -98,7 +103,9 @@ class SegmentStore:
     from their ends on like prompts.
     """
 
-    def __init__(self, tier: HostTier, layout: SegmentLayout, contexts: SegmentContexts) -> None:
+    def __init__(
+        self, tier: HostTier, layout: SegmentLayout, contexts: SegmentContexts[Any]
+    ) -> None:
         self._tier = tier
         self._layout = layout
         self.contexts = contexts
@@ -141,7 +148,12 @@ class SegmentStore:
         return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
     def lacking(self, prefix: SegmentPrefix) -> list[Piece]:
-        """Chunks of a segment that are not stored, those on their way among them."""
+        """Chunks of a segment that are not stored, those on their way among them.
+
+        Behind which context others store, nobody knows: what engines share has none.
+        """
+        if prefix.without_context is not None:
+            return self.lacking(prefix.without_context) if self.is_missing(prefix) else []
         index, chunk_tokens = self._tier.lookup(prefix).index, self._tier.geometry.chunk_tokens
         pieces = [
             Piece.rows(first, min(first + chunk_tokens, prefix.num_tokens))
@@ -189,6 +201,11 @@ class SegmentStore:
         """What an entry of a piece holds, without what it was rounded up by."""
         first, end = piece.first_tokens, min(piece.end_tokens, prefix.num_segment_tokens)
         return StoredTokens(prefix.ids_of(first, end), end - first, prefix.sink_tokens + first)
+
+    def has_context(self, entry: Entry) -> bool:
+        """Whether an entry of a segment was computed behind a context."""
+        sink_tokens = entry.row_map.first_position - entry.piece.first_tokens
+        return bool(sink_tokens != len(self.contexts.sink_ids))
 
     def num_bytes(self, stored: StoredTokens) -> int:
         """Host bytes of an entry."""

@@ -77,19 +77,17 @@ class ExactContents:
         self._shadows[plan.request_id] = self._engine.make_request(replace(plan, prompt=prompt))
         self._streams[plan.request_id] = TokenStream((), plan.seed)
 
-    def expect_segment(
-        self, token_ids: tuple[int, ...], plan: RequestPlan, has_context: bool = True
-    ) -> None:
-        """A segment may be stored, behind the context that its salt has, or without it."""
-        store = self._engine.side.segments.store
-        prefix = store.prefix(token_ids, plan.cache_salt)
-        if not has_context:
-            prefix = prefix.without_context
-        sink_ids = prefix.sink.token_ids
-        digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
+    def expect_segment(self, token_ids: tuple[int, ...], plan: RequestPlan) -> None:
+        """A segment may be stored, with or without the context that its salt has by now."""
+        prefix = self._engine.side.segments.store.prefix(token_ids, plan.cache_salt)
         unit_tokens = self._engine.tier.geometry.unit_tokens
-        for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
-            self._segments[prefix.key_at(boundary)] = _Segment(token_ids, digests, len(sink_ids))
+        while prefix is not None:
+            sink_ids = prefix.sink.token_ids
+            digests = TokenStream([*sink_ids, *token_ids], plan.seed).digests[len(sink_ids) :]
+            for boundary in range(unit_tokens, prefix.num_tokens + 1, unit_tokens):
+                key = prefix.key_at(boundary)
+                self._segments[key] = _Segment(token_ids, digests, len(sink_ids))
+            prefix = prefix.without_context
 
     def check(self, *, is_end: bool = False) -> None:
         """Look at everything.

@@ -21,20 +21,20 @@ def document(number: int, num_tokens: int = 3) -> tuple[int, ...]:
 
 def fill(contexts: SegmentContexts, cache_salt: str | None = None, num_tokens: int = 3) -> None:
     for number in range(NUM_DOCUMENTS):
-        contexts.add(document(number, num_tokens), cache_salt)
+        contexts.add(document(number, num_tokens), cache_salt, number)
 
 
 def test_the_first_documents_become_the_context_and_stay_it() -> None:
     contexts = SegmentContexts(FIRST, 1000)
     documents = [document(number) for number in range(NUM_DOCUMENTS)]
     for each in (*documents[:-1], documents[0]):
-        assert not contexts.add(each, None)
+        assert not contexts.add(each, None, each)
         assert contexts.of(None, ()) == contexts.without_context(None)
-    assert contexts.add(documents[-1], None) == tuple(documents)
+    assert contexts.add(documents[-1], None, documents[-1]) == tuple(documents)
     sink = contexts.of(None, ())
     assert sink.token_ids == (*FIRST, *(token for each in documents for token in each))
     assert sink.space != contexts.without_context(None).space
-    assert not contexts.add(document(99), None)
+    assert contexts.add(document(99), None, "later") == ("later",)
     assert contexts.of(None, document(99)) == sink
     assert contexts.of("", ()) == sink
 
@@ -62,7 +62,7 @@ def test_of_long_documents_it_has_the_beginnings(max_context_tokens: int, expect
 def test_a_reset_chooses_anew() -> None:
     contexts = SegmentContexts(FIRST, 1000)
     fill(contexts)
-    contexts.add(document(1), "other")
+    contexts.add(document(1), "other", 1)
     contexts.clear()
     assert contexts.of(None, ()) == contexts.without_context(None)
     fill(contexts, "other")
@@ -71,12 +71,24 @@ def test_a_reset_chooses_anew() -> None:
 
 def test_the_salts_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_contexts, "MAX_SALTS", 2)
+    monkeypatch.setattr(segment_contexts, "MAX_UNFINISHED", 2)
     contexts = SegmentContexts(FIRST, 1000)
     for salt in ("a", "b", "c"):
-        contexts.add(document(1), salt)
+        contexts.of("full a", ())  # It is used all the time.
+        contexts.add(document(1), salt, 1)
         fill(contexts, f"full {salt}")
     assert len(contexts._documents) <= 2 and len(contexts._contexts) == 2
-    assert contexts.of("full a", ()) == contexts.without_context("full a")
+    assert contexts.of("full b", ()) == contexts.without_context("full b")
+    assert contexts.of("full a", ()) != contexts.without_context("full a")
+
+
+def test_what_is_short_or_begins_like_another_is_no_document_of_a_context() -> None:
+    contexts = SegmentContexts(FIRST, 8 * NUM_DOCUMENTS, min_tokens=4)
+    fill(contexts, num_tokens=3)
+    for number in range(NUM_DOCUMENTS):
+        assert not contexts.add((*document(1, 8), number), None, number)
+    fill(contexts, num_tokens=9)
+    assert len(contexts.of(None, ()).token_ids) == 1 + 8 * NUM_DOCUMENTS
 
 
 def test_a_document_of_the_context_stands_behind_the_others() -> None:

@@ -13,7 +13,7 @@ from vllm_ascend_kvext.connector.common.options import ConnectorOptions, Selecto
 from vllm_ascend_kvext.connector.segments.blended_requests import Blending, BlendOptions
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.questions import Questions
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning
+from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
 from vllm_ascend_kvext.connector.segments.segment_tokens import SegmentTokens
 
 logger = logging.getLogger("vllm.ascend_kvext.blending")
@@ -37,7 +37,9 @@ def make_blending(
     of_workers = [each.segments for each in workers if each.segments is not None]
     has_context = options.segment_context
     max_context_tokens = int(parts.view.max_model_len * MAX_CONTEXT_SHARE) if has_context else 0
-    contexts = SegmentContexts(segment_tokens.sink_ids, max_context_tokens)
+    contexts = SegmentContexts[WantedSegment](
+        segment_tokens.sink_ids, max_context_tokens, MIN_REUSED_TOKENS
+    )
     store = SegmentStore(parts.tier, of_workers[0], contexts)
     window_tokens = max(each.window_tokens for each in of_workers)
     blend_options = BlendOptions(
@@ -82,14 +84,12 @@ def _make_learning(
     parts: SchedulerParts, store: SegmentStore, learns_seen: bool
 ) -> SegmentLearning | None:
     view = parts.view
-    if view.num_data_parallel > 1 and not learns_seen:
-        return None
     if view.num_data_parallel > 1:
         logger.warning(
-            "KvextConnector: learn_segments is off: the %d data-parallel engines of a mixture "
+            "KvextConnector: %s is off: the %d data-parallel engines of a mixture "
             "of experts take their steps together, and one of them would begin some alone. Let "
-            "clients store segments, and set learn_segments to false.",
-            view.num_data_parallel,
+            "clients store segments, and set it to false.",
+            *("learn_segments" if learns_seen else "segment_context", view.num_data_parallel),
         )
         return None
     return SegmentLearning(store, view.max_model_len, parts.counters.blending, learns_seen)

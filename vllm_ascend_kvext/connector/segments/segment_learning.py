@@ -27,6 +27,9 @@ MAX_SEEN_SEGMENTS = 8192
 """So many are known to have been in one request; of each, 32 bytes and a place in a dictionary."""
 
 MAX_QUEUED_SEGMENTS = 64
+MAX_QUEUED_DOCUMENTS, MAX_TRIES = 4096, 3
+"""Of those that are stored, and are to be stored once more behind a context."""
+
 MAX_BEGUN_SEGMENTS = 2
 
 
@@ -39,6 +42,7 @@ class WantedSegment(NamedTuple):
     prefix: SegmentPrefix
     cache_salt: str | None
     block_hasher: Callable[[Any], list[bytes]] | None
+    num_tries: int = 0
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class SegmentLearning:
             if not is_missing:
                 self._seen.pop(key, None)
             elif key not in self._known and self._was_seen(key):
-                self.enqueue(WantedSegment(prefix, cache_salt, block_hasher))
+                self.enqueue(WantedSegment(prefix, cache_salt, block_hasher), MAX_QUEUED_SEGMENTS)
 
     def _was_seen(self, key: bytes) -> bool:
         """Whether another request had a segment before; it then counts as never seen."""
@@ -123,13 +127,14 @@ class SegmentLearning:
         being stored: its request would be taken back.
         """
         while self._queue and not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
-            wanted = self._renewed(self._queue[0])
-            is_missing = self._store.is_missing(wanted.prefix)
-            if is_missing and not has_room(wanted.prefix.num_segment_tokens):
+            wanted = self._fitting(self._queue[0])
+            is_missing = wanted is not None and self._store.is_missing(wanted.prefix)
+            if wanted is not None and is_missing and not has_room(wanted.prefix.num_segment_tokens):
                 return None
             self._known.discard(_key_of(self._queue.popleft().prefix))
-            if is_missing:
+            if wanted is not None and is_missing:
                 return wanted
+            self._counters.learning_drops += wanted is None
         return None
 
     def begin(self, request_id: str, wanted: WantedSegment) -> None:
@@ -179,27 +184,41 @@ class SegmentLearning:
         self._has_stopped = True
         self.clear()
 
-    def _renewed(self, wanted: WantedSegment) -> WantedSegment:
-        """The same segment behind the context that its salt has got since it was enqueued."""
-        renewed = self._store.prefix(wanted.prefix.token_ids, wanted.cache_salt)
-        return wanted if renewed.sink == wanted.prefix.sink else wanted._replace(prefix=renewed)
+    def _fitting(self, wanted: WantedSegment) -> WantedSegment | None:
+        """The same behind the context that its salt has by now, or none; None if it is too long."""
+        prefix: SegmentPrefix | None = self._store.prefix(
+            wanted.prefix.token_ids, wanted.cache_salt
+        )
+        while prefix is not None:
+            if prefix.sink_tokens + prefix.num_segment_tokens < self._max_model_len:
+                return wanted._replace(prefix=prefix)
+            prefix = prefix.without_context
+        return None
 
-    def enqueue(self, wanted: WantedSegment) -> None:
+    def enqueue(self, wanted: WantedSegment, max_queued: int) -> None:
         """Have a segment computed, as soon as there is time, and unless too many wait."""
-        key, num_tokens = _key_of(wanted.prefix), wanted.prefix.num_segment_tokens
-        num_tokens += wanted.prefix.sink_tokens
-        if num_tokens >= self._max_model_len or len(self._queue) >= MAX_QUEUED_SEGMENTS:
-            self._counters.learning_drops += 1
-        else:
-            self._known.add(key)
-            self._queue.append(wanted)
+        fitting = None if self._has_stopped else self._fitting(wanted)
+        if fitting is None or len(self._queue) >= max_queued:
+            self._counters.learning_drops += not self._has_stopped
+        elif self._store.is_missing(fitting.prefix):
+            key = _key_of(fitting.prefix)
+            if key not in self._known:
+                self._known.add(key)
+                self._queue.append(fitting)
 
     def _settle(self, request_id: str, begun: _Begun) -> None:
         if begun.is_storing or not begun.is_computed:
             return
         del self._begun[request_id]
-        self._known.discard(_key_of(begun.wanted.prefix))
-        self._counters.learning_drops += not begun.is_stored
+        wanted = begun.wanted
+        self._known.discard(_key_of(wanted.prefix))
+        if begun.is_stored:
+            return
+        # What is stored without a context may not be seen twice again.
+        if wanted.prefix.without_context is not None and wanted.num_tries < MAX_TRIES:
+            self.enqueue(wanted._replace(num_tries=wanted.num_tries + 1), MAX_QUEUED_DOCUMENTS)
+        else:
+            self._counters.learning_drops += 1
 
 
 def _key_of(prefix: SegmentPrefix) -> bytes:

@@ -24,7 +24,11 @@ from vllm_ascend_kvext.connector.common.scheduler_view import Request
 from vllm_ascend_kvext.connector.common.store_jobs import Pages, table_parts
 from vllm_ascend_kvext.connector.segments.no_segments import NoSegments, SchedulerParts
 from vllm_ascend_kvext.connector.segments.private_hashes import PrivateHashes
-from vllm_ascend_kvext.connector.segments.segment_learning import SegmentLearning, WantedSegment
+from vllm_ascend_kvext.connector.segments.segment_learning import (
+    MAX_QUEUED_DOCUMENTS,
+    SegmentLearning,
+    WantedSegment,
+)
 from vllm_ascend_kvext.errors import SegmentError
 from vllm_ascend_kvext.holes.eligibility import why_no_holes
 from vllm_ascend_kvext.store.counters import Refusal
@@ -215,24 +219,26 @@ class SegmentStores(NoSegments):
             else:
                 self.store.finish_store(wanted.prefix, entry)
                 self._put(entry)
-        if not has_failed:
-            self._note_document(wanted)
+        if not has_failed and wanted.segment is not None:
+            self._note_document(wanted.segment)
         self._counters.stored_segments += not has_failed
         if self.learning is not None:
             self.learning.end_store(request_id, has_failed)
 
-    def _note_document(self, wanted: _Segment) -> None:
-        """A document is stored; if it completes a context, those in it are stored once more."""
-        assert wanted.segment is not None
-        prefix, cache_salt, block_hasher = wanted.segment
-        for token_ids in self.store.contexts.add(tuple(prefix.token_ids), cache_salt):
-            if self.learning is not None:
-                again = self.store.prefix(token_ids, cache_salt)
-                self.learning.enqueue(WantedSegment(again, cache_salt, block_hasher))
+    def _note_document(self, wanted: WantedSegment) -> None:
+        """A document is stored; if its salt has a context, it is stored behind that, too.
+
+        Never by the client's own request: its answer would be one to the context.
+        """
+        prefix, cache_salt, *_ = wanted
+        if self.learning is not None and not prefix.has_context:
+            token_ids = prefix.token_ids
+            for document in self.store.contexts.add(token_ids, cache_salt, wanted):
+                self.learning.enqueue(document, MAX_QUEUED_DOCUMENTS)
 
     def _put(self, entry: Entry) -> None:
         """Let other engines have an entry, once keys were compared: they will not do that again."""
-        if self.put is not None and self.keys_are_checked:
+        if self.put is not None and self.keys_are_checked and not self.store.has_context(entry):
             self.put(entry)
 
     def _give_up(self, request_id: str, wanted: _Segment) -> None:
@@ -301,23 +307,20 @@ class SegmentStores(NoSegments):
     def _put_sink_before(
         self, request: Any
     ) -> tuple[BlendRefusal, None] | tuple[None, WantedSegment]:
-        contexts, prompt = self.store.contexts, list(request.prompt_token_ids)
+        sink = self.store.contexts.without_context(request.cache_salt)
+        sink_ids, prompt = [*sink.token_ids], list(request.prompt_token_ids)
         # A tokenizer may have put the beginning of the sequence there, or a client the sink.
-        first_ids = [*self.first_ids]
-        before = next(
-            each for each in ([*contexts.sink_ids], first_ids, []) if prompt[: len(each)] == each
-        )
-        segment, cache_salt = prompt[len(before) :], request.cache_salt
+        first_ids = [sink_ids, [*self.first_ids], []]
+        before = next(each for each in first_ids if prompt[: len(each)] == each)
+        segment = prompt[len(before) :]
         if not segment:
             return BlendRefusal.WRONG_SEGMENTS, None
-        max_sink_tokens = self._view.max_model_len - len(segment) - 1
-        for sink in (contexts.of(cache_salt, segment), contexts.without_context(cache_salt)):
-            if len(sink.token_ids) <= max_sink_tokens:
-                if before != [*sink.token_ids]:
-                    _replace_first(request, len(before), sink.token_ids)
-                prefix = self.store.prefix(segment, cache_salt, sink)
-                return None, WantedSegment(prefix, cache_salt, request._block_hasher)
-        return BlendRefusal.TOO_LONG, None
+        if len(sink_ids) + len(segment) >= self._view.max_model_len:
+            return BlendRefusal.TOO_LONG, None
+        if before != sink_ids:
+            _replace_first(request, len(before), sink_ids)
+        prefix = self.store.prefix(segment, request.cache_salt, sink)
+        return None, WantedSegment(prefix, request.cache_salt, request._block_hasher)
 
     def _pages(self, request_id: str, wanted: _Segment, num_tokens: int) -> Pages:
         """The blocks of a request behind its sink, and up to a token."""
