@@ -76,6 +76,14 @@ def store(engine: CpuEngine, segment: Sequence[int]) -> float:
     return time.perf_counter() - began_s
 
 
+def finish_learning(engine: CpuEngine) -> None:
+    """Until the engine has stored what it stores by itself, which it does while others ask."""
+    learning = engine.scheduler.connector.scheduler_side.segments.learning
+    while learning is not None and (learning.has_queue or learning.request_ids):
+        engine.ask(WARM_UP)
+        engine.settle()
+
+
 def _answer(asked: Asked) -> Answer:
     (said,) = asked.output.outputs
     return Answer(
@@ -119,6 +127,7 @@ def serve(
     found = Answers()
     if mode.blends:
         found.store_s = [store(engine, segment) for segment in workload.stored]
+        finish_learning(engine)
     for number, prompt in enumerate(tqdm(workload.prompts, mode.name, unit=" prompts")):
         answer = ask(engine, prompt)
         if reference is not None:

@@ -205,6 +205,7 @@ def test_engines_share_what_has_no_context(tmp_path: Path) -> None:
         names = {path.name for path in objects(tmp_path) if path.name.startswith("S")}
         assert len(names) == 3 * len(DOCUMENTS)
     with choosing(connector=connector) as engine:
+        store(engine, *FIRST)
         for document in LATER:
             plan = RequestPlan(request_id="", arrival_step=0, prompt=document, max_tokens=1)
             engine.contents.expect_segment(document, plan)

@@ -147,7 +147,7 @@ class SegmentStore:
         """Whether some of a segment is neither stored nor on its way."""
         return bool(self._tier.lookup(prefix).missing_pieces(0, prefix.num_tokens))
 
-    def lacking(self, prefix: SegmentPrefix) -> list[Piece]:
+    def lacking(self, prefix: SegmentPrefix) -> list[tuple[SegmentPrefix, Piece]]:
         """Chunks of a segment that are not stored, those on their way among them.
 
         Behind which context others store, nobody knows: what engines share has none.
@@ -160,7 +160,9 @@ class SegmentStore:
             for first in range(0, prefix.num_tokens, chunk_tokens)
         ]
         return [
-            each for each in pieces if not index.stored(each.kind, prefix.key_at(each.end_tokens))
+            (prefix, each)
+            for each in pieces
+            if not index.stored(each.kind, prefix.key_at(each.end_tokens))
         ]
 
     def begin_store(self, prefix: SegmentPrefix) -> list[Entry] | Refusal:

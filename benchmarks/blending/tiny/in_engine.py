@@ -30,6 +30,7 @@ from common.cpu_engine import ENVIRON, CpuEngine  # noqa: E402
 from common.processes import processes  # noqa: E402
 from common.report import Table, parser, write  # noqa: E402
 
+from blending.engine import finish_learning  # noqa: E402
 from blending.modes import FULL, PLAIN, Mode, behind_context, heads  # noqa: E402
 from blending.tiny import task  # noqa: E402
 from blending.tiny.model import CHECK_LAYERS, Variant, write_folder  # noqa: E402
@@ -150,6 +151,7 @@ def serve(mode: Mode, variant: Variant, seed: int, num_questions: int) -> Row:
         documents = {tokens[first:end]: None for tokens in prompts for first, end in segments}
         _store(engine, [EQUAL_TOKENS])
         _store(engine, list(documents))
+        finish_learning(engine)
         context = [token for each in [*documents][: NUM_DOCUMENTS - 1] for token in each]
     engine.computed_tokens = 0
     outputs = engine.ask_all(prompts, [{"kvext_segments": segments}] * len(prompts))

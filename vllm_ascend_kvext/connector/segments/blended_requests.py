@@ -159,9 +159,9 @@ class Blending(SegmentStores):
     def lacking(self, request_id: str) -> list[tuple[SegmentPrefix, Piece]]:
         state = self._states.get(request_id)
         return [
-            (prefix, piece)
+            lacking
             for _, prefix in (() if state is None else state.known)
-            for piece in self.store.lacking(prefix)
+            for lacking in self.store.lacking(prefix)
         ]
 
     def plan(self, request: Request, hit: Hit) -> LoadPlan | None:

@@ -127,14 +127,14 @@ class SegmentLearning:
         being stored: its request would be taken back.
         """
         while self._queue and not self.is_held and len(self._begun) < MAX_BEGUN_SEGMENTS:
-            wanted = self._fitting(self._queue[0])
-            is_missing = wanted is not None and self._store.is_missing(wanted.prefix)
-            if wanted is not None and is_missing and not has_room(wanted.prefix.num_segment_tokens):
+            wanted = self._queue[0]
+            is_missing = self._store.is_missing(wanted.prefix)
+            if is_missing and not has_room(wanted.prefix.num_segment_tokens):
                 return None
-            self._known.discard(_key_of(self._queue.popleft().prefix))
-            if wanted is not None and is_missing:
+            self._queue.popleft()
+            self._known.discard(_key_of(wanted.prefix))
+            if is_missing:
                 return wanted
-            self._counters.learning_drops += wanted is None
         return None
 
     def begin(self, request_id: str, wanted: WantedSegment) -> None:
