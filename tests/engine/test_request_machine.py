@@ -50,10 +50,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ascend_kvext.blending import segment_contexts
 from vllm_ascend_kvext.blending.segment_store import StoredTokens
 from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY, STORE_KEY
 from vllm_ascend_kvext.connector.scheduler import loads
 from vllm_ascend_kvext.connector.scheduler.transfer_cost import TransferCost
+from vllm_ascend_kvext.connector.segments import make_blending
 from vllm_ascend_kvext.store.entries import EntryState, Kind
 from vllm_ascend_kvext.transfer.errors import BackendError
 
@@ -117,6 +119,7 @@ BLENDING = st.fixed_dictionaries(
         "blend_head_tokens": st.sampled_from([4, 0, 1, 8]),
         "learn_segments": st.sampled_from([False, True]),
         "segment_sink": st.sampled_from([[5], [], [5, 9, 2, 5, 11, 3, 8, 1, 40]]),
+        "segment_context": st.booleans(),
         "host_memory_gib": st.sampled_from([1 << 22, 1 << 22, 1 << 14]).map(
             lambda n: n / (1 << 30)
         ),
@@ -613,9 +616,10 @@ class RequestMachine(RuleBasedStateMachine):
         self.is_well = False
         if engine.has_work():
             engine.step()
-        for plan in engine.own_plans[self.num_own_plans :]:
+        for number in range(self.num_own_plans, len(engine.own_plans)):
+            plan = engine.own_plans[number]
             self.contents.expect(plan)
-            self.contents.expect_segment(plan.prompt[len(engine.sink_ids) :], plan)
+            self.contents.expect_segment(engine.own_segments[number], plan)
         self.num_own_plans = len(engine.own_plans)
         if taken is not None:
             engine.block_pool.free_blocks(taken)
@@ -715,6 +719,8 @@ def patches_installed() -> Iterator[None]:
 
 @pytest.mark.parametrize("is_blending", [False, True], ids=["holes", "segments"])
 def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_contexts, "NUM_DOCUMENTS", 2)
+    monkeypatch.setattr(make_blending, "MIN_REUSED_TOKENS", 1)
     monkeypatch.setattr(loads, "MIN_RUN_TOKENS", loads.MIN_RUN_TOKENS)  # and back again
     counts.clear()
     RequestMachine.is_blending = is_blending
@@ -722,7 +728,7 @@ def test_random_lives(is_blending: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     rare = ["aborts of requests with holes", "resets of running requests"]
     if is_blending:
         met += ["reused tokens", "marked answers", "learned segments", "segments"]
-        met += ["stores that were answered"]
+        met += ["stores that were answered", "segments behind a context"]
         rare = ["aborts of blended requests", "resets of blended requests"]
     rare += ["failed loads", "preemptions"]
     if IS_LONG:

@@ -20,9 +20,10 @@ from support.connector.simulated_engine import SimulatedEngine
 from support.scheduler.options import EngineOptions
 from support.scheduler.token_stream import TokenStream
 from support.scheduler.workload import RequestPlan
-from vllm_ascend_kvext.blending.segments import SEGMENTS_KEY
+from vllm_ascend_kvext.blending.segment_store import SegmentPrefix
 from vllm_ascend_kvext.blending.token_rows import SegmentRows
 from vllm_ascend_kvext.connector.common.messages import ConnectorMetadata, LoadJob
+from vllm_ascend_kvext.connector.segments.blended_requests import Blending
 
 
 class Reused(NamedTuple):
@@ -127,7 +128,7 @@ class BlendingEngine(SimulatedEngine):
             tokens = self.requests[request_id].all_token_ids
             for rows in reused.placed:
                 # It was computed behind a sink, and is moved from there.
-                sink_ids = self._sink_of(request_id, tokens, rows)
+                sink_ids = self._sink_of(request_id, rows)
                 start = rows.shift_tokens + len(sink_ids)
                 alone = TokenStream([*sink_ids, *tokens[start : rows.end_tokens]], seed)
                 for position in range(rows.first_tokens, rows.end_tokens):
@@ -136,17 +137,17 @@ class BlendingEngine(SimulatedEngine):
         if placed or self._streams[request_id].placed:
             self._streams[request_id].place(placed)
 
-    def _sink_of(
-        self, request_id: str, tokens: Sequence[int], rows: SegmentRows
-    ) -> tuple[int, ...]:
+    def _sink_of(self, request_id: str, rows: SegmentRows) -> tuple[int, ...]:
         """What a segment was stored behind: a context, or nothing but the first tokens."""
-        plan, contexts = self.plans[request_id], self.side.segments.store.contexts
-        for first, end in dict(plan.extra_args).get(SEGMENTS_KEY) or ():
-            if first <= rows.first_tokens < end:
-                sink = contexts.of(plan.cache_salt, tokens[first:end])
-                if rows.shift_tokens + len(sink.token_ids) == first:
-                    return sink.token_ids
-        return contexts.sink_ids
+        segments: Blending = self.side.segments
+        for segment, known in segments._states[request_id].known:
+            prefix: SegmentPrefix | None = known
+            while prefix is not None and segment.first_tokens <= rows.first_tokens:
+                begins = rows.shift_tokens + prefix.sink_tokens == segment.first_tokens
+                if begins and rows.end_tokens <= segment.end_tokens:
+                    return prefix.sink.token_ids
+                prefix = prefix.without_context
+        raise AssertionError(f"{request_id}: {rows} are of none of its segments")
 
 
 def loaded_tokens(load: LoadJob) -> int:

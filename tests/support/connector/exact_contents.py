@@ -210,6 +210,8 @@ class ExactContents:
                 found = host[place : place + expected.size].reshape(expected.shape)
                 assert np.array_equal(found, expected), f"{entry}: not the rows of its segment"
         self.counts["segments"] += 1
+        has_context = segment.sink_tokens > len(self._engine.sink_ids)
+        self.counts["segments behind a context"] += has_context
 
 
 class _Scratch:
