@@ -22,6 +22,7 @@ from support.sample import IS_LONG
 from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_steps, weights
 
 from vllm_ascend_kvext.connector.scheduler import shared_side
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
 
 __all__ = ["_equal_seeds", "weights"]
@@ -97,10 +98,11 @@ def test_wrong_bytes_are_computed(running: Servers) -> None:
     with engine_of(FULL, offloading=sharing(FULL, running)) as engine:
         store = tier_of(engine)._store
         for key in running.stored_keys():
-            if "/R" in key and not key.endswith("/seal"):
+            if "/R" in key:
                 value = store.get(key)
                 store.remove(key, True)
-                assert store.put(key, value[::-1]) == 0
+                turned = value[-SEAL_BYTES - 1 :: -1] + value[-SEAL_BYTES:]
+                assert store.put(key, turned) == 0
         assert hit_tokens(engine, plan_of("a", prompt)) == 0
         assert engine.side.counters.shared_failures["get_broken"] > 0
 

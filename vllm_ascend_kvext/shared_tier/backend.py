@@ -8,6 +8,7 @@ import logging
 import math
 import struct
 import time
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -17,6 +18,7 @@ logger = logging.getLogger("vllm.ascend_kvext.shared_tier")
 
 _HEAD, _MAGIC = struct.Struct("<8sIQ16s"), b"KVEXTOBJ"
 SEAL_BYTES = _HEAD.size + 32
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 _QUIET_S = 10.0  # After an error was logged, others are not for so long.
 
 
@@ -32,10 +34,10 @@ def seal_of(name: str, content: memoryview | bytes) -> bytes:
     return bytes(head + blake3(content).update(head).digest())
 
 
-def unsealed(name: str, value: bytes) -> bytes:
+def unsealed(name: str, value: _Bytes) -> _Bytes:
     """The content before a seal; nothing if the seal is not right."""
     content = value[:-SEAL_BYTES]
-    return content if value[len(content) :] == seal_of(name, content) else b""
+    return content if value[len(content) :] == seal_of(name, content) else value[:0]
 
 
 class Warnings:

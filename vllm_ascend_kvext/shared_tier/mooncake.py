@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
 
-    kvext1/r0/<name space>/<object>         the bytes of an entry of rank 0, moved without a copy
-    kvext1/r0/<name space>/<object>/seal    their seal: an object is there when both are
-    kvext1/r0/<name space>/<note>           the name of an object, sealed
-    kvext1/engine-<number>                  what engines of a name space have in common, sealed
+    kvext1/r0/<name space>/<object>    the bytes of an entry of rank 0, and their seal
+    kvext1/r0/<name space>/<note>      the name of an object, sealed
+    kvext1/engine-<number>             what engines of a name space have in common, sealed
 
-Each key may be evicted alone, and what is put first stays. Bytes and a seal that do not fit each
-other are removed when somebody wants them.
+An object is moved at once and without a copy: its seal lies behind its bytes in host memory, too,
+in spare bytes of its place. What is put first stays.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import ctypes
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -76,23 +74,15 @@ class MooncakeTier:
             ) from error
         self._pinned = store.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        # Of one get and one put at a time.
-        self._seals, self._locks = bytearray(2 * SEAL_BYTES), (threading.Lock(), threading.Lock())
-        self._seals_address = self._registered(memoryview(self._seals))
 
     def register(self, memory: memoryview) -> None:
-        self._memory, self._address = memory, self._registered(memory)
-
-    def _registered(self, memory: memoryview) -> int:
-        """The address of memory, which Mooncake may read and write from here on."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        code = self._store.register_buffer(address, len(memory))
+        self._memory, self._address = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        code = self._store.register_buffer(self._address, len(memory))
         if code:
             raise SettingsError(
                 f"shared_tier: expected that Mooncake registers {len(memory)} bytes of memory, "
                 f"found code {code}. Mind the limit of locked memory (ulimit -l)."
             )
-        return address
 
     def close(self) -> None:
         store, self._store = self._store, None  # A call of a closed one ends the process.
@@ -104,25 +94,21 @@ class MooncakeTier:
         leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
         objects = [leads.get(name, name.encode()).decode() for name in names]
         try:
-            there = self._there(key for name in objects if name for key in self._keys(name))
+            there = self._there(self._prefix + name for name in objects if name)
         except OSError as error:
             self._warnings.unreachable(error)
             there = set()
-        return [each.rpartition("/")[2] * there.issuperset(self._keys(each)) for each in objects]
+        return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        with self._locks[1]:
-            return [self._answer(self._put, each) for each in objects]
+        return [self._answer(self._put, each) for each in objects]
 
     def _put(self, each: SharedObject) -> Answer:
-        keys = self._keys(each.name)
-        there = self._there(keys)
-        if len(there) < len(keys):
-            if there:
-                self.forget([each.name])
-            self._seals[SEAL_BYTES:] = seal_of(keys[0], self._content(each))
-            # At once: those of engines that put the same at a time are mixed hardly ever.
-            _checked(self._store.batch_put_from(keys, *self._places(each, SEAL_BYTES)), _OF_PUTS)
+        key, end, place = self._place(each)
+        if not self._there([key]):
+            content = self._memory[each.offset_bytes : end]
+            self._memory[end : end + SEAL_BYTES] = seal_of(key, content)
+            _checked(self._store.batch_put_from([key], *place), _OF_PUTS)
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
@@ -133,19 +119,14 @@ class MooncakeTier:
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
-        with self._locks[0]:
-            return [self._answer(self._get, each, on_bytes) for each in objects]
+        return [self._answer(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        keys, began_s, (places, sizes) = (
-            self._keys(each.name),
-            time.monotonic(),
-            self._places(each, 0),
-        )
-        codes = self._store.batch_get_into(keys, places, sizes)
+        (key, end, (places, sizes)), began_s = self._place(each), time.monotonic()
+        codes = self._store.batch_get_into([key], places, sizes)
         if codes == sizes:
             on_bytes(each.num_bytes)
-            if self._seals[:SEAL_BYTES] == seal_of(keys[0], self._content(each)):
+            if unsealed(key, self._memory[each.offset_bytes : end + SEAL_BYTES]):
                 return Answer.WHOLE
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             time.sleep(_GIVEN_UP_S)
@@ -161,7 +142,7 @@ class MooncakeTier:
             return self._warnings.unreachable(error)
 
     def forget(self, names: Sequence[str]) -> None:
-        self._store.batch_remove([key for name in names for key in self._keys(name)], True)
+        self._store.batch_remove([self._prefix + name for name in names], True)
 
     def engines(self) -> dict[str, Identity]:
         keys = [f"{_ROOT}/engine-{number}" for number in range(_NUM_ENGINES)]
@@ -178,16 +159,10 @@ class MooncakeTier:
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
 
-    def _keys(self, name: str) -> list[str]:
-        return [self._prefix + name, f"{self._prefix}{name}/seal"]
-
-    def _places(self, each: SharedObject, seal: int) -> tuple[list[int], list[int]]:
-        """Where the bytes of an object and its seal are, and how many."""
-        places = [self._address + each.offset_bytes, self._seals_address + seal]
-        return places, [each.num_bytes, SEAL_BYTES]
-
-    def _content(self, each: SharedObject) -> memoryview:
-        return self._memory[each.offset_bytes : each.offset_bytes + each.num_bytes]
+    def _place(self, each: SharedObject) -> tuple[str, int, tuple[list[int], list[int]]]:
+        """The key of an object, where its seal begins, and address and size of both together."""
+        place = [self._address + each.offset_bytes], [each.num_bytes + SEAL_BYTES]
+        return self._prefix + each.name, each.offset_bytes + each.num_bytes, place
 
     def _there(self, keys: Iterable[str]) -> set[str]:
         asked = [*keys]
