@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from test_shared_tier import _equal_seeds, floor, hit_tokens, prompt_of, timed_s
 from vllm_ascend_kvext.connector.scheduler import shared_side
 from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES
 from vllm_ascend_kvext.shared_tier.mooncake import MooncakeTier
+from vllm_ascend_kvext.store.arena import ALIGNMENT_BYTES
 
 __all__ = ["_equal_seeds", "weights"]
 
@@ -76,6 +78,20 @@ def test_another_engine_hits_what_one_has_stored(
         counters = engine.side.counters
         assert counters.shared_requests["found"] == 2
         assert counters.transfer_bytes["get"] > 0 and not any(counters.shared_failures.values())
+
+
+def test_places_have_room_for_seals_only_with_mooncake(running: Servers, tmp_path: Path) -> None:
+    """Rows take a multiple of 64 bytes, so that the next place would begin right behind them."""
+    urls = {None: 0, f"file://{tmp_path}": 0, running.url: SEAL_BYTES}
+    for url, spare_bytes in urls.items():
+        with engine_of(FULL, offloading=offloading(FULL, shared_tier=url)) as engine:
+            serve(engine, plan_of("a", prompt_of(FULL, "spare")))
+            entries = engine.side.tier._entries.values()
+            assert entries
+            for entry in entries:
+                num_bytes = engine.side._loads._parts.layout.num_bytes(entry.piece)
+                assert 0 <= entry.num_bytes - num_bytes - spare_bytes < ALIGNMENT_BYTES
+                assert entry.offset_bytes + entry.num_bytes <= engine.side.tier.capacity_bytes
 
 
 @pytest.mark.usefixtures("patient")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared tier in Mooncake Store: a master knows where objects are, `mooncake_client`s hold them.
 
-    kvext1/r0/<name space>/<object>    the bytes of an entry of rank 0, and their seal
+    kvext1/r0/<name space>/<object>    an entry of rank 0, moved with its seal and without a copy
     kvext1/r0/<name space>/<note>      the name of an object, sealed
     kvext1/engine-<number>             what engines of a name space have in common, sealed
 
-An object is moved at once and without a copy: its seal lies behind its bytes in host memory, too,
-in spare bytes of its place. What is put first stays.
+What is put first stays.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_kvext.errors import SettingsError
-from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Warnings, seal_of, unsealed
+from vllm_ascend_kvext.shared_tier.backend import SEAL_BYTES, Answers, is_sealed, seal_of
 from vllm_ascend_kvext.shared_tier.names import Identity, is_note, namespace_of, piece_of
 from vllm_ascend_kvext.shared_tier.protocol import FORMAT_VERSION, Answer, SharedObject
 
@@ -34,8 +33,8 @@ _ABSENT = {-703, -704, -707}  # It is being written, is not there, was evicted m
 _OF_GETS, _OF_PUTS = {*_ABSENT, -600}, {-601}  # It is larger than its place; others write it.
 _MEANINGS = {-200: "there is no room", -800: "who has the memory does not answer"}
 _MEANINGS |= dict.fromkeys((-900, -901), "the master does not answer")
+# After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later.
 _GIVEN_UP_S = 50.0
-"""After 60 s Mooncake gives up a transfer, and does not stop it: its bytes may come later."""
 
 
 class MooncakeTier:
@@ -51,7 +50,7 @@ class MooncakeTier:
     num_get_threads = 1  # One call has all that the network gives.
 
     def __init__(self, url: str, rank: int) -> None:
-        self._prefix, self._warnings = f"{_ROOT}/r{rank}/", Warnings(url)
+        self._prefix, self._answers = f"{_ROOT}/r{rank}/", Answers(self, url)
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         network = os.environ.get("MOONCAKE_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_DEVICE", "")
@@ -94,21 +93,20 @@ class MooncakeTier:
         leads = dict(zip(notes, self._read([self._prefix + note for note in notes]), strict=True))
         objects = [leads.get(name, name.encode()).decode() for name in names]
         try:
-            there = self._there(self._prefix + name for name in objects if name)
+            there = self._there([self._prefix + name for name in objects if name])
         except OSError as error:
-            self._warnings.unreachable(error)
+            self._answers.unreachable(error)
             there = set()
         return [each.rpartition("/")[2] * (self._prefix + each in there) for each in objects]
 
     def put(self, objects: Sequence[SharedObject]) -> list[Answer]:
-        return [self._answer(self._put, each) for each in objects]
+        return [self._answers.of(self._put, each) for each in objects]
 
     def _put(self, each: SharedObject) -> Answer:
-        key, end, place = self._place(each)
+        key, place, addresses, sizes = self._place(each)
         if not self._there([key]):
-            content = self._memory[each.offset_bytes : end]
-            self._memory[end : end + SEAL_BYTES] = seal_of(key, content)
-            _checked(self._store.batch_put_from([key], *place), _OF_PUTS)
+            place[each.num_bytes :] = seal_of(key, place[: each.num_bytes])
+            _checked(self._store.batch_put_from([key], addresses, sizes), _OF_PUTS)
         namespace, _, own = each.name.rpartition("/")
         notes, first = [f"{namespace}/{note}" for note in each.notes], piece_of(own).first_tokens
         leads = zip(notes, self.exist(notes), strict=True)
@@ -119,27 +117,18 @@ class MooncakeTier:
     def get_into(
         self, objects: Sequence[SharedObject], on_bytes: Callable[[int], None]
     ) -> list[Answer]:
-        return [self._answer(self._get, each, on_bytes) for each in objects]
+        return [self._answers.of(self._get, each, on_bytes) for each in objects]
 
     def _get(self, each: SharedObject, on_bytes: Callable[[int], None]) -> Answer:
-        (key, end, (places, sizes)), began_s = self._place(each), time.monotonic()
-        codes = self._store.batch_get_into([key], places, sizes)
+        (key, place, addresses, sizes), began_s = self._place(each), time.monotonic()
+        codes = self._store.batch_get_into([key], addresses, sizes)
         if codes == sizes:
             on_bytes(each.num_bytes)
-            if unsealed(key, self._memory[each.offset_bytes : end + SEAL_BYTES]):
+            if is_sealed(key, place):
                 return Answer.WHOLE
         elif time.monotonic() - began_s > _GIVEN_UP_S:
             time.sleep(_GIVEN_UP_S)
-        if not _ABSENT.isdisjoint(_checked(codes)):
-            return Answer.ABSENT
-        self.forget([each.name])
-        return self._warnings.broken(each.name)
-
-    def _answer(self, call: Callable[..., Answer], *arguments: object) -> Answer:
-        try:
-            return call(*arguments)
-        except OSError as error:
-            return self._warnings.unreachable(error)
+        return Answer.BROKEN if _ABSENT.isdisjoint(_checked(codes)) else Answer.ABSENT
 
     def forget(self, names: Sequence[str]) -> None:
         self._store.batch_remove([self._prefix + name for name in names], True)
@@ -159,20 +148,20 @@ class MooncakeTier:
     def describe(self) -> tuple[str, Mapping[str, str]]:
         return "how full it is, only its master's metrics say (port 9003 by default)", {}
 
-    def _place(self, each: SharedObject) -> tuple[str, int, tuple[list[int], list[int]]]:
-        """The key of an object, where its seal begins, and address and size of both together."""
-        place = [self._address + each.offset_bytes], [each.num_bytes + SEAL_BYTES]
-        return self._prefix + each.name, each.offset_bytes + each.num_bytes, place
+    def _place(self, each: SharedObject) -> tuple[str, memoryview, list[int], list[int]]:
+        """The key of an object; its place, seal included; the address and the size of that."""
+        place = self._memory[each.offset_bytes :][: each.num_bytes + SEAL_BYTES]
+        return self._prefix + each.name, place, [self._address + each.offset_bytes], [len(place)]
 
-    def _there(self, keys: Iterable[str]) -> set[str]:
-        asked = [*keys]
-        codes = _checked(self._store.batch_is_exist(asked) if asked else [])
-        return {key for key, code in zip(asked, codes, strict=True) if code == 1}
+    def _there(self, keys: list[str]) -> set[str]:
+        codes = _checked(self._store.batch_is_exist(keys) if keys else [])
+        return {key for key, code in zip(keys, codes, strict=True) if code == 1}
 
     def _read(self, keys: list[str]) -> list[bytes]:
         """Small contents; empty where there is none, or not what was written."""
         values = self._store.get_batch(keys) if keys else []
-        return [unsealed(*each) for each in zip(keys, values, strict=True)]
+        pairs = zip(keys, values, strict=True)
+        return [value[:-SEAL_BYTES] if is_sealed(key, value) else b"" for key, value in pairs]
 
     def _write(self, contents: Mapping[str, bytes], *how: object) -> None:
         """Write small contents over what is there."""
