@@ -89,7 +89,7 @@ def test_places_have_room_for_seals_only_with_mooncake(running: Servers, tmp_pat
             entries = engine.side.tier._entries.values()
             assert entries
             for entry in entries:
-                num_bytes = engine.side._loads._parts.layout.num_bytes(entry.piece)
+                num_bytes = engine.side._loads._layout.num_bytes(entry.piece)
                 assert 0 <= entry.num_bytes - num_bytes - spare_bytes < ALIGNMENT_BYTES
                 assert entry.offset_bytes + entry.num_bytes <= engine.side.tier.capacity_bytes
 
